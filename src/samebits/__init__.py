@@ -1,0 +1,44 @@
+"""samebits: any BF16 model in two thirds of the memory, with the same bits out.
+
+Importing this package is free: torch, transformers and the GPU are touched at the first use of a name below.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from samebits.integrations.hooks import register_on_import
+
+if TYPE_CHECKING:
+    from samebits.api import decode, encode
+    from samebits.format.packed import PackedTensor
+    from samebits.integrations.transformers import SamebitsConfig
+    from samebits.nn.convert import compress, decompress
+
+__version__ = "0.1.0"
+__all__ = ["PackedTensor", "SamebitsConfig", "__version__", "compress", "decode", "decompress", "encode"]
+
+_HOMES = {
+    "encode": "samebits.api",
+    "decode": "samebits.api",
+    "PackedTensor": "samebits.format.packed",
+    "SamebitsConfig": "samebits.integrations.transformers",
+    "compress": "samebits.nn.convert",
+    "decompress": "samebits.nn.convert",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'samebits' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+register_on_import()

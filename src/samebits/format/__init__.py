@@ -1,0 +1,1 @@
+"""The byte layout of FORMAT.md: pure arithmetic and validation, no codec."""

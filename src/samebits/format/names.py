@@ -1,0 +1,19 @@
+"""FORMAT.md 7.2: how the names of packed tensors map to the originals."""
+
+from __future__ import annotations
+
+WEIGHT = ".weight"
+PACKED = ".sb_packed"  # X.weight -> X.sb_packed
+BARE = ".sb_bare"  # Y -> Y.sb_bare
+
+
+def stored_name(original: str) -> str:
+    """The name under which ``original`` is stored once packed."""
+    return original.removesuffix(WEIGHT) + PACKED if original.endswith(WEIGHT) else original + BARE
+
+
+def original_name(stored: str) -> str | None:
+    """The original name behind ``stored``, or None if this is not the name of a packed tensor."""
+    if stored.endswith(PACKED):
+        return stored.removesuffix(PACKED) + WEIGHT
+    return stored.removesuffix(BARE) if stored.endswith(BARE) else None

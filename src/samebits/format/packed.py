@@ -1,0 +1,270 @@
+"""One packed tensor (FORMAT.md section 2): header, section table and validation."""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch
+
+from samebits.errors import DtypeError, FormatError, VersionError
+from samebits.format.geometry import MAX_CHUNK_STAGES, STREAMS, Code, Geometry, Layout
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+MAGIC = 0x54494253
+VERSION = 1
+HEADER_BYTES = 64
+MAX_DIMENSIONS = 8
+MAX_CODE_LENGTH = 13
+MAX_SINGLE_CODE_LENGTH = 12
+MAX_WINDOW = 120
+QUAD_SYMBOLS = 4096
+EXPONENTS = 256
+COUNTS = 16  # entries of the code section's count array
+WIDE_ALIGNMENT_WORDS = 65536  # from this many words on, planes start at a multiple of 128 bytes
+STORED_DIGEST_END = 16  # the stored digest covers the bytes from here on
+ORIGINAL_DIGEST = slice(16, 24)
+_HEADER = struct.Struct("<IBBBB QQ IBBBb QHHI QQ")
+_HAS_ROW_SHIFTS = 1
+_MAX_WORDS = 1 << 48
+
+Section = Literal["header", "shape", "code", "row_shifts", "offsets", "planes", "streams"]
+
+
+def align(offset: int, multiple: int) -> int:
+    """``offset`` rounded up to ``multiple``."""
+    return -(-offset // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Header:
+    """The header and shape of a packed tensor, in the order of FORMAT.md 2.2."""
+
+    code: Code
+    layout: Layout
+    shape: tuple[int, ...]
+    chunk_stages: int
+    max_code_length: int
+    window: int
+    shift: int
+    symbol_count: int
+    has_row_shifts: bool
+    max_chunk_words: int
+    stream_words: int
+    original_digest: int = 0
+    stored_digest: int = 0
+
+    @cached_property
+    def geometry(self) -> Geometry:
+        return Geometry.of_layout(self.shape, self.layout, self.chunk_stages)
+
+    @cached_property
+    def sections(self) -> dict[Section, slice]:
+        """Where each section lies in the packed tensor, in bytes."""
+        geometry = self.geometry
+        wide = geometry.rows * geometry.columns >= WIDE_ALIGNMENT_WORDS
+        sizes: list[tuple[Section, int, int]] = [
+            ("header", HEADER_BYTES, 16),
+            ("shape", 8 * len(self.shape), 16),
+            ("code", 2 * COUNTS + 2 * self.symbol_count, 16),
+            ("row_shifts", geometry.rows if self.has_row_shifts else 0, 16),
+            ("offsets", 4 * (geometry.chunks + 1), 16),
+            ("planes", geometry.plane_bytes(self.code), 128 if wide else 16),
+            ("streams", 4 * self.stream_words, 16),
+        ]
+        table: dict[Section, slice] = {}
+        end = 0
+        for name, size, alignment in sizes:
+            start = align(end, alignment)
+            end = start + size
+            table[name] = slice(start, end)
+        return table
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Length of the whole packed tensor."""
+        return align(self.sections["streams"].stop, 16)
+
+    def to_bytes(self) -> bytes:
+        """The header and shape sections."""
+        head = _HEADER.pack(
+            MAGIC, VERSION, self.code, self.layout, len(self.shape),
+            self.stored_digest, self.original_digest,
+            self.geometry.columns, self.chunk_stages, self.max_code_length, self.window, self.shift,
+            self.geometry.rows, self.symbol_count, _HAS_ROW_SHIFTS if self.has_row_shifts else 0, self.max_chunk_words,
+            self.stream_words, 0,
+        )  # fmt: skip
+        return head + struct.pack(f"<{len(self.shape)}Q", *self.shape)
+
+    @classmethod
+    def parse(cls, data: bytes) -> Header:
+        """Read a header from the first bytes (at least HEADER_BYTES + 8 * MAX_DIMENSIONS of them, or all there are).
+
+        Raises:
+            FormatError: the bytes are no header, or one that contradicts itself.
+            VersionError: a version this release does not know.
+        """
+        _need(len(data) >= HEADER_BYTES, f"a packed tensor has at least {HEADER_BYTES} bytes, this has {len(data)}")
+        (magic, version, code, layout, ndim, stored, original, columns, chunk_stages, max_length, window, shift,
+         rows, symbols, flags, max_chunk_words, stream_words, reserved) = _HEADER.unpack_from(data)  # fmt: skip
+        _need(magic == MAGIC, f"magic number {magic:#010x} instead of {MAGIC:#010x}")
+        if version != VERSION:
+            raise VersionError(f"packed tensor of version {version}", mend=f"this samebits reads version {VERSION}")
+        _need(code in (Code.QUAD, Code.SINGLE), f"unknown code {code}")
+        _need(layout in (Layout.FLAT, Layout.MATRIX), f"unknown layout {layout}")
+        _need(ndim <= MAX_DIMENSIONS, f"{ndim} dimensions, at most {MAX_DIMENSIONS} are allowed")
+        _need(len(data) >= HEADER_BYTES + 8 * ndim, "the shape is cut off")
+        _need(flags in (0, _HAS_ROW_SHIFTS) and reserved == 0, "unknown flags")
+        shape = struct.unpack_from(f"<{ndim}Q", data, HEADER_BYTES)
+        header = cls(Code(code), Layout(layout), tuple(shape), chunk_stages, max_length, window, shift, symbols,
+                     flags == _HAS_ROW_SHIFTS, max_chunk_words, stream_words, original, stored)  # fmt: skip
+        header._check(rows, columns)
+        return header
+
+    def _check(self, rows: int, columns: int) -> None:
+        words = math.prod(self.shape)
+        _need(0 < words <= _MAX_WORDS, f"impossible shape {self.shape}")
+        _need(self.layout is Layout.FLAT or len(self.shape) >= 2, f"matrix layout with shape {self.shape}")
+        _need(1 <= self.chunk_stages <= MAX_CHUNK_STAGES, f"chunks of {self.chunk_stages} stages")
+        geometry = self.geometry
+        _need((rows, columns) == (geometry.rows, geometry.columns), f"{rows} x {columns} does not fit shape {self.shape}")
+        _need(geometry.stages * 16 < 1 << 32, f"{columns} columns are too many")
+        quad = self.code is Code.QUAD
+        limit, symbols = (MAX_CODE_LENGTH, QUAD_SYMBOLS) if quad else (MAX_SINGLE_CODE_LENGTH, EXPONENTS)
+        _need(1 <= self.max_code_length <= limit, f"code length {self.max_code_length} is beyond {limit}")
+        _need(1 <= self.symbol_count <= symbols, f"{self.symbol_count} symbols")
+        _need(self.window <= MAX_WINDOW and self.window % 16 <= 8 if quad else self.window == 0, f"window {self.window}")
+        _need(not (self.has_row_shifts and self.shift), "both a shift and row shifts")
+        _need(self.max_chunk_words <= 1 + STREAMS * 2 * self.chunk_stages, f"chunks of {self.max_chunk_words} words")
+        _need(self.stream_words < 1 << 32, "more than 2^32 stream words")
+
+
+@dataclass(frozen=True)
+class PackedTensor:
+    """A BF16 tensor in packed form, or (code RAW) its original words where packing gains nothing.
+
+    Attributes:
+        header: what FORMAT.md 2.2 stores; for RAW only code, shape and original_digest mean something.
+        data: uint8, one-dimensional: the packed tensor's bytes (RAW: the BF16 bytes), on any device.
+    """
+
+    header: Header
+    data: torch.Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.header.shape)
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @property
+    def code(self) -> Code:
+        return self.header.code
+
+    @property
+    def is_raw(self) -> bool:
+        """True if the tensor did not gain and holds its original words."""
+        return self.header.code is Code.RAW
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, everything counted: nothing else stays in memory for this tensor."""
+        return self.data.numel()
+
+    @property
+    def words(self) -> int:
+        """Number of BF16 values."""
+        return math.prod(self.header.shape)
+
+    @property
+    def bits_per_weight(self) -> float:
+        return 8 * self.nbytes / self.words if self.words else 0.0
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PackedTensor:
+        """The same packed tensor on another device."""
+        return replace(self, data=self.data.to(device, non_blocking=non_blocking))
+
+    def section(self, name: Section) -> torch.Tensor:
+        """A section's bytes (uint8 view)."""
+        return self.data[self.header.sections[name]]
+
+    def array(self, name: Section, dtype: str) -> NDArray[np.generic]:
+        """A section as a NumPy view (CPU only)."""
+        return self.section(name).numpy().view(np.dtype(dtype))
+
+    @classmethod
+    def raw(cls, tensor: torch.Tensor, original_digest: int) -> PackedTensor:
+        """Wrap a contiguous BF16 tensor that is not worth packing."""
+        header = Header(Code.RAW, Layout.FLAT, tuple(tensor.shape), 1, 1, 0, 0, 0, False, 0, 0, original_digest)
+        return cls(header, tensor.contiguous().reshape(-1).view(torch.uint8))
+
+    @classmethod
+    def from_data(cls, data: torch.Tensor, *, header: Header | None = None) -> PackedTensor:
+        """Wrap and validate the bytes of a packed tensor.
+
+        Args:
+            data: uint8, one-dimensional, contiguous, any device. Data on a GPU are read back in part unless
+                they come with a ``header``.
+
+        Raises:
+            DtypeError: not a one-dimensional uint8 tensor.
+            FormatError: not a valid packed tensor.
+        """
+        if data.dtype != torch.uint8 or data.dim() != 1:
+            raise DtypeError(f"a packed tensor is one-dimensional uint8, not {tuple(data.shape)} of {data.dtype}")
+        if header is None:
+            header = Header.parse(bytes(data[: HEADER_BYTES + 8 * MAX_DIMENSIONS].cpu().numpy()))
+        packed = cls(header, data.contiguous())
+        packed.validate()
+        return packed
+
+    def validate(self) -> None:
+        """Bound everything a decoder will trust: length, code tables, offsets (FORMAT.md 2.2, 3.2, 6.1).
+
+        Raises:
+            FormatError: the first clause that is violated.
+        """
+        if self.is_raw:
+            _need(self.nbytes == 2 * self.words, "raw words do not fill the shape")
+            return
+        header = self.header
+        _need(self.nbytes == header.nbytes, f"{self.nbytes} bytes where the header asks for {header.nbytes}")
+        self._validate_code()
+        self._validate_offsets()
+
+    def _validate_code(self) -> None:
+        header = self.header
+        section = self.section("code").cpu().numpy().view("<u2")
+        counts, symbols = section[:COUNTS].astype(np.int64), section[COUNTS:]
+        lengths = np.arange(COUNTS)
+        _need(int(counts.sum()) == header.symbol_count, "the code's counts do not add up")
+        _need(not counts[lengths > header.max_code_length].any() and counts[0] == 0, "a code length out of range")
+        kraft = int((counts << (COUNTS - lengths)).sum())
+        single = header.symbol_count == 1 and counts[1] == 1
+        _need(kraft == 1 << COUNTS or single, "an incomplete or impossible code")
+        limit = QUAD_SYMBOLS if header.code is Code.QUAD else EXPONENTS
+        _need(int(symbols.max()) < limit and len(np.unique(symbols)) == len(symbols), "a code's symbols out of range or twice")
+
+    def _validate_offsets(self) -> None:
+        header = self.header
+        offsets = self.section("offsets")
+        offsets = offsets.clone() if offsets.storage_offset() % 4 else offsets
+        values = offsets.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+        steps = values[1:] - values[:-1]
+        ends = values[[0, -1]].tolist()
+        smallest, largest = (int(steps.min()), int(steps.max())) if len(steps) else (0, 0)
+        _need(ends == [0, header.stream_words], "chunk offsets do not cover the streams")
+        _need(smallest >= 1 and largest <= header.max_chunk_words, "a chunk offset out of range")
+
+
+def _need(condition: bool, what: str) -> None:
+    if not condition:
+        raise FormatError(what, mend="the file is damaged or was not written by samebits")
