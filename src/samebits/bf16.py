@@ -1,0 +1,55 @@
+"""BF16 words: their exponents, and how much those carry."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numba import njit
+
+from samebits.parallel import run_ranges
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_GRAIN = 1 << 20  # words per task
+
+
+def words_of(tensor: torch.Tensor) -> NDArray[np.uint16]:
+    """The words of a BF16 CPU tensor, row-major (a view where the tensor is contiguous)."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.int16).numpy().view(np.uint16)
+
+
+@njit(cache=True, nogil=True)
+def count_exponents(words: NDArray[np.uint16], first: int, last: int, counts: NDArray[np.int64]) -> None:
+    """Add the exponents of words[first:last] to ``counts`` [4, 256]; four tables keep the additions independent."""
+    middle = first + (last - first) // 4 * 4
+    for i in range(first, middle, 4):
+        counts[0, (words[i] >> 7) & 255] += 1
+        counts[1, (words[i + 1] >> 7) & 255] += 1
+        counts[2, (words[i + 2] >> 7) & 255] += 1
+        counts[3, (words[i + 3] >> 7) & 255] += 1
+    for i in range(middle, last):
+        counts[0, (words[i] >> 7) & 255] += 1
+
+
+def exponent_histogram(tensor: torch.Tensor) -> NDArray[np.int64]:
+    """How often each exponent byte occurs in a BF16 CPU tensor: int64 [256]."""
+
+    def count(words: NDArray[np.uint16], first: int, last: int) -> NDArray[np.int64]:
+        counts = np.zeros((4, 256), np.int64)
+        count_exponents(words, first, last, counts)
+        return counts.sum(0)
+
+    parts = run_ranges(count, tensor.numel(), _GRAIN, words_of(tensor))
+    return np.sum(parts, axis=0, dtype=np.int64) if parts else np.zeros(256, np.int64)
+
+
+def entropy(histogram: NDArray[np.int64]) -> float:
+    """Shannon entropy of a histogram, in bits per symbol."""
+    total = int(histogram.sum())
+    if total == 0:
+        return 0.0
+    shares = histogram[histogram > 0] / total
+    return max(0.0, float(-(shares * np.log2(shares)).sum()))

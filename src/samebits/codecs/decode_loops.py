@@ -1,0 +1,183 @@
+"""The compiled loops of the CPU decoder.
+
+Safe on any contents: a chunk is copied into a buffer with SLACK zero words behind it, stream starts are kept inside the chunk, and from
+its start a stream can consume at most 512 codewords of 13 bits (FORMAT.md 6.6), which SLACK covers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numba import njit
+
+from samebits.codecs.loops import HEAD_WORDS, U64, chunk_extent, spread_bytes
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+SLACK = 512 * 13 // 32 + 4
+_FIELDS = U64(0x7F807F807F807F80)
+_WRAP = U64(0x8000800080008000)
+_LOW = U64(1)
+
+
+@njit(cache=True, nogil=True)
+def decode_chunks(
+    output: NDArray[np.uint16], rows: int, columns: int, chunk_stages: int, quad: bool, shifts: NDArray[np.int8],
+    window: int, table: NDArray[np.uint64], width: int, offsets: NDArray[np.uint32], planes: NDArray[np.uint32],
+    streams: NDArray[np.uint32], first: int, last: int,
+) -> None:  # fmt: skip
+    """Decode chunks [first, last) into ``output`` (the tensor's words, row-major)."""
+    row_groups, stages = (rows + 7) // 8, (columns + 63) // 64
+    buffer = np.empty(1 + 128 * chunk_stages + SLACK, np.uint32)
+    tops = np.empty(chunk_stages * 128, np.uint32)  # top7 or shifted exponent: four bytes per quad
+    row_words = np.empty(8 * 64, np.uint16)
+    for chunk in range(first, last):
+        group, groups, stage_from, stage_count = chunk_extent(chunk, row_groups, stages, chunk_stages)
+        size = min(np.int64(offsets[chunk + 1]) - np.int64(offsets[chunk]), buffer.size - SLACK)
+        start = np.int64(offsets[chunk])
+        buffer[:size] = streams[start : start + size]
+        buffer[size : size + SLACK] = 0
+        _decode_tops(buffer, size, groups * stage_count, quad, window, table, width, tops)
+        stage = 0
+        for row_group in range(group, group + groups):
+            for s in range(stage_from, stage_from + stage_count):
+                _assemble(row_words, tops, stage, planes, row_group, s, stages, quad)
+                _store(output, row_words, rows, columns, 8 * row_group, 64 * s, shifts)
+                stage += 1
+
+
+@njit(cache=True, nogil=True)
+def _decode_tops(
+    buffer: NDArray[np.uint32], size: int, stages: int, quad: bool, window: int, table: NDArray[np.uint64], width: int,
+    tops: NDArray[np.uint32],
+) -> None:  # fmt: skip
+    """FORMAT.md 6.2 to 6.5: one chunk's top7 values (quad) or shifted exponents (single)."""
+    head = np.int64(buffer[0])
+    if head == 0:
+        tops[: 128 * stages] = buffer[1 : 1 + 128 * stages]
+        return
+    base, unit, patches = head & 8191, (head >> 13) & 63, head >> 19
+    end = 32 * size
+    position = 32 * HEAD_WORDS
+    for stream in range(64):
+        nibble = np.int64(buffer[1 + (stream >> 3)] >> np.uint32(4 * (stream & 7))) & 15
+        start = min(position, end)
+        place = 4 * (stream >> 1) + 2 * (stream & 1)
+        if quad:
+            _decode_quads(buffer, start, stages, table, width, tops, place)
+        else:
+            _decode_singles(buffer, start, stages, table, width, tops, place)
+        position += base + unit * nibble
+    if quad:
+        _apply_patches(buffer, max(size - patches, HEAD_WORDS), size, stages, tops)
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _peek(buffer: NDArray[np.uint32], position: int) -> int:
+    """At least 33 bits from ``position`` on."""
+    word = position >> 5
+    return (U64(buffer[word]) | (U64(buffer[word + 1]) << U64(32))) >> U64(position & 31)
+
+
+@njit(cache=True, nogil=True)
+def _decode_quads(
+    buffer: NDArray[np.uint32], position: int, stages: int, table: NDArray[np.uint64], width: int,
+    tops: NDArray[np.uint32], place: int,
+) -> None:  # fmt: skip
+    """A stream's quads; two codewords of at most 13 bits fit one look at the buffer."""
+    mask = (_LOW << U64(width)) - _LOW
+    for _ in range(stages):
+        bits = _peek(buffer, position)
+        entry = table[bits & mask]
+        length = entry >> U64(32)
+        tops[place] = np.uint32(entry & U64(0xFFFFFFFF))
+        second = table[(bits >> length) & mask]
+        tops[place + 1] = np.uint32(second & U64(0xFFFFFFFF))
+        position += np.int64(length) + np.int64(second >> U64(32))
+        place += 128
+
+
+@njit(cache=True, nogil=True)
+def _decode_singles(
+    buffer: NDArray[np.uint32], position: int, stages: int, table: NDArray[np.uint64], width: int,
+    tops: NDArray[np.uint32], place: int,
+) -> None:  # fmt: skip
+    """A stream's exponents, eight for each stage; two of at most 12 bits fit one look at the buffer."""
+    mask = (_LOW << U64(width)) - _LOW
+    for _ in range(stages):
+        for half in range(2):
+            packed = U64(0)
+            for pair in range(2):
+                bits = _peek(buffer, position)
+                entry = table[bits & mask]
+                length = entry >> U64(32)
+                second = table[(bits >> length) & mask]
+                packed |= ((entry & U64(0xFF)) | (second & U64(0xFF)) << U64(8)) << U64(16 * pair)
+                position += np.int64(length) + np.int64(second >> U64(32))
+            tops[place + half] = np.uint32(packed)
+        place += 128
+
+
+@njit(cache=True, nogil=True)
+def _apply_patches(buffer: NDArray[np.uint32], first: int, last: int, stages: int, tops: NDArray[np.uint32]) -> None:
+    """FORMAT.md 6.4; patches of stages that the chunk does not have are ignored."""
+    for i in range(first, last):
+        patch = np.int64(buffer[i])
+        stage = patch >> 16
+        if stage < stages:
+            place = 128 * stage + 4 * (patch >> 9 & 31) + (patch >> 14 & 3)
+            tops[place] ^= np.uint32((patch & 127) << (8 * (patch >> 7 & 3)))
+
+
+@njit(cache=True, nogil=True)
+def _assemble(
+    row_words: NDArray[np.uint16], tops: NDArray[np.uint32], stage: int, planes: NDArray[np.uint32], row_group: int,
+    s: int, stages: int, quad: bool,
+) -> None:  # fmt: skip
+    """Shifted words of one stage, 8 rows of 64, from top7 (or exponents), raw bytes and signs (FORMAT.md section 5)."""
+    slab = row_group * (stages // 2 * 288 + stages % 2 * 160) + (s >> 1) * 288
+    raw = slab + 32 + 128 * (s & 1) if quad else (row_group * stages + s) * 128
+    out = row_words.view(np.uint64)
+    for lane in range(32):
+        sign = U64(planes[slab + lane]) << U64(4 * (s & 1)) if quad else U64(0)
+        for step in range(4):
+            low = U64(planes[raw + 4 * lane + step])
+            top = U64(tops[128 * stage + 4 * lane + step])
+            if quad:
+                high = top | ((sign << U64(step)) & U64(0x80808080))
+                word = spread_bytes(low) | spread_bytes(high) << U64(8)
+            else:
+                spread = spread_bytes(low)
+                word = (spread & U64(0x007F007F007F007F)) | (spread & U64(0x0080008000800080)) << U64(8)
+                word |= spread_bytes(top) << U64(7)
+            out[16 * (lane >> 2) + 4 * step + (lane & 3)] = word
+
+
+@njit(cache=True, nogil=True)
+def _store(
+    output: NDArray[np.uint16], row_words: NDArray[np.uint16], rows: int, columns: int, row: int, column: int,
+    shifts: NDArray[np.int8],
+) -> None:  # fmt: skip
+    """Take the shifts off (FORMAT.md 4.3) and copy what lies inside the tensor."""
+    count = min(64, columns - column)
+    quads = row_words.view(np.uint64)
+    for r in range(min(8, rows - row)):
+        shift = np.int64(shifts[row + r]) if shifts.size > 1 else np.int64(shifts[0])
+        if shift != 0:
+            for i in range(16 * r, 16 * r + 16):
+                quads[i] = _unshift(quads[i], shift)
+        start = (row + r) * columns + column
+        inside = min(count, output.size - start)
+        for i in range(inside):
+            output[start + i] = row_words[64 * r + i]
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _unshift(quad: int, shift: int) -> int:
+    """FORMAT.md 4.3 for four words: no field carries into the next, whatever the contents."""
+    fields = quad & _FIELDS
+    nonzero = ((fields + _FIELDS) & _WRAP) >> U64(15)
+    moved = (fields + nonzero * U64((-shift & 255) << 7)) & _FIELDS
+    return (quad & ~_FIELDS) | moved

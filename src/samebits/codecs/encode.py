@@ -1,0 +1,180 @@
+"""Encoding on the CPU: count, plan, streams, planes.
+
+Two passes write the output. The first makes the chunks' streams, whose sizes are unknown before; then the one output buffer
+is allocated, and the second pass writes the planes, whose places are known, straight into it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from samebits.bf16 import count_exponents, words_of
+from samebits.codecs import loops
+from samebits.codecs.plan import ALIGNED, FRACTIONS, PINNED, Plan, RowStatistics, make_plan
+from samebits.digest import digest
+from samebits.format.geometry import ROW_GROUP, Code, Geometry, Layout
+from samebits.format.packed import (
+    EXPONENTS,
+    ORIGINAL_DIGEST,
+    QUAD_SYMBOLS,
+    STORED_DIGEST_END,
+    Header,
+    PackedTensor,
+)
+from samebits.parallel import run_ranges
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+Allocate = Callable[[int], torch.Tensor]
+_TASK_WORDS = 1 << 20
+
+
+def allocate_zeros(nbytes: int) -> torch.Tensor:
+    """The default output buffer: uint8 zeros [nbytes]."""
+    return torch.zeros(nbytes, dtype=torch.uint8)
+
+
+def encode_cpu(tensor: torch.Tensor, allocate: Allocate = allocate_zeros) -> PackedTensor:
+    """Pack a BF16 CPU tensor of any shape.
+
+    Args:
+        tensor: bfloat16; may be a view of a memory-mapped file.
+        allocate: makes the output buffer, zeroed uint8 of the given length, for example in a mapped file.
+
+    Returns:
+        The packed tensor; RAW where packing gains nothing.
+    """
+    words = words_of(tensor)
+    shape = tuple(tensor.shape)
+    original = digest(words)
+    plan = make_plan(shape, CpuCounter(words, shape)) if words.size else None
+    packed = _pack(words, shape, plan, original, allocate) if plan else None
+    return packed or PackedTensor.raw(tensor, original)
+
+
+class CpuCounter:
+    """Counts of a tensor in memory; see codecs.plan.Counter."""
+
+    def __init__(self, words: NDArray[np.uint16], shape: tuple[int, ...]) -> None:
+        self.words = words
+        self.layout, self.geometry = Geometry.of_shape(shape, 1)
+
+    def rows(self) -> RowStatistics:
+        if self.layout is Layout.FLAT:
+            return RowStatistics.of_one_row(self._histogram(), self.has_subnormals())
+        rows, columns = self.geometry.rows, self.geometry.columns
+        centers, lowest, highest = np.empty((3, rows), np.int32)
+
+        def count(first: int, last: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+            histogram, pinned = np.zeros((2, EXPONENTS), np.int64)
+            aligned = np.zeros((FRACTIONS, ALIGNED), np.int64)
+            loops.count_rows(self.words, columns, centers, lowest, highest, histogram, aligned, pinned, first, last)
+            return histogram, aligned, pinned
+
+        parts = run_ranges(count, rows, max(1, _TASK_WORDS // columns))
+        histogram, aligned, pinned = (np.sum([part[i] for part in parts], axis=0) for i in range(3))
+        return RowStatistics(histogram, centers, lowest, highest, aligned, pinned)
+
+    def _histogram(self) -> NDArray[np.int64]:
+        def count(first: int, last: int) -> NDArray[np.int64]:
+            counts = np.zeros((4, EXPONENTS), np.int64)
+            count_exponents(self.words, first, last, counts)
+            return counts.sum(0)
+
+        return np.sum(run_ranges(count, self.words.size, _TASK_WORDS), axis=0)
+
+    def quads(self, shifts: NDArray[np.int32], window: int, stride: int) -> NDArray[np.int64]:
+        columns = self.geometry.columns
+
+        def count(first: int, last: int) -> NDArray[np.int64]:
+            counts = np.zeros(QUAD_SYMBOLS + 1, np.int64)
+            loops.count_quads(self.words, columns, shifts, window, stride, counts, first, last)
+            return counts
+
+        sampled = -(-self.geometry.rows // stride)
+        return np.sum(run_ranges(count, sampled, max(1, _TASK_WORDS // columns)), axis=0)
+
+    def has_subnormals(self) -> bool:
+        return any(run_ranges(loops.any_subnormal, self.words.size, _TASK_WORDS, self.words))
+
+
+def _pack(
+    words: NDArray[np.uint16], shape: tuple[int, ...], plan: Plan, original: int, allocate: Allocate
+) -> PackedTensor | None:
+    """Both passes; None if the result is not smaller than the words."""
+    offsets, parts = _encode_chunks(words, plan)
+    header = header_of(plan, shape, int(np.diff(offsets).max()), int(offsets[-1]), original)
+    if header.nbytes >= words.nbytes:
+        return None
+    data = allocate(header.nbytes)
+    packed = PackedTensor(header, data)
+    write_tables(data, plan, header)
+    data[header.sections["offsets"]] = torch.from_numpy(offsets.astype("<u4").view(np.uint8))
+    np.concatenate(parts, out=packed.array("streams", "<u4"))
+    _write_planes(words, plan, packed)
+    return seal(packed)
+
+
+def _encode_chunks(words: NDArray[np.uint16], plan: Plan) -> tuple[NDArray[np.int64], list[NDArray[np.uint32]]]:
+    """All chunks: their offsets (32-bit words, [chunks + 1]), and their contents in consecutive pieces."""
+    geometry = plan.geometry
+    quad = plan.code is Code.QUAD
+    table = plan.table.encode_table(QUAD_SYMBOLS if quad else EXPONENTS)
+    nearest = loops.nearest_quads(ranks_of(plan)) if quad else np.zeros(1, np.int64)
+    first_symbol = int(plan.table.symbols[0])
+
+    def encode(first: int, last: int) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
+        sizes = np.empty(last - first, np.int64)
+        streams = loops.encode_chunks(words, geometry.rows, geometry.columns, geometry.chunk_stages, quad, plan.shifts,
+                                      plan.window, table, nearest, first_symbol, sizes, first, last)  # fmt: skip
+        return sizes, streams
+
+    grain = max(1, _TASK_WORDS // (512 * geometry.chunk_stages))
+    results = run_ranges(encode, geometry.chunks, grain)
+    sizes = np.concatenate([sizes for sizes, _ in results])
+    return np.concatenate([[0], np.cumsum(sizes)]), [streams for _, streams in results]
+
+
+def ranks_of(plan: Plan) -> NDArray[np.int64]:
+    """int64 [4096]: a quad's place in the code section, or -1 if it has no codeword."""
+    ranks = np.full(QUAD_SYMBOLS, -1, np.int64)
+    ranks[plan.table.symbols] = np.arange(plan.table.symbols.size)
+    return ranks
+
+
+def _write_planes(words: NDArray[np.uint16], plan: Plan, packed: PackedTensor) -> None:
+    geometry = plan.geometry
+    group_words = ROW_GROUP * geometry.columns
+    run_ranges(loops.write_planes, geometry.row_groups, max(1, _TASK_WORDS // group_words), words, geometry.rows,
+               geometry.columns, plan.code is Code.QUAD, plan.shifts, packed.array("planes", "<u4"))  # fmt: skip
+
+
+def header_of(plan: Plan, shape: tuple[int, ...], max_chunk_words: int, stream_words: int, original: int) -> Header:
+    """The header of what ``plan`` makes of a tensor."""
+    shift = 0 if plan.has_row_shifts else int(plan.shifts[0])
+    return Header(plan.code, plan.layout, shape, plan.geometry.chunk_stages, plan.table.max_length, plan.window, shift,
+                  plan.table.symbols.size, plan.has_row_shifts, max_chunk_words, stream_words, original)  # fmt: skip
+
+
+def write_tables(data: torch.Tensor, plan: Plan, header: Header) -> None:
+    """Write header, shape, code and row shifts into the output buffer (any device)."""
+    head = header.to_bytes()
+    data[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+    data[header.sections["code"]] = torch.from_numpy(plan.table.to_section().astype("<u2").view(np.uint8)).to(data.device)
+    if plan.has_row_shifts:
+        data[header.sections["row_shifts"]] = torch.from_numpy(plan.shifts.astype(np.int8).view(np.uint8)).to(data.device)
+
+
+def seal(packed: PackedTensor) -> PackedTensor:
+    """Compute and store the digest of the finished bytes."""
+    from dataclasses import replace
+
+    stored = digest(packed.data[STORED_DIGEST_END:])
+    packed.data[8:STORED_DIGEST_END] = torch.frombuffer(bytearray(struct.pack("<Q", stored)), dtype=torch.uint8)
+    return replace(packed, header=replace(packed.header, stored_digest=stored))

@@ -1,0 +1,135 @@
+"""Canonical, length-limited prefix codes (FORMAT.md section 3).
+
+Lengths come from package-merge (Larmore and Hirschberg, "A fast algorithm for optimal length-limited Huffman codes",
+J. ACM 37(3), 1990). All of it is integer arithmetic, so every device that counts the same symbols gets the same code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numba import njit
+
+from samebits.format.packed import COUNTS
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+@njit(cache=True, nogil=True)
+def _package_merge(weights: NDArray[np.int64], limit: int) -> NDArray[np.int64]:
+    """Code lengths of symbols with ascending ``weights``; at least 2 symbols, ``2 ** limit`` >= their number."""
+    count = weights.size
+    leaf = np.zeros((limit, 2 * count), np.bool_)  # is the i-th cheapest item of a level a symbol or a package?
+    level = weights.copy()
+    leaf[0, :count] = True
+    for depth in range(1, limit):
+        packages = level.size // 2
+        merged = np.empty(count + packages, np.int64)
+        symbol, package = 0, 0
+        for i in range(merged.size):
+            value = level[2 * package] + level[2 * package + 1] if package < packages else 0
+            if symbol < count and (package >= packages or weights[symbol] <= value):
+                merged[i] = weights[symbol]
+                leaf[depth, i] = True
+                symbol += 1
+            else:
+                merged[i] = value
+                package += 1
+        level = merged
+    lengths = np.zeros(count, np.int64)
+    take = 2 * count - 2
+    for depth in range(limit - 1, -1, -1):
+        symbols = 0
+        for i in range(take):
+            symbols += leaf[depth, i]
+        lengths[:symbols] += 1
+        take = 2 * (take - symbols)
+    return lengths
+
+
+def code_lengths(weights: NDArray[np.int64], limit: int) -> NDArray[np.int64]:
+    """Optimal code lengths of at most ``limit`` bits for positive ``weights``; one symbol alone gets length 1."""
+    if weights.size == 1:
+        return np.ones(1, np.int64)
+    order = np.argsort(weights, kind="stable")
+    lengths = np.empty(weights.size, np.int64)
+    lengths[order] = _package_merge(weights[order].astype(np.int64), limit)
+    return lengths
+
+
+@dataclass(frozen=True)
+class CanonicalCode:
+    """A code as FORMAT.md 3.1 stores it.
+
+    Attributes:
+        counts: uint16 [16], codewords of each length.
+        symbols: uint16, sorted by code length, then value.
+    """
+
+    counts: NDArray[np.uint16]
+    symbols: NDArray[np.uint16]
+
+    @classmethod
+    def from_lengths(cls, symbols: NDArray[np.int64], lengths: NDArray[np.int64]) -> CanonicalCode:
+        order = np.lexsort((symbols, lengths))
+        counts = np.bincount(lengths, minlength=COUNTS).astype(np.uint16)
+        return cls(counts, symbols[order].astype(np.uint16))
+
+    @classmethod
+    def from_section(cls, section: NDArray[np.uint16]) -> CanonicalCode:
+        """Read the code section (already validated)."""
+        return cls(section[:COUNTS], section[COUNTS:])
+
+    def to_section(self) -> NDArray[np.uint16]:
+        return np.concatenate([self.counts, self.symbols])
+
+    @property
+    def max_length(self) -> int:
+        return int(np.nonzero(self.counts)[0][-1])
+
+    def encode_table(self, size: int) -> NDArray[np.uint32]:
+        """uint32 [size]: ``length << 16 | codeword``, the codeword's first bit lowest; 0 for symbols without one."""
+        return _encode_table(self.counts, self.symbols, size)
+
+    def decode_table(self, width: int) -> NDArray[np.uint16]:
+        """uint16 [2 ** width]: ``length << 12 | symbol`` for every window of ``width`` bits, the first bit lowest."""
+        return _decode_table(self.counts, self.symbols, width)
+
+
+@njit(cache=True, nogil=True)
+def _reverse(value: int, bits: int) -> int:
+    reversed_value = 0
+    for _ in range(bits):
+        reversed_value = (reversed_value << 1) | (value & 1)
+        value >>= 1
+    return reversed_value
+
+
+@njit(cache=True, nogil=True)
+def _encode_table(counts: NDArray[np.uint16], symbols: NDArray[np.uint16], size: int) -> NDArray[np.uint32]:
+    table = np.zeros(size, np.uint32)
+    code, position = 0, 0
+    for length in range(1, counts.size):
+        code <<= 1
+        for _ in range(counts[length]):
+            table[symbols[position]] = (length << 16) | _reverse(code, length)
+            code += 1
+            position += 1
+    return table
+
+
+@njit(cache=True, nogil=True)
+def _decode_table(counts: NDArray[np.uint16], symbols: NDArray[np.uint16], width: int) -> NDArray[np.uint16]:
+    table = np.full(1 << width, 1 << 12, np.uint16)  # windows that no codeword starts: one bit, symbol 0
+    code, position = 0, 0
+    for length in range(1, counts.size):
+        code <<= 1
+        for _ in range(counts[length]):
+            for window in range(_reverse(code, length), 1 << width, 1 << length):
+                table[window] = (length << 12) | symbols[position]
+            code += 1
+            position += 1
+    return table

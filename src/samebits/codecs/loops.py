@@ -1,0 +1,402 @@
+"""The compiled loops of the CPU codec. They hold no state, release the GIL and never leave the ranges they are given.
+
+Four words are handled at once in the 16-bit fields of one 64-bit integer ("a quad"): field i is the quad's word i.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numba import njit
+
+from samebits.format.packed import QUAD_SYMBOLS
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+U64 = np.uint64
+_SIGNS = U64(0x8000800080008000)
+_MAGNITUDES = U64(0x7FFF7FFF7FFF7FFF)
+_EXPONENTS = U64(0x7F807F807F807F80)
+_LOW_BYTES = U64(0x00FF00FF00FF00FF)
+_TOP7 = U64(0x007F007F007F007F)
+_ONES = U64(0x0001000100010001)
+_CLASSES = U64(0x0007000700070007)
+_NO_CLASS = U64(0xFFF8FFF8FFF8FFF8)
+_INSIDE = U64(0x0080008000800080)  # where a class of 0 to 7 lands once the window is taken off
+MAX_UNIT = 63
+MAX_BASE = 8191
+MAX_PATCHES = 8191
+HEAD_WORDS = 9  # a coded chunk's first word and its 32 length bytes
+
+
+@njit(cache=True, nogil=True, inline="always")
+def load_quad(words: NDArray[np.uint16], position: int) -> int:
+    """Four words as one integer."""
+    return (
+        U64(words[position])
+        | (U64(words[position + 1]) << U64(16))
+        | (U64(words[position + 2]) << U64(32))
+        | (U64(words[position + 3]) << U64(48))
+    )
+
+
+@njit(cache=True, nogil=True, inline="always")
+def shift_quad(quad: int, shift: int) -> int:
+    """FORMAT.md 4.1: add ``shift`` to every exponent but 0. No field overflows, by 4.3."""
+    nonzero = ((quad & _MAGNITUDES) + _MAGNITUDES) & _SIGNS
+    return quad + (nonzero >> U64(8)) * U64(shift)
+
+
+@njit(cache=True, nogil=True, inline="always")
+def pack_bytes(fields: int) -> int:
+    """The low bytes of four fields as 32 bits."""
+    low = fields & _LOW_BYTES
+    low = (low | (low >> U64(8))) & U64(0x0000FFFF0000FFFF)
+    return (low | (low >> U64(16))) & U64(0xFFFFFFFF)
+
+
+@njit(cache=True, nogil=True, inline="always")
+def spread_bytes(packed: int) -> int:
+    """The inverse of pack_bytes."""
+    wide = (packed | (packed << U64(16))) & U64(0x0000FFFF0000FFFF)
+    return (wide | (wide << U64(8))) & _LOW_BYTES
+
+
+@njit(cache=True, nogil=True, inline="always")
+def classify(quad: int, window: int) -> int:
+    """The quad's classes in bits 0-2 of each field; other bits are set in fields that lie outside the window."""
+    return (((quad >> U64(8)) & _TOP7) + (_INSIDE - U64(window) * _ONES)) ^ _INSIDE
+
+
+@njit(cache=True, nogil=True, inline="always")
+def quad_symbol(classes: int) -> int:
+    """FORMAT.md 3.4: four classes as one symbol."""
+    z = classes & _CLASSES
+    return (z | (z >> U64(13)) | (z >> U64(26)) | (z >> U64(39))) & U64(0xFFF)
+
+
+@njit(cache=True, nogil=True)
+def count_rows(
+    words: NDArray[np.uint16], columns: int, centers: NDArray[np.int32], lowest: NDArray[np.int32],
+    highest: NDArray[np.int32], histogram: NDArray[np.int64], aligned: NDArray[np.int64], pinned: NDArray[np.int64],
+    first: int, last: int,
+) -> None:  # fmt: skip
+    """Fill the row statistics (codecs.plan.RowStatistics) of rows [first, last)."""
+    counts = np.zeros((4, 256), np.int64)
+    row_counts = np.zeros(256, np.int64)
+    for row in range(first, last):
+        counts[:] = 0
+        start, stop = row * columns, (row + 1) * columns
+        middle = start + columns // 4 * 4
+        for i in range(start, middle, 4):
+            counts[0, (words[i] >> 7) & 255] += 1
+            counts[1, (words[i + 1] >> 7) & 255] += 1
+            counts[2, (words[i + 2] >> 7) & 255] += 1
+            counts[3, (words[i + 3] >> 7) & 255] += 1
+        for i in range(middle, stop):
+            counts[0, (words[i] >> 7) & 255] += 1
+        total, weighted, low, high = 0, 0, 255, 0
+        for e in range(256):
+            number = counts[0, e] + counts[1, e] + counts[2, e] + counts[3, e]
+            row_counts[e] = number
+            histogram[e] += number
+            if e > 0 and number > 0:
+                total += number
+                weighted += number * e
+                low = min(low, e)
+                high = e
+        subnormal = row_counts[0] > 0 and any_subnormal(words, start, stop)
+        lowest[row], highest[row] = (low, high) if total else (1, 254)
+        if total == 0 or high == 255 or subnormal:
+            centers[row] = -1
+            for e in range(256):
+                pinned[e] += row_counts[e]
+            continue
+        center = 16 * weighted // total
+        centers[row] = center
+        pinned[0] += row_counts[0]
+        for e in range(low, high + 1):
+            aligned[center % 16, e - center // 16 + 256] += row_counts[e]
+
+
+@njit(cache=True, nogil=True)
+def any_subnormal(words: NDArray[np.uint16], first: int, last: int) -> bool:
+    """Whether words[first:last] hold an exponent of 0 with a mantissa."""
+    found = 0
+    for i in range(first, last):
+        magnitude = words[i] & 0x7FFF
+        found += (magnitude < 0x80) & (magnitude > 0)
+    return found > 0
+
+
+@njit(cache=True, nogil=True)
+def count_quads(
+    words: NDArray[np.uint16], columns: int, shifts: NDArray[np.int32], window: int, stride: int,
+    counts: NDArray[np.int64], first: int, last: int,
+) -> None:  # fmt: skip
+    """Add the whole quads of the sampled rows ``stride * [first, last)`` to ``counts``."""
+    for sample in range(first, last):
+        row = sample * stride
+        start = row * columns
+        stop = min(start + columns, words.size)
+        shift = shifts[row] if shifts.size > 1 else shifts[0]
+        for position in range(start, stop - 3, 4):
+            classes = classify(shift_quad(load_quad(words, position), shift), window)
+            outside = (classes & _NO_CLASS) != 0
+            counts[QUAD_SYMBOLS if outside else np.int64(quad_symbol(classes))] += 1
+
+
+@njit(cache=True, nogil=True)
+def nearest_quads(ranks: NDArray[np.int64]) -> NDArray[np.int64]:
+    """For each quad the coded one that differs in the fewest words, then comes first in the code section.
+
+    Args:
+        ranks: int64 [4096], place in the code section or -1.
+    """
+    nearest = np.empty(QUAD_SYMBOLS, np.int64)
+    for quad in range(QUAD_SYMBOLS):
+        nearest[quad] = quad if ranks[quad] >= 0 else _nearest(ranks, quad)
+    return nearest
+
+
+@njit(cache=True, nogil=True)
+def _nearest(ranks: NDArray[np.int64], quad: int) -> int:
+    for changes in range(1, 5):
+        best = -1
+        for positions in range(16):
+            size = (positions & 1) + (positions >> 1 & 1) + (positions >> 2 & 1) + (positions >> 3 & 1)
+            if size == changes:
+                best = _best_variant(ranks, quad, positions, best)
+        if best >= 0:
+            return best
+    return -1
+
+
+@njit(cache=True, nogil=True)
+def _best_variant(ranks: NDArray[np.int64], quad: int, positions: int, best: int) -> int:
+    """The best ranked quad that equals ``quad`` outside ``positions`` (a set of words as bits), or ``best``."""
+    mask = 0
+    for i in range(4):
+        mask |= (7 * (positions >> i & 1)) << (3 * i)
+    variant = 0
+    while True:  # all subsets of mask, ascending
+        candidate = (quad & ~mask) | variant
+        if ranks[candidate] >= 0 and (best < 0 or ranks[candidate] < ranks[best]):
+            best = candidate
+        variant = (variant - mask) & mask
+        if variant == 0:
+            return best
+
+
+@njit(cache=True, nogil=True, inline="always")
+def chunk_extent(chunk: int, row_groups: int, stages: int, chunk_stages: int) -> tuple[int, int, int, int]:
+    """Geometry.chunk: (first row group, row groups, first stage, stages in each)."""
+    if stages > chunk_stages:
+        parts = (stages + chunk_stages - 1) // chunk_stages
+        first = chunk % parts * chunk_stages
+        return chunk // parts, 1, first, min(chunk_stages, stages - first)
+    groups = chunk_stages // stages
+    first = chunk * groups
+    return first, min(groups, row_groups - first), 0, stages
+
+
+@njit(cache=True, nogil=True)
+def _padded_quad(
+    words: NDArray[np.uint16], row: int, column: int, rows: int, columns: int, shift: int, padding: int
+) -> int:
+    """A quad with some words outside the tensor, shifted; ``padding`` is what stands there (FORMAT.md 5.4)."""
+    result = U64(0)
+    for i in range(4):
+        position = row * columns + column + i
+        field = padding >> U64(16 * i) & U64(0xFFFF)
+        if row < rows and column + i < columns and position < words.size:
+            field = shift_quad(U64(words[position]), shift)
+        result |= field << U64(16 * i)
+    return result
+
+
+@njit(cache=True, nogil=True, inline="always")
+def shifted_quad_at(
+    words: NDArray[np.uint16], row: int, column: int, rows: int, columns: int, shifts: NDArray[np.int32], padding: int
+) -> int:
+    """The shifted quad at (row, column), padding filled in."""
+    position = row * columns + column
+    if row < rows:
+        shift = shifts[row] if shifts.size > 1 else shifts[0]
+        if column + 4 <= columns and position + 4 <= words.size:
+            return shift_quad(load_quad(words, position), shift)
+        return _padded_quad(words, row, column, rows, columns, shift, padding)
+    return padding
+
+
+@njit(cache=True, nogil=True)
+def padding_quad(quad: bool, window: int, symbol: int) -> int:
+    """FORMAT.md 5.4: four padding words."""
+    result = U64(0)
+    for i in range(4):
+        exponent = 2 * (window + (symbol >> (3 * i) & 7)) if quad else symbol
+        result |= U64(exponent) << U64(16 * i + 7)
+    return result
+
+
+@njit(cache=True, nogil=True)
+def encode_chunks(
+    words: NDArray[np.uint16], rows: int, columns: int, chunk_stages: int, quad: bool, shifts: NDArray[np.int32],
+    window: int, table: NDArray[np.uint32], nearest: NDArray[np.int64], first_symbol: int, sizes: NDArray[np.int64],
+    first: int, last: int,
+) -> NDArray[np.uint32]:  # fmt: skip
+    """Encode chunks [first, last) (FORMAT.md section 6): their words one after the other, and ``sizes`` of each."""
+    row_groups, stages = (rows + 7) // 8, (columns + 63) // 64
+    limit = 1 + 128 * chunk_stages
+    output = np.zeros((last - first) * limit + 2, np.uint32)
+    codes = np.empty((64, chunk_stages * (2 if quad else 8)), np.uint32)
+    fills, bits = np.empty((2, 64), np.int64)
+    tops = np.empty(chunk_stages * 128, np.uint32)
+    patches = np.empty(chunk_stages * 512, np.uint32)
+    padding = padding_quad(quad, window, first_symbol)
+    common = common_class(table) if quad else 0
+    end = 0
+    for chunk in range(first, last):
+        group, groups, stage_from, stage_count = chunk_extent(chunk, row_groups, stages, chunk_stages)
+        fills[:], bits[:] = 0, 0
+        patched, stage = 0, 0
+        for row_group in range(group, group + groups):
+            for s in range(stage_from, stage_from + stage_count):
+                for place in range(128):
+                    step, lane = place >> 5, place & 31
+                    row, column = 8 * row_group + (lane >> 2), 64 * s + 16 * step + 4 * (lane & 3)
+                    value = shifted_quad_at(words, row, column, rows, columns, shifts, padding)
+                    stream = 2 * lane + (step >> 1)
+                    fill = fills[stream]
+                    if quad:
+                        tops[128 * stage + 4 * lane + step] = pack_bytes((value >> U64(8)) & _TOP7)
+                        classes = classify(value, window)
+                        code = table[quad_symbol(classes)]
+                        if code == 0 or (classes & _NO_CLASS) != 0:
+                            coded = _substitute(classes, nearest, common)
+                            code = table[coded]
+                            where = (stage << 16) | (step << 14) | (lane << 9)
+                            patched = _patch(value, coded, window, where, patches, patched)
+                        codes[stream, fill] = code
+                        bits[stream] += code >> 16
+                        fills[stream] = fill + 1
+                    else:
+                        tops[128 * stage + 4 * lane + step] = pack_bytes((value >> U64(7)) & _LOW_BYTES)
+                        for i in range(4):
+                            code = table[(value >> U64(16 * i + 7)) & U64(0xFF)]
+                            codes[stream, fill + i] = code
+                            bits[stream] += code >> 16
+                        fills[stream] = fill + 4
+                stage += 1
+        size = _write_chunk(output, end, codes, fills, bits, tops, stage, patches, patched)
+        sizes[chunk - first] = size
+        end += size
+    return output[:end].copy()
+
+
+@njit(cache=True, nogil=True)
+def common_class(table: NDArray[np.uint32]) -> int:
+    """The class that stands in for words outside the window: the one with the shortest codeword when alone in a quad."""
+    best, shortest = -1, 99
+    for c in range(8):
+        length = table[c * 0o1111] >> 16
+        if 0 < length < shortest:
+            best, shortest = c, length
+    return max(best, 0)
+
+
+@njit(cache=True, nogil=True)
+def _substitute(classes: int, nearest: NDArray[np.int64], common: int) -> int:
+    """The codeword to write for a quad that has none."""
+    for i in range(4):
+        field = classes >> U64(16 * i) & U64(0xFFFF)
+        if field > 7:
+            classes = (classes & ~(U64(0xFFFF) << U64(16 * i))) | U64(common) << U64(16 * i)
+    return nearest[quad_symbol(classes)]  # type: ignore[no-any-return]
+
+
+@njit(cache=True, nogil=True)
+def _patch(value: int, coded: int, window: int, where: int, patches: NDArray[np.uint32], count: int) -> int:
+    """Append the patches that turn ``coded`` into the quad's own top7 values (FORMAT.md 6.4)."""
+    for i in range(4):
+        actual = (value >> U64(16 * i + 8)) & U64(0x7F)
+        difference = actual ^ U64(window + (coded >> (3 * i) & 7))
+        if difference != 0:
+            patches[count] = where | (i << 7) | difference
+            count += 1
+    return count
+
+
+@njit(cache=True, nogil=True)
+def _write_chunk(
+    output: NDArray[np.uint32], start: int, codes: NDArray[np.uint32], fills: NDArray[np.int64],
+    bits: NDArray[np.int64], tops: NDArray[np.uint32], stages: int, patches: NDArray[np.uint32], patched: int,
+) -> int:  # fmt: skip
+    """Write one chunk, coded or raw, at ``start``; its length in words."""
+    base = bits.min()
+    unit = max(1, (bits.max() - base + 14) // 15)
+    total = 0
+    for stream in range(64):
+        total += base + (bits[stream] - base + unit - 1) // unit * unit
+    size = HEAD_WORDS + (total + 31) // 32 + patched
+    if size >= 1 + 128 * stages or base > MAX_BASE or unit > MAX_UNIT or patched > MAX_PATCHES:
+        output[start] = 0
+        output[start + 1 : start + 1 + 128 * stages] = tops[: 128 * stages]
+        return 1 + 128 * stages
+    output[start] = base | (unit << 13) | (patched << 19)
+    output[start + 1 : start + size] = 0
+    position = 32 * (start + HEAD_WORDS)
+    for stream in range(64):
+        steps = (bits[stream] - base + unit - 1) // unit
+        output[start + 1 + (stream >> 3)] |= np.uint32(steps << (4 * (stream & 7)))
+        _write_stream(output, position, codes[stream], fills[stream])
+        position += base + steps * unit
+    for i in range(patched):
+        output[start + size - patched + i] = patches[i]
+    return size
+
+
+@njit(cache=True, nogil=True)
+def _write_stream(output: NDArray[np.uint32], position: int, codes: NDArray[np.uint32], count: int) -> None:
+    """Write ``count`` codewords from bit ``position`` on; the bits there are still zero."""
+    word, offset = position >> 5, U64(position & 31)
+    pending = U64(output[word])
+    for i in range(count):
+        pending |= U64(codes[i] & np.uint32(0xFFFF)) << offset
+        offset += U64(codes[i] >> np.uint32(16))
+        if offset >= U64(32):
+            output[word] = np.uint32(pending & U64(0xFFFFFFFF))
+            pending >>= U64(32)
+            offset -= U64(32)
+            word += 1
+    if offset > U64(0):
+        output[word] |= np.uint32(pending)
+
+
+@njit(cache=True, nogil=True)
+def write_planes(
+    words: NDArray[np.uint16], rows: int, columns: int, quad: bool, shifts: NDArray[np.int32],
+    planes: NDArray[np.uint32], first: int, last: int,
+) -> None:  # fmt: skip
+    """Write the planes (FORMAT.md section 5) of row groups [first, last) as 32-bit words; sign words start as zeros."""
+    stages = (columns + 63) // 64
+    group_words = (stages // 2 * 288 + stages % 2 * 160) if quad else stages * 128
+    for row_group in range(first, last):
+        for s in range(stages):
+            slab = row_group * group_words + (s >> 1) * 288 if quad else 0
+            raw = slab + 32 + 128 * (s & 1) if quad else row_group * group_words + 128 * s
+            for lane in range(32):
+                row, signs = 8 * row_group + (lane >> 2), U64(0)
+                for step in range(4):
+                    column = 64 * s + 16 * step + 4 * (lane & 3)
+                    value = shifted_quad_at(words, row, column, rows, columns, shifts, U64(0))
+                    sign = pack_bytes((value & _SIGNS) >> U64(8))
+                    if quad:
+                        planes[raw + 4 * lane + step] = pack_bytes(value)
+                        signs |= sign >> U64(4 * (s & 1) + step)
+                    else:
+                        planes[raw + 4 * lane + step] = (pack_bytes(value) & U64(0x7F7F7F7F)) | sign
+                if quad:
+                    planes[slab + lane] |= np.uint32(signs)

@@ -1,0 +1,271 @@
+"""How a tensor is to be packed: layout, shifts, code. Decided from counts alone, so every device decides alike.
+
+1. Row statistics: exponent histogram of the whole tensor, mean exponent of each row.
+2. Shifts: rows of different scale are moved by whole powers of two onto a common target, so that one code fits them all. The
+   target's fraction also decides which exponents pair up in a quad code's top7, whose lowest bit goes uncoded.
+3. The quad code over a sample of rows, the single code over the whole histogram; quad unless single is much smaller.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from samebits.bf16 import entropy
+from samebits.codecs.huffman import CanonicalCode, code_lengths
+from samebits.format.geometry import STREAMS, Code, Geometry, Layout
+from samebits.format.packed import MAX_CODE_LENGTH, MAX_SINGLE_CODE_LENGTH, MAX_WINDOW, QUAD_SYMBOLS
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+CHUNK_STAGES = 16
+STREAM_BITS = 5.4  # what a stream's length costs: a nibble, and the rounding to its unit
+CHUNK_BITS = 80  # a chunk's first word, its offset and the rounding to whole words
+FRACTIONS = 16  # row means are kept in sixteenths of an exponent
+ALIGNED = 512  # width of a histogram of exponents relative to a row's mean
+ALIGNED_ZERO = 256
+PINNED = -1  # centre of a row that must not be shifted
+CLASSES = 8
+SAMPLE_WORDS = 1 << 23  # words whose quads are counted
+
+PATCH_BITS = 48  # what a quad without codeword is charged: a patch and a half
+OUTSIDE_BITS = 44  # what a word outside the window is charged while the target is sought
+QUAD_PREMIUM = 0.10  # bits per weight a quad code may cost beyond the single code, for its speed
+QUAD_OVERHEAD = 0.195  # and beyond the entropy
+BOOK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 640, 800, 1000, 1250, 1600)
+
+
+@dataclass(frozen=True)
+class RowStatistics:
+    """What is counted first. A flat tensor counts as one row.
+
+    Attributes:
+        histogram: int64 [256], exponents of all words.
+        centers: int32 [rows], mean exponent of the row's nonzero words in sixteenths, rounded down; PINNED where a word is
+            subnormal, infinite or NaN (FORMAT.md 4.3), or where all are zero.
+        lowest, highest: int32 [rows], extremes of the exponents other than 0.
+        aligned: int64 [FRACTIONS, ALIGNED], exponents other than 0 of the rows that may be shifted, relative to
+            the row's whole mean (plus ALIGNED_ZERO), by the fraction of the mean.
+        pinned: int64 [256], exponents of pinned rows and zeros of all others.
+    """
+
+    histogram: NDArray[np.int64]
+    centers: NDArray[np.int32]
+    lowest: NDArray[np.int32]
+    highest: NDArray[np.int32]
+    aligned: NDArray[np.int64]
+    pinned: NDArray[np.int64]
+
+    @classmethod
+    def of_one_row(cls, histogram: NDArray[np.int64], has_subnormals: bool) -> RowStatistics:
+        """Statistics of words that share one shift."""
+        aligned, pinned = np.zeros((FRACTIONS, ALIGNED), np.int64), histogram.copy()
+        used = np.nonzero(histogram[1:])[0] + 1
+        center = PINNED
+        if used.size and used[-1] < 255 and not has_subnormals:
+            weights = histogram[1:]
+            center = int(FRACTIONS * int((np.arange(1, 256) * weights).sum()) // int(weights.sum()))
+            start = ALIGNED_ZERO - center // FRACTIONS
+            aligned[center % FRACTIONS, start + 1 : start + 256] = weights
+            pinned[1:] = 0
+        lowest, highest = (used[0], used[-1]) if used.size else (1, 254)
+        return cls(histogram, np.array([center], np.int32), np.array([lowest], np.int32), np.array([highest], np.int32), aligned, pinned)
+
+    def shifted(self, target: int) -> NDArray[np.int64]:
+        """Histogram [256] of the exponents after shifting every row's mean to ``target`` sixteenths."""
+        result = self.pinned.copy()
+        for fraction in range(FRACTIONS):
+            move = (target - fraction + FRACTIONS // 2) // FRACTIONS - ALIGNED_ZERO
+            source = self.aligned[fraction]
+            used = np.nonzero(source)[0]
+            np.add.at(result, np.clip(used + move, 1, 254), source[used])
+        return result
+
+    def shifts(self, target: int) -> NDArray[np.int32]:
+        """The shift of each row for ``target``, kept within FORMAT.md 4.3."""
+        shifts = (target - self.centers + FRACTIONS // 2) // FRACTIONS
+        shifts = np.clip(shifts, np.maximum(1 - self.lowest, -127), np.minimum(254 - self.highest, 127))
+        return np.where(self.centers == PINNED, 0, shifts).astype(np.int32)
+
+    @property
+    def center(self) -> int:
+        """The median centre of the rows that may be shifted."""
+        free = self.centers[self.centers != PINNED]
+        return int(np.sort(free)[free.size // 2]) if free.size else 0
+
+
+class Counter(Protocol):
+    """Counts on one device what a plan is decided from."""
+
+    def rows(self) -> RowStatistics:
+        """Statistics by row (matrix layout) or of the whole tensor as one row (flat)."""
+
+    def quads(self, shifts: NDArray[np.int32], window: int, stride: int) -> NDArray[np.int64]:
+        """Quads of every ``stride``-th row: int64 [QUAD_SYMBOLS + 1], the last entry those with a word outside the window."""
+
+    def has_subnormals(self) -> bool:
+        """Whether any word of the tensor has exponent 0 and a mantissa."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything an encoder needs besides the words.
+
+    Attributes:
+        shifts: int32 [rows] or [1]; one entry is the header's scalar shift.
+        entropy: of the exponents, bits.
+    """
+
+    code: Code
+    layout: Layout
+    geometry: Geometry
+    shifts: NDArray[np.int32]
+    window: int
+    table: CanonicalCode
+    entropy: float
+
+    @property
+    def has_row_shifts(self) -> bool:
+        return self.shifts.size > 1
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    code: Code
+    bits: float  # per weight, without framing
+    shifts: NDArray[np.int32]
+    window: int
+    table: CanonicalCode
+
+
+def make_plan(shape: tuple[int, ...], counter: Counter, chunk_stages: int = CHUNK_STAGES) -> Plan | None:
+    """Decide how to pack a tensor of ``shape``; None if packing would not make it smaller."""
+    layout, geometry = Geometry.of_shape(shape, chunk_stages)
+    statistics = counter.rows()
+    bound = 8 + entropy(statistics.histogram)
+    single = _single(statistics, geometry)
+    best = single
+    if single.bits < 16 + QUAD_PREMIUM:
+        quad = _quad(statistics, counter, geometry)
+        worthy = quad.bits <= single.bits + QUAD_PREMIUM and quad.bits + _framing(geometry) <= bound + QUAD_OVERHEAD
+        best = quad if worthy or quad.bits < single.bits else single
+    if best.bits >= 16:
+        return None
+    return Plan(best.code, layout, geometry, best.shifts, best.window, best.table, bound - 8)
+
+
+def _framing(geometry: Geometry) -> float:
+    """Bits per weight that chunk words, offsets and stream lengths (a nibble and half a unit each) take, about."""
+    chunk_words = 512 * geometry.stages * geometry.row_groups / geometry.chunks
+    return (STREAMS * STREAM_BITS + CHUNK_BITS) / chunk_words
+
+
+def _as_one_row(statistics: RowStatistics, counter: Counter) -> RowStatistics:
+    return RowStatistics.of_one_row(statistics.histogram, counter.has_subnormals())
+
+
+def _single(statistics: RowStatistics, geometry: Geometry) -> _Candidate:
+    """The single code, with row shifts where they pay and can be followed exactly."""
+    rows = statistics.centers.size
+    shifts, histogram = np.zeros(1, np.int32), statistics.histogram
+    if rows > 1 and geometry.columns > 64:
+        target = statistics.center
+        moved, exact = statistics.shifted(target), _is_exact(statistics, target)
+        gain = (entropy(histogram) - entropy(moved)) * geometry.words
+        if exact and gain > 8 * rows:
+            shifts, histogram = statistics.shifts(target), moved
+    symbols = np.nonzero(histogram)[0]
+    lengths = code_lengths(histogram[symbols], MAX_SINGLE_CODE_LENGTH)
+    bits = int((lengths * histogram[symbols]).sum()) + 16 * symbols.size + (8 * rows if shifts.size > 1 else 0)
+    table = CanonicalCode.from_lengths(symbols, lengths)
+    return _Candidate(Code.SINGLE, 8 + bits / geometry.words, shifts, 0, table)
+
+
+def _is_exact(statistics: RowStatistics, target: int) -> bool:
+    """Whether no row's shift had to be cut, so that ``shifted(target)`` is what will be coded."""
+    wanted = (target - statistics.centers + FRACTIONS // 2) // FRACTIONS
+    return bool(((statistics.shifts(target) == wanted) | (statistics.centers == PINNED)).all())
+
+
+def _quad(statistics: RowStatistics, counter: Counter, geometry: Geometry) -> _Candidate:
+    rows = statistics.centers.size
+    scalar = _as_one_row(statistics, counter) if rows > 1 else statistics
+    target, cost = _best_target(scalar)
+    chosen, row_bits = scalar, 0
+    if rows > 1:
+        row_target, row_cost = _best_target(statistics)
+        if row_cost + 8 * rows < cost:
+            chosen, target, row_bits = statistics, row_target, 8 * rows
+    shifts, window = _place_window(chosen, target)
+    stride = max(1, geometry.words // SAMPLE_WORDS) | 1
+    counts = counter.quads(shifts, window, stride)
+    table, bits = _quad_book(counts, geometry.words)
+    return _Candidate(Code.QUAD, 9 + (bits + row_bits) / geometry.words, shifts, window, table)
+
+
+def _best_target(statistics: RowStatistics) -> tuple[int, float]:
+    """The target (sixteenths) at which top7 costs least, and that cost in bits."""
+    targets = [statistics.center + step for step in range(0, 2 * FRACTIONS, 2)]
+    costs = [_top7_cost(statistics.shifted(target)) for target in targets]
+    best = int(np.argmin(costs))
+    return targets[best], costs[best]
+
+
+def _top7_cost(histogram: NDArray[np.int64]) -> float:
+    """Bits of coding top7 in its best window, legal or not (a further even shift makes it legal)."""
+    top7 = histogram.reshape(128, 2).sum(1)
+    sums = np.concatenate([[0], np.cumsum(top7)])
+    start = int(np.argmax(sums[CLASSES:] - sums[:-CLASSES]))
+    inside = top7[start : start + CLASSES]
+    outside = int(top7.sum() - inside.sum())
+    return entropy(inside) * int(inside.sum()) + OUTSIDE_BITS * outside
+
+
+def _place_window(statistics: RowStatistics, target: int) -> tuple[NDArray[np.int32], int]:
+    """The rows' shifts and the window (FORMAT.md 3.4) that covers most words."""
+    best: tuple[int, NDArray[np.int32], int] | None = None
+    for move in (0, 1, -1, 2, -2, 3, -3, 4, -4):  # in top7; one of them leads out of every straddling window
+        moved = target + 2 * FRACTIONS * move
+        covered, window = _best_window(statistics.shifted(moved))
+        if best is None or covered > best[0]:
+            best = covered, statistics.shifts(moved), window
+    assert best is not None
+    return best[1], best[2]
+
+
+def _best_window(histogram: NDArray[np.int64]) -> tuple[int, int]:
+    """The legal window with most words: (words covered, window)."""
+    top7 = histogram.reshape(128, 2).sum(1)
+    sums = np.concatenate([[0], np.cumsum(top7)])
+    starts = np.arange(MAX_WINDOW + 1)
+    legal = starts[starts % 16 <= 8]
+    covered = sums[legal + CLASSES] - sums[legal]
+    best = int(np.argmax(covered))
+    return int(covered[best]), int(legal[best])
+
+
+def _quad_book(counts: NDArray[np.int64], words: int) -> tuple[CanonicalCode, float]:
+    """The code book that makes ``words`` words cheapest, and the bits they take, from the counts of a sample."""
+    inside = counts[:QUAD_SYMBOLS]
+    order = np.argsort(-inside, kind="stable")
+    order = order[: max(1, int(np.count_nonzero(inside)))]
+    sample = max(1, int(counts.sum()))
+    scale = words / (4 * sample)
+    best: tuple[float, CanonicalCode] | None = None
+    for size in BOOK_SIZES:
+        symbols = order[:size]
+        lengths = code_lengths(np.maximum(inside[symbols], 1), MAX_CODE_LENGTH)
+        coded = int((lengths * inside[symbols]).sum())
+        uncoded = sample - int(inside[symbols].sum())
+        bits = (coded + (PATCH_BITS + 7) * uncoded) * scale + 16 * symbols.size
+        if best is not None and bits > best[0] * 1.05:
+            continue
+        if best is None or bits < best[0]:
+            best = bits, CanonicalCode.from_lengths(symbols, lengths)
+        if size >= order.size:
+            break
+    assert best is not None
+    return best[1], best[0]

@@ -1,0 +1,42 @@
+"""Threads for the CPU codec: compiled loops that release the GIL, over ranges of their work.
+
+A thread pool of our own instead of numba's, because numba's default pool must not be entered by two threads at once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+from samebits.errors import InputError
+
+THREADS_VARIABLE = "SAMEBITS_THREADS"
+
+
+@cache
+def threads() -> int:
+    """Threads of the CPU codec: SAMEBITS_THREADS, else the cores this process may use."""
+    text = os.environ.get(THREADS_VARIABLE)
+    if text is None:
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if not text.isdecimal() or int(text) < 1:
+        raise InputError(f"{THREADS_VARIABLE}={text!r} is no number of threads", mend="set it to 1 or more")
+    return int(text)
+
+
+@cache
+def _pool(process: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads(), thread_name_prefix="samebits")
+
+
+def run_ranges(function: Callable[..., Any], count: int, grain: int, *arguments: Any) -> list[Any]:
+    """Call ``function(*arguments, first, last)`` over [0, count) in ranges of ``grain``; the results in order."""
+    starts = range(0, count, grain)
+    if len(starts) <= 1 or threads() == 1:
+        return [function(*arguments, first, min(first + grain, count)) for first in starts]
+    submit = _pool(os.getpid()).submit  # a forked child makes a pool of its own
+    tasks = [submit(function, *arguments, first, min(first + grain, count)) for first in starts]
+    return [task.result() for task in tasks]
