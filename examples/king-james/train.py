@@ -2,8 +2,8 @@
 
     python examples/king-james/train.py --out examples/king-james/model --device cuda
 
-Needs torch and transformers, no network. Every 20th chapter is held out; the weights kept are those of the lowest held-out
-loss. They are trained in float32 (bfloat16 autocast) and stored as bfloat16.
+Needs torch and transformers, no network. Every 20th chapter is held out; the weights kept are those of the lowest
+held-out loss. They are trained in float32 (bfloat16 autocast) and stored as bfloat16.
 """
 
 from __future__ import annotations
@@ -182,9 +182,7 @@ def record(options: argparse.Namespace, best_step: int, loss: float, tokens: int
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--text", type=Path, default=HERE / "kjv.txt.gz", help="lines of 'reference text', .gz or plain"
-    )
+    parser.add_argument("--text", type=Path, default=HERE / "kjv.txt.gz", help="lines 'reference text', .gz or plain")
     parser.add_argument("--out", type=Path, required=True, help="folder for the model, made if needed")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, default=3000)
