@@ -1,0 +1,55 @@
+# make demo and make test do all the set-up themselves; they need python3 >= 3.11 with venv, and make.
+#
+# TORCH_SPEC  which torch `make setup` installs         make setup TORCH_SPEC="torch==2.13.0+cpu"
+# PIP_ARGS    further arguments for pip                 make setup PIP_ARGS="--find-links /wheels"
+# PYTHON      the interpreter that makes .venv, and that test-gpu uses as it is
+
+PYTHON ?= python3
+TORCH_SPEC ?= torch==2.13.0
+PIP_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.samebits-ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check test-gpu bench tables clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+
+setup: $(READY)  ## .venv with samebits and what its tests need
+
+# torch comes first, by its exact specification: resolved with the rest, pip could pick another build of it.
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "samebits needs Python 3.11 or newer: make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install $(PIP_ARGS) "$(TORCH_SPEC)"
+	$(BIN)/python -m pip install $(PIP_ARGS) "$(TORCH_SPEC)" --editable ".[dev]"
+	@touch $@
+
+demo: setup  ## compress the embedded model, prove it identical, load it, generate; pictures in demo-out/
+	$(BIN)/python examples/demo.py --out demo-out
+
+test: check  ## lint, types, formatting, and every test that needs no GPU
+	$(BIN)/python -m pytest -m "not gpu"
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test-gpu:  ## the GPU's tests, with PYTHON as it is: installs nothing, needs no network
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests
+
+bench: setup  ## measure sizes and CPU speed again, and put them into README.md
+	$(BIN)/python benchmarks/sizes.py
+	$(BIN)/python benchmarks/cpu.py
+	$(BIN)/python benchmarks/tables.py
+
+tables: setup  ## README.md's tables from benchmarks/results/
+	$(BIN)/python benchmarks/tables.py
+
+clean:  ## remove caches and outputs; .venv stays
+	rm -rf demo-out build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests benchmarks examples -name __pycache__ -prune -exec rm -rf {} +
