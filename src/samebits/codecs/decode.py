@@ -30,7 +30,7 @@ def decode_cpu(packed: PackedTensor, out: torch.Tensor | None = None) -> torch.T
         ``out``, or a new tensor.
     """
     if out is None:
-        out = torch.empty(packed.shape, dtype=torch.bfloat16)
+        out = torch.from_numpy(np.empty(packed.words, np.int16)).view(torch.bfloat16).view(packed.shape)
     if packed.is_raw:
         return out.copy_(packed.data.view(torch.bfloat16).reshape(packed.shape))
     header, geometry = packed.header, packed.header.geometry

@@ -249,51 +249,120 @@ def encode_chunks(
 ) -> NDArray[np.uint32]:  # fmt: skip
     """Encode chunks [first, last) (FORMAT.md section 6): their words one after the other, and ``sizes`` of each."""
     row_groups, stages = (rows + 7) // 8, (columns + 63) // 64
-    limit = 1 + 128 * chunk_stages
-    output = np.zeros((last - first) * limit + 2, np.uint32)
-    codes = np.empty((64, chunk_stages * (2 if quad else 8)), np.uint32)
-    fills, bits = np.empty((2, 64), np.int64)
-    tops = np.empty(chunk_stages * 128, np.uint32)
+    output = np.empty((last - first) * (1 + 128 * chunk_stages) + 2, np.uint32)
+    pairs = np.empty((64, chunk_stages * (1 if quad else 4)), np.uint32)
+    bits = np.empty(64, np.int64)
     patches = np.empty(chunk_stages * 512, np.uint32)
     padding = padding_quad(quad, window, first_symbol)
     common = common_class(table) if quad else 0
+    values = np.empty(128, np.uint64)
     end = 0
     for chunk in range(first, last):
         group, groups, stage_from, stage_count = chunk_extent(chunk, row_groups, stages, chunk_stages)
-        fills[:], bits[:] = 0, 0
+        bits[:] = 0
         patched, stage = 0, 0
         for row_group in range(group, group + groups):
             for s in range(stage_from, stage_from + stage_count):
-                for place in range(128):
-                    step, lane = place >> 5, place & 31
-                    row, column = 8 * row_group + (lane >> 2), 64 * s + 16 * step + 4 * (lane & 3)
-                    value = shifted_quad_at(words, row, column, rows, columns, shifts, padding)
-                    stream = 2 * lane + (step >> 1)
-                    fill = fills[stream]
-                    if quad:
-                        tops[128 * stage + 4 * lane + step] = pack_bytes((value >> U64(8)) & _TOP7)
-                        classes = classify(value, window)
-                        code = table[quad_symbol(classes)]
-                        if code == 0 or (classes & _NO_CLASS) != 0:
-                            coded = _substitute(classes, nearest, common)
-                            code = table[coded]
-                            where = (stage << 16) | (step << 14) | (lane << 9)
-                            patched = _patch(value, coded, window, where, patches, patched)
-                        codes[stream, fill] = code
-                        bits[stream] += code >> 16
-                        fills[stream] = fill + 1
-                    else:
-                        tops[128 * stage + 4 * lane + step] = pack_bytes((value >> U64(7)) & _LOW_BYTES)
-                        for i in range(4):
-                            code = table[(value >> U64(16 * i + 7)) & U64(0xFF)]
-                            codes[stream, fill + i] = code
-                            bits[stream] += code >> 16
-                        fills[stream] = fill + 4
+                load_stage(values, words, 8 * row_group, 64 * s, rows, columns, shifts, padding)
+                if quad:
+                    patched = _encode_quads(values, stage, window, table, nearest, common, pairs, bits, patches, patched)
+                else:
+                    _encode_singles(values, stage, table, pairs, bits)
                 stage += 1
-        size = _write_chunk(output, end, codes, fills, bits, tops, stage, patches, patched)
+        size = _write_coded(output, end, pairs, stage * (1 if quad else 4), bits, stage, patches, patched)
+        if size == 0:
+            size = 1 + 128 * stage
+            output[end] = 0
+            _write_raw(output, end + 1, words, group, groups, stage_from, stage_count, rows, columns, quad, shifts, padding)
         sizes[chunk - first] = size
         end += size
     return output[:end].copy()
+
+
+@njit(cache=True, nogil=True)
+def load_stage(
+    values: NDArray[np.uint64], words: NDArray[np.uint16], row: int, column: int, rows: int, columns: int,
+    shifts: NDArray[np.int32], padding: int,
+) -> None:  # fmt: skip
+    """The shifted quads of the stage whose corner is (row, column): uint64 [128], row-major (16 quads a row)."""
+    aligned = columns % 4 == 0
+    quads = words[: words.size // 4 * 4].view(np.uint64)
+    for r in range(8):
+        place = 16 * r
+        start = (row + r) * columns + column
+        if not (aligned and row + r < rows and column + 64 <= columns and start + 64 <= words.size):
+            for quad in range(16):
+                values[place + quad] = shifted_quad_at(words, row + r, column + 4 * quad, rows, columns, shifts, padding)
+            continue
+        shift = U64(shifts[row + r] if shifts.size > 1 else shifts[0])
+        first = start >> 2
+        for quad in range(16):
+            value = quads[first + quad]
+            nonzero = ((value & _MAGNITUDES) + _MAGNITUDES) & _SIGNS
+            values[place + quad] = value + (nonzero >> U64(8)) * shift
+
+
+@njit(cache=True, nogil=True)
+def _encode_quads(
+    values: NDArray[np.uint64], stage: int, window: int, table: NDArray[np.uint32], nearest: NDArray[np.int64], common: int,
+    pairs: NDArray[np.uint32], bits: NDArray[np.int64], patches: NDArray[np.uint32], patched: int,
+) -> int:  # fmt: skip
+    """One stage: the two codewords of each stream as one pair ``length << 26 | bits``; the number of patches."""
+    symbols, outside = np.empty((2, 128), np.uint64)
+    for place in range(128):
+        classes = classify(values[place], window)
+        symbols[place] = quad_symbol(classes)
+        outside[place] = classes & _NO_CLASS
+    for stream in range(64):
+        place = quad_place(stream)
+        first, second = table[symbols[place]], table[symbols[place + 4]]
+        if (outside[place] | outside[place + 4]) != 0 or first == 0 or second == 0:
+            for half in range(2):
+                value = values[place + 4 * half]
+                code = second if half else first
+                if code == 0 or outside[place + 4 * half] != 0:
+                    coded = _substitute(classify(value, window), nearest, common)
+                    where = (stage << 16) | ((2 * (stream & 1) + half) << 14) | ((stream >> 1) << 9)
+                    patched = _patch(value, coded, window, where, patches, patched)
+                    code = table[coded]
+                if half:
+                    second = code
+                else:
+                    first = code
+        length = first >> np.uint32(16)
+        total = length + (second >> np.uint32(16))
+        pairs[stream, stage] = (total << np.uint32(26)) | ((second & np.uint32(0xFFFF)) << length) | (first & np.uint32(0xFFFF))
+        bits[stream] += total
+    return patched
+
+
+@njit(cache=True, nogil=True, inline="always")
+def quad_place(stream: int) -> int:
+    """Where in load_stage's order a stream's first quad of a stage is; its second is 4 further on."""
+    lane = stream >> 1
+    return 16 * (lane >> 2) + 8 * (stream & 1) + (lane & 3)
+
+
+@njit(cache=True, nogil=True, inline="always")
+def raw_place(place: int) -> int:
+    """Where a quad in load_stage's order has its raw bytes: ``4 * lane + step``."""
+    return (place & 0x70) | (place & 3) << 2 | (place >> 2 & 3)
+
+
+@njit(cache=True, nogil=True)
+def _encode_singles(
+    values: NDArray[np.uint64], stage: int, table: NDArray[np.uint32], pairs: NDArray[np.uint32], bits: NDArray[np.int64]
+) -> None:
+    """One stage: the eight codewords of each stream as four pairs."""
+    for stream in range(64):
+        for pair in range(4):
+            value = values[quad_place(stream) + 4 * (pair >> 1)] >> U64(32 * (pair & 1))
+            first, second = table[(value >> U64(7)) & U64(0xFF)], table[(value >> U64(23)) & U64(0xFF)]
+            length = first >> np.uint32(16)
+            total = length + (second >> np.uint32(16))
+            joined = (total << np.uint32(26)) | ((second & np.uint32(0xFFFF)) << length) | (first & np.uint32(0xFFFF))
+            pairs[stream, 4 * stage + pair] = joined
+            bits[stream] += total
 
 
 @njit(cache=True, nogil=True)
@@ -330,11 +399,11 @@ def _patch(value: int, coded: int, window: int, where: int, patches: NDArray[np.
 
 
 @njit(cache=True, nogil=True)
-def _write_chunk(
-    output: NDArray[np.uint32], start: int, codes: NDArray[np.uint32], fills: NDArray[np.int64],
-    bits: NDArray[np.int64], tops: NDArray[np.uint32], stages: int, patches: NDArray[np.uint32], patched: int,
+def _write_coded(
+    output: NDArray[np.uint32], start: int, pairs: NDArray[np.uint32], count: int, bits: NDArray[np.int64], stages: int,
+    patches: NDArray[np.uint32], patched: int,
 ) -> int:  # fmt: skip
-    """Write one chunk, coded or raw, at ``start``; its length in words."""
+    """Write a coded chunk at ``start`` (FORMAT.md 6.2 to 6.4): its length in words, or 0 if it must be a raw one."""
     base = bits.min()
     unit = max(1, (bits.max() - base + 14) // 15)
     total = 0
@@ -342,37 +411,50 @@ def _write_chunk(
         total += base + (bits[stream] - base + unit - 1) // unit * unit
     size = HEAD_WORDS + (total + 31) // 32 + patched
     if size >= 1 + 128 * stages or base > MAX_BASE or unit > MAX_UNIT or patched > MAX_PATCHES:
-        output[start] = 0
-        output[start + 1 : start + 1 + 128 * stages] = tops[: 128 * stages]
-        return 1 + 128 * stages
+        return 0
     output[start] = base | (unit << 13) | (patched << 19)
-    output[start + 1 : start + size] = 0
+    output[start + 1 : start + size + 1] = 0
     position = 32 * (start + HEAD_WORDS)
     for stream in range(64):
         steps = (bits[stream] - base + unit - 1) // unit
         output[start + 1 + (stream >> 3)] |= np.uint32(steps << (4 * (stream & 7)))
-        _write_stream(output, position, codes[stream], fills[stream])
+        _write_stream(output, position, pairs[stream], count)
         position += base + steps * unit
-    for i in range(patched):
-        output[start + size - patched + i] = patches[i]
+    output[start + size - patched : start + size] = np.sort(patches[:patched])
     return size
 
 
 @njit(cache=True, nogil=True)
-def _write_stream(output: NDArray[np.uint32], position: int, codes: NDArray[np.uint32], count: int) -> None:
-    """Write ``count`` codewords from bit ``position`` on; the bits there are still zero."""
+def _write_stream(output: NDArray[np.uint32], position: int, pairs: NDArray[np.uint32], count: int) -> None:
+    """Write ``count`` pairs of codewords from bit ``position`` on; the bits from there on are still zero."""
     word, offset = position >> 5, U64(position & 31)
     pending = U64(output[word])
     for i in range(count):
-        pending |= U64(codes[i] & np.uint32(0xFFFF)) << offset
-        offset += U64(codes[i] >> np.uint32(16))
-        if offset >= U64(32):
-            output[word] = np.uint32(pending & U64(0xFFFFFFFF))
-            pending >>= U64(32)
-            offset -= U64(32)
-            word += 1
-    if offset > U64(0):
-        output[word] |= np.uint32(pending)
+        pending |= U64(pairs[i] & np.uint32(0x3FFFFFF)) << offset
+        offset += U64(pairs[i] >> np.uint32(26))
+        output[word] = np.uint32(pending & U64(0xFFFFFFFF))
+        full = offset >> U64(5)
+        pending >>= full << U64(5)
+        word += np.int64(full)
+        offset &= U64(31)
+    output[word] = np.uint32(pending)
+
+
+@njit(cache=True, nogil=True)
+def _write_raw(
+    output: NDArray[np.uint32], start: int, words: NDArray[np.uint16], group: int, groups: int, stage_from: int,
+    stage_count: int, rows: int, columns: int, quad: bool, shifts: NDArray[np.int32], padding: int,
+) -> None:  # fmt: skip
+    """Write a raw chunk's top7 values or shifted exponents (FORMAT.md 6.5)."""
+    values = np.empty(128, np.uint64)
+    for row_group in range(group, group + groups):
+        for s in range(stage_from, stage_from + stage_count):
+            load_stage(values, words, 8 * row_group, 64 * s, rows, columns, shifts, padding)
+            for place in range(128):
+                value = values[place]
+                top = (value >> U64(8)) & _TOP7 if quad else (value >> U64(7)) & _LOW_BYTES
+                output[start + raw_place(place)] = pack_bytes(top)
+            start += 128
 
 
 @njit(cache=True, nogil=True)
@@ -380,23 +462,33 @@ def write_planes(
     words: NDArray[np.uint16], rows: int, columns: int, quad: bool, shifts: NDArray[np.int32],
     planes: NDArray[np.uint32], first: int, last: int,
 ) -> None:  # fmt: skip
-    """Write the planes (FORMAT.md section 5) of row groups [first, last) as 32-bit words; sign words start as zeros."""
+    """Write the planes (FORMAT.md section 5) of row groups [first, last) as 32-bit words."""
     stages = (columns + 63) // 64
     group_words = (stages // 2 * 288 + stages % 2 * 160) if quad else stages * 128
+    values = np.empty(128, np.uint64)
     for row_group in range(first, last):
         for s in range(stages):
+            load_stage(values, words, 8 * row_group, 64 * s, rows, columns, shifts, U64(0))
             slab = row_group * group_words + (s >> 1) * 288 if quad else 0
             raw = slab + 32 + 128 * (s & 1) if quad else row_group * group_words + 128 * s
-            for lane in range(32):
-                row, signs = 8 * row_group + (lane >> 2), U64(0)
-                for step in range(4):
-                    column = 64 * s + 16 * step + 4 * (lane & 3)
-                    value = shifted_quad_at(words, row, column, rows, columns, shifts, U64(0))
-                    sign = pack_bytes((value & _SIGNS) >> U64(8))
-                    if quad:
-                        planes[raw + 4 * lane + step] = pack_bytes(value)
-                        signs |= sign >> U64(4 * (s & 1) + step)
-                    else:
-                        planes[raw + 4 * lane + step] = (pack_bytes(value) & U64(0x7F7F7F7F)) | sign
-                if quad:
-                    planes[slab + lane] |= np.uint32(signs)
+            for place in range(128):
+                value = values[place]
+                low = pack_bytes(value)
+                sign = pack_bytes((value & _SIGNS) >> U64(8))
+                planes[raw + raw_place(place)] = low if quad else (low & U64(0x7F7F7F7F)) | sign
+            if quad:
+                _write_signs(planes, slab, values, s & 1)
+
+
+@njit(cache=True, nogil=True)
+def _write_signs(planes: NDArray[np.uint32], slab: int, values: NDArray[np.uint64], odd: int) -> None:
+    """One stage's half of a slab's sign words (FORMAT.md 5.2)."""
+    for lane in range(32):
+        place = quad_place(2 * lane)
+        signs = U64(0)
+        for step in range(4):
+            signs |= pack_bytes((values[place + 4 * step] & _SIGNS) >> U64(8)) >> U64(step)
+        if odd:
+            planes[slab + lane] |= np.uint32(signs >> U64(4))
+        else:
+            planes[slab + lane] = np.uint32(signs)

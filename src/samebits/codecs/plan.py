@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+from numba import njit
 
 from samebits.bf16 import entropy
 from samebits.codecs.huffman import CanonicalCode, code_lengths
@@ -36,6 +37,17 @@ OUTSIDE_BITS = 44  # what a word outside the window is charged while the target 
 QUAD_PREMIUM = 0.10  # bits per weight a quad code may cost beyond the single code, for its speed
 QUAD_OVERHEAD = 0.195  # and beyond the entropy
 BOOK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 640, 800, 1000, 1250, 1600)
+
+
+@njit(cache=True, nogil=True)
+def _shift_histogram(aligned: NDArray[np.int64], pinned: NDArray[np.int64], target: int) -> NDArray[np.int64]:
+    result = pinned.copy()
+    for fraction in range(FRACTIONS):
+        move = (target - fraction + FRACTIONS // 2) // FRACTIONS - ALIGNED_ZERO
+        for i in range(ALIGNED):
+            if aligned[fraction, i] > 0:
+                result[min(max(i + move, 1), 254)] += aligned[fraction, i]
+    return result
 
 
 @dataclass(frozen=True)
@@ -76,13 +88,7 @@ class RowStatistics:
 
     def shifted(self, target: int) -> NDArray[np.int64]:
         """Histogram [256] of the exponents after shifting every row's mean to ``target`` sixteenths."""
-        result = self.pinned.copy()
-        for fraction in range(FRACTIONS):
-            move = (target - fraction + FRACTIONS // 2) // FRACTIONS - ALIGNED_ZERO
-            source = self.aligned[fraction]
-            used = np.nonzero(source)[0]
-            np.add.at(result, np.clip(used + move, 1, 254), source[used])
-        return result
+        return _shift_histogram(self.aligned, self.pinned, target)
 
     def shifts(self, target: int) -> NDArray[np.int32]:
         """The shift of each row for ``target``, kept within FORMAT.md 4.3."""
