@@ -11,7 +11,7 @@ import pytest
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 PACKAGE = SOURCE / "samebits"
 
-# Lowest first. A name covers what lies below it, unless a longer name does; those of one line may not import each other.
+# Lowest first. A name covers what lies below it, unless a longer one does; those of one line may not import each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("samebits.errors",),
     ("samebits.parallel",),
