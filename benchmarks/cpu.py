@@ -1,0 +1,59 @@
+"""How fast does a CPU encode and decode? Billions of weights a second, beside copying the BF16 tensor in the same run.
+
+    python benchmarks/cpu.py              writes results/cpu.json, a minute on two cores
+
+Each round trip is checked before it is timed. Times are medians of nine calls, with the fastest and the slowest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+import samebits
+from common import (
+    EXAMPLE_MODEL,
+    checkpoint_tensors,
+    cpu_name,
+    encode_checked,
+    minilm_folder,
+    synthetic_matrix,
+    time_calls,
+    write_results,
+)
+
+SHAPES = ((12288, 4096), (4096, 14336), (1024, 4096))
+
+
+def matrices() -> Iterator[tuple[str, torch.Tensor]]:
+    for rows, columns in SHAPES:
+        yield "synthetic", synthetic_matrix(rows, columns)
+    for name, file in (("all-MiniLM-L6-v2", minilm_folder()), ("king-james", EXAMPLE_MODEL)):
+        tensors = checkpoint_tensors(file / "model.safetensors")
+        yield f"{name}, embedding", max((tensor for _, tensor in tensors), key=torch.numel)
+
+
+def row(name: str, tensor: torch.Tensor) -> dict[str, Any]:
+    packed = encode_checked(tensor)
+    target = torch.empty_like(tensor)
+    billions = tensor.numel() / 1e9
+    return {
+        "table": "codec",
+        "name": name,
+        "matrix": " x ".join(map(str, tensor.shape)),
+        "threads": torch.get_num_threads(),
+        "bits_per_weight": round(packed.bits_per_weight, 3),
+        **time_calls(lambda: samebits.encode(tensor)).rates("encode_gweights_per_s", billions),
+        **time_calls(lambda: samebits.decode(packed)).rates("decode_gweights_per_s", billions),
+        **time_calls(lambda: target.copy_(tensor)).rates("copy_gweights_per_s", billions),
+    }
+
+
+def main() -> None:
+    print(write_results("cpu", cpu_name(), [row(name, tensor) for name, tensor in matrices()]))
+
+
+if __name__ == "__main__":
+    main()

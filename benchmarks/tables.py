@@ -1,0 +1,99 @@
+"""Put the tables made from results/ between README.md's markers ``<!-- table: name.table -->`` and ``<!-- end -->``.
+
+python benchmarks/tables.py            rewrite the tables
+python benchmarks/tables.py --check    exit code 1 if README.md says something else than the results
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from common import read_results
+
+README = Path(__file__).resolve().parents[1] / "README.md"
+MARKED = re.compile(r"(<!-- table: (\S+)\.(\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+Row = dict[str, Any]
+Cell = str | Callable[[Row], str]  # a key, or what to make of the row
+
+
+def megabytes(key: str) -> Callable[[Row], str]:
+    return lambda row: f"{row[key] / 1e6:,.1f} MB"
+
+
+def decimals(key: str, count: int) -> Callable[[Row], str]:
+    return lambda row: f"{row[key]:,.{count}f}"
+
+
+def with_spread(key: str, count: int) -> Callable[[Row], str]:
+    """The median, and from slowest to fastest."""
+    return lambda row: f"{row[key]:.{count}f} ({row[f'{key}_slowest']:.{count}f} to {row[f'{key}_fastest']:.{count}f})"
+
+
+def percent(key: str) -> Callable[[Row], str]:
+    return lambda row: f"{100 * row[key]:.1f} %"
+
+
+SIZE_COLUMNS: dict[str, Cell] = {
+    "weights": lambda row: f"{row['weights'] / 1e6:,.2f} M",
+    "BF16": megabytes("bf16_bytes"),
+    "samebits": megabytes("packed_bytes"),
+    "of BF16": percent("ratio"),
+    "limit, bits": decimals("limit_bits_per_weight", 3),
+    "samebits, bits": decimals("bits_per_weight", 3),
+    "DFloat11, bits": decimals("dfloat11_bits_per_weight", 3),
+}
+COLUMNS: dict[str, dict[str, Cell]] = {
+    "sizes.models": {"model": "name"} | SIZE_COLUMNS,
+    "sizes.minilm": {"part": "name"} | SIZE_COLUMNS,
+    "sizes.king-james": {"part": "name"} | SIZE_COLUMNS,
+    "cpu.codec": {
+        "weights": "name",
+        "matrix": "matrix",
+        "encode, G weights/s": with_spread("encode_gweights_per_s", 2),
+        "decode, G weights/s": with_spread("decode_gweights_per_s", 2),
+        "copy BF16, G weights/s": with_spread("copy_gweights_per_s", 2),
+    },
+}
+
+
+def cell_text(cell: Cell, row: Row) -> str:
+    if callable(cell):
+        return cell(row)
+    value = row[cell]
+    return "" if value is None else str(value)
+
+
+def table_text(name: str, table: str) -> str:
+    """The table as Markdown, and a line that says where its numbers come from."""
+    results = read_results(name)
+    rows = [row for row in results["rows"] if row["table"] == table]
+    every_key = [key for key in rows[0] if key != "table"]
+    columns = COLUMNS.get(f"{name}.{table}") or {key.replace("_", " "): key for key in every_key}
+    lines = [list(columns), ["---", *["---:"] * (len(columns) - 1)]]
+    lines += [[cell_text(cell, row) for cell in columns.values()] for row in rows]
+    versions = ", ".join(f"{package} {number}" for package, number in results["versions"].items())
+    source = f"<sub>[results/{name}.json](benchmarks/results/{name}.json): {results['device']}; {versions}; {results['date']}</sub>"
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines) + f"\n{source}\n"
+
+
+def with_tables(text: str) -> str:
+    """``text`` with every marked table made anew."""
+    return MARKED.sub(lambda found: found[1] + table_text(found[2], found[3]) + found[5], text)
+
+
+def main() -> int:
+    text = README.read_text(encoding="utf-8")
+    made = with_tables(text)
+    if sys.argv[1:] == ["--check"]:
+        return int(made != text)
+    README.write_text(made, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
