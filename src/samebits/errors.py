@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 
 class SamebitsError(Exception):
     """Base of every error that samebits raises on purpose.
@@ -19,6 +22,10 @@ class SamebitsError(Exception):
     def __str__(self) -> str:
         text = f"{self.where}: {self.what}" if self.where else self.what
         return f"{text}; {self.mend}" if self.mend else text
+
+    def __reduce__(self) -> tuple[Callable[[str], SamebitsError], tuple[str]]:
+        """How errors travel between processes: pickle knows no keyword arguments."""
+        return partial(type(self), where=self.where, mend=self.mend), (self.what,)
 
     def at(self, where: str) -> SamebitsError:
         """The same error, with ``where`` put in front of what it already names."""

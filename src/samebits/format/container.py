@@ -1,0 +1,227 @@
+"""Checkpoints (FORMAT.md section 7): a model folder or a single file, plain or packed, opened by headers alone."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from samebits.errors import FormatError, SamebitsError
+from samebits.format.folder import DAMAGED, KEY, VERSION, Folder, check_version, file_name_of, single_file
+from samebits.format.names import original_name
+from samebits.format.packed import HEADER_BYTES, MAX_DIMENSIONS, Header, PackedTensor
+from samebits.format.safetensors_file import SafetensorsFile, TensorSpec
+
+
+@dataclass(frozen=True)
+class FileInfo:
+    """What FORMAT.md 7.3 keeps in a file's ``__metadata__``.
+
+    Attributes:
+        digests: of unchanged tensors' bytes, by name.
+        original: name of the file that was compressed, None if unknown.
+    """
+
+    digests: dict[str, int]
+    original: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> FileInfo:
+        """Read the JSON text of the ``samebits`` entry.
+
+        Raises:
+            FormatError, VersionError: malformed, or of a later version.
+        """
+        try:
+            info = json.loads(text)
+        except (ValueError, RecursionError):
+            info = None
+        if not isinstance(info, dict):
+            raise FormatError("its samebits metadata is not a JSON object", mend=DAMAGED)
+        check_version(info.get("version"))
+        return cls(_digests(info.get("digests", {})), file_name_of(info.get("file")))
+
+    def to_json(self) -> str:
+        digests = {name: f"{value:016x}" for name, value in self.digests.items()}
+        origin = {"file": self.original} if self.original else {}
+        return json.dumps({"version": VERSION, **origin, "digests": digests}, separators=(",", ":"))
+
+
+def _digests(table: object) -> dict[str, int]:
+    valid = isinstance(table, dict) and all(
+        isinstance(text, str) and re.fullmatch("[0-9a-f]{16}", text) for text in table.values()
+    )
+    if not valid:
+        raise FormatError("its table of digests is malformed", mend=DAMAGED)
+    assert isinstance(table, dict)
+    return {name: int(text, 16) for name, text in table.items()}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a checkpoint, under its original name.
+
+    Attributes:
+        dtype: its original dtype as safetensors names it ("BF16" if packed).
+        shape: its original shape.
+        spec: how and where it is stored.
+        header: of the packed tensor, None if it is stored unchanged.
+        digest: of its original bytes, None if none is recorded.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: SafetensorsFile
+    spec: TensorSpec
+    header: Header | None
+    digest: int | None
+
+    @property
+    def is_packed(self) -> bool:
+        return self.header is not None
+
+    @property
+    def where(self) -> str:
+        """File and tensor, for errors."""
+        return f"{self.file.path}: {self.name}"
+
+    @property
+    def words(self) -> int:
+        """Number of values."""
+        words = 1
+        for dimension in self.shape:
+            words *= dimension
+        return words
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes as stored."""
+        return self.spec.nbytes
+
+    @property
+    def original_nbytes(self) -> int:
+        return 2 * self.words if self.is_packed else self.spec.nbytes
+
+    def data(self) -> torch.Tensor:
+        """The stored bytes: uint8 [nbytes], mapped from the file, read-only."""
+        return self.file.data(self.spec)
+
+    def tensor(self) -> torch.Tensor:
+        """An unchanged tensor of a float dtype, mapped from the file, read-only."""
+        return self.spec.typed(self.data())
+
+    def packed(self) -> PackedTensor:
+        """A packed tensor, validated, its bytes mapped from the file.
+
+        Raises:
+            FormatError: not a valid packed tensor.
+        """
+        try:
+            return PackedTensor.from_data(self.data(), header=self.header)
+        except SamebitsError as error:
+            raise error.at(self.where) from None
+
+    @classmethod
+    def read(cls, file: SafetensorsFile, spec: TensorSpec, info: FileInfo) -> Entry:
+        """Describe one stored tensor from its header.
+
+        Raises:
+            FormatError: a packed tensor's name with something else behind it.
+        """
+        name = original_name(spec.name)
+        if name is None:
+            return cls(spec.name, spec.dtype, spec.shape, file, spec, None, info.digests.get(spec.name))
+        try:
+            header = _packed_header(file, spec)
+        except SamebitsError as error:
+            raise error.at(f"{file.path}: {name}") from None
+        return cls(name, "BF16", header.shape, file, spec, header, header.original_digest)
+
+
+def _packed_header(file: SafetensorsFile, spec: TensorSpec) -> Header:
+    if spec.dtype != "U8" or len(spec.shape) != 1:
+        mend = "its name is reserved for packed tensors (FORMAT.md 7.2): rename it"
+        raise FormatError(f"stored as {spec.dtype} {list(spec.shape)}, not as one-dimensional U8", mend=mend)
+    header = Header.parse(file.data(spec)[: HEADER_BYTES + 8 * MAX_DIMENSIONS].numpy().tobytes())
+    if header.nbytes != spec.nbytes:
+        raise FormatError(f"{spec.nbytes} bytes where the header asks for {header.nbytes}", mend=DAMAGED)
+    return header
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint's tensors by original name, in the order of its files and their headers.
+
+    Attributes:
+        path: the folder or file it was opened from.
+        infos: FORMAT.md 7.3's metadata by file, for files that have it.
+        index_metadata: the ``metadata`` of the index, empty without one.
+    """
+
+    path: Path
+    files: tuple[SafetensorsFile, ...]
+    infos: dict[Path, FileInfo]
+    entries: dict[str, Entry]
+    index_metadata: dict[str, Any]
+
+    @classmethod
+    def open(cls, path: Path) -> Checkpoint:
+        """Open a model folder or a safetensors file by its headers.
+
+        Raises:
+            InputError: nothing to open there.
+            FormatError: damaged, incomplete or contradictory files; VersionError for later versions.
+            OSError: files that cannot be read.
+        """
+        folder_files = Folder.scan(path) if path.is_dir() else Folder([single_file(path)], {}, {})
+        files = tuple(SafetensorsFile.open(file) for file in folder_files.files)
+        infos = {file.path: info for file in files if (info := _info(file)) is not None}
+        entries = _entries(files, infos)
+        folder_files.check(files)
+        return cls(path, files, infos, entries, folder_files.index_metadata)
+
+    @property
+    def is_packed(self) -> bool:
+        """True for a container of FORMAT.md section 7."""
+        return bool(self.infos) or any(entry.is_packed for entry in self.entries.values())
+
+    @cached_property
+    def by_file(self) -> dict[Path, list[Entry]]:
+        """The entries of each file, in its header's order."""
+        result: dict[Path, list[Entry]] = {file.path: [] for file in self.files}
+        for entry in self.entries.values():
+            result[entry.file.path].append(entry)
+        return result
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self.entries.values())
+
+
+def _info(file: SafetensorsFile) -> FileInfo | None:
+    if KEY not in file.metadata:
+        return None
+    try:
+        return FileInfo.parse(file.metadata[KEY])
+    except SamebitsError as error:
+        raise error.at(str(file.path)) from None
+
+
+def _entries(files: Iterable[SafetensorsFile], infos: dict[Path, FileInfo]) -> dict[str, Entry]:
+    entries: dict[str, Entry] = {}
+    for file in files:
+        info = infos.get(file.path, FileInfo({}))
+        for spec in file.tensors.values():
+            entry = Entry.read(file, spec, info)
+            if entry.name in entries:
+                other = entries[entry.name].file.path.name
+                mend = "remove the file that does not belong to the model"
+                raise FormatError(f"the tensor is also in {other}", where=entry.where, mend=mend)
+            entries[entry.name] = entry
+    return entries

@@ -1,0 +1,155 @@
+"""Which files of a folder are its weights, and the small JSON files beside them (FORMAT.md 7.1, 7.3, 7.4)."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from samebits.errors import FormatError, InputError, SamebitsError, VersionError
+from samebits.format.safetensors_file import SUFFIX, SafetensorsFile
+
+VERSION = 1
+KEY = "samebits"  # in __metadata__, and the value of quant_method
+STEM = "samebits"
+INDEX_SUFFIX = ".safetensors.index.json"
+CONFIG = "config.json"
+DAMAGED = "the file is damaged or was not written by samebits"
+_STEMS = (STEM, "model")  # where weights are looked for first
+_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
+
+
+@dataclass(frozen=True)
+class Folder:
+    """The weight files of a folder, and what its index promises of them (stored name -> file name)."""
+
+    files: list[Path]
+    weight_map: dict[str, str]
+    index_metadata: dict[str, Any]
+    index: Path | None = None
+
+    @classmethod
+    def scan(cls, folder: Path) -> Folder:
+        check_config(folder / CONFIG)
+        names = {path.name for path in folder.iterdir()}
+        indexes = sorted(name.removesuffix(INDEX_SUFFIX) for name in names if name.endswith(INDEX_SUFFIX))
+        for stem in (*_STEMS, *(indexes if len(indexes) == 1 else ())):
+            if stem + SUFFIX in names:
+                return cls([folder / (stem + SUFFIX)], {}, {})
+            if stem + INDEX_SUFFIX in names:
+                return cls.of_index(folder / (stem + INDEX_SUFFIX))
+        files = [folder / name for name in sorted(names) if name.endswith(SUFFIX)]
+        if not files:
+            mend = "give a folder with *.safetensors at its top level"
+            raise InputError("no safetensors files in this folder", where=str(folder), mend=mend)
+        _check_numbering(files)
+        return cls(files, {}, {})
+
+    @classmethod
+    def of_index(cls, path: Path) -> Folder:
+        index = read_json(path)
+        weight_map, metadata = index.get("weight_map"), index.get("metadata") or {}
+        if not isinstance(weight_map, dict) or not isinstance(metadata, dict) or not weight_map:
+            raise FormatError("the index has no weight_map", where=str(path), mend=DAMAGED)
+        try:
+            names = sorted({file_name_of(name) or "" for name in weight_map.values()})
+        except FormatError as error:
+            raise error.at(str(path)) from None
+        for name in names:
+            if not (path.parent / name).exists():
+                raise FormatError(f"the shard {name} is missing", where=str(path), mend="fetch or write it again")
+        return cls([path.parent / name for name in names], weight_map, metadata, path)
+
+    def check(self, files: Iterable[SafetensorsFile]) -> None:
+        """Every tensor of the index is where it says."""
+        held = {file.path.name: file.tensors for file in files}
+        for name, file_name in self.weight_map.items():
+            if name not in held[file_name]:
+                where = f"{self.index}: {name}"
+                raise FormatError(f"the index puts it into {file_name}, which lacks it", where=where, mend=DAMAGED)
+
+
+def _check_numbering(files: list[Path]) -> None:
+    """Shards without an index must be complete."""
+    names = {file.name for file in files}
+    for name in sorted(names):
+        match = _SHARD.fullmatch(name)
+        for number in range(1, int(match["count"]) + 1 if match else 0):
+            expected = shard_name(match["stem"], number, int(match["count"])) if match else name
+            if expected not in names:
+                where = str(files[0].parent)
+                raise FormatError(f"the shard {expected} is missing", where=where, mend="fetch or write it again")
+
+
+def shard_name(stem: str, number: int, count: int) -> str:
+    """The usual name of shard ``number`` (from 1) of ``count``; of the only file if that is 1."""
+    return f"{stem}-{number:05}-of-{count:05}{SUFFIX}" if count > 1 else stem + SUFFIX
+
+
+def index_name(shard: str) -> str:
+    """The name of the index beside ``shard``."""
+    match = _SHARD.fullmatch(shard)
+    return (match["stem"] if match else _STEMS[-1]) + INDEX_SUFFIX
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        FormatError: something else is in it.
+    """
+    try:
+        value = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise FormatError("not a JSON object", where=str(path), mend="fetch or write the file again")
+    return value
+
+
+def check_config(path: Path) -> None:
+    """Refuse a config.json of a later format version (FORMAT.md 7.4)."""
+    if not path.exists():
+        return
+    entry = read_json(path).get("quantization_config")
+    if isinstance(entry, dict) and entry.get("quant_method") == KEY:
+        try:
+            check_version(entry.get("version"))
+        except SamebitsError as error:
+            raise error.at(str(path)) from None
+
+
+def check_version(version: object) -> None:
+    """FORMAT.md 7.4: refuse what is later than this release.
+
+    Raises:
+        FormatError: no version number.
+        VersionError: not the version this release reads.
+    """
+    if not isinstance(version, int) or isinstance(version, bool):
+        raise FormatError(f"samebits version {version!r} is no number", mend=DAMAGED)
+    if version != VERSION:
+        raise VersionError(
+            f"samebits format version {version}", mend=f"this samebits reads version {VERSION}: upgrade it"
+        )
+
+
+def file_name_of(name: object) -> str | None:
+    """A file name from untrusted text: it must stay in its folder."""
+    if name is None:
+        return None
+    if not isinstance(name, str) or Path(name).name != name or not name.endswith(SUFFIX) or "\0" in name:
+        raise FormatError(f"{name!r} is no name for a safetensors file", mend=DAMAGED)
+    return name
+
+
+def single_file(path: Path) -> Path:
+    if not path.exists():
+        raise InputError("no such file or folder", where=str(path), mend="check the path")
+    if path.suffix != SUFFIX:
+        mend = "give a model folder or a .safetensors file"
+        raise InputError("not a safetensors file", where=str(path), mend=mend)
+    return path

@@ -1,0 +1,65 @@
+"""Tensors whose memory is a file: they cost no anonymous memory, however large they are."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import warnings
+from pathlib import Path
+
+import numpy as np
+import torch
+
+SCRATCH_IN_MEMORY = 64 << 20  # bytes up to which scratch space is plain memory
+
+
+def map_file(path: Path, start: int, nbytes: int) -> torch.Tensor:
+    """Bytes [start, start + nbytes) of a file: uint8 [nbytes], read-only (writing to it ends the process)."""
+    if nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    array = np.memmap(path, np.uint8, "r", start, (nbytes,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch knows no read-only tensors and says so
+        return torch.from_numpy(array)
+
+
+def map_writable(path: Path, start: int, nbytes: int) -> torch.Tensor:
+    """Bytes [start, start + nbytes) of an existing file: uint8 [nbytes]; what is written to it reaches the file."""
+    if nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.from_numpy(np.memmap(path, np.uint8, "r+", start, (nbytes,)))
+
+
+def create_mapped(path: Path, nbytes: int) -> torch.Tensor:
+    """A new file of zeros, mapped: uint8 [nbytes].
+
+    Raises:
+        OSError: no space left. The blocks are reserved here, because a full disk would kill a process that writes
+            to a mapping of a file with holes.
+    """
+    with path.open("wb") as file:
+        reserve(file.fileno(), nbytes, path)
+    return map_writable(path, 0, nbytes)
+
+
+def reserve(descriptor: int, nbytes: int, path: Path) -> None:
+    """Give an open file ``nbytes`` bytes of disk space, zeros where it had none."""
+    if nbytes == 0:
+        return
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+    except OSError as error:
+        raise OSError(error.errno, os.strerror(error.errno or 0), str(path)) from error
+
+
+def scratch(nbytes: int) -> torch.Tensor:
+    """Working space of ``nbytes`` zeros: memory if small, else a nameless temporary file."""
+    if nbytes <= SCRATCH_IN_MEMORY:
+        return torch.zeros(nbytes, dtype=torch.uint8)
+    descriptor, name = tempfile.mkstemp(prefix="samebits-")
+    os.close(descriptor)
+    path = Path(name)
+    try:
+        return create_mapped(path, nbytes)
+    finally:
+        path.unlink()

@@ -1,0 +1,163 @@
+"""One safetensors file: its header, checked by the safetensors library, and a writer that learns sizes as it goes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from samebits.errors import FormatError
+from samebits.format.mapping import map_file
+from samebits.format.packed import align
+
+SUFFIX = ".safetensors"
+METADATA = "__metadata__"
+FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
+_HEADER_ALIGNMENT = 8  # what the safetensors library pads headers to
+_LENGTH_BYTES = 8
+_COPY_BYTES = 64 << 20
+_DAMAGED = "the file is damaged or incomplete: fetch or write it again"
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor as a safetensors header describes it.
+
+    Attributes:
+        dtype: the safetensors name, for example "BF16".
+        start, stop: its bytes, counted from the start of the file.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def words(self) -> int:
+        """Number of values."""
+        return math.prod(self.shape)
+
+    def typed(self, data: torch.Tensor) -> torch.Tensor:
+        """uint8 bytes as a tensor of this dtype (a float one) and shape; a view if they are aligned."""
+        dtype = FLOATS[self.dtype]
+        aligned = data if data.data_ptr() % dtype.itemsize == 0 else data.clone()
+        return aligned.view(dtype).reshape(self.shape)
+
+
+@dataclass(frozen=True)
+class SafetensorsFile:
+    """A safetensors file's header; ``tensors`` in the order in which the header names them."""
+
+    path: Path
+    metadata: dict[str, str]
+    tensors: dict[str, TensorSpec]
+
+    @classmethod
+    def open(cls, path: Path) -> SafetensorsFile:
+        """Read and check the header of ``path``; no tensor is read.
+
+        Raises:
+            FormatError: no valid safetensors file: truncated, overlapping tensors, a name twice, ...
+            OSError: the file cannot be read.
+        """
+        with path.open("rb") as file:
+            _validate(path)
+            (length,) = struct.unpack("<Q", file.read(_LENGTH_BYTES))
+            text = file.read(length)
+        try:
+            header = json.loads(text, object_pairs_hook=_unique)
+        except FormatError as error:
+            raise error.at(str(path)) from None
+        metadata = header.pop(METADATA, None) or {}
+        first = _LENGTH_BYTES + length
+        return cls(path, metadata, {name: _spec(name, entry, first) for name, entry in header.items()})
+
+    def data(self, spec: TensorSpec) -> torch.Tensor:
+        """A tensor's bytes: uint8 [nbytes], mapped, read-only."""
+        return map_file(self.path, spec.start, spec.nbytes)
+
+
+def _validate(path: Path) -> None:
+    try:
+        with safe_open(path, framework="numpy"):
+            pass
+    except SafetensorError as error:
+        raise FormatError(f"not a valid safetensors file ({error})", where=str(path), mend=_DAMAGED) from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise FormatError("the header names it twice", where=twice, mend=_DAMAGED)
+    return result
+
+
+def _spec(name: str, entry: dict[str, Any], first: int) -> TensorSpec:
+    start, stop = entry["data_offsets"]
+    return TensorSpec(name, entry["dtype"], tuple(entry["shape"]), first + start, first + stop)
+
+
+def header_bytes(specs: Iterable[TensorSpec], metadata: Mapping[str, str], capacity: int = 0) -> bytes:
+    """A header (length and JSON) of ``specs``, whose offsets count from the end of it; at least ``capacity`` bytes."""
+    header: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
+    for spec in specs:
+        header[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [spec.start, spec.stop]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    end = max(capacity, align(_LENGTH_BYTES + len(text), _HEADER_ALIGNMENT))
+    return struct.pack("<Q", end - _LENGTH_BYTES) + text.ljust(end - _LENGTH_BYTES)
+
+
+class SafetensorsWriter:
+    """Writes one safetensors file front to back; it gets its name when it is complete.
+
+    The header comes first but depends on all sizes, so ``capacity`` bytes are left free for it, and what it does not
+    need of them is filled with spaces.
+    """
+
+    def __init__(self, path: Path, capacity: int) -> None:
+        self._path, self._capacity = path, capacity
+        self._partial = path.with_name(path.name + ".partial")
+        self._file = self._partial.open("wb")
+        self._file.seek(capacity)
+        self._specs: dict[str, TensorSpec] = {}
+        self._end = 0
+
+    def append(self, name: str, dtype: str, shape: tuple[int, ...], data: torch.Tensor) -> None:
+        """Write the next tensor; ``data`` are its bytes, uint8."""
+        for first in range(0, data.numel(), _COPY_BYTES):
+            self._file.write(data[first : first + _COPY_BYTES].numpy().data)
+        self._specs[name] = TensorSpec(name, dtype, shape, self._end, self._end + data.numel())
+        self._end += data.numel()
+
+    def finish(self, order: Iterable[str], metadata: Mapping[str, str]) -> None:
+        """Write the header, which lists the tensors in ``order``, and let the file appear."""
+        header = header_bytes([self._specs[name] for name in order], metadata, self._capacity)
+        assert len(header) == self._capacity, "the header needs more than was left free for it"
+        self._file.seek(0)
+        self._file.write(header)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._partial.replace(self._path)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()

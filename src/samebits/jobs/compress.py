@@ -1,0 +1,141 @@
+"""samebits compress: a plain checkpoint to a container of FORMAT.md section 7."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from samebits.digest import digest
+from samebits.errors import DtypeError, FormatError, InputError
+from samebits.format.container import Checkpoint, Entry, FileInfo
+from samebits.format.folder import CONFIG, KEY, STEM, VERSION, read_json, shard_name
+from samebits.format.names import BARE, PACKED, stored_name
+from samebits.format.packed import align
+from samebits.format.safetensors_file import FLOATS, SafetensorsWriter, TensorSpec, header_bytes
+from samebits.jobs.job import Job, Shard
+from samebits.jobs.options import CompressOptions, Progress, RunOptions, silent
+from samebits.jobs.pieces import Piece
+
+_SPACE = 0.72  # of a packed tensor's original bytes: more than trained weights ever took
+_ALIGNMENT = 128  # of the first packed tensor in its file
+_WIDE = 10**15  # an offset longer in text than any
+
+
+class Compression(Job):
+    """See Job; ``options`` say which tensors are packed.
+
+    Raises:
+        InputError: the source is compressed or quantized already, or holds reserved names.
+        DtypeError: most of its weights are not BF16, and casting was not asked for.
+    """
+
+    command = "compress"
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        destination: Path,
+        options: CompressOptions | None = None,
+        run: RunOptions | None = None,
+        progress: Progress = silent,
+    ) -> None:
+        self.options = options or CompressOptions()
+        _check_source(checkpoint, self.options)
+        super().__init__(checkpoint, destination, run or RunOptions(), progress)
+
+    def targets(self) -> list[str]:
+        count = len(self.checkpoint.files)
+        return [shard_name(STEM, number, count) for number in range(1, count + 1)]
+
+    def identity(self) -> dict[str, Any]:
+        return asdict(self.options)
+
+    def changes(self, entry: Entry) -> bool:
+        return self.options.packs(entry) or self.options.casts(entry)
+
+    def packs(self, entry: Entry) -> bool:
+        return self.options.packs(entry)
+
+    def result_bytes(self, entry: Entry) -> int:
+        nbytes = 2 * entry.words if self.options.casts(entry) else entry.nbytes
+        return int(nbytes * _SPACE) if self.options.packs(entry) else nbytes
+
+    def write(self, shard: Shard, path: Path, pieces: Iterator[Piece]) -> None:
+        """Packed tensors first, then the others by falling width: so all are aligned, without holes."""
+        names: list[str] = []
+        unpacked: list[Piece] = []
+        digests: dict[str, int] = {}
+        with SafetensorsWriter(path, _capacity(shard)) as writer:
+            for piece in pieces:
+                names.append(piece.name)
+                if piece.is_packed:
+                    piece.append_to(writer)
+                else:
+                    unpacked.append(piece)
+            for piece in sorted(unpacked, key=lambda piece: piece.width, reverse=True):
+                digests[piece.name] = digest(piece.data())
+                piece.append_to(writer)
+            writer.finish(names, _metadata(shard, digests))
+
+    def convert_config(self, config: dict[str, Any]) -> dict[str, Any]:
+        if self.options.cast:
+            config = _with_dtype(config)
+        options = self.options
+        entry = {"quant_method": KEY, "version": VERSION, "min_weights": options.min_weights,
+                 "include": list(options.include), "exclude": list(options.exclude)}  # fmt: skip
+        return {**config, "quantization_config": entry}
+
+
+def _with_dtype(config: dict[str, Any]) -> dict[str, Any]:
+    """A config whose (and whose parts') dtype is bfloat16."""
+    result = {key: _with_dtype(value) if isinstance(value, dict) else value for key, value in config.items()}
+    return {**result, **{key: "bfloat16" for key in ("dtype", "torch_dtype") if isinstance(result.get(key), str)}}
+
+
+def _metadata(shard: Shard, digests: dict[str, int]) -> dict[str, str]:
+    return {**shard.file.metadata, KEY: FileInfo(digests, shard.file.path.name).to_json()}
+
+
+def _capacity(shard: Shard) -> int:
+    """Bytes of the longest header that the shard's file can get."""
+    specs: list[TensorSpec] = []
+    for entry in shard.entries:
+        spec = replace(entry.spec, dtype="BF16" if entry.dtype in FLOATS else entry.dtype, start=_WIDE, stop=_WIDE)
+        name = max(entry.name, stored_name(entry.name), key=len)
+        specs.append(replace(spec, name=name, shape=(*entry.shape, _WIDE)))
+    digests = dict.fromkeys((entry.name for entry in shard.entries), 0)
+    return align(len(header_bytes(specs, _metadata(shard, digests))), _ALIGNMENT)
+
+
+def _check_source(checkpoint: Checkpoint, options: CompressOptions) -> None:
+    where = str(checkpoint.path)
+    if checkpoint.is_packed:
+        raise InputError("already compressed by samebits", where=where, mend="use it as it is, or decompress it")
+    _check_names(checkpoint)
+    _check_config(checkpoint.path / CONFIG)
+    if options.include and not any(options.matches(entry.name) for entry in checkpoint):
+        raise InputError("no tensor's name matches --include", where=where, mend="see `samebits inspect` for the names")
+    large = [entry for entry in checkpoint if options.is_large(entry) and entry.dtype in FLOATS]
+    other = [entry for entry in large if not options.packs(entry)]
+    if 2 * sum(entry.words for entry in other) > sum(entry.words for entry in large):
+        what = f"the weights are {other[0].dtype}, only BF16 can be packed without loss"
+        mend = "add --cast bf16 to round it to BF16 first, which loses bits"
+        raise DtypeError(what, where=other[0].where, mend=mend)
+
+
+def _check_names(checkpoint: Checkpoint) -> None:
+    for entry in checkpoint:
+        if entry.name.endswith((PACKED, BARE)):
+            raise FormatError("a name reserved for packed tensors", where=entry.where, mend="rename the tensor")
+
+
+def _check_config(path: Path) -> None:
+    if not path.is_file():
+        return
+    method = read_json(path).get("quantization_config")
+    if method is not None:
+        name = method.get("quant_method") if isinstance(method, dict) else method
+        mend = "compress the BF16 original instead"
+        raise InputError(f"the model is quantized already ({name})", where=str(path), mend=mend)

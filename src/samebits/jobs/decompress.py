@@ -1,0 +1,82 @@
+"""samebits decompress: a container back to plain safetensors with the names, shapes and bytes it was made from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from samebits.digest import digest
+from samebits.errors import DigestError, InputError
+from samebits.format.container import Checkpoint, Entry
+from samebits.format.folder import KEY, shard_name
+from samebits.format.safetensors_file import SafetensorsWriter, TensorSpec, header_bytes
+from samebits.jobs.job import Job, Shard
+from samebits.jobs.options import Progress, RunOptions, silent
+from samebits.jobs.pieces import Piece
+
+
+class Decompression(Job):
+    """See Job.
+
+    Raises:
+        InputError: the source is not compressed.
+    """
+
+    command = "decompress"
+
+    def __init__(
+        self, checkpoint: Checkpoint, destination: Path, run: RunOptions | None = None, progress: Progress = silent
+    ) -> None:
+        if not checkpoint.is_packed:
+            raise InputError("not compressed by samebits", where=str(checkpoint.path), mend="use it as it is")
+        super().__init__(checkpoint, destination, run or RunOptions(), progress)
+
+    def targets(self) -> list[str]:
+        """The names of the files that were compressed, where all are known and distinct."""
+        files = self.checkpoint.files
+        names = [info.original for file in files if (info := self.checkpoint.infos.get(file.path)) and info.original]
+        if len(set(names)) == len(files):
+            return names
+        return [shard_name("model", number, len(files)) for number in range(1, len(files) + 1)]
+
+    def identity(self) -> dict[str, Any]:
+        return {}
+
+    def changes(self, entry: Entry) -> bool:
+        return entry.is_packed
+
+    def packs(self, entry: Entry) -> bool:
+        return False
+
+    def result_bytes(self, entry: Entry) -> int:
+        return entry.original_nbytes
+
+    def write(self, shard: Shard, path: Path, pieces: Iterator[Piece]) -> None:
+        metadata = {key: value for key, value in shard.file.metadata.items() if key != KEY}
+        with SafetensorsWriter(path, _header_size(shard, metadata)) as writer:
+            for entry, piece in zip(shard.entries, pieces, strict=True):
+                _check_digest(entry, piece)
+                piece.append_to(writer)
+            writer.finish([entry.name for entry in shard.entries], metadata)
+
+    def convert_config(self, config: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in config.items() if key != "quantization_config"}
+
+
+def _header_size(shard: Shard, metadata: dict[str, str]) -> int:
+    specs: list[TensorSpec] = []
+    end = 0
+    for entry in shard.entries:
+        specs.append(TensorSpec(entry.name, entry.dtype, entry.shape, end, end + entry.original_nbytes))
+        end += entry.original_nbytes
+    return len(header_bytes(specs, metadata))
+
+
+def _check_digest(entry: Entry, piece: Piece) -> None:
+    """Workers check what they decode; this is for tensors that were stored unchanged."""
+    if entry.is_packed or entry.digest is None:
+        return
+    if digest(piece.data()) != entry.digest:
+        mend = "the file is damaged: fetch or write it again"
+        raise DigestError("the bytes differ from their digest", where=entry.where, mend=mend)

@@ -1,0 +1,241 @@
+"""What compress and decompress share: shard by shard through worker processes into a workspace, then publish."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from samebits import __version__
+from samebits.errors import DeviceError, InputError
+from samebits.format.container import Checkpoint, Entry, FileInfo
+from samebits.format.folder import CONFIG, INDEX_SUFFIX, index_name, read_json
+from samebits.format.safetensors_file import SUFFIX, SafetensorsFile
+from samebits.jobs.options import Progress, RunOptions, silent
+from samebits.jobs.pieces import Piece, Task, work
+from samebits.jobs.source import other_files
+from samebits.jobs.summary import Sizes
+from samebits.jobs.workers import AHEAD, Workers, worker_count
+from samebits.jobs.workspace import Workspace, out_of_space, require_space
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of the source, its tensors, and the name of the file made from it."""
+
+    file: SafetensorsFile
+    info: FileInfo
+    entries: list[Entry]
+    target: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the uncompressed tensors."""
+        return sum(entry.original_nbytes for entry in self.entries)
+
+
+@dataclass(frozen=True)
+class JobReport:
+    """What a job did.
+
+    Attributes:
+        sizes: of the packed side: the result of compress, the source of decompress.
+        not_gained: tensors that were to be packed but would not have become smaller.
+        skipped_files: files of the source folder that were not copied.
+        resumed_shards: finished by an earlier run.
+    """
+
+    destination: Path
+    sizes: Sizes
+    not_gained: list[str]
+    skipped_files: list[str]
+    shards: int
+    resumed_shards: int
+    device: str
+    seconds: float
+
+
+def resolve_device(device: str) -> str:
+    """ "cpu" or "cuda" for one of "auto", "cpu", "cuda".
+
+    Raises:
+        DeviceError: "cuda" without a GPU.
+    """
+    available = torch.cuda.is_available()
+    if device == "cuda" and not available:
+        raise DeviceError("no CUDA device is available", mend="use --device cpu, or run `samebits doctor`")
+    return "cuda" if available and device == "auto" else device.replace("auto", "cpu")
+
+
+class Job(ABC):
+    """One run of compress or decompress over a checkpoint.
+
+    Args:
+        checkpoint: the source.
+        destination: a folder for a folder, a file for a file.
+        run: how to run it.
+        progress: told the bytes done and their total, counted uncompressed.
+
+    Raises:
+        InputError: source and destination do not fit together.
+        DeviceError: the device asked for is missing.
+    """
+
+    command: str
+
+    def __init__(self, checkpoint: Checkpoint, destination: Path, run: RunOptions, progress: Progress = silent) -> None:
+        self.checkpoint, self.destination, self.run_options = checkpoint, destination, run
+        self.is_folder = checkpoint.path.is_dir()
+        _check_places(checkpoint.path, destination, self.is_folder)
+        self.device = resolve_device(run.device)
+        targets = self.targets() if self.is_folder else [destination.name]
+        self.shards = [
+            Shard(file, checkpoint.infos.get(file.path, FileInfo({})), checkpoint.by_file[file.path], target)
+            for file, target in zip(checkpoint.files, targets, strict=True)
+        ]
+        weights = {file.path for file in checkpoint.files}
+        self.others, self.skipped = other_files(checkpoint.path, weights) if self.is_folder else ([], [])
+        self._progress, self._done = progress, 0
+        self._total = sum(shard.nbytes for shard in self.shards)
+
+    @abstractmethod
+    def targets(self) -> list[str]:
+        """The file made from each file of a model folder."""
+
+    @abstractmethod
+    def identity(self) -> dict[str, Any]:
+        """The options that the result depends on."""
+
+    @abstractmethod
+    def changes(self, entry: Entry) -> bool:
+        """Whether a tensor goes through a worker."""
+
+    @abstractmethod
+    def packs(self, entry: Entry) -> bool:
+        """Whether a worker encodes it."""
+
+    @abstractmethod
+    def result_bytes(self, entry: Entry) -> int:
+        """About how many bytes it will take."""
+
+    @abstractmethod
+    def write(self, shard: Shard, path: Path, pieces: Iterator[Piece]) -> None:
+        """Write a shard's file from its tensors, which come in the order of ``shard.entries``."""
+
+    @abstractmethod
+    def convert_config(self, config: dict[str, Any]) -> dict[str, Any]:
+        """config.json as the destination needs it."""
+
+    def run(self) -> JobReport:
+        """Do it.
+
+        Raises:
+            FormatError, DigestError: a damaged source.
+            InputError: the destination is in use.
+            ResourceError: no space, a killed worker, another job at work on the destination.
+        """
+        start = time.monotonic()
+        with Workspace(self.destination, self.is_folder, self._identity(), self.run_options.overwrite) as space:
+            try:
+                resumed = self._run_in(space)
+            except OSError as error:
+                raise out_of_space(error, self.destination) or error from None
+        result = Checkpoint.open(self.destination)
+        not_gained = [entry.name for entry in result if self.packs(entry) and not entry.is_packed]
+        skipped = [str(path) for path in self.skipped if not path.name.endswith(INDEX_SUFFIX)]
+        sizes = Sizes.of(result if result.is_packed else self.checkpoint)
+        seconds = time.monotonic() - start
+        return JobReport(self.destination, sizes, not_gained, skipped, len(self.shards), resumed, self.device, seconds)
+
+    def _run_in(self, space: Workspace) -> int:
+        """All stages; how many shards an earlier run had finished."""
+        pending = [shard for shard in self.shards if not space.is_finished(shard.target)]
+        self._advance(self._total - sum(shard.nbytes for shard in pending))
+        count = 1 if self.device == "cuda" else worker_count(self.run_options.workers, self._work(pending))
+        require_space(space.folder, self._space(pending, count))
+        with Workers(count) as workers:
+            results = workers.map(work, self._tasks(pending, space))
+            for shard in pending:
+                self.write(shard, space.out / shard.target, self._pieces(shard, results))
+                space.record(shard.target)
+        if self.is_folder:
+            self._stage_others(space)
+        space.publish()
+        return len(self.shards) - len(pending)
+
+    def _identity(self) -> dict[str, Any]:
+        """A job of the same identity may take up what another began."""
+        stats = [(file.path.name, file.path.stat()) for file in self.checkpoint.files]
+        return {
+            "command": self.command,
+            "release": __version__,
+            "source": str(self.checkpoint.path.resolve()),
+            "files": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats],
+            **self.identity(),
+        }
+
+    def _work(self, shards: Iterable[Shard]) -> int:
+        return sum(entry.original_nbytes for shard in shards for entry in shard.entries if self.changes(entry))
+
+    def _space(self, shards: list[Shard], workers: int) -> int:
+        sizes = [self.result_bytes(entry) for shard in shards for entry in shard.entries]
+        spools = sum(sorted(sizes, reverse=True)[: AHEAD * workers])
+        return sum(sizes) + spools + sum((self.checkpoint.path / path).stat().st_size for path in self.others)
+
+    def _tasks(self, shards: Iterable[Shard], space: Workspace) -> Iterator[Task]:
+        changing = (entry for shard in shards for entry in shard.entries if self.changes(entry))
+        for number, entry in enumerate(changing):
+            spool, pack = space.folder / f"spool-{number}", self.packs(entry)
+            yield Task(entry.name, entry.file.path, entry.spec, entry.header, pack, spool, self.device)
+
+    def _pieces(self, shard: Shard, results: Iterator[Piece]) -> Iterator[Piece]:
+        """The shard's tensors, each gone from disk and counted as done once the next is asked for."""
+        for entry in shard.entries:
+            piece = next(results) if self.changes(entry) else Piece.of(entry)
+            yield piece
+            self._advance(entry.original_nbytes)
+
+    def _advance(self, nbytes: int) -> None:
+        self._done += nbytes
+        self._progress(self._done, self._total)
+
+    def _stage_others(self, space: Workspace) -> None:
+        for relative in self.others:
+            target = space.out / relative
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(self.checkpoint.path / relative, target)
+        config = space.out / CONFIG
+        if config.exists():
+            write_json(config, self.convert_config(read_json(config)))
+        if len(self.shards) > 1:
+            self._stage_index(space)
+
+    def _stage_index(self, space: Workspace) -> None:
+        files = [SafetensorsFile.open(space.find(shard.target)) for shard in self.shards]
+        total = sum(spec.nbytes for file in files for spec in file.tensors.values())
+        weight_map = {name: file.path.name for file in files for name in file.tensors}
+        metadata = {**self.checkpoint.index_metadata, "total_size": total}
+        name = index_name(self.shards[0].target)
+        write_json(space.out / name, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))})
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """As transformers writes its JSON files, so that a round trip gives the same text back."""
+    path.write_text(json.dumps(value, indent=2) + "\n")
+
+
+def _check_places(source: Path, destination: Path, is_folder: bool) -> None:
+    where = str(destination)
+    inner, outer = destination.resolve(), source.resolve()
+    if inner == outer or (is_folder and (inner in outer.parents or outer in inner.parents)):
+        raise InputError("source and destination overlap", where=where, mend="choose a destination elsewhere")
+    if not is_folder and (destination.is_dir() or destination.suffix != SUFFIX):
+        mend = f"the source is a single file: give a file name that ends in {SUFFIX}"
+        raise InputError("not a safetensors file name", where=where, mend=mend)

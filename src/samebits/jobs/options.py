@@ -1,0 +1,70 @@
+"""What a job is asked to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from samebits.errors import InputError
+from samebits.format.container import Entry
+from samebits.format.safetensors_file import FLOATS
+
+MIN_WEIGHTS = 4096
+Progress = Callable[[int, int], None]  # bytes of the uncompressed checkpoint: done, total
+
+
+def silent(done: int, total: int) -> None:
+    """Progress that nobody watches."""
+
+
+@dataclass(frozen=True)
+class CompressOptions:
+    """Which tensors are packed.
+
+    Attributes:
+        min_weights: smaller tensors are stored unchanged.
+        include: shell patterns of original names; empty: all.
+        exclude: shell patterns of names to leave unchanged.
+        cast: first round F64, F32 and F16 tensors to BF16, which loses bits.
+    """
+
+    min_weights: int = MIN_WEIGHTS
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    cast: bool = False
+
+    def matches(self, name: str) -> bool:
+        included = not self.include or any(fnmatchcase(name, pattern) for pattern in self.include)
+        return included and not any(fnmatchcase(name, pattern) for pattern in self.exclude)
+
+    def is_large(self, entry: Entry) -> bool:
+        """Wide enough to be packed if its dtype were BF16."""
+        return entry.words >= max(1, self.min_weights) and self.matches(entry.name)
+
+    def casts(self, entry: Entry) -> bool:
+        return self.cast and entry.dtype in FLOATS and entry.dtype != "BF16" and self.matches(entry.name)
+
+    def packs(self, entry: Entry) -> bool:
+        return self.is_large(entry) and (entry.dtype == "BF16" or self.casts(entry))
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How a job runs; nothing here changes the bytes it writes.
+
+    Attributes:
+        workers: processes at most; None: as many as the work and the machine ask for.
+        device: "cpu", "cuda", or "auto" for a GPU if there is one.
+        overwrite: replace weights that the destination already holds.
+    """
+
+    workers: int | None = None
+    device: str = "auto"
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        if self.workers is not None and self.workers < 1:
+            raise InputError(f"{self.workers} workers", mend="give 1 or more")
+        if self.device not in ("auto", "cpu", "cuda"):
+            raise InputError(f"unknown device {self.device!r}", mend="give auto, cpu or cuda")

@@ -1,0 +1,202 @@
+"""The hidden folder in which a job builds its output: one job at a time, resumable, published when all is there."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import IO, Any, Self
+
+from samebits.digest import digest
+from samebits.errors import FormatError, InputError, ResourceError, SamebitsError
+from samebits.format.folder import CONFIG, INDEX_SUFFIX, read_json
+from samebits.format.mapping import map_file
+from samebits.format.safetensors_file import SUFFIX
+
+NAME = ".samebits-job"
+
+
+class Workspace:
+    """A job's folder: inside a destination folder, beside a destination file.
+
+    ``out`` holds the finished files; a ``NAME.done`` beside it records size and digest of each finished shard, and
+    ``job.json`` what the job is. A job that is interrupted leaves all of it behind, and the same job takes it up.
+
+    Args:
+        destination: folder or file that is to appear.
+        identity: of the job, as JSON: sources and options. Another job's leftovers are thrown away.
+        overwrite: replace weights that the destination holds.
+
+    Raises (on entering):
+        ResourceError: another job holds the destination.
+        InputError: the destination is in use and ``overwrite`` is not set.
+    """
+
+    def __init__(self, destination: Path, is_folder: bool, identity: dict[str, Any], overwrite: bool) -> None:
+        self.destination, self.is_folder, self.overwrite = destination, is_folder, overwrite
+        self.identity: dict[str, Any] = json.loads(json.dumps(identity))
+        self.folder = destination / NAME if is_folder else destination.with_name(f".{destination.name}{NAME}")
+        self.out = self.folder / "out"
+        self._publishing = self.folder / "publishing"
+        self._lock: IO[str] | None = None
+        self._made_destination = False
+
+    def __enter__(self) -> Self:
+        if self.is_folder and self.destination.exists() and not self.destination.is_dir():
+            raise InputError("a file is in the way", where=str(self.destination), mend="give a folder")
+        self._made_destination = self.is_folder and not self.destination.exists()
+        fresh = not self.folder.exists()
+        self._take_lock()
+        try:
+            self._check_destination()
+        except SamebitsError:
+            if fresh:
+                self._discard()
+            self._release()
+            raise
+        self._prepare()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, SamebitsError) and not isinstance(error, ResourceError):
+            self._discard()  # running it again would end the same way
+        self._release()
+
+    def _take_lock(self) -> None:
+        path = self.folder / "lock"
+        while True:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            lock = path.open("a+")
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise self._held_by(lock) from None
+            if path.exists() and os.path.samestat(path.stat(), os.fstat(lock.fileno())):
+                break  # else the job that held it has just removed the file
+            lock.close()
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        self._lock = lock
+
+    def _held_by(self, lock: IO[str]) -> ResourceError:
+        lock.seek(0)
+        owner = lock.read() or "unknown"
+        lock.close()
+        mend = "wait until it is done, or end it"
+        return ResourceError(f"another job (process {owner}) is writing here", where=str(self.destination), mend=mend)
+
+    def _release(self) -> None:
+        if self._lock:
+            self._lock.close()
+            self._lock = None
+
+    def _check_destination(self) -> None:
+        if self.overwrite or (self._publishing.exists() and self._is_same_job()):
+            return
+        if self.is_folder and any(path.name != NAME for path in self.destination.iterdir()):
+            raise InputError("the folder is not empty", where=str(self.destination), mend="empty it or add --overwrite")
+        if not self.is_folder and self.destination.exists():
+            raise InputError("the file exists", where=str(self.destination), mend="remove it or add --overwrite")
+
+    def _is_same_job(self) -> bool:
+        try:
+            return read_json(self.folder / "job.json") == self.identity
+        except (FormatError, FileNotFoundError):
+            return False
+
+    def _prepare(self) -> None:
+        if not self._is_same_job():
+            self._empty()
+            (self.folder / "job.json").write_text(json.dumps(self.identity))
+        for path in self.folder.glob("spool*"):
+            path.unlink()
+        self.out.mkdir(exist_ok=True)
+
+    def _empty(self) -> None:
+        for path in self.folder.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name != "lock":
+                path.unlink()
+
+    def _discard(self) -> None:
+        shutil.rmtree(self.folder)
+        if self._made_destination and not any(self.destination.iterdir()):
+            self.destination.rmdir()
+
+    def find(self, name: str) -> Path:
+        """Where the finished shard ``name`` is: in ``out``, or in its place already."""
+        staged = self.out / name
+        return staged if staged.exists() else self._place(Path(name))
+
+    def _place(self, relative: Path) -> Path:
+        return self.destination / relative if self.is_folder else self.destination
+
+    def record(self, name: str) -> None:
+        """Note that the shard ``name`` is complete in ``out``."""
+        path = self.folder / f"{name}.done"
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(_fingerprint(self.out / name)))
+        partial.replace(path)
+
+    def is_finished(self, name: str) -> bool:
+        """Whether an earlier run completed the shard ``name``, and it is still what it was."""
+        path, file = self.folder / f"{name}.done", self.find(name)
+        return path.exists() and file.exists() and _fingerprint(file) == json.loads(path.read_text())
+
+    def publish(self) -> None:
+        """Move everything from ``out`` into its place, what makes it loadable last, and remove the workspace."""
+        staged = sorted((path.relative_to(self.out) for path in self.out.rglob("*") if path.is_file()), key=_rank)
+        self._publishing.touch()
+        self._remove_old_weights()
+        for relative in staged:
+            place = self._place(relative)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            (self.out / relative).replace(place)
+        shutil.rmtree(self.folder)
+
+    def _remove_old_weights(self) -> None:
+        """Remove weights, index and config of another model, not what an interrupted run of this job has moved."""
+        if not self.is_folder:
+            return
+        moved = {path.stem for path in self.folder.glob("*.done") if not (self.out / path.stem).exists()}
+        for path in sorted(self.destination.iterdir(), key=lambda path: _rank(Path(path.name)), reverse=True):
+            if _rank(Path(path.name)) and path.name not in moved:
+                path.unlink()
+
+
+def _fingerprint(path: Path) -> dict[str, int]:
+    size = path.stat().st_size
+    return {"size": size, "digest": digest(map_file(path, 0, size))}
+
+
+def _rank(relative: Path) -> int:
+    """The order in which files appear: a loader finds nothing until the last of them is there."""
+    if len(relative.parts) > 1:
+        return 0
+    if relative.name == CONFIG:
+        return 3
+    return 2 if relative.name.endswith(INDEX_SUFFIX) else int(relative.suffix == SUFFIX)
+
+
+def require_space(folder: Path, nbytes: int) -> None:
+    """
+    Raises:
+        ResourceError: fewer than ``nbytes`` bytes are free where ``folder`` is.
+    """
+    free = shutil.disk_usage(folder).free
+    if free < nbytes:
+        mend = f"free {(nbytes - free) / 1e9:.1f} GB or choose another destination"
+        raise ResourceError(f"needs {nbytes / 1e9:.1f} GB, {free / 1e9:.1f} GB are free", where=str(folder), mend=mend)
+
+
+def out_of_space(error: OSError, folder: Path) -> ResourceError | None:
+    """The disk is full, as one of our errors; None if ``error`` is another one."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return None
+    mend = "free some and run the same command again: it goes on where it stopped"
+    return ResourceError("no space left", where=str(folder), mend=mend)

@@ -1,0 +1,187 @@
+"""Proof that nothing was lost: comparison byte by byte, and digests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from samebits.codecs.decode import decode_cpu
+from samebits.digest import digest
+from samebits.errors import DigestError, SamebitsError
+from samebits.format.container import Checkpoint, Entry
+from samebits.format.mapping import scratch
+from samebits.format.packed import STORED_DIGEST_END, PackedTensor
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+Progress = Callable[[int, int], None]
+_COMPARE_BYTES = 16 << 20
+_MEND = "the file is damaged: fetch or write it again"
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """The first difference found.
+
+    Attributes:
+        index: of the value in the tensor, None if not a value differs but something about the tensor.
+        found, expected: both values as hexadecimal words, or what differs in words.
+    """
+
+    tensor: str
+    index: tuple[int, ...] | None
+    found: str
+    expected: str
+
+    def __str__(self) -> str:
+        place = f"{self.tensor}{list(self.index)}" if self.index is not None else self.tensor
+        return f"{place}: {self.found} instead of {self.expected}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a verification found.
+
+    Attributes:
+        tensors, nbytes: compared, of the uncompressed checkpoint.
+        unchecked: tensors for which no digest is recorded.
+        mismatch: the first difference, None if all are identical.
+    """
+
+    tensors: int
+    nbytes: int
+    unchecked: int
+    mismatch: Mismatch | None
+
+    @property
+    def identical(self) -> bool:
+        return self.mismatch is None
+
+
+def decode_checked(packed: PackedTensor, out: torch.Tensor, device: str = "cpu") -> torch.Tensor:
+    """Decode into ``out`` (bfloat16, CPU, for example mapped) and compare with the digest of the original words.
+
+    Raises:
+        DigestError: they differ; ``out`` must not be used.
+    """
+    if device == "cpu":
+        decode_cpu(packed, out=out)
+    else:
+        from samebits.kernels.ops import decode_packed
+
+        out.copy_(decode_packed(packed.to(device)))
+    if digest(out) != packed.header.original_digest:
+        raise DigestError("the decoded words differ from their digest", mend=_MEND)
+    return out
+
+
+def original_bytes(entry: Entry, device: str = "cpu") -> torch.Tensor:
+    """A tensor's original bytes, decoded and checked if packed: uint8 [original_nbytes], read-only.
+
+    Raises:
+        FormatError, DigestError: a damaged packed tensor.
+    """
+    if not entry.is_packed:
+        return entry.data()
+    packed = entry.packed()
+    out = scratch(entry.original_nbytes).view(torch.bfloat16).reshape(packed.shape)
+    try:
+        return decode_checked(packed, out, device).reshape(-1).view(torch.uint8)
+    except SamebitsError as error:
+        raise error.at(entry.where) from None
+
+
+def verify_digests(checkpoint: Checkpoint, device: str = "cpu", progress: Progress | None = None) -> Verdict:
+    """Check every tensor against the digests stored with it: of the stored bytes, and of the decoded words.
+
+    Raises:
+        FormatError: a tensor that is not even well formed.
+    """
+    done, unchecked, total = 0, 0, _total(checkpoint)
+    for count, entry in enumerate(checkpoint):
+        found = _digest_mismatch(entry, device)
+        if found:
+            return Verdict(count, done, unchecked, found)
+        unchecked += entry.digest is None
+        done += entry.original_nbytes
+        if progress:
+            progress(done, total)
+    return Verdict(len(checkpoint.entries), done, unchecked, None)
+
+
+def _digest_mismatch(entry: Entry, device: str) -> Mismatch | None:
+    if entry.header is None:
+        return _differ(entry, digest(entry.data()), entry.digest, "bytes") if entry.digest is not None else None
+    stored = digest(entry.data()[STORED_DIGEST_END:])
+    mismatch = _differ(entry, stored, entry.header.stored_digest, "stored bytes")
+    if mismatch:
+        return mismatch
+    try:
+        original_bytes(entry, device)
+    except DigestError:
+        return Mismatch(entry.name, None, "decoded words with another digest", f"{entry.digest:016x}")
+    return None
+
+
+def _differ(entry: Entry, found: int, expected: int | None, what: str) -> Mismatch | None:
+    if found == expected:
+        return None
+    return Mismatch(entry.name, None, f"digest {found:016x} of the {what}", f"{expected:016x}")
+
+
+def verify_against(
+    checkpoint: Checkpoint, original: Checkpoint, device: str = "cpu", progress: Progress | None = None
+) -> Verdict:
+    """Compare every tensor of two checkpoints (either may be packed) byte by byte.
+
+    Raises:
+        FormatError, DigestError: a damaged packed tensor.
+    """
+    done, total = 0, _total(original)
+    for name in sorted({*checkpoint.entries} ^ {*original.entries}):
+        found, expected = ("missing", "present") if name in original.entries else ("present", "missing")
+        return Verdict(0, 0, 0, Mismatch(name, None, found, expected))
+    for count, entry in enumerate(checkpoint):
+        mismatch = _compare(entry, original.entries[entry.name], device)
+        if mismatch:
+            return Verdict(count, done, 0, mismatch)
+        done += entry.original_nbytes
+        if progress:
+            progress(done, total)
+    return Verdict(len(checkpoint.entries), done, 0, None)
+
+
+def _compare(entry: Entry, expected: Entry, device: str) -> Mismatch | None:
+    described, wanted = (f"{e.dtype} {list(e.shape)}" for e in (entry, expected))
+    if described != wanted:
+        return Mismatch(entry.name, None, described, wanted)
+    left, right = (original_bytes(e, device).numpy() for e in (entry, expected))
+    first = first_difference(left, right)
+    return None if first is None else _mismatch_at(entry, left, right, first)
+
+
+def first_difference(left: NDArray[np.uint8], right: NDArray[np.uint8]) -> int | None:
+    """Where two byte arrays of equal length first differ."""
+    for start in range(0, left.size, _COMPARE_BYTES):
+        block = slice(start, start + _COMPARE_BYTES)
+        if not np.array_equal(left[block], right[block]):
+            return start + int(np.argmax(left[block] != right[block]))
+    return None
+
+
+def _mismatch_at(entry: Entry, left: NDArray[np.uint8], right: NDArray[np.uint8], first: int) -> Mismatch:
+    width = max(1, left.size // entry.words)
+    position = first // width
+    value = slice(position * width, (position + 1) * width)
+    found, expected = ("0x" + array[value][::-1].tobytes().hex() for array in (left, right))
+    index = tuple(int(i) for i in np.unravel_index(position, entry.shape))
+    return Mismatch(entry.name, index, found, expected)
+
+
+def _total(checkpoint: Checkpoint) -> int:
+    return sum(entry.original_nbytes for entry in checkpoint)
