@@ -252,6 +252,10 @@ class PackedTensor:
         _need(kraft == 1 << COUNTS or single, "an incomplete or impossible code")
         limit = QUAD_SYMBOLS if header.code is Code.QUAD else EXPONENTS
         _need(int(symbols.max()) < limit and len(np.unique(symbols)) == len(symbols), "a code's symbols out of range or twice")
+        ascending = np.diff(symbols.astype(np.int64)) > 0
+        next_length = np.cumsum(counts)[:-1]  # where a symbol may be smaller than the one before
+        ascending[next_length[(next_length > 0) & (next_length < len(symbols))] - 1] = True
+        _need(bool(ascending.all()), "a code's symbols out of order")
 
     def _validate_offsets(self) -> None:
         header = self.header

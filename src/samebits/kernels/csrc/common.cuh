@@ -1,0 +1,89 @@
+// Types, geometry and small pieces that every kernel shares. Clause numbers refer to FORMAT.md.
+#pragma once
+
+typedef unsigned char u8;
+typedef signed char i8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+constexpr int kLanes = 32;
+constexpr int kStageBytes = 512;               // raw bytes of a stage: 8 rows x 64 columns
+constexpr int kSignBytes = 128;                // sign words of a slab
+constexpr int kSlabBytes = kSignBytes + 2 * kStageBytes;
+constexpr int kHeadWords = 9;                  // 6.2, 6.3: a coded chunk's first word and 32 length bytes
+constexpr u32 kSignMask = 0x80808080u;
+constexpr u32 kFull = 0xffffffffu;
+
+struct alignas(16) Vec4 { u32 x, y, z, w; };
+struct alignas(8) Vec2 { u32 x, y; };
+
+// 1.1 to 1.4. Filled by kernels/launch.py, which knows the same fields by name; keep both in this order.
+struct Geometry {
+    i64 words;          // of the tensor
+    int rows, columns, stages, chunk_stages;
+    int chunks, chunks_per_row_group, row_groups_per_chunk, row_groups;
+};
+
+struct Chunk { int row_group, row_groups, first_stage, stages; };
+
+__device__ __forceinline__ Chunk chunk_at(const Geometry& geometry, int index) {
+    if (geometry.chunks_per_row_group > 1) {
+        const int group = index / geometry.chunks_per_row_group;
+        const int first = (index - group * geometry.chunks_per_row_group) * geometry.chunk_stages;
+        return {group, 1, first, min(geometry.chunk_stages, geometry.stages - first)};
+    }
+    const int group = index * geometry.row_groups_per_chunk;
+    return {group, min(geometry.row_groups_per_chunk, geometry.row_groups - group), 0, geometry.stages};
+}
+
+// 5.3: where a stage's raw bytes start in the planes of the quad code; its slab's sign words are at slab_offset.
+__device__ __forceinline__ size_t slab_offset(int stages, int row_group, int stage) {
+    const size_t group_bytes = size_t(stages >> 1) * kSlabBytes + (stages & 1) * (kSignBytes + kStageBytes);
+    return row_group * group_bytes + size_t(stage >> 1) * kSlabBytes;
+}
+
+template <bool quad>
+__device__ __forceinline__ size_t raw_offset(int stages, int row_group, int stage) {
+    if (!quad) return (size_t(row_group) * stages + stage) * kStageBytes;
+    return slab_offset(stages, row_group, stage) + kSignBytes + (stage & 1) * kStageBytes;
+}
+
+// Weights pass through once: keep them out of L1, let L2 fetch whole lines.
+__device__ __forceinline__ Vec4 load_once(const void* pointer) {
+    Vec4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(pointer));
+    return v;
+}
+
+__device__ __forceinline__ u32 load_once_u32(const void* pointer) {
+    u32 v;
+    asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(pointer));
+    return v;
+}
+
+__device__ __forceinline__ void store_once(void* pointer, u32 x, u32 y) {
+    asm volatile("st.global.cs.v2.u32 [%0], {%1,%2};" ::"l"(pointer), "r"(x), "r"(y) : "memory");
+}
+
+__device__ __forceinline__ void copy_async(u32 shared, const void* global) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
+}
+
+__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int pending>
+__device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory"); }
+
+__device__ __forceinline__ int sum_before(int value, int lane, int& total) {
+    int sum = value;
+#pragma unroll
+    for (int distance = 1; distance < kLanes; distance <<= 1) {
+        const int other = __shfl_up_sync(kFull, sum, distance);
+        if (lane >= distance) sum += other;
+    }
+    total = __shfl_sync(kFull, sum, kLanes - 1);
+    return sum - value;
+}

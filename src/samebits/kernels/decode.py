@@ -1,0 +1,64 @@
+"""Decoding on a CUDA device: csrc/decode.cu."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from samebits.errors import DeviceError
+from samebits.format.geometry import ROW_GROUP, STAGE, Code, Geometry
+from samebits.format.packed import Header, PackedTensor
+from samebits.kernels import nvrtc
+from samebits.kernels.structures import GeometryStructure, PackedStructure
+
+MAX_WARPS = 24  # csrc/decode.cu: kMaxThreads
+_ALIGNMENT = 16  # bytes; what the kernel's loads need
+_STATIC_SHARED = 1024  # room for the kernel's own variables
+
+
+def decode_cuda(packed: PackedTensor) -> torch.Tensor:
+    """The original tensor, on the same device, computed on torch's current stream.
+
+    Raises:
+        DeviceError: the kernels cannot be built or launched, or the tensor is too large for them.
+    """
+    geometry = packed.header.geometry
+    output = torch.empty(packed.shape, dtype=torch.bfloat16, device=packed.device)
+    if packed.is_raw:
+        return output.copy_(packed.data.view(torch.bfloat16).view(packed.shape))
+    if max(geometry.rows, geometry.columns, geometry.chunks) >= 1 << 31:
+        raise DeviceError(f"a tensor of shape {tuple(packed.shape)} is too large for the CUDA kernels", mend="decode it on the CPU")
+    if packed.data.data_ptr() % _ALIGNMENT:
+        packed = PackedTensor(packed.header, packed.data.clone())
+    device = packed.device.index or 0
+    with torch.cuda.device(device):
+        warps, buffer_words = _shape_of_block(packed.header, device)
+        shared = 4 * ((1 << packed.header.max_code_length) + 2 * warps * buffer_words)
+        grid = min(nvrtc.multiprocessors(device), -(-geometry.chunks // warps))
+        function = nvrtc.kernel("decode.cu", _kernel_name(packed.header.code, geometry), device)
+        nvrtc.launch(function, grid, 32 * warps, shared, GeometryStructure.of(geometry), PackedStructure.of(packed),
+                     ctypes.c_void_p(output.data_ptr()), ctypes.c_int32(buffer_words))  # fmt: skip
+    return output
+
+
+def _kernel_name(code: Code, geometry: Geometry) -> str:
+    """The variant without bounds checks where nothing is padding."""
+    whole = geometry.columns % STAGE == 0 and geometry.rows % ROW_GROUP == 0 and geometry.words == geometry.rows * geometry.columns
+    return f"decode_{code.name.lower()}_{'whole' if whole else 'clipped'}"
+
+
+def _shape_of_block(header: Header, device: int) -> tuple[int, int]:
+    """Warps of a block, and words of each of a warp's two staging buffers.
+
+    A buffer holds the longest chunk, up to three words before it (copies are 16 bytes wide), and behind it what a stream can read
+    beyond the chunk's end whatever its contents (FORMAT.md 6.6): its codewords, and three words ahead.
+    """
+    codeword_bits = 2 * 13 if header.code is Code.QUAD else 8 * 12
+    slack = -(-header.chunk_stages * codeword_bits // 32) + 4
+    buffer_words = -(-(3 + header.max_chunk_words + slack) // 4) * 4
+    available = nvrtc.shared_memory(device) - _STATIC_SHARED - 4 * (1 << header.max_code_length)
+    warps = min(MAX_WARPS, available // (8 * buffer_words), max(1, -(-header.geometry.chunks // nvrtc.multiprocessors(device))))
+    if warps < 1:
+        raise DeviceError("the device has too little shared memory for chunks of this size", mend="decode on the CPU")
+    return warps, buffer_words

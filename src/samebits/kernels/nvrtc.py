@@ -1,0 +1,109 @@
+"""Compile CUDA C++ at run time, cache the result on disk, launch on torch's current stream.
+
+NVRTC and the driver's bindings come with torch's CUDA wheels; cuda-core keeps the disk cache, safe for several processes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from functools import cache
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from samebits.errors import DeviceError
+
+if TYPE_CHECKING:
+    from cuda.core import Kernel
+
+_INCLUDE = re.compile(r'^#include "(\w+\.cuh)"\n', re.MULTILINE)
+_MEND = "pip install 'samebits[cuda]', or decode on the CPU"
+
+
+def source(name: str) -> str:
+    """The text of csrc/``name`` with its headers put in place, each once."""
+    seen: set[str] = set()
+
+    def read(file: str) -> str:
+        text = files("samebits.kernels").joinpath("csrc", file).read_text(encoding="utf-8")
+        return _INCLUDE.sub(include, text.replace("#pragma once\n", ""))
+
+    def include(match: re.Match[str]) -> str:
+        if match[1] in seen:
+            return ""
+        seen.add(match[1])
+        return read(match[1])
+
+    return read(name)
+
+
+def architecture(capability: tuple[int, int]) -> str:
+    """The target of a compute capability; Hopper and later get their specific features."""
+    major, minor = capability
+    return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
+
+
+def compile_source(name: str, target: str, *, cached: bool = True) -> Any:
+    """Compile csrc/``name`` for ``target`` to a cuda.core ObjectCode (needs no GPU).
+
+    Raises:
+        DeviceError: cuda-core or NVRTC is missing, or the compiler refuses the source.
+    """
+    try:
+        from cuda.core import Program, ProgramOptions
+        from cuda.core.utils import FileStreamProgramCache
+    except ImportError as error:
+        raise DeviceError(f"the CUDA kernels need cuda-core ({error})", mend=_MEND) from error
+    options = ProgramOptions(name=name, arch=target, std="c++17")
+    try:
+        program = Program(source(name), "c++", options)
+        return program.compile("cubin", cache=FileStreamProgramCache() if cached else None)
+    except (RuntimeError, OSError) as error:
+        raise DeviceError(f"cannot compile {name} for {target}: {error}", mend=_MEND) from error
+
+
+@cache
+def _module(name: str, device: int) -> Any:
+    return compile_source(name, architecture(torch.cuda.get_device_capability(device)))
+
+
+@cache
+def kernel(file: str, name: str, device: int) -> Kernel:
+    """The kernel ``name`` of csrc/``file`` on ``device``, ready for as much shared memory as the device has."""
+    from cuda.bindings import driver
+    from cuda.core import Device
+
+    Device(device).set_current()
+    function = _module(file, device).get_kernel(name)
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    available = shared_memory(device) - function.attributes[device].shared_size_bytes
+    _check(driver.cuKernelSetAttribute(attribute, available, function.handle, driver.CUdevice(device)))
+    return function
+
+
+@cache
+def shared_memory(device: int) -> int:
+    """Bytes of shared memory one block may use."""
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+
+
+@cache
+def multiprocessors(device: int) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def launch(function: Kernel, grid: int, threads: int, shared: int, *arguments: ctypes.Structure | ctypes._SimpleCData[Any]) -> None:
+    """Launch on torch's current stream; arguments are ctypes values, structures by value."""
+    from cuda.bindings import driver
+
+    stream = torch.cuda.current_stream().cuda_stream
+    pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
+    _check(driver.cuLaunchKernel(driver.CUfunction(int(function.handle)), grid, 1, 1, threads, 1, 1, shared, stream,
+                                 ctypes.addressof(pointers), 0))  # fmt: skip
+
+
+def _check(result: tuple[Any, ...]) -> None:
+    if int(result[0]) != 0:
+        raise DeviceError(f"CUDA driver: {result[0].name}", mend="see `samebits doctor`")

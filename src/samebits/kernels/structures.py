@@ -1,0 +1,41 @@
+"""The structures that kernels take by value; fields and order as in csrc."""
+
+from __future__ import annotations
+
+import ctypes
+
+from samebits.format.geometry import Geometry
+from samebits.format.packed import PackedTensor
+
+
+class GeometryStructure(ctypes.Structure):
+    """csrc/common.cuh: Geometry."""
+
+    _fields_ = (
+        ("words", ctypes.c_int64), ("rows", ctypes.c_int32), ("columns", ctypes.c_int32), ("stages", ctypes.c_int32),
+        ("chunk_stages", ctypes.c_int32), ("chunks", ctypes.c_int32), ("chunks_per_row_group", ctypes.c_int32),
+        ("row_groups_per_chunk", ctypes.c_int32), ("row_groups", ctypes.c_int32),
+    )  # fmt: skip
+
+    @classmethod
+    def of(cls, geometry: Geometry) -> GeometryStructure:
+        return cls(geometry.words, geometry.rows, geometry.columns, geometry.stages, geometry.chunk_stages,
+                   geometry.chunks, geometry.chunks_per_row_group, geometry.row_groups_per_chunk, geometry.row_groups)  # fmt: skip
+
+
+class PackedStructure(ctypes.Structure):
+    """csrc/decode.cu: Packed."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p), ("code", ctypes.c_uint64), ("row_shifts", ctypes.c_uint64),
+        ("offsets", ctypes.c_uint64), ("planes", ctypes.c_uint64), ("streams", ctypes.c_uint64),
+        ("stream_words", ctypes.c_uint32), ("max_chunk_words", ctypes.c_int32), ("width", ctypes.c_int32),
+        ("symbols", ctypes.c_int32), ("window", ctypes.c_int32), ("shift", ctypes.c_int32), ("has_row_shifts", ctypes.c_int32),
+    )  # fmt: skip
+
+    @classmethod
+    def of(cls, packed: PackedTensor) -> PackedStructure:
+        header = packed.header
+        starts = [header.sections[name].start for name in ("code", "row_shifts", "offsets", "planes", "streams")]  # type: ignore[index]
+        return cls(packed.data.data_ptr(), *starts, header.stream_words, header.max_chunk_words, header.max_code_length,
+                   header.symbol_count, header.window, header.shift, header.has_row_shifts)  # fmt: skip
