@@ -187,7 +187,8 @@ def _single(statistics: RowStatistics, geometry: Geometry) -> _Candidate:
     lengths = code_lengths(histogram[symbols], MAX_SINGLE_CODE_LENGTH)
     bits = int((lengths * histogram[symbols]).sum()) + 16 * symbols.size + (8 * rows if shifts.size > 1 else 0)
     table = CanonicalCode.from_lengths(symbols, lengths)
-    return _Candidate(Code.SINGLE, 8 + bits / geometry.words, shifts, 0, table)
+    bits += 8 * geometry.plane_bytes(Code.SINGLE)
+    return _Candidate(Code.SINGLE, bits / geometry.words, shifts, 0, table)
 
 
 def _is_exact(statistics: RowStatistics, target: int) -> bool:
@@ -209,7 +210,8 @@ def _quad(statistics: RowStatistics, counter: Counter, geometry: Geometry) -> _C
     stride = max(1, geometry.words // SAMPLE_WORDS) | 1
     counts = counter.quads(shifts, window, stride)
     table, bits = _quad_book(counts, geometry.words)
-    return _Candidate(Code.QUAD, 9 + (bits + row_bits) / geometry.words, shifts, window, table)
+    bits += row_bits + 8 * geometry.plane_bytes(Code.QUAD)
+    return _Candidate(Code.QUAD, bits / geometry.words, shifts, window, table)
 
 
 def _best_target(statistics: RowStatistics) -> tuple[int, float]:
