@@ -23,6 +23,7 @@ from common import (
     time_calls,
     write_results,
 )
+from samebits.parallel import threads
 
 SHAPES = ((12288, 4096), (4096, 14336), (1024, 4096))
 
@@ -43,7 +44,7 @@ def row(name: str, tensor: torch.Tensor) -> dict[str, Any]:
         "table": "codec",
         "name": name,
         "matrix": " x ".join(map(str, tensor.shape)),
-        "threads": torch.get_num_threads(),
+        "threads": threads(),
         "bits_per_weight": round(packed.bits_per_weight, 3),
         **time_calls(lambda: samebits.encode(tensor)).rates("encode_gweights_per_s", billions),
         **time_calls(lambda: samebits.decode(packed)).rates("decode_gweights_per_s", billions),

@@ -39,7 +39,7 @@ def percent(key: str) -> Callable[[Row], str]:
 
 
 SIZE_COLUMNS: dict[str, Cell] = {
-    "weights": lambda row: f"{row['weights'] / 1e6:,.2f} M",
+    "weights": decimals("weights", 0),
     "BF16": megabytes("bf16_bytes"),
     "samebits": megabytes("packed_bytes"),
     "of BF16": percent("ratio"),
@@ -77,7 +77,8 @@ def table_text(name: str, table: str) -> str:
     lines = [list(columns), ["---", *["---:"] * (len(columns) - 1)]]
     lines += [[cell_text(cell, row) for cell in columns.values()] for row in rows]
     versions = ", ".join(f"{package} {number}" for package, number in results["versions"].items())
-    source = f"<sub>[results/{name}.json](benchmarks/results/{name}.json): {results['device']}; {versions}; {results['date']}</sub>"
+    file = f"benchmarks/results/{name}.json"
+    source = f"<sub>[{file}]({file}): {results['device']}; {versions}; {results['date']}</sub>"
     return "".join(f"| {' | '.join(line)} |\n" for line in lines) + f"\n{source}\n"
 
 
