@@ -1,0 +1,173 @@
+"""Packed tensors that between them use everything FORMAT.md allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tests.codecs.slow_encoder import Choices, quad_choices, single_choices, slow_encode
+
+Words = NDArray[np.uint16]
+SPECIAL = [0x0000, 0x8000, 0x0001, 0x807F, 0x7F80, 0xFF80, 0x7FC0, 0xFFFF, 0x7F81, 0x0080, 0x7F7F, 0xFF7F]
+
+
+def to_bf16(values: NDArray[np.floating]) -> Words:
+    """Floats cut to BF16 words."""
+    return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+
+
+def normal(shape: tuple[int, ...], seed: int = 0, scale: float = 0.02) -> Words:
+    """Words as a trained layer has them."""
+    return to_bf16(np.random.default_rng(seed).standard_normal(shape) * scale)
+
+
+def scaled_rows(shape: tuple[int, ...], seed: int = 0) -> Words:
+    """Rows of scales between 2^-12 and 2^12, some words zero."""
+    rng = np.random.default_rng(seed)
+    values = rng.standard_normal(shape) * 2.0 ** rng.integers(-12, 13, (*shape[:-1], 1))
+    values[rng.random(shape) < 0.05] = 0
+    return to_bf16(values)
+
+
+def scattered(shape: tuple[int, ...], seed: int = 0) -> Words:
+    """Ordinary words, and every twentieth any of the 65,536."""
+    rng = np.random.default_rng(seed)
+    words = normal(shape, seed)
+    strange = rng.random(shape) < 0.05
+    words[strange] = rng.integers(0, 1 << 16, int(strange.sum()))
+    return words
+
+
+def nearly_constant(shape: tuple[int, ...], seed: int = 0) -> Words:
+    """One word everywhere, but for three in a hundred."""
+    rng = np.random.default_rng(seed)
+    strange = rng.integers(0, 1 << 16, shape).astype(np.uint16)
+    return np.where(rng.random(shape) < 0.03, strange, np.uint16(0xBF80))
+
+
+def every_exponent(shape: tuple[int, ...]) -> Words:
+    """Ordinary words, every 32nd of another sign and exponent; at least 16,384."""
+    words = normal(shape)
+    words.reshape(-1)[: 512 * 32 : 32] = np.arange(512) << 7 | np.arange(512) & 127
+    return words
+
+
+def every_shift() -> tuple[Words, tuple[int, ...]]:
+    """256 rows of 64 words, and shifts from -128 to 127 that fit them."""
+    shifts = np.arange(-128, 128)[:, None]
+    exponents = np.where(shifts < 0, 126, 133) - np.random.default_rng(0).integers(0, 6, (256, 64)) - shifts
+    words = exponents << 7 | np.arange(64) | (np.arange(256) & 1)[:, None] << 15
+    words[:, 5::9] = 0x8000
+    return words.astype(np.uint16), tuple(shifts[:, 0].tolist())
+
+
+def all_words(shape: tuple[int, ...] = (65536,)) -> Words:
+    return np.arange(65536, dtype=np.uint16).reshape(shape)
+
+
+def row_shifts(words: Words) -> tuple[int, ...]:
+    """Shifts that bring each row's largest exponent to 120, as 4.3 allows."""
+    exponents = (words.reshape(-1, words.shape[-1]).astype(np.int64) >> 7) & 255
+    subnormal = ((exponents == 0) & (words.reshape(exponents.shape) & 127 != 0)).any(axis=1)
+    lowest = np.where(exponents == 0, 255, exponents).min(axis=1)
+    shifts = np.clip(120 - exponents.max(axis=1), np.maximum(1 - lowest, -128), 127)
+    pinned = subnormal | (exponents.max(axis=1) == 255)
+    return tuple(np.where(pinned, 0, shifts).tolist())
+
+
+@dataclass(frozen=True)
+class Case:
+    """Words, and how they are to be packed."""
+
+    name: str
+    words: Words
+    choices: Choices
+
+    @cached_property
+    def packed(self) -> bytes:
+        return slow_encode(self.words, self.choices)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def case(name: str, words: Words, choose: Callable[[Words], Choices], **changes: object) -> Case:
+    return Case(name, words, replace(choose(words), **changes))
+
+
+quad_matrix, quad_flat = partial(quad_choices, matrix=True), partial(quad_choices, matrix=False)
+single_matrix, single_flat = partial(single_choices, matrix=True), partial(single_choices, matrix=False)
+
+
+def quad_with_row_shifts(words: Words) -> Choices:
+    return quad_choices(words, matrix=True, shifts=row_shifts(words))
+
+
+def single_with_row_shifts(words: Words) -> Choices:
+    return single_choices(words, matrix=True, shifts=row_shifts(words))
+
+
+def few_quads(words: Words) -> Choices:
+    """Most quads need patches."""
+    return quad_choices(words, matrix=words.ndim > 1, book=3)
+
+
+def one_quad(words: Words) -> Choices:
+    """3.2: a single symbol of length 1."""
+    return quad_choices(words, matrix=words.ndim > 1, book=1)
+
+
+# The golden vectors in tests/vectors.
+GOLDEN = [
+    case("quad_matrix", normal((16, 256)), quad_matrix),
+    case("quad_row_shifts", scaled_rows((24, 128), 1), quad_with_row_shifts),
+    case("quad_shift", normal((16, 128), 2), partial(quad_choices, matrix=True, shifts=-9)),
+    case("quad_flat", normal((1000,), 3), quad_flat),
+    case("quad_patches", scattered((16, 192), 4), quad_matrix),
+    case("quad_one_symbol", nearly_constant((16, 128)), one_quad),
+    case("quad_raw_chunks", scattered((16, 256), 5), quad_matrix, chunk_stages=2, raw_chunks=frozenset({1, 3})),
+    case("quad_odd_stages", normal((11, 200), 6), quad_matrix, chunk_stages=3),
+    case("quad_row_groups_in_chunk", normal((72, 128), 7), quad_matrix, chunk_stages=5),
+    case("quad_short_last_chunk", normal((8, 320), 8), quad_matrix, chunk_stages=2),
+    case("quad_loose", normal((8, 256), 9), quad_matrix, spare_base=37, least_unit=9, loose=True),
+    case("quad_every_exponent", every_exponent((16384,)), quad_flat),
+    case("quad_all_words", all_words(), quad_flat),
+    case("single_matrix", normal((16, 256), 10), single_matrix),
+    case("single_row_shifts", scaled_rows((24, 128), 11), single_with_row_shifts),
+    case("single_flat", scattered((777,), 12), single_flat),
+    case("single_raw_chunks", normal((8, 320), 13), single_matrix, chunk_stages=1, raw_chunks=frozenset({0, 4})),
+    case("single_loose", normal((8, 256), 14), single_matrix, spare_base=11, least_unit=63, loose=True),
+    case("single_every_exponent", every_exponent((128, 128)), single_matrix),
+    case("single_all_words", all_words((256, 256)), single_matrix),
+]
+
+EVERY_SHIFT = every_shift()
+ZOO = [
+    *GOLDEN,
+    case("one_word_quad", normal((1,)), quad_flat),
+    case("one_word_single", normal((1, 1)), single_matrix),
+    case("no_dimensions", normal(()), quad_flat),
+    case("eight_dimensions", normal((1, 2, 1, 3, 2, 1, 2, 5)), quad_matrix),
+    case("experts", normal((3, 5, 72)), single_matrix),
+    case("specials", np.resize(np.array(SPECIAL, np.uint16), 999), quad_flat),
+    case("specials_single", np.resize(np.array(SPECIAL, np.uint16), (9, 65)), single_matrix),
+    case("constant_quad", np.full((9, 130), 0x3F80, np.uint16), one_quad),
+    case("constant_single", np.full((9, 130), 0xBF80, np.uint16), single_matrix),
+    case("zeros", np.zeros(1234, np.uint16), quad_flat),
+    case("zeros_shifted", np.zeros((8, 64), np.uint16), partial(quad_choices, matrix=True, shifts=5)),
+    case("few_quads", nearly_constant((24, 320)), few_quads),
+    case("one_stage_chunks", scattered((17, 130)), quad_matrix, chunk_stages=1),
+    case("longest_chunks", normal((8, 64 * 66)), quad_matrix, chunk_stages=64),
+    case("longest_single_chunks", normal((8, 64 * 66)), single_matrix, chunk_stages=64),
+    case("all_words_matrix", all_words((512, 128)), quad_matrix),
+    case("all_words_flat_single", all_words(), single_flat, chunk_stages=7),
+    case("all_chunks_raw", scattered((40, 70)), quad_matrix, raw_chunks=frozenset(range(99))),
+    case("row_shifts_flat", normal((384,)), partial(quad_choices, matrix=False, shifts=(0, 2, -1))),
+    case("widest_single_shift", normal((8, 64), scale=1e-3), partial(single_choices, matrix=True, shifts=127)),
+    case("every_shift", EVERY_SHIFT[0], partial(single_choices, matrix=True, shifts=EVERY_SHIFT[1])),
+    case("every_shift_quad", EVERY_SHIFT[0], partial(quad_choices, matrix=True, shifts=EVERY_SHIFT[1])),
+]
