@@ -1,0 +1,84 @@
+"""What the benchmarks count and print, checked where it can be known."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import dfloat11  # noqa: E402
+import tables  # noqa: E402
+
+# Exponents of two units of a checkpoint that DFloat11's own encoder wrote, and the bytes that their tensors take there.
+HEAD = {
+    102: 1, 103: 2, 104: 4, 105: 4, 106: 3, 107: 12, 108: 25, 109: 44, 110: 83, 111: 181, 112: 388, 113: 687, 114: 1363,
+    115: 2764, 116: 5481, 117: 10875, 118: 21330, 119: 40122, 120: 65960, 121: 71992, 122: 35520, 123: 5209, 124: 94,
+}  # fmt: skip
+LAYER = {
+    0: 4, 7: 1, 103: 3, 104: 4, 105: 9, 106: 15, 107: 28, 108: 46, 109: 134, 110: 243, 111: 476, 112: 947, 113: 1959,
+    114: 3778, 115: 7375, 116: 15252, 117: 30378, 118: 59870, 119: 112809, 120: 181707, 121: 197684, 122: 97177,
+    123: 14656, 124: 433, 125: 1, 210: 1, 226: 1, 227: 1,
+}  # fmt: skip
+
+
+def histogram(counts: dict[int, int]) -> np.ndarray:
+    result = np.zeros(256, np.int64)
+    result[list(counts)] = list(counts.values())
+    return result
+
+
+@pytest.mark.parametrize(("counts", "matrices", "nbytes"), [(HEAD, 1, 359_645), (LAYER, 7, 993_606)])
+def test_dfloat11_size_equals_its_own_files(counts: dict[int, int], matrices: int, nbytes: int) -> None:
+    assert dfloat11.unit_bytes(histogram(counts), matrices) == nbytes
+
+
+def test_dfloat11_leaves_a_unit_with_high_exponents_uncompressed() -> None:
+    assert dfloat11.unit_bytes(histogram(HEAD | {240: 1}), 1) == 2 * (sum(HEAD.values()) + 1)
+
+
+def test_dfloat11_codes_are_limited() -> None:
+    fibonacci = {0: 1, 1: 1}
+    for symbol in range(2, 45):
+        fibonacci[symbol] = fibonacci[symbol - 1] + fibonacci[symbol - 2]
+    assert max(map(len, dfloat11.huffman_codes(fibonacci).values())) == 44
+    limited = dfloat11.limited_codes(fibonacci).values()
+    assert max(map(len, limited)) == 32
+    assert sum(2.0 ** -len(code) for code in limited) == 1
+
+
+@pytest.mark.parametrize("path", sorted((BENCHMARKS / "results").glob("*.json")), ids=lambda path: path.stem)
+def test_result_files_have_the_form_of_common(path: Path) -> None:
+    content = json.loads(path.read_text())
+    assert content.keys() == {"name", "device", "versions", "date", "rows"}
+    assert content["name"] == path.stem
+    assert all(
+        "table" in row and not isinstance(value, dict | list) for row in content["rows"] for value in row.values()
+    )
+
+
+def test_a_table_without_columns_of_its_own_shows_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = {
+        "device": "a device",
+        "versions": {"torch": "2"},
+        "date": "2026-01-01",
+        "rows": [{"table": "speed", "tb_per_s": 2.1, "note": None}, {"table": "other", "x": 1}],
+    }
+    monkeypatch.setattr(tables, "read_results", lambda name: results)
+    text = tables.with_tables("before\n<!-- table: gpu.speed -->\nold\n<!-- end -->\nafter\n")
+    assert text.splitlines()[:6] == [
+        "before",
+        "<!-- table: gpu.speed -->",
+        "| tb per s | note |",
+        "| --- | ---: |",
+        "| 2.1 |  |",
+        "",
+    ]
+    assert "a device; torch 2; 2026-01-01" in text
+    assert "old" not in text
+    assert text.endswith("<!-- end -->\nafter\n")

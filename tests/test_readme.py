@@ -1,0 +1,62 @@
+"""The documentation is true: tables equal the results, examples run, links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```(python|console)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [text for kind, text in BLOCK.findall(page.read_text(encoding="utf-8")) if kind == language]
+
+
+def pages_with(language: str) -> list[Path]:
+    return [page for page in PAGES if blocks(page, language)]
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """An empty folder in which the repository's examples are found."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    return tmp_path
+
+
+def run(arguments: list[str], folder: Path) -> None:
+    done = subprocess.run(arguments, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{arguments} failed:\n{done.stdout}\n{done.stderr}"
+
+
+def test_tables_equal_the_results() -> None:
+    script = ROOT / "benchmarks" / "tables.py"
+    assert subprocess.run([sys.executable, str(script), "--check"], check=False).returncode == 0, "run `make tables`"
+
+
+@pytest.mark.parametrize("page", pages_with("python"), ids=lambda page: page.name)
+def test_python_examples_run(page: Path, checkout: Path) -> None:
+    """The blocks of a page in one process, one after the other, as a reader would paste them."""
+    run([sys.executable, "-c", "\n".join(blocks(page, "python"))], checkout)
+
+
+@pytest.mark.parametrize("page", pages_with("console"), ids=lambda page: page.name)
+def test_commands_run(page: Path, checkout: Path) -> None:
+    lines = [line[2:] for text in blocks(page, "console") for line in text.splitlines() if line.startswith("$ ")]
+    for line in lines:
+        program, *arguments = shlex.split(line)
+        assert program == "samebits"
+        run([sys.executable, "-c", "from samebits.cli import main; main()", *arguments], checkout)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    targets = LINK.findall(page.read_text(encoding="utf-8"))
+    assert not [target for target in targets if not (page.parent / target).exists()]
