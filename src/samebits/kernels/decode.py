@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
+from functools import cache
 
 import torch
 
 from samebits.errors import DeviceError
 from samebits.format.geometry import ROW_GROUP, STAGE, Code, Geometry
-from samebits.format.packed import Header, PackedTensor
+from samebits.format.packed import Header, PackedTensor, align
 from samebits.kernels import nvrtc
 from samebits.kernels.structures import GeometryStructure, PackedStructure
 
@@ -33,12 +35,11 @@ def decode_cuda(packed: PackedTensor) -> torch.Tensor:
         packed = PackedTensor(packed.header, packed.data.clone())
     device = packed.device.index or 0
     with torch.cuda.device(device):
-        warps, buffer_words = _shape_of_block(packed.header, device)
-        shared = 4 * ((1 << packed.header.max_code_length) + 2 * warps * buffer_words)
-        grid = min(nvrtc.multiprocessors(device), -(-geometry.chunks // warps))
+        block = _Block.of(packed.header, device)
         function = nvrtc.kernel("decode.cu", _kernel_name(packed.header.code, geometry), device)
-        nvrtc.launch(function, grid, 32 * warps, shared, GeometryStructure.of(geometry), PackedStructure.of(packed),
-                     ctypes.c_void_p(output.data_ptr()), ctypes.c_int32(buffer_words))  # fmt: skip
+        nvrtc.launch(function, block.grid, 32 * block.warps, block.shared_bytes, GeometryStructure.of(geometry),
+                     PackedStructure.of(packed), ctypes.c_void_p(output.data_ptr()), ctypes.c_int32(block.table_words),
+                     ctypes.c_int32(block.symbol_words), ctypes.c_int32(block.buffer_words))  # fmt: skip
     return output
 
 
@@ -48,17 +49,36 @@ def _kernel_name(code: Code, geometry: Geometry) -> str:
     return f"decode_{code.name.lower()}_{'whole' if whole else 'clipped'}"
 
 
-def _shape_of_block(header: Header, device: int) -> tuple[int, int]:
-    """Warps of a block, and words of each of a warp's two staging buffers.
+@dataclass(frozen=True)
+class _Block:
+    """How decode.cu is launched, and how it divides its shared memory (in 32-bit words)."""
 
-    A buffer holds the longest chunk, up to three words before it (copies are 16 bytes wide), and behind it what a stream can read
-    beyond the chunk's end whatever its contents (FORMAT.md 6.6): its codewords, and three words ahead.
-    """
-    codeword_bits = 2 * 13 if header.code is Code.QUAD else 8 * 12
-    slack = -(-header.chunk_stages * codeword_bits // 32) + 4
-    buffer_words = -(-(3 + header.max_chunk_words + slack) // 4) * 4
-    available = nvrtc.shared_memory(device) - _STATIC_SHARED - 4 * (1 << header.max_code_length)
-    warps = min(MAX_WARPS, available // (8 * buffer_words), max(1, -(-header.geometry.chunks // nvrtc.multiprocessors(device))))
-    if warps < 1:
-        raise DeviceError("the device has too little shared memory for chunks of this size", mend="decode on the CPU")
-    return warps, buffer_words
+    grid: int
+    warps: int
+    table_words: int
+    symbol_words: int
+    buffer_words: int  # of each of a warp's two staging buffers
+
+    @classmethod
+    @cache
+    def of(cls, header: Header, device: int) -> _Block:
+        """As many warps as fit.
+
+        A staging buffer holds the longest chunk, up to three words before it (copies are 16 bytes wide), and behind it what a
+        stream can read beyond the chunk's end whatever its contents (FORMAT.md 6.6): its codewords, and three words ahead.
+        """
+        codeword_bits = 2 * 13 if header.code is Code.QUAD else 8 * 12
+        slack = -(-header.chunk_stages * codeword_bits // 32) + 4
+        buffer_words = align(3 + header.max_chunk_words + slack, 4)
+        table_words = max(4, 1 << header.max_code_length)
+        symbol_words = align(-(-header.symbol_count // 2), 4)
+        available = nvrtc.shared_memory(device) - _STATIC_SHARED - 4 * (table_words + symbol_words)
+        warps = min(MAX_WARPS, available // (8 * buffer_words))
+        if warps < 1:
+            raise DeviceError("the device has too little shared memory for chunks of this size", mend="decode on the CPU")
+        grid = min(nvrtc.multiprocessors(device), header.geometry.chunks)
+        return cls(grid, warps, table_words, symbol_words, buffer_words)
+
+    @property
+    def shared_bytes(self) -> int:
+        return 4 * (self.table_words + self.symbol_words + 2 * self.warps * self.buffer_words)

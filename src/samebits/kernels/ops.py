@@ -6,6 +6,8 @@ the bytes back from a GPU.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 from samebits.codecs.decode import decode_cpu
@@ -22,10 +24,11 @@ def fields_of(header: Header) -> list[int]:
             header.symbol_count, header.has_row_shifts, header.max_chunk_words, header.stream_words]  # fmt: skip
 
 
-def header_of(shape: list[int], fields: list[int]) -> Header:
-    """The inverse of fields_of, without digests."""
+@lru_cache(maxsize=65536)
+def header_of(shape: tuple[int, ...], fields: tuple[int, ...]) -> Header:
+    """The inverse of fields_of, without digests; kept, because a header works out its section table only once."""
     code, layout, chunk_stages, length, window, shift, symbols, row_shifts, chunk_words, stream_words = fields
-    return Header(Code(code), Layout(layout), tuple(shape), chunk_stages, length, window, shift, symbols,
+    return Header(Code(code), Layout(layout), shape, chunk_stages, length, window, shift, symbols,
                   bool(row_shifts), chunk_words, stream_words)  # fmt: skip
 
 
@@ -35,13 +38,13 @@ def decode_packed(packed: PackedTensor) -> torch.Tensor:
 
 
 def _decode_on_cpu(data: torch.Tensor, shape: list[int], fields: list[int]) -> torch.Tensor:
-    return decode_cpu(PackedTensor(header_of(shape, fields), data))
+    return decode_cpu(PackedTensor(header_of(tuple(shape), tuple(fields)), data))
 
 
 def _decode_on_cuda(data: torch.Tensor, shape: list[int], fields: list[int]) -> torch.Tensor:
     from samebits.kernels.decode import decode_cuda
 
-    return decode_cuda(PackedTensor(header_of(shape, fields), data))
+    return decode_cuda(PackedTensor(header_of(tuple(shape), tuple(fields)), data))
 
 
 def _decode_fake(data: torch.Tensor, shape: list[int], fields: list[int]) -> torch.Tensor:

@@ -39,3 +39,19 @@ class PackedStructure(ctypes.Structure):
         starts = [header.sections[name].start for name in ("code", "row_shifts", "offsets", "planes", "streams")]  # type: ignore[index]
         return cls(packed.data.data_ptr(), *starts, header.stream_words, header.max_chunk_words, header.max_code_length,
                    header.symbol_count, header.window, header.shift, header.has_row_shifts)  # fmt: skip
+
+
+class SourceStructure(ctypes.Structure):
+    """csrc/encode.cu: Source."""
+
+    _fields_ = (
+        ("words", ctypes.c_void_p), ("shifts", ctypes.c_void_p), ("shift", ctypes.c_int32), ("window", ctypes.c_int32),
+    )  # fmt: skip
+
+
+class BookStructure(ctypes.Structure):
+    """csrc/encode.cu: Book."""
+
+    _fields_ = (
+        ("table", ctypes.c_void_p), ("nearest", ctypes.c_void_p), ("padding", ctypes.c_uint64), ("common", ctypes.c_int32),
+    )  # fmt: skip

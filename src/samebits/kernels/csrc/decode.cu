@@ -25,6 +25,27 @@ __device__ __forceinline__ u32 unshift(u32 words, u32 minus_shift) {
     return (words & ~0x7f807f80u) | ((fields + nonzero * minus_shift) & 0x7f807f80u);
 }
 
+// Walks the planes of a chunk's stages in order (5.3).
+template <bool quad>
+struct PlaneCursor {
+    const u8* slab;       // quad code: the slab of the stage at hand; single code: its raw bytes
+    int stage, end;
+
+    __device__ __forceinline__ PlaneCursor(const u8* planes, int stages, const Chunk& extent)
+        : slab(planes + (quad ? slab_offset(stages, extent.row_group, extent.first_stage)
+                              : raw_offset<false>(stages, extent.row_group, extent.first_stage))),
+          stage(extent.first_stage), end(extent.first_stage + extent.stages) {}
+    __device__ __forceinline__ bool is_odd() const { return stage & 1; }
+    __device__ __forceinline__ const u8* raw() const { return quad ? slab + kSignBytes + (stage & 1) * kStageBytes : slab; }
+    __device__ __forceinline__ void advance() {
+        if (!quad) { slab += kStageBytes; return; }
+        if (stage & 1) slab += kSlabBytes;
+        if (++stage < end) return;
+        if (stage & 1) slab += kSignBytes + kStageBytes;   // the row group ends with half a slab
+        stage = 0;
+    }
+};
+
 template <bool quad>
 struct Decoder {
     const Geometry& geometry;
@@ -70,34 +91,35 @@ struct Decoder {
         return {__byte_perm(low, high, 0x5140), __byte_perm(low, high, 0x7362)};
     }
 
+    // The lane's four words of step `step`; `position` and `column` are those of its words in step 0.
     template <bool whole>
-    __device__ __forceinline__ void store(i64 row, int column, Vec2 words) const {
-        const i64 position = row * geometry.columns + column;
-        if (whole) return store_once(output + position, words.x, words.y);
-        if (row >= geometry.rows) return;
+    __device__ __forceinline__ void store(i64 position, int column, bool row_exists, int step, Vec2 words) const {
+        u16* target = output + position + 16 * step;
+        if (whole) return store_once(target, words.x, words.y);
         const u16 single[4] = {u16(words.x), u16(words.x >> 16), u16(words.y), u16(words.y >> 16)};
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            if (column + i < geometry.columns && position + i < geometry.words) output[position + i] = single[i];
+            if (row_exists && column + 16 * step + i < geometry.columns && position + 16 * step + i < geometry.words) target[i] = single[i];
     }
 
     template <bool whole>
     __device__ __forceinline__ void decode_chunk(const Chunk& extent, StagedChunk& chunk, Stream streams[2]) {
-        const u8* planes = packed.data + packed.planes;
         const int count = extent.row_groups * extent.stages;
         Vec4 raw[kAhead];
         u32 sign[kAhead];
-        int load_group = extent.row_group, load_stage = extent.first_stage, loaded = 0;
+        PlaneCursor<quad> cursor(packed.data + packed.planes, geometry.stages, extent);
+        int loaded = 0;
         auto load = [&](int slot) {
             if (loaded++ >= count) return;
-            raw[slot] = load_once(planes + raw_offset<quad>(geometry.stages, load_group, load_stage) + 16 * lane);
-            if (quad) sign[slot] = load_once_u32(planes + slab_offset(geometry.stages, load_group, load_stage) + 4 * lane);
-            if (++load_stage == extent.first_stage + extent.stages) { load_stage = extent.first_stage; ++load_group; }
+            raw[slot] = load_once(cursor.raw() + 16 * lane);
+            if (quad) sign[slot] = cursor.is_odd() && loaded > 1 ? sign[(slot + kAhead - 1) % kAhead] : load_once_u32(cursor.slab + 4 * lane);
+            cursor.advance();
         };
 #pragma unroll
         for (int i = 0; i < kAhead; ++i) load(i);
-        int group = extent.row_group, stage_in_group = extent.first_stage;
-        i64 row = i64(group) * 8 + (lane >> 2);
+        int stage_in_group = extent.first_stage;
+        i64 row = i64(extent.row_group) * 8 + (lane >> 2);
+        i64 position = row * geometry.columns + 64 * stage_in_group + 4 * (lane & 3);
         u32 minus_shift = shift_of(row);
         for (int first = 0; first < count; first += kAhead) {
 #pragma unroll
@@ -113,31 +135,33 @@ struct Decoder {
                 for (int q = 0; q < 4; ++q) {
                     Vec2 words = join(bytes[q], tops[q]);
                     if (minus_shift) words = {unshift(words.x, minus_shift), unshift(words.y, minus_shift)};
-                    store<whole>(row, 64 * stage_in_group + 16 * q + 4 * (lane & 3), words);
+                    store<whole>(position, 64 * stage_in_group + 4 * (lane & 3), row < geometry.rows, q, words);
                 }
-                if (++stage_in_group == extent.first_stage + extent.stages) {
-                    stage_in_group = extent.first_stage;
+                position += 64;
+                if (++stage_in_group == extent.first_stage + extent.stages && stage + 1 < count) {   // a chunk of several row groups
+                    stage_in_group = 0;
                     row += 8;
-                    if (stage + 1 < count) minus_shift = shift_of(row);
+                    position = row * geometry.columns + 4 * (lane & 3);
+                    minus_shift = shift_of(row);
                 }
             }
         }
     }
 
-    // The row's negated shift, placed at the exponent of both words; 0 if there is none.
+    // The row's negated shift, placed at the exponent; 0 if there is none.
     __device__ __forceinline__ u32 shift_of(i64 row) const {
         int shift = packed.shift;
         if (packed.has_row_shifts && row < geometry.rows) shift = reinterpret_cast<const i8*>(packed.data + packed.row_shifts)[row];
-        return (u32(-shift & 255) << 7) * 0x00010001u;
+        return u32(-shift & 255) << 7;
     }
 };
 
 template <bool quad, bool whole>
-__device__ __forceinline__ void decode_tensor(const Geometry& geometry, const Packed& packed, u16* output, int buffer_words) {
+__device__ __forceinline__ void decode_tensor(const Geometry& geometry, const Packed& packed, u16* output, int table_words, int symbol_words, int buffer_words) {
     extern __shared__ __align__(16) u32 shared[];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
     const int stride = gridDim.x * warps;
-    u32* buffers = shared + (1 << packed.width) + warp * 2 * buffer_words;
+    u32* buffers = shared + table_words + symbol_words + warp * 2 * buffer_words;
     const u32* offsets = reinterpret_cast<const u32*>(packed.data + packed.offsets);
     const u32* streams_section = reinterpret_cast<const u32*>(packed.data + packed.streams);
 
@@ -155,9 +179,10 @@ __device__ __forceinline__ void decode_tensor(const Geometry& geometry, const Pa
         copy_commit();
     };
 
-    int index = blockIdx.x * warps + warp, slot = 0, begin = 0, size = 0;
+    int index = warp * gridDim.x + blockIdx.x, slot = 0, begin = 0, size = 0;
     stage_chunk(index, 0, begin, size);
-    build_table<quad>(shared, reinterpret_cast<const u16*>(packed.data + packed.code), packed.width, packed.symbols, packed.window);
+    build_table<quad>(shared, reinterpret_cast<u16*>(shared + table_words), reinterpret_cast<const u16*>(packed.data + packed.code),
+                      packed.width, packed.symbols, packed.window);
     Decoder<quad> decoder{geometry, packed, shared, output, lane, ((1u << packed.width) - 1) << 2, u32(packed.window >> 4) * 0x10101010u};
     for (; index < geometry.chunks; index += stride) {
         int next_begin = 0, next_size = 0;
@@ -177,8 +202,9 @@ __device__ __forceinline__ void decode_tensor(const Geometry& geometry, const Pa
 }
 
 #define DECODE_KERNEL(name, quad, whole)                                                                                  \
-    extern "C" __global__ void __launch_bounds__(kMaxThreads) name(const Geometry geometry, const Packed packed, u16* output, int buffer_words) { \
-        decode_tensor<quad, whole>(geometry, packed, output, buffer_words);                                               \
+    extern "C" __global__ void __launch_bounds__(kMaxThreads) name(const Geometry geometry, const Packed packed, u16* output, \
+                                                                         int table_words, int symbol_words, int buffer_words) { \
+        decode_tensor<quad, whole>(geometry, packed, output, table_words, symbol_words, buffer_words);                                              \
     }
 DECODE_KERNEL(decode_quad_whole, true, true)
 DECODE_KERNEL(decode_quad_clipped, true, false)

@@ -13,24 +13,29 @@ __device__ __forceinline__ u32 table_entry(int length, u32 symbol, u32 window) {
     return u32(length) << 28 | (classes + (window & 15) * 0x01010101u);   // 3.4: window & 15 <= 8, so no nibble overflows
 }
 
-// Builds the table for windows of `width` bits (first bit lowest) from the code section, by the whole block.
+// Builds the table for windows of `width` bits (first bit lowest) from the code section, by the whole block. `symbols` is shared
+// memory for the section's symbols.
 //
 // Windows are walked in the order of the code (first bit highest), eight at a time: one search, then steps from codeword to codeword.
 // Neighbouring lanes take windows that differ in the highest bits of that order, the lowest of the table index: no bank conflicts.
 template <bool quad>
-__device__ void build_table(u32* table, const u16* __restrict__ code, int width, int symbols, u32 window) {
-    __shared__ u32 first_code[kCounts + 1], first_symbol[kCounts + 1], counts[kCounts + 1];
-    if (threadIdx.x == 0) {
+__device__ void build_table(u32* table, u16* symbols, const u16* __restrict__ code, int width, int symbol_count, u32 window) {
+    __shared__ u32 first_code[kCounts], first_symbol[kCounts], counts[kCounts];
+    for (int i = threadIdx.x; i < symbol_count; i += blockDim.x) symbols[i] = code[kCounts + i];
+    if (threadIdx.x < kLanes) {
+        const u32 count = threadIdx.x < kCounts ? code[threadIdx.x] : 0;
         u32 next_code = 0, next_symbol = 0;
-        for (int length = 1; length <= kCounts; ++length) {
+        for (int length = 1; length < kCounts; ++length) {
             next_code <<= 1;
-            const u32 count = length < kCounts ? code[length] : 0;
-            first_code[length] = next_code;
-            first_symbol[length] = next_symbol;
-            counts[length] = count;
-            next_code += count;
-            next_symbol += count;
+            if (threadIdx.x == 0) {
+                first_code[length] = next_code;
+                first_symbol[length] = next_symbol;
+            }
+            const u32 here = __shfl_sync(kFull, count, length);
+            next_code += here;
+            next_symbol += here;
         }
+        if (threadIdx.x < kCounts) counts[threadIdx.x] = count;
     }
     __syncthreads();
     const int run_bits = width >= 8 ? 3 : 0;
@@ -38,15 +43,14 @@ __device__ void build_table(u32* table, const u16* __restrict__ code, int width,
         u32 value = run_bits ? u32(item & 31) << (width - 5) | u32(item >> 5) << 3 : u32(item);
         const u32 end = value + (1u << run_bits);
         int length = 1;
-        while (length < width && (value >> (width - length)) - first_code[length] >= counts[length]) ++length;
-        u32 index = (value >> (width - length)) - first_code[length];
+        u32 index = value >> (width - 1);
         while (value < end) {
             while (length < width && index >= counts[length]) {   // canonical: the next codeword is the first of a longer length
                 ++length;
                 index = (value >> (width - length)) - first_code[length];
             }
-            const u32 place = min(first_symbol[length] + index, u32(symbols - 1));
-            const u32 entry = table_entry<quad>(length, code[kCounts + place], window);
+            const u32 place = min(first_symbol[length] + index, u32(symbol_count - 1));
+            const u32 entry = table_entry<quad>(length, symbols[place], window);
             const u32 stop = min(end, ((first_code[length] + index) << (width - length)) + (1u << (width - length)));
             do table[__brev(value) >> (32 - width)] = entry; while (++value < stop);
             ++index;
@@ -55,13 +59,15 @@ __device__ void build_table(u32* table, const u16* __restrict__ code, int width,
     __syncthreads();
 }
 
-// One stream: 64 bits of it in registers, the next word on its way.
+// One stream: 64 bits of it in registers, the next word on its way. The codeword at hand starts at bit 2 of the window, so that
+// masking the window gives a byte offset into the table.
 struct Stream {
     const u32* next;
     u32 low, high, ahead;
     int bit;
 
     __device__ __forceinline__ void start(const u32* words, u32 position) {
+        position -= 2;   // at least kHeadWords words precede a stream
         next = words + (position >> 5);
         low = next[0];
         high = next[1];
@@ -83,7 +89,7 @@ struct Stream {
 };
 
 __device__ __forceinline__ u32 look_up(const u32* table, u32 window, u32 byte_mask) {
-    return *reinterpret_cast<const u32*>(reinterpret_cast<const u8*>(table) + ((window << 2) & byte_mask));
+    return *reinterpret_cast<const u32*>(reinterpret_cast<const u8*>(table) + (window & byte_mask));
 }
 
 // Two codewords of at most 13 bits.
