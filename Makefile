@@ -40,7 +40,7 @@ check: setup
 	$(BIN)/mypy
 
 test-gpu:  ## the GPU's tests, with PYTHON as it is: installs nothing, needs no network
-	PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests
+	PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m pytest -m gpu tests
 
 bench: setup  ## measure sizes and CPU speed again, and put them into README.md
 	$(BIN)/python benchmarks/sizes.py
