@@ -42,7 +42,7 @@ class Compression(Job):
         progress: Progress = silent,
     ) -> None:
         self.options = options or CompressOptions()
-        _check_source(checkpoint, self.options)
+        check_source(checkpoint, self.options)
         super().__init__(checkpoint, destination, run or RunOptions(), progress)
 
     def targets(self) -> list[str]:
@@ -109,7 +109,8 @@ def _capacity(shard: Shard) -> int:
     return align(len(header_bytes(specs, _metadata(shard, digests))), _ALIGNMENT)
 
 
-def _check_source(checkpoint: Checkpoint, options: CompressOptions) -> None:
+def check_source(checkpoint: Checkpoint, options: CompressOptions) -> None:
+    """Refuse what cannot be compressed with ``options``; Compression says how."""
     where = str(checkpoint.path)
     if checkpoint.is_packed:
         raise InputError("already compressed by samebits", where=where, mend="use it as it is, or decompress it")

@@ -11,13 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from samebits import __version__
-from samebits.errors import DeviceError, InputError
+from samebits.errors import InputError
 from samebits.format.container import Checkpoint, Entry, FileInfo
-from samebits.format.folder import CONFIG, INDEX_SUFFIX, index_name, read_json
+from samebits.format.folder import CONFIG, INDEX_SUFFIX, VERSION, index_name, read_json
 from samebits.format.safetensors_file import SUFFIX, SafetensorsFile
+from samebits.jobs.device import resolve_device
 from samebits.jobs.options import Progress, RunOptions, silent
 from samebits.jobs.pieces import Piece, Task, work
 from samebits.jobs.source import other_files
@@ -60,18 +58,6 @@ class JobReport:
     resumed_shards: int
     device: str
     seconds: float
-
-
-def resolve_device(device: str) -> str:
-    """ "cpu" or "cuda" for one of "auto", "cpu", "cuda".
-
-    Raises:
-        DeviceError: "cuda" without a GPU.
-    """
-    available = torch.cuda.is_available()
-    if device == "cuda" and not available:
-        raise DeviceError("no CUDA device is available", mend="use --device cpu, or run `samebits doctor`")
-    return "cuda" if available and device == "auto" else device.replace("auto", "cpu")
 
 
 class Job(ABC):
@@ -175,7 +161,7 @@ class Job(ABC):
         stats = [(file.path.name, file.path.stat()) for file in self.checkpoint.files]
         return {
             "command": self.command,
-            "release": __version__,
+            "format": VERSION,
             "source": str(self.checkpoint.path.resolve()),
             "files": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats],
             **self.identity(),

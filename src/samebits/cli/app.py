@@ -1,0 +1,172 @@
+"""The commands and their options."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="samebits",
+    help="Run any BF16 model in two thirds of the memory, with the same bits out.",
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+
+class Cast(StrEnum):
+    """What --cast rounds to."""
+
+    BF16 = "bf16"
+
+
+class Device(StrEnum):
+    """Where the work is done."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+Source = Annotated[
+    str, typer.Argument(metavar="SRC", help="Model folder, .safetensors file, or hub id.", show_default=False)
+]
+Destination = Annotated[
+    Path, typer.Argument(metavar="DST", help="Folder for a folder, file for a file.", show_default=False)
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+On = Annotated[Device, typer.Option("--device", help="auto: a GPU if there is one.")]
+Workers = Annotated[int | None, typer.Option("--workers", min=1, help="Processes at most; default: as needed.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace weights that DST holds.")]
+MinWeights = Annotated[int, typer.Option("--min-weights", min=1, help="Smaller tensors are stored unchanged.")]
+Include = Annotated[list[str], typer.Option("--include", metavar="PATTERN", help="Pack only such names; repeatable.")]
+Exclude = Annotated[list[str], typer.Option("--exclude", metavar="PATTERN", help="Leave such names; repeatable.")]
+CastTo = Annotated[Cast | None, typer.Option("--cast", help="Round FP32 and FP16 weights first: LOSES BITS.")]
+Model = Annotated[str | None, typer.Argument(metavar="[PATH]", help="Default: the example model.", show_default=False)]
+
+_MIN_WEIGHTS = 4096
+
+
+@app.callback(invoke_without_command=True)
+def _version(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        from samebits import __version__
+
+        typer.echo(f"samebits {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def compress(
+    source: Source,
+    destination: Destination,
+    min_weights: MinWeights = _MIN_WEIGHTS,
+    include: Include = [],  # noqa: B006
+    exclude: Exclude = [],  # noqa: B006
+    cast: CastTo = None,
+    workers: Workers = None,
+    device: On = Device.AUTO,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+) -> None:
+    """Pack a BF16 model; an interrupted run goes on where it stopped."""
+    from samebits.cli.commands import compress
+    from samebits.jobs.options import CompressOptions, RunOptions
+
+    options = CompressOptions(min_weights, tuple(include), tuple(exclude), cast is not None)
+    compress(source, destination, options, RunOptions(workers, device, overwrite), as_json)
+
+
+@app.command()
+def decompress(
+    source: Source,
+    destination: Destination,
+    workers: Workers = None,
+    device: On = Device.AUTO,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+) -> None:
+    """Give plain BF16 safetensors back."""
+    from samebits.cli.commands import decompress
+    from samebits.jobs.options import RunOptions
+
+    decompress(source, destination, RunOptions(workers, device, overwrite), as_json)
+
+
+@app.command()
+def verify(
+    destination: Annotated[str, typer.Argument(metavar="DST", help="Compressed folder or file.", show_default=False)],
+    against: Annotated[str | None, typer.Option(help="Its original: compare byte by byte.")] = None,
+    device: On = Device.AUTO,
+    as_json: Json = False,
+) -> None:
+    """Prove that nothing was lost: every byte against the original, or every digest. Exit code 1 if not identical."""
+    from samebits.cli.commands import verify
+
+    verify(destination, against, device, as_json)
+
+
+@app.command()
+def inspect(
+    path: Source,
+    tensors: Annotated[bool, typer.Option("--tensors", help="One row for each tensor.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Report what a checkpoint holds, from its headers."""
+    from samebits.cli.commands import inspect
+
+    inspect(path, tensors, as_json)
+
+
+@app.command()
+def estimate(
+    source: Source,
+    min_weights: MinWeights = _MIN_WEIGHTS,
+    include: Include = [],  # noqa: B006
+    exclude: Exclude = [],  # noqa: B006
+    cast: CastTo = None,
+    exact: Annotated[bool, typer.Option("--exact", help="Encode everything, not only samples.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Tell what compress would save, without writing."""
+    from samebits.cli.commands import estimate
+    from samebits.jobs.options import CompressOptions
+
+    estimate(source, CompressOptions(min_weights, tuple(include), tuple(exclude), cast is not None), exact, as_json)
+
+
+@app.command()
+def generate(
+    path: Model = None,
+    prompt: Annotated[str, typer.Option(help="Text to go on from.")] = "In the beginning",
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    greedy: Annotated[bool, typer.Option("--greedy", help="Always the likeliest token; otherwise sample.")] = False,
+    temperature: Annotated[float, typer.Option(min=0.01, help="For sampling.")] = 0.8,
+    seed: Annotated[int, typer.Option(min=0, help="For sampling.")] = 0,
+    device: On = Device.AUTO,
+    as_json: Json = False,
+) -> None:
+    """Generate text with a compressed or plain model."""
+    from samebits.cli.generate import Sampling, generate
+
+    sampling = Sampling(max_new_tokens, None if greedy else temperature, seed)
+    generate(path, prompt, sampling, device, as_json)
+
+
+@app.command()
+def bench(path: Model = None, device: On = Device.AUTO, as_json: Json = False) -> None:
+    """Measure size, loading, coding and generation beside BF16."""
+    from samebits.cli.bench import bench
+
+    bench(path, device, as_json)
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Check Python, packages, GPU, kernels and caches, and say how to mend what is missing."""
+    from samebits.cli.doctor import doctor
+
+    doctor(as_json)

@@ -1,0 +1,161 @@
+"""compress, decompress, verify, inspect and estimate: call the job, report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from samebits.cli.console import note, print_json, print_lines, print_table, progress_bar, size
+from samebits.errors import DigestError, MismatchError
+from samebits.format.container import Checkpoint, Entry
+from samebits.jobs import estimate as estimates
+from samebits.jobs.compress import Compression
+from samebits.jobs.decompress import Decompression
+from samebits.jobs.device import resolve_device
+from samebits.jobs.job import JobReport
+from samebits.jobs.options import CompressOptions, RunOptions
+from samebits.jobs.source import resolve_source
+from samebits.jobs.summary import Sizes, by_kind
+from samebits.verify import Verdict, verify_against, verify_digests
+
+
+def open_source(text: str) -> Checkpoint:
+    """The checkpoint behind a path or hub id."""
+    return Checkpoint.open(resolve_source(text))
+
+
+def compress(source: str, destination: Path, options: CompressOptions, run: RunOptions, as_json: bool) -> None:
+    checkpoint = open_source(source)
+    with progress_bar("compress") as progress:
+        report = Compression(checkpoint, destination, options, run, progress).run()
+    if options.cast:
+        note("note: --cast bf16 rounded the weights, which is not lossless")
+    _report(report, as_json)
+
+
+def decompress(source: str, destination: Path, run: RunOptions, as_json: bool) -> None:
+    checkpoint = open_source(source)
+    with progress_bar("decompress") as progress:
+        report = Decompression(checkpoint, destination, run, progress).run()
+    _report(report, as_json)
+
+
+def _report(report: JobReport, as_json: bool) -> None:
+    if as_json:
+        print_json({**vars(report), "sizes": report.sizes.to_json()})
+        return
+    sizes = report.sizes
+    speed = size(sizes.original_bytes / max(report.seconds, 1e-9))
+    resumed = f", {report.resumed_shards} of {report.shards} files from an earlier run" if report.resumed_shards else ""
+    print_lines(
+        f"{report.destination}: {size(sizes.original_bytes)} uncompressed, {size(sizes.stored_bytes)} compressed "
+        f"({100 * sizes.ratio:.1f} %)",
+        f"{sizes.packed_tensors} of {sizes.tensors} tensors packed, {sizes.bits_per_weight:.2f} bits per weight",
+        f"{report.seconds:.1f} s on {report.device}, {speed}/s{resumed}",
+    )
+    _list("stored unchanged, packing gains nothing", report.not_gained)
+    _list("not copied (the same weights in another format)", report.skipped_files)
+
+
+def _list(what: str, names: list[str]) -> None:
+    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    if names:
+        print_lines(f"{what}: {shown}")
+
+
+def verify(destination: str, against: str | None, device: str, as_json: bool) -> None:
+    checkpoint = open_source(destination)
+    original = open_source(against) if against else None
+    device = resolve_device(device)
+    try:
+        with progress_bar("verify") as progress:
+            if original:
+                verdict = verify_against(checkpoint, original, device, progress)
+            else:
+                verdict = verify_digests(checkpoint, device, progress)
+    except DigestError as error:
+        raise MismatchError(error.what, where=error.where, mend=error.mend) from None
+    _report_verdict(verdict, checkpoint, against, as_json)
+
+
+def _report_verdict(verdict: Verdict, checkpoint: Checkpoint, against: str | None, as_json: bool) -> None:
+    if as_json:
+        mismatch = vars(verdict.mismatch) if verdict.mismatch else None
+        print_json({**vars(verdict), "mismatch": mismatch, "identical": verdict.identical, "against": against})
+    if verdict.mismatch:
+        mend = "compress the original again" if against else "the file is damaged: fetch or write it again"
+        raise MismatchError(f"not identical: {verdict.mismatch}", where=str(checkpoint.path), mend=mend)
+    if as_json:
+        return
+    what = f"identical to {against}" if against else "every digest is right"
+    print_lines(f"{checkpoint.path}: {what}, {verdict.tensors} tensors, {verdict.nbytes:,} bytes")
+    if verdict.unchecked:
+        print_lines(f"{verdict.unchecked} unchanged tensors have no digest: compare them with --against SRC")
+
+
+def inspect(path: str, tensors: bool, as_json: bool) -> None:
+    checkpoint = open_source(path)
+    sizes = Sizes.of(checkpoint)
+    kinds = by_kind(checkpoint)
+    if as_json:
+        print_json(_inspection(checkpoint, sizes, kinds))
+        return
+    if tensors:
+        columns = ("tensor", "shape", "dtype", "original", "stored", "bits/weight")
+        print_table(str(checkpoint.path), columns, [_tensor_row(entry) for entry in checkpoint])
+    else:
+        columns = ("tensors", "number", "weights", "original", "stored", "bits/weight")
+        print_table(str(checkpoint.path), columns, [_kind_row(kind, of_kind) for kind, of_kind in kinds.items()])
+    print_lines(
+        f"{sizes.packed_tensors} of {sizes.tensors} tensors packed, {len(checkpoint.files)} files",
+        f"{size(sizes.original_bytes)} uncompressed, {size(sizes.stored_bytes)} stored ({100 * sizes.ratio:.1f} %)",
+    )
+    if sizes.packed_tensors:
+        print_lines(f"{sizes.bits_per_weight:.3f} bits per packed weight, everything counted")
+
+
+def _tensor_row(entry: Entry) -> tuple[str, ...]:
+    shape = " x ".join(map(str, entry.shape)) or "scalar"
+    bits = 8 * entry.nbytes / entry.words if entry.words else 0.0
+    return entry.name, shape, entry.dtype, size(entry.original_nbytes), size(entry.nbytes), f"{bits:.2f}"
+
+
+def _kind_row(kind: str, sizes: Sizes) -> tuple[str, ...]:
+    bits = 8 * sizes.stored_bytes / sizes.weights if sizes.weights else 0.0
+    weights = f"{sizes.weights:,}"
+    return kind, str(sizes.tensors), weights, size(sizes.original_bytes), size(sizes.stored_bytes), f"{bits:.2f}"
+
+
+def _inspection(checkpoint: Checkpoint, sizes: Sizes, kinds: dict[str, Sizes]) -> dict[str, Any]:
+    tensors = [
+        {"name": entry.name, "shape": entry.shape, "dtype": entry.dtype, "packed": entry.is_packed,
+         "file": entry.file.path.name, "original_bytes": entry.original_nbytes, "stored_bytes": entry.nbytes}
+        for entry in checkpoint
+    ]  # fmt: skip
+    return {
+        "path": checkpoint.path,
+        "compressed": checkpoint.is_packed,
+        "files": [file.path.name for file in checkpoint.files],
+        "total": sizes.to_json(),
+        "kinds": {kind: of_kind.to_json() for kind, of_kind in kinds.items()},
+        "tensors": tensors,
+    }
+
+
+def estimate(source: str, options: CompressOptions, exact: bool, as_json: bool) -> None:
+    checkpoint = open_source(source)
+    with progress_bar("estimate") as progress:
+        result = estimates.estimate(checkpoint, options, exact=exact, progress=progress)
+    if as_json:
+        names = ("original_bytes", "stored_bytes", "ratio", "bits_per_weight", "entropy", "exact")
+        totals = {name: getattr(result, name) for name in names}
+        rows = [{**vars(tensor), "bits_per_weight": tensor.bits_per_weight} for tensor in result.tensors]
+        print_json({"path": checkpoint.path, **totals, "tensors": rows})
+        return
+    how = "encoded in full" if exact else "estimated from samples"
+    print_lines(
+        f"{checkpoint.path}: {size(result.original_bytes)} -> {size(result.stored_bytes)} "
+        f"({100 * result.ratio:.1f} %), {how}",
+        f"{len(result.packed)} of {len(result.tensors)} tensors packed, {result.bits_per_weight:.2f} bits per weight",
+        f"the limit for coding each exponent alone is {8 + result.entropy:.2f} (8 + entropy {result.entropy:.2f})",
+    )

@@ -1,0 +1,91 @@
+"""Reports on stdout, progress on stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from samebits.jobs.options import Progress
+
+_PIPE_WIDTH = 160
+_SECONDS_BETWEEN_LINES = 5.0
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """One JSON object on stdout."""
+    sys.stdout.write(json.dumps(value, indent=2, default=str) + "\n")
+
+
+def print_lines(*lines: str) -> None:
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+
+
+def note(line: str) -> None:
+    """A remark on stderr."""
+    sys.stderr.write(f"{line}\n")
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table on stdout: the first column is text, the others are figures."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, markup=False, highlight=False).print(table)
+
+
+def size(nbytes: float) -> str:
+    """Bytes for people: decimal units."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.2f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.2f} TB"
+
+
+@contextmanager
+def progress_bar(label: str) -> Iterator[Progress]:
+    """Progress with speed and time left: a bar on a terminal, now and then a line elsewhere."""
+    if not sys.stderr.isatty():
+        yield Lines(label).show
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(label, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+class Lines:
+    """Progress where there is no terminal: a line every few seconds, and none for short work."""
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+        self.start = self.last = time.monotonic()
+
+    def show(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now - self.last < _SECONDS_BETWEEN_LINES or not done:
+            return
+        self.last = now
+        speed = done / (now - self.start)
+        left = (total - done) / speed
+        note(
+            f"{self.label}: {100 * done // total} % ({size(done)} of {size(total)}), {size(speed)}/s, {left:.0f} s left"
+        )

@@ -1,0 +1,133 @@
+"""samebits doctor: what this machine has, whether it works, and how to mend what does not."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from samebits import __version__, api
+from samebits.cli.console import print_json, print_lines
+from samebits.errors import MismatchError, SamebitsError
+from samebits.jobs.device import can_build_kernels
+from samebits.parallel import threads
+
+_REQUIRED = ("torch", "numpy", "numba", "safetensors", "huggingface_hub")
+_OPTIONAL = {
+    "transformers": "samebits[transformers]",
+    "accelerate": "samebits[transformers]",
+    "cuda-core": "samebits[cuda]",
+}
+_WORDS = 1 << 16  # every BF16 word once
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing looked at; ``mend`` is empty if nothing is wrong with it."""
+
+    name: str
+    found: str
+    mend: str = ""
+
+
+def doctor(as_json: bool) -> None:
+    findings = list(examine())
+    if as_json:
+        print_json({"healthy": not any(f.mend for f in findings), "findings": [vars(f) for f in findings]})
+        return
+    for finding in findings:
+        print_lines(f"{finding.name:<16} {finding.found}")
+        if finding.mend:
+            print_lines(f"{'':<16} -> {finding.mend}")
+
+
+def examine() -> Iterator[Finding]:
+    """Look at everything; nothing here raises."""
+    yield Finding("samebits", __version__)
+    yield Finding("python", f"{platform.python_version()} on {platform.platform()}")
+    for name in _REQUIRED:
+        yield Finding(name, version(name))
+    yield from _optional_packages()
+    yield Finding("CPU threads", str(threads()))
+    yield _numba_cache()
+    yield _tested("CPU round trip", lambda: _round_trip("cpu"))
+    yield from _gpu()
+
+
+def _optional_packages() -> Iterator[Finding]:
+    for name, extra in _OPTIONAL.items():
+        try:
+            yield Finding(name, version(name))
+        except PackageNotFoundError:
+            needed = name != "cuda-core" or torch.cuda.is_available()
+            yield Finding(name, "not installed", f"pip install 'samebits[{extra}]'" if needed else "")
+
+
+def _numba_cache() -> Finding:
+    """Where numba keeps compiled loops; without such a place every process compiles them anew."""
+    folder = Path(os.environ.get("NUMBA_CACHE_DIR") or Path(__file__).parents[1])
+    mend = "" if os.access(folder, os.W_OK) else "set NUMBA_CACHE_DIR to a writable folder"
+    return Finding("loop cache", str(folder), mend)
+
+
+def _gpu() -> Iterator[Finding]:
+    if not torch.cuda.is_available():
+        built = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is built without CUDA"
+        yield Finding("GPU", f"none ({built}); everything runs on the CPU")
+        return
+    properties = torch.cuda.get_device_properties(0)
+    memory, capability = properties.total_memory / 2**30, f"{properties.major}.{properties.minor}"
+    yield Finding("GPU", f"{properties.name}, {memory:.0f} GiB, compute capability {capability}")
+    yield Finding("CUDA", f"{torch.version.cuda} (torch), {_driver()}")
+    if can_build_kernels():
+        yield Finding("kernel cache", str(_kernel_cache()))
+        yield _tested("kernels", _compile)
+        yield _tested("GPU round trip", lambda: _round_trip("cuda"))
+
+
+def _driver() -> str:
+    if not can_build_kernels():
+        return "cuda-core is not installed"
+    from cuda.bindings import driver, nvrtc
+
+    _, number = driver.cuDriverGetVersion()
+    _, major, minor = nvrtc.nvrtcVersion()
+    return f"{number // 1000}.{number % 1000 // 10} (driver), {major}.{minor} (NVRTC)"
+
+
+def _kernel_cache() -> Path:
+    """Where cuda-core keeps compiled kernels."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "cuda-python" / "program-cache"
+
+
+def _compile() -> str:
+    from samebits.kernels.nvrtc import architecture, compile_source
+
+    target = architecture(torch.cuda.get_device_capability())
+    for name in ("decode.cu", "encode.cu"):
+        compile_source(name, target)
+    return f"compiled for {target}"
+
+
+def _round_trip(device: str) -> str:
+    """Encode and decode every BF16 word and some trained-like weights."""
+    words = torch.arange(_WORDS, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    weights = torch.randn(256, 512, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    for tensor in (words, weights):
+        packed = api.encode(tensor.to(device))
+        if not torch.equal(api.decode(packed).cpu().view(torch.int16), tensor.view(torch.int16)):
+            raise MismatchError("the decoded words differ", mend="report this as a bug")
+    return f"identical, {packed.bits_per_weight:.2f} bits per weight on Gaussian weights"
+
+
+def _tested(name: str, test: Callable[[], str]) -> Finding:
+    try:
+        return Finding(name, test())
+    except SamebitsError as error:
+        return Finding(name, error.what, error.mend or "report this as a bug")

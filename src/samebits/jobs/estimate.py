@@ -1,0 +1,142 @@
+"""samebits estimate: what compress would save, from samples or from a full encode, without writing anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from samebits.bf16 import entropy, exponent_histogram
+from samebits.codecs.encode import encode_cpu
+from samebits.format.container import Checkpoint, Entry
+from samebits.format.geometry import ROW_GROUP
+from samebits.format.mapping import scratch
+from samebits.format.packed import PackedTensor
+from samebits.jobs.compress import check_source
+from samebits.jobs.options import CompressOptions, Progress, silent
+
+SAMPLE_WORDS = 1 << 20  # tensors up to this size are encoded whole
+_BLOCKS = 8
+
+
+@dataclass(frozen=True)
+class TensorEstimate:
+    """One tensor's estimate.
+
+    Attributes:
+        entropy: of the exponents, bits; 0 for tensors that stay unchanged.
+        stored_bytes: as it would be in the file.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    words: int
+    original_bytes: int
+    stored_bytes: int
+    entropy: float
+    packed: bool
+
+    @property
+    def bits_per_weight(self) -> float:
+        return 8 * self.stored_bytes / self.words if self.words else 0.0
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A checkpoint's estimate; ``exact`` if every tensor was encoded in full."""
+
+    tensors: list[TensorEstimate]
+    exact: bool
+
+    @property
+    def packed(self) -> list[TensorEstimate]:
+        return [tensor for tensor in self.tensors if tensor.packed]
+
+    @property
+    def original_bytes(self) -> int:
+        return sum(tensor.original_bytes for tensor in self.tensors)
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(tensor.stored_bytes for tensor in self.tensors)
+
+    @property
+    def ratio(self) -> float:
+        """Stored over original bytes."""
+        return self.stored_bytes / self.original_bytes if self.original_bytes else 1.0
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Of the tensors that would be packed."""
+        words = sum(tensor.words for tensor in self.packed)
+        return 8 * sum(tensor.stored_bytes for tensor in self.packed) / words if words else 0.0
+
+    @property
+    def entropy(self) -> float:
+        """Mean exponent entropy of the tensors that would be packed, bits per weight."""
+        words = sum(tensor.words for tensor in self.packed)
+        return sum(tensor.entropy * tensor.words for tensor in self.packed) / words if words else 0.0
+
+
+def estimate(
+    checkpoint: Checkpoint,
+    options: CompressOptions | None = None,
+    *,
+    exact: bool = False,
+    progress: Progress = silent,
+) -> Estimate:
+    """What compressing ``checkpoint`` would give.
+
+    Args:
+        exact: encode every tensor in full instead of a sample of its rows.
+
+    Raises:
+        InputError, DtypeError: what compress would refuse.
+    """
+    options = options or CompressOptions()
+    check_source(checkpoint, options)
+    return Estimate(list(_tensors(checkpoint, options, exact, progress)), exact)
+
+
+def _tensors(
+    checkpoint: Checkpoint, options: CompressOptions, exact: bool, progress: Progress
+) -> Iterator[TensorEstimate]:
+    done, total = 0, sum(entry.nbytes for entry in checkpoint)
+    for entry in checkpoint:
+        yield _estimate(entry, exact) if options.packs(entry) else _unchanged(entry, options)
+        done += entry.nbytes
+        progress(done, total)
+
+
+def _unchanged(entry: Entry, options: CompressOptions) -> TensorEstimate:
+    stored = 2 * entry.words if options.casts(entry) else entry.nbytes
+    return TensorEstimate(entry.name, entry.shape, entry.words, entry.nbytes, stored, 0.0, False)
+
+
+def _estimate(entry: Entry, exact: bool) -> TensorEstimate:
+    tensor = entry.tensor()
+    sample = (tensor if exact else sample_rows(tensor)).to(torch.bfloat16)
+    packed = encode_cpu(sample, allocate=scratch)
+    stored = 2 * entry.words if packed.is_raw else _scaled_bytes(packed, entry.words)
+    bits = entropy(np.asarray(exponent_histogram(sample)))
+    return TensorEstimate(entry.name, entry.shape, entry.words, entry.nbytes, stored, bits, not packed.is_raw)
+
+
+def sample_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """About SAMPLE_WORDS words in evenly spread blocks of whole row groups: [rows, columns]; small tensors whole."""
+    if tensor.numel() <= SAMPLE_WORDS or tensor.dim() < 2:
+        return tensor[:SAMPLE_WORDS] if tensor.dim() == 1 else tensor
+    matrix = tensor.reshape(-1, tensor.shape[-1])
+    rows = max(1, SAMPLE_WORDS // _BLOCKS // matrix.shape[1] // ROW_GROUP) * ROW_GROUP
+    if _BLOCKS * rows >= matrix.shape[0]:
+        return tensor
+    step = (matrix.shape[0] - rows) // (_BLOCKS - 1)
+    return torch.cat([matrix[block * step : block * step + rows] for block in range(_BLOCKS)])
+
+
+def _scaled_bytes(packed: PackedTensor, words: int) -> int:
+    """The size of a tensor of ``words`` words of which ``packed`` is a sample: the code table does not grow with it."""
+    fixed: int = packed.header.sections["code"].stop
+    return fixed + (packed.nbytes - fixed) * words // packed.words

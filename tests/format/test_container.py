@@ -1,0 +1,354 @@
+"""Opening checkpoints by their headers, and writing files: FORMAT.md section 7."""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from samebits import api
+from samebits.errors import FormatError, InputError, SamebitsError, VersionError
+from samebits.format.container import Checkpoint, FileInfo
+from samebits.format.mapping import SCRATCH_IN_MEMORY, create_mapped, map_file, scratch
+from samebits.format.names import stored_name
+from samebits.format.safetensors_file import SafetensorsFile, SafetensorsWriter, TensorSpec, header_bytes
+from tests.jobs.checkpoints import shards, stored, tensors, weights, write_file, write_folder
+
+WORD = {"dtype": "BF16", "shape": [2], "data_offsets": [0, 4]}
+
+
+def write_raw(path: Path, header: str | bytes, data: bytes = b"") -> Path:
+    """A file with whatever header."""
+    text = header if isinstance(header, bytes) else header.encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    return path
+
+
+def write_container(path: Path, info: str | None = '{"version":1}', **changed: Any) -> Path:
+    """A container with one packed tensor."""
+    packed = api.encode(weights(64, 64)).data
+    metadata = {} if info is None else {"samebits": info}
+    save_file({"a.sb_packed": packed, "norm": torch.ones(3), **changed}, path, metadata=metadata)
+    return path
+
+
+def set_quantization(folder: Path, entry: object) -> None:
+    (folder / "config.json").write_text(json.dumps({"quantization_config": entry}))
+
+
+HOSTILE = {
+    "empty": b"",
+    "shorter than a length": b"\1\2\3",
+    "length of 2^63": struct.pack("<Q", 1 << 63) + b"{}",
+    "length beyond the file": struct.pack("<Q", 1000) + b"{}",
+    "not JSON": struct.pack("<Q", 2) + b"{]",
+    "not UTF-8": struct.pack("<Q", 2) + b"\xff\xfe",
+    "nested without end": struct.pack("<Q", 90000) + b"[" * 90000,
+    "no object": struct.pack("<Q", 2) + b"[]",
+}
+HOSTILE_TENSORS = {
+    "data cut": (WORD, b"123"),
+    "data too long": (WORD, b"12345"),
+    "unknown dtype": ({**WORD, "dtype": "BF17"}, b"1234"),
+    "negative dimension": ({**WORD, "shape": [-2]}, b"1234"),
+    "shape that overflows": ({**WORD, "shape": [2, 1 << 40, 1 << 40]}, b"1234"),
+    "shape that does not fit": ({**WORD, "shape": [3]}, b"1234"),
+    "offsets backwards": ({**WORD, "data_offsets": [4, 0]}, b"1234"),
+    "a hole": ({**WORD, "data_offsets": [2, 6]}, b"123456"),
+    "no offsets": ({"dtype": "BF16", "shape": [2]}, b"1234"),
+}
+
+
+@pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
+def test_hostile_headers_are_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(FormatError) as caught:
+        Checkpoint.open(path)
+    assert caught.value.where == str(path)
+    assert caught.value.mend
+
+
+@pytest.mark.parametrize(("entry", "data"), HOSTILE_TENSORS.values(), ids=HOSTILE_TENSORS)
+def test_hostile_tensor_entries_are_refused(tmp_path: Path, entry: dict[str, Any], data: bytes) -> None:
+    path = write_raw(tmp_path / "model.safetensors", json.dumps({"a": entry}), data)
+    with pytest.raises(FormatError) as caught:
+        Checkpoint.open(path)
+    assert caught.value.where == str(path)
+
+
+def test_a_name_twice_in_one_header(tmp_path: Path) -> None:
+    text = json.dumps(WORD)
+    path = write_raw(tmp_path / "model.safetensors", f'{{"a.b": {text}, "a.b": {text}}}', b"1234")
+    with pytest.raises(FormatError, match=r"model.safetensors: a.b: the header names it twice"):
+        Checkpoint.open(path)
+
+
+def test_a_name_twice_in_two_files(tmp_path: Path) -> None:
+    for name in ("first.safetensors", "second.safetensors"):
+        save_file({"a.weight": torch.ones(2)}, tmp_path / name)
+    with pytest.raises(FormatError, match=r"second.safetensors: a.weight: the tensor is also in first.safetensors"):
+        Checkpoint.open(tmp_path)
+
+
+@pytest.mark.clause("7.2")
+def test_packed_and_unchanged_under_one_name(tmp_path: Path) -> None:
+    path = write_container(tmp_path / "samebits.safetensors", **{"a.weight": torch.ones(3)})
+    with pytest.raises(FormatError, match=r"a.weight: the tensor is also in"):
+        Checkpoint.open(path)
+
+
+def test_plain_checkpoint_is_listed_without_reading(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(write_folder(tmp_path / "model"))
+    listed = {entry.name: entry.shape for entry in checkpoint}
+    assert listed == {name: tuple(tensor.shape) for name, tensor in tensors().items()}
+    assert not checkpoint.is_packed
+    assert [file.path.name[-22:] for file in checkpoint.files] == [
+        f"{i:05}-of-00003.safetensors"[-22:] for i in (1, 2, 3)
+    ]
+    assert checkpoint.index_metadata["total_parameters"] == 7
+
+
+@pytest.mark.clause("7.2")
+def test_packed_tensor_has_its_original_name_shape_and_size(tmp_path: Path) -> None:
+    entry = Checkpoint.open(write_container(tmp_path / "samebits.safetensors")).entries["a.weight"]
+    assert entry.is_packed
+    assert (entry.dtype, entry.shape, entry.words, entry.original_nbytes) == ("BF16", (64, 64), 4096, 8192)
+    assert entry.nbytes == api.encode(weights(64, 64)).nbytes
+    assert torch.equal(api.decode(entry.packed()).view(torch.int16), weights(64, 64).view(torch.int16))
+
+
+@pytest.mark.clause("7.3")
+def test_without_samebits_metadata_packed_tensors_are_still_found(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(write_container(tmp_path / "samebits.safetensors", None))
+    assert checkpoint.is_packed
+    assert checkpoint.entries["norm"].digest is None
+
+
+@pytest.mark.clause("7.2")
+@pytest.mark.parametrize(
+    "tensor", [torch.zeros(100, dtype=torch.int8), torch.zeros(10, 10, dtype=torch.uint8), weights(50)]
+)
+def test_a_packed_name_with_something_else_behind_it(tmp_path: Path, tensor: torch.Tensor) -> None:
+    path = write_container(tmp_path / "samebits.safetensors", **{"b.sb_bare": tensor})
+    with pytest.raises(FormatError, match=r"samebits.safetensors: b: stored as"):
+        Checkpoint.open(path)
+
+
+def test_a_packed_tensor_cut_short(tmp_path: Path) -> None:
+    packed = api.encode(weights(64, 64)).data
+    for kept in (0, 10, 63, 64, packed.numel() - 16):
+        path = write_container(tmp_path / "samebits.safetensors", **{"b.sb_bare": packed[:kept].clone()})
+        with pytest.raises(FormatError, match=r"samebits.safetensors: b: "):
+            Checkpoint.open(path)
+
+
+@pytest.mark.clause("7.3")
+@pytest.mark.parametrize(
+    ("info", "error"),
+    [
+        ('{"version":2}', VersionError),
+        ('{"version":"1"}', FormatError),
+        ('{"version":true}', FormatError),
+        ("{}", FormatError),
+        ("[1]", FormatError),
+        ("[" * 100000, FormatError),
+        ("not JSON", FormatError),
+        ('{"version":1,"digests":[]}', FormatError),
+        ('{"version":1,"digests":{"norm":"xyz"}}', FormatError),
+        ('{"version":1,"digests":{"norm":5}}', FormatError),
+        ('{"version":1,"file":"../../etc/x.safetensors"}', FormatError),
+        ('{"version":1,"file":"config.json"}', FormatError),
+        ('{"version":1,"file":7}', FormatError),
+    ],
+)
+def test_bad_file_metadata(tmp_path: Path, info: str, error: type[SamebitsError]) -> None:
+    path = write_container(tmp_path / "samebits.safetensors", info)
+    with pytest.raises(error) as caught:
+        Checkpoint.open(path)
+    assert caught.value.where == str(path)
+
+
+@pytest.mark.clause("7.3")
+def test_file_metadata_round_trip() -> None:
+    info = FileInfo({"norm": 0xFEDCBA9876543210, "other": 0}, "model-00001-of-00002.safetensors")
+    assert FileInfo.parse(info.to_json()) == info
+
+
+@pytest.mark.clause("7.4")
+@pytest.mark.parametrize(("version", "error"), [(2, VersionError), ("1", FormatError), (None, FormatError)])
+def test_config_of_another_version(tmp_path: Path, version: object, error: type[SamebitsError]) -> None:
+    write_container(tmp_path / "samebits.safetensors")
+    set_quantization(tmp_path, {"quant_method": "samebits", "version": version})
+    with pytest.raises(error, match=r"config\.json"):
+        Checkpoint.open(tmp_path)
+
+
+def test_config_that_is_no_object(tmp_path: Path) -> None:
+    write_container(tmp_path / "samebits.safetensors")
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(FormatError, match=r"config.json: not a JSON object"):
+        Checkpoint.open(tmp_path)
+
+
+@pytest.mark.clause("7.1")
+def test_the_container_wins_over_plain_weights_beside_it(tmp_path: Path) -> None:
+    write_file(tmp_path / "model.safetensors")
+    write_container(tmp_path / "samebits.safetensors")
+    assert [file.path.name for file in Checkpoint.open(tmp_path).files] == ["samebits.safetensors"]
+
+
+def test_shards_without_an_index(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model")
+    (folder / "model.safetensors.index.json").unlink()
+    assert set(Checkpoint.open(folder).entries) == set(tensors())
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(FormatError, match=r"the shard model-00002-of-00003.safetensors is missing"):
+        Checkpoint.open(folder)
+
+
+def test_a_shard_of_the_index_is_missing(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model")
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(FormatError, match=r"index.json: the shard model-00002-of-00003.safetensors is missing"):
+        Checkpoint.open(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weight_map": {"ghost": "model-00001-of-00003.safetensors"}}, "ghost: the index puts it into"),
+        ({"weight_map": {"a": "../model.safetensors"}}, "is no name for a safetensors file"),
+        ({"weight_map": {"a": 5}}, "is no name for a safetensors file"),
+        ({"weight_map": {}}, "the index has no weight_map"),
+        ({"weight_map": []}, "the index has no weight_map"),
+        ({"metadata": []}, "the index has no weight_map"),
+    ],
+)
+def test_bad_index(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    folder = write_folder(tmp_path / "model")
+    path = folder / "model.safetensors.index.json"
+    path.write_text(json.dumps(change))
+    with pytest.raises(FormatError, match=message) as caught:
+        Checkpoint.open(folder)
+    assert str(path) in str(caught.value)
+
+
+def test_index_of_another_stem(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model")
+    path = folder / "model.safetensors.index.json"
+    path.rename(folder / "diffusion_pytorch_model.safetensors.index.json")
+    assert Checkpoint.open(folder).index_metadata["total_parameters"] == 7
+
+
+@pytest.mark.parametrize("name", ["missing", "missing.safetensors"])
+def test_nothing_there(tmp_path: Path, name: str) -> None:
+    with pytest.raises(InputError, match="no such file or folder"):
+        Checkpoint.open(tmp_path / name)
+
+
+def test_what_is_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no safetensors files in this folder"):
+        Checkpoint.open(tmp_path)
+    path = tmp_path / "model.bin"
+    path.write_bytes(b"x")
+    with pytest.raises(InputError, match="not a safetensors file"):
+        Checkpoint.open(path)
+
+
+def anonymous_bytes() -> int:
+    """Anonymous memory of this process."""
+    text = Path("/proc/self/smaps_rollup").read_text()
+    return 1024 * int(next(line.split()[1] for line in text.splitlines() if line.startswith("Anonymous:")))
+
+
+def test_reading_takes_no_anonymous_memory(tmp_path: Path) -> None:
+    path = tmp_path / "large.safetensors"
+    size = 256 << 20
+    spec = TensorSpec("a", "BF16", (size // 2,), 0, size)
+    header = header_bytes([spec], {})
+    data = create_mapped(path, len(header) + size)
+    data[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+    before = anonymous_bytes()
+    tensor = Checkpoint.open(path).entries["a"].tensor()
+    assert int(tensor.view(torch.int16)[1000:].max()) == 0
+    assert anonymous_bytes() - before < size // 8
+
+
+def test_row_ranges_are_views(tmp_path: Path) -> None:
+    entry = Checkpoint.open(write_file(tmp_path / "model.safetensors")).entries["lm_head.weight"]
+    rows = entry.tensor()[100:102]
+    assert torch.equal(rows.view(torch.int16), tensors()["lm_head.weight"][100:102].view(torch.int16))
+    assert rows.data_ptr() - entry.tensor().data_ptr() != rows.numel()  # two mappings
+    assert rows.untyped_storage().nbytes() == entry.nbytes
+
+
+def test_a_tensor_at_an_odd_place(tmp_path: Path) -> None:
+    """Other writers do not align; the words must come out right all the same."""
+    words = weights(3, 5)
+    header = {"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]},
+              "b": {"dtype": "BF16", "shape": [3, 5], "data_offsets": [1, 31]}}  # fmt: skip
+    data = b"\7" + words.view(torch.uint8).numpy().tobytes()
+    entry = Checkpoint.open(write_raw(tmp_path / "model.safetensors", json.dumps(header), data)).entries["b"]
+    assert torch.equal(entry.tensor().view(torch.int16), words.view(torch.int16))
+
+
+def test_writer_is_read_by_the_library(tmp_path: Path) -> None:
+    path = tmp_path / "out.safetensors"
+    content = shards()[1]
+    with SafetensorsWriter(path, 4096) as writer:
+        for entry in Checkpoint.open(write_file(tmp_path / "in.safetensors", content)):
+            writer.append(entry.name, entry.dtype, entry.shape, entry.data())
+        assert not path.exists()
+        writer.finish(reversed(content), {"key": "value"})
+    assert stored(path) == stored(tmp_path / "in.safetensors")
+    assert SafetensorsFile.open(path).metadata == {"key": "value"}
+    assert list(SafetensorsFile.open(path).tensors) == list(reversed(content))
+    assert {path.name for path in tmp_path.iterdir()} == {"in.safetensors", "out.safetensors"}
+
+
+def test_an_interrupted_writer_leaves_no_file(tmp_path: Path) -> None:
+    path = tmp_path / "out.safetensors"
+    with SafetensorsWriter(path, 4096) as writer:
+        writer.append("a", "U8", (4,), torch.zeros(4, dtype=torch.uint8))
+    assert not path.exists()
+
+
+def test_header_is_what_the_library_writes(tmp_path: Path) -> None:
+    path = write_file(tmp_path / "in.safetensors")
+    file = SafetensorsFile.open(path)
+    first = min(spec.start for spec in file.tensors.values())
+    specs = [replace(spec, start=spec.start - first, stop=spec.stop - first) for spec in file.tensors.values()]
+    assert header_bytes(specs, file.metadata) == path.read_bytes()[:first]
+
+
+def test_names_in_any_script(tmp_path: Path) -> None:
+    name = 'слой.0.权重 "quoted"\\.weight'
+    path = write_file(tmp_path / "model.safetensors", {name: weights(8, 8)})
+    assert list(Checkpoint.open(path).entries) == [name]
+    with SafetensorsWriter(tmp_path / "out.safetensors", 512) as writer:
+        writer.append(stored_name(name), "U8", (1,), torch.ones(1, dtype=torch.uint8))
+        writer.finish([stored_name(name)], {})
+    assert list(load_file(tmp_path / "out.safetensors")) == [stored_name(name)]
+
+
+def test_scratch_space_beyond_memory_is_a_file() -> None:
+    before = anonymous_bytes()
+    space = scratch(4 * SCRATCH_IN_MEMORY)
+    space.fill_(7)
+    assert int(space[-1]) == 7
+    assert anonymous_bytes() - before < SCRATCH_IN_MEMORY
+    assert scratch(100).tolist() == [0] * 100
+
+
+def test_mapping_no_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "empty"
+    assert create_mapped(path, 0).numel() == 0
+    assert path.exists()
+    assert map_file(path, 0, 0).numel() == 0

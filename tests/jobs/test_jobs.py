@@ -1,0 +1,316 @@
+"""compress and decompress: whole checkpoints there and back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from samebits.digest import digest
+from samebits.errors import DigestError, DtypeError, FormatError, InputError, SamebitsError
+from samebits.format.container import Checkpoint, Entry
+from samebits.format.safetensors_file import SafetensorsFile
+from samebits.jobs.compress import Compression
+from samebits.jobs.decompress import Decompression
+from samebits.jobs.job import JobReport
+from samebits.jobs.options import CompressOptions, RunOptions
+from samebits.jobs.source import other_files, resolve_source
+from samebits.verify import verify_against, verify_digests
+from tests.jobs.checkpoints import (
+    CONFIG,
+    files_of,
+    random_words,
+    shards,
+    stored,
+    tensors,
+    weights,
+    write_file,
+    write_folder,
+)
+
+ELIGIBLE = {name for name, t in tensors().items() if t.dtype == torch.bfloat16 and t.numel() >= 4096}
+GAINS = ELIGIBLE - {"model.layers.0.random"}
+
+
+def compress(source: Path, destination: Path, options: CompressOptions | None = None, **run: Any) -> JobReport:
+    return Compression(Checkpoint.open(source), destination, options, RunOptions(device="cpu", **run)).run()
+
+
+def decompress(source: Path, destination: Path, **run: Any) -> JobReport:
+    return Decompression(Checkpoint.open(source), destination, RunOptions(device="cpu", **run)).run()
+
+
+def packed_names(path: Path) -> set[str]:
+    return {entry.name for entry in Checkpoint.open(path) if entry.is_packed}
+
+
+def in_planes(entry: Entry) -> int:
+    """Where in its file a byte lies that is a word's own: in the planes of a packed tensor, anywhere in another."""
+    return entry.spec.start + (entry.header.sections["planes"].start + 500 if entry.header else 5)
+
+
+@pytest.mark.parametrize("config", [True, False])
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_folder_comes_back_byte_for_byte(tmp_path: Path, sharded: bool, config: bool) -> None:
+    source = write_folder(tmp_path / "source", sharded=sharded, config=config)
+    compress(source, tmp_path / "packed")
+    decompress(tmp_path / "packed", tmp_path / "back")
+    expected = files_of(source)
+    del expected["pytorch_model.bin"]
+    assert files_of(tmp_path / "back") == expected
+
+
+@pytest.mark.clause("7.1", "7.2", "7.4")
+def test_what_a_compressed_folder_holds(tmp_path: Path) -> None:
+    report = compress(write_folder(tmp_path / "source"), tmp_path / "packed")
+    names = [f"samebits-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+    others = ["config.json", "extra/notes.txt", "samebits.safetensors.index.json", "tokenizer.json"]
+    assert sorted(files_of(tmp_path / "packed")) == sorted(names + others)
+    assert packed_names(tmp_path / "packed") == GAINS
+    assert (report.not_gained, report.skipped_files) == (["model.layers.0.random"], ["pytorch_model.bin"])
+    config = json.loads((tmp_path / "packed" / "config.json").read_text())
+    quantization = config.pop("quantization_config")
+    assert config == CONFIG
+    assert (quantization["quant_method"], quantization["version"]) == ("samebits", 1)
+    index = json.loads((tmp_path / "packed" / "samebits.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == report.sizes.stored_bytes
+    assert set(index["weight_map"].values()) == set(names)
+
+
+@pytest.mark.clause("7.3")
+def test_digests_of_unchanged_tensors_are_recorded(tmp_path: Path) -> None:
+    compress(write_file(tmp_path / "a.safetensors"), tmp_path / "b.safetensors")
+    for entry in Checkpoint.open(tmp_path / "b.safetensors"):
+        original = tensors()[entry.name].reshape(-1).view(torch.uint8)
+        assert entry.digest == digest(original), entry.name
+    assert SafetensorsFile.open(tmp_path / "b.safetensors").metadata["format"] == "pt"
+
+
+@pytest.mark.clause("7.5")
+def test_report_counts_what_is_on_disk(tmp_path: Path) -> None:
+    report = compress(write_file(tmp_path / "a.safetensors"), tmp_path / "b.safetensors")
+    packed = [entry for entry in Checkpoint.open(tmp_path / "b.safetensors") if entry.is_packed]
+    assert report.sizes.packed_bytes == sum(entry.nbytes for entry in packed)
+    assert report.sizes.original_bytes == sum(tensor.nbytes for tensor in tensors().values())
+    assert report.sizes.packed_weights == sum(tensors()[name].numel() for name in GAINS)
+    assert all(entry.nbytes < entry.original_nbytes for entry in packed)
+
+
+def test_a_single_file_comes_back_byte_for_byte(tmp_path: Path) -> None:
+    source = write_file(tmp_path / "a.safetensors")
+    compress(source, tmp_path / "new" / "b.safetensors")
+    assert packed_names(tmp_path / "new" / "b.safetensors") == GAINS
+    decompress(tmp_path / "new" / "b.safetensors", tmp_path / "c.safetensors")
+    assert (tmp_path / "c.safetensors").read_bytes() == source.read_bytes()
+    assert {path.name for path in (tmp_path / "new").iterdir()} == {"b.safetensors"}
+
+
+def test_packed_tensors_lie_aligned_and_the_file_is_the_same_for_any_number_of_workers(tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "source")
+    compress(source, tmp_path / "one", workers=1)
+    compress(source, tmp_path / "two", workers=2)
+    assert files_of(tmp_path / "one") == files_of(tmp_path / "two")
+    for entry in Checkpoint.open(tmp_path / "one"):
+        assert entry.spec.start % (16 if entry.is_packed else entry.nbytes // max(1, entry.words) or 1) == 0
+
+
+def test_decompress_with_several_workers(tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "source")
+    compress(source, tmp_path / "packed")
+    decompress(tmp_path / "packed", tmp_path / "back", workers=2)
+    assert stored(tmp_path / "back") == stored(source)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (CompressOptions(min_weights=20000), {"model.embed_tokens.weight", "lm_head.weight"}),
+        (CompressOptions(min_weights=6000), GAINS - {"model.layers.0.odd"}),
+        (CompressOptions(include=("*q_proj*", "lm_*")), {"model.layers.0.q_proj.weight", "lm_head.weight"}),
+        (CompressOptions(exclude=("model.*",)), {"lm_head.weight"}),
+        (
+            CompressOptions(include=("*.weight",), exclude=("*embed*", "lm_head.weight")),
+            {"model.layers.0.q_proj.weight"},
+        ),
+    ],
+)
+def test_which_tensors_are_packed(tmp_path: Path, options: CompressOptions, expected: set[str]) -> None:
+    source = write_file(tmp_path / "a.safetensors")
+    compress(source, tmp_path / "b.safetensors", options)
+    assert packed_names(tmp_path / "b.safetensors") == expected
+    assert verify_against(Checkpoint.open(tmp_path / "b.safetensors"), Checkpoint.open(source)).identical
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_other_dtypes_are_refused_unless_cast(tmp_path: Path, dtype: torch.dtype) -> None:
+    content = {name: tensor.to(dtype) for name, tensor in shards()[0].items()}
+    folder = write_folder(tmp_path / "source", sharded=False)
+    write_file(folder / "model.safetensors", content)
+    config = {"dtype": str(dtype).removeprefix("torch."), "text_config": {"torch_dtype": "float32"}, "size": 3}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(DtypeError, match=r"--cast bf16"):
+        compress(folder, tmp_path / "packed")
+    assert not (tmp_path / "packed").exists()
+    compress(folder, tmp_path / "packed", CompressOptions(cast=True))
+    decompress(tmp_path / "packed", tmp_path / "back")
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert all(
+        torch.equal(back[name].view(torch.int16), content[name].to(torch.bfloat16).view(torch.int16))
+        for name in content
+    )
+    changed = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert changed == {"dtype": "bfloat16", "text_config": {"torch_dtype": "bfloat16"}, "size": 3}
+
+
+def test_a_cast_tensor_that_does_not_gain_is_stored_cast(tmp_path: Path) -> None:
+    finite = random_words(8192).nan_to_num()
+    save_file({"a": weights(64, 64).float(), "b": finite.float()}, tmp_path / "a.safetensors")
+    report = compress(tmp_path / "a.safetensors", tmp_path / "b.safetensors", CompressOptions(cast=True))
+    assert report.not_gained == ["b"]
+    assert torch.equal(load_file(tmp_path / "b.safetensors")["b"].view(torch.int16), finite.view(torch.int16))
+
+
+def test_a_few_fp32_tensors_beside_bf16_are_stored_unchanged(tmp_path: Path) -> None:
+    save_file({"a": weights(128, 128), "router": torch.randn(64, 64)}, tmp_path / "a.safetensors")
+    compress(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    assert packed_names(tmp_path / "b.safetensors") == {"a"}
+    assert stored(tmp_path / "b.safetensors")["router"] == stored(tmp_path / "a.safetensors")["router"]
+
+
+def test_a_checkpoint_in_which_nothing_is_large_enough(tmp_path: Path) -> None:
+    save_file({"a.weight": weights(8, 8)}, tmp_path / "a.safetensors")
+    report = compress(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    assert report.sizes.packed_tensors == 0
+    decompress(tmp_path / "b.safetensors", tmp_path / "c.safetensors")
+    assert stored(tmp_path / "c.safetensors") == stored(tmp_path / "a.safetensors")
+
+
+def test_an_empty_checkpoint(tmp_path: Path) -> None:
+    save_file({}, tmp_path / "a.safetensors")
+    compress(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    assert len(Checkpoint.open(tmp_path / "b.safetensors").entries) == 0
+
+
+def test_what_compress_refuses(tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "source")
+    compress(source, tmp_path / "packed")
+    single = write_file(tmp_path / "a.safetensors")
+    save_file({"x.sb_packed": weights(64, 64)}, tmp_path / "reserved.safetensors")
+    cases: list[tuple[Path, Path, CompressOptions | None, type[SamebitsError], str]] = [
+        (tmp_path / "packed", tmp_path / "b", None, InputError, "already compressed"),
+        (source, source, None, InputError, "overlap"),
+        (source, source / "inside", None, InputError, "overlap"),
+        (source, tmp_path, None, InputError, "overlap"),
+        (single, single, None, InputError, "overlap"),
+        (single, tmp_path / "folder", None, InputError, "ends in .safetensors"),
+        (single, tmp_path / "packed", None, InputError, "not a safetensors file name"),
+        (source, single, None, InputError, "a file is in the way"),
+        (source, tmp_path / "packed", None, InputError, "the folder is not empty"),
+        (source, tmp_path / "b", CompressOptions(include=("x*",)), InputError, "no tensor's name matches --include"),
+        (tmp_path / "reserved.safetensors", tmp_path / "b.safetensors", None, FormatError, "not as one-dimensional U8"),
+    ]  # fmt: skip
+    before = files_of(tmp_path)
+    for origin, target, options, error, message in cases:
+        with pytest.raises(error, match=message):
+            compress(origin, target, options)
+        assert files_of(tmp_path) == before, message
+
+
+def test_a_model_quantized_otherwise_is_refused(tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "source")
+    (source / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}')
+    with pytest.raises(InputError, match=r"config.json: the model is quantized already \(gptq\)"):
+        compress(source, tmp_path / "packed")
+
+
+def test_decompress_refuses_what_is_plain(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="not compressed"):
+        decompress(write_folder(tmp_path / "source"), tmp_path / "back")
+
+
+def test_overwrite_replaces_weights_and_nothing_else(tmp_path: Path) -> None:
+    destination = write_folder(tmp_path / "packed")
+    (destination / "mine.txt").write_text("mine")
+    compress(write_folder(tmp_path / "source", sharded=False), destination, overwrite=True)
+    assert sorted(path.name for path in destination.glob("*.safetensors*")) == ["samebits.safetensors"]
+    assert (destination / "mine.txt").read_text() == "mine"
+    assert packed_names(destination) == GAINS
+    compress(tmp_path / "source", tmp_path / "again", overwrite=True)
+    single = write_file(tmp_path / "a.safetensors")
+    write_file(tmp_path / "b.safetensors", shards()[2])
+    compress(single, tmp_path / "b.safetensors", overwrite=True)
+    assert packed_names(tmp_path / "b.safetensors") == GAINS
+
+
+def test_a_damaged_tensor_is_never_written(tmp_path: Path) -> None:
+    compress(write_folder(tmp_path / "source"), tmp_path / "packed")
+    for name in ("lm_head.weight", "model.norm.weight"):
+        entry = Checkpoint.open(tmp_path / "packed").entries[name]
+        data = bytearray(entry.file.path.read_bytes())
+        data[in_planes(entry)] ^= 4
+        damaged = tmp_path / f"{name}.safetensors"
+        damaged.write_bytes(data)
+        with pytest.raises(DigestError, match=name):
+            decompress(damaged, tmp_path / "back.safetensors")
+        assert not (tmp_path / "back.safetensors").exists()
+        assert not list(tmp_path.glob(".*"))
+
+
+def test_files_without_a_recorded_name_get_the_usual_ones(tmp_path: Path) -> None:
+    compress(write_folder(tmp_path / "source"), tmp_path / "packed")
+    for path in (tmp_path / "packed").glob("*.safetensors"):
+        save_file(load_file(path), path)
+    decompress(tmp_path / "packed", tmp_path / "back")
+    assert stored(tmp_path / "back") == stored(tmp_path / "source")
+    assert Checkpoint.open(tmp_path / "back").files[0].path.name == "model-00001-of-00003.safetensors"
+    assert verify_digests(Checkpoint.open(tmp_path / "packed")).unchecked == len(tensors()) - len(GAINS)
+
+
+def test_progress_ends_at_the_total(tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    checkpoint = Checkpoint.open(write_folder(tmp_path / "source"))
+    run = RunOptions(device="cpu")
+    Compression(checkpoint, tmp_path / "b", run=run, progress=lambda done, total: seen.append((done, total))).run()
+    total = sum(tensor.nbytes for tensor in tensors().values())
+    assert seen[-1] == (total, total)
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+
+
+def test_which_other_files_go_along(tmp_path: Path) -> None:
+    names = {
+        "tokenizer.model": True, "merges.txt": True, "sub/model.safetensors": True, "special.bin": True,
+        "consolidated.safetensors": False, "adapter_model.safetensors": False, "pytorch_model-00001-of-2.bin": False,
+        "pytorch_model.bin.index.json": False, "flax_model.msgpack": False, "tf_model.h5": False, "model.gguf": False,
+        "onnx/model.onnx": False, "original/consolidated.00.pth": False, "original/params.json": True,
+    }  # fmt: skip
+    for name in [*names, ".git/config", ".cache/huggingface/x", ".samebits-job/lock"]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+    copied, skipped = other_files(tmp_path, set())
+    assert {str(path) for path in copied} == {name for name, goes in names.items() if goes}
+    assert {str(path) for path in skipped} == {name for name, goes in names.items() if not goes}
+
+
+def test_a_hub_id_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_folder(tmp_path / "snapshot")
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download", lambda name, **_: str(folder) if name == "some/model" else ""
+    )
+    assert resolve_source("some/model") == folder
+    assert resolve_source(str(folder)) == folder
+    assert resolve_source("no hub id") == Path("no hub id")
+
+
+def test_a_hub_id_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def fail(name: str, **_: object) -> str:
+        raise LocalEntryNotFoundError("offline\nand more lines")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    with pytest.raises(InputError, match=r"some/model: no such path, and not available on the hub \(offline\)"):
+        resolve_source("some/model")

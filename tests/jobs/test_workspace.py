@@ -1,0 +1,277 @@
+"""Jobs that are interrupted, run twice, or run out of space."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from samebits.errors import InputError, ResourceError, SamebitsError
+from samebits.format.container import Checkpoint
+from samebits.jobs import pieces
+from samebits.jobs.workers import Workers
+from samebits.jobs.workspace import NAME, Workspace
+from samebits.verify import verify_against
+from tests.jobs.checkpoints import files_of, stored, weights, write_file, write_folder
+from tests.jobs.test_jobs import compress, decompress, in_planes
+
+KILLED_AFTER_ONE_SHARD = """
+import os, signal, sys
+from pathlib import Path
+from samebits.format.container import Checkpoint
+from samebits.jobs.compress import Compression
+from samebits.jobs.workspace import Workspace
+
+record = Workspace.record
+def record_and_die(self, name):
+    record(self, name)
+    os.kill(os.getpid(), signal.SIGKILL)
+Workspace.record = record_and_die
+Compression(Checkpoint.open(Path(sys.argv[1])), Path(sys.argv[2])).run()
+"""
+
+
+def kill_after_one_shard(source: Path, destination: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", KILLED_AFTER_ONE_SHARD, source, destination], timeout=100)
+    assert done.returncode == -signal.SIGKILL
+
+
+def count_encodes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of all tensors encoded from now on."""
+    names: list[str] = []
+    encode = pieces._encode
+
+    def counted(task: pieces.Task) -> pieces.Piece:
+        names.append(task.name)
+        return encode(task)
+
+    monkeypatch.setattr(pieces, "_encode", counted)
+    return names
+
+
+def test_a_killed_job_is_not_loadable_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, destination = write_folder(tmp_path / "source"), tmp_path / "packed"
+    kill_after_one_shard(source, destination)
+    assert [path.name for path in destination.iterdir()] == [NAME]
+    with pytest.raises(InputError, match="no safetensors files"):
+        Checkpoint.open(destination)
+    encoded = count_encodes(monkeypatch)
+    report = compress(source, destination)
+    assert (report.resumed_shards, report.shards) == (1, 3)
+    assert "model.embed_tokens.weight" not in encoded
+    assert "lm_head.weight" in encoded
+    compress(source, tmp_path / "at once")
+    assert files_of(destination) == files_of(tmp_path / "at once")
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def compress_with(target: object, name: str, function: object, source: Path, destination: Path, **run: Any) -> None:
+    """Compress while ``target.name`` is ``function``."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(target, name, function)
+        compress(source, destination, **run)
+
+
+def interrupted(source: Path, destination: Path, **run: Any) -> Path:
+    """Compress until all is there but nothing published, as Ctrl-C would leave it; the workspace's folder."""
+    with pytest.raises(KeyboardInterrupt):
+        compress_with(Workspace, "publish", interrupt, source, destination, **run)
+    return destination / NAME
+
+
+def test_a_finished_shard_that_was_damaged_is_made_again(tmp_path: Path) -> None:
+    source, destination = write_folder(tmp_path / "source"), tmp_path / "packed"
+    folder = interrupted(source, destination)
+    shard = folder / "out" / "samebits-00002-of-00003.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    assert compress(source, destination).resumed_shards == 2
+    assert verify_against(Checkpoint.open(destination), Checkpoint.open(source)).identical
+
+
+def test_another_source_starts_from_the_beginning(tmp_path: Path) -> None:
+    source, destination = write_folder(tmp_path / "source"), tmp_path / "packed"
+    interrupted(source, destination)
+    write_file(source / "model-00003-of-00003.safetensors", {"lm_head.weight": weights(500, 128, seed=9),
+                                                            "model.norm.weight": weights(128)})  # fmt: skip
+    assert compress(source, destination).resumed_shards == 0
+    assert verify_against(Checkpoint.open(destination), Checkpoint.open(source)).identical
+
+
+def test_a_workspace_with_a_damaged_description_starts_from_the_beginning(tmp_path: Path) -> None:
+    source, destination = write_folder(tmp_path / "source"), tmp_path / "packed"
+    (interrupted(source, destination) / "job.json").write_text("{")
+    assert compress(source, destination).resumed_shards == 0
+
+
+@pytest.mark.parametrize("moves", range(7))
+def test_interrupted_while_publishing(tmp_path: Path, moves: int) -> None:
+    """After any number of moves the folder is no model, or all of it; and the job can be finished."""
+    source, destination = write_folder(tmp_path / "source"), tmp_path / "packed"
+    replace, left = Path.replace, [moves]
+
+    def replace_some(path: Path, target: Path) -> Path:
+        if "out" in path.parent.parts[-2:] and not path.name.endswith(".partial"):
+            if not left[0]:
+                raise KeyboardInterrupt
+            left[0] -= 1
+        return replace(path, target)
+
+    with pytest.raises(KeyboardInterrupt):
+        compress_with(Path, "replace", replace_some, source, destination)
+    assert not (destination / "config.json").exists()
+    try:
+        half = Checkpoint.open(destination)
+        assert verify_against(half, Checkpoint.open(source)).identical
+    except SamebitsError:
+        assert moves < 6
+    assert compress(source, destination).resumed_shards == 3
+    compress(source, tmp_path / "at once")
+    assert files_of(destination) == files_of(tmp_path / "at once")
+
+
+def test_interrupted_while_overwriting(tmp_path: Path) -> None:
+    source, destination = write_folder(tmp_path / "source"), write_folder(tmp_path / "packed")
+    interrupted(source, destination, overwrite=True)
+    assert stored(destination) == stored(source)  # the old weights are untouched until the new ones are complete
+    compress(source, destination, overwrite=True)
+    assert verify_against(Checkpoint.open(destination), Checkpoint.open(source)).identical
+    assert not (destination / NAME).exists()
+
+
+def test_two_jobs_on_one_destination(tmp_path: Path) -> None:
+    source, destination = write_folder(tmp_path / "source"), tmp_path / "packed"
+    message = rf"another job \(process {os.getpid()}\) is writing here"
+    with Workspace(destination, True, {"job": 1}, overwrite=False), pytest.raises(ResourceError, match=message):
+        compress(source, destination)
+    compress(source, destination)
+    assert verify_against(Checkpoint.open(destination), Checkpoint.open(source)).identical
+
+
+def test_two_jobs_on_one_file(tmp_path: Path) -> None:
+    source = write_file(tmp_path / "a.safetensors")
+    target = tmp_path / "b.safetensors"
+    with Workspace(target, False, {"job": 1}, overwrite=False), pytest.raises(ResourceError, match="another job"):
+        compress(source, target)
+    assert not target.exists()
+
+
+def fill_disk(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_disk_full_while_encoding(tmp_path: Path) -> None:
+    source, destination = write_folder(tmp_path / "source"), tmp_path / "packed"
+    with pytest.raises(ResourceError, match="no space left; free some"):
+        compress_with(os, "posix_fallocate", fill_disk, source, destination)
+    with pytest.raises(InputError):
+        Checkpoint.open(destination)
+    compress(source, destination)
+    assert verify_against(Checkpoint.open(destination), Checkpoint.open(source)).identical
+
+
+def test_too_little_space_is_seen_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage(1 << 40, 1 << 40, 100_000))
+    encoded = count_encodes(monkeypatch)
+    with pytest.raises(ResourceError, match=r"needs 0.0 GB, 0.0 GB are free; free .* or choose another destination"):
+        compress(write_folder(tmp_path / "source"), tmp_path / "packed")
+    assert encoded == []
+
+
+def test_a_read_only_destination(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Path, *_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(self))
+
+    source = write_folder(tmp_path / "source")
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(PermissionError):
+        compress(source, tmp_path / "packed")
+    assert not (tmp_path / "packed").exists()
+
+
+def die(_: int) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def double(number: int) -> int:
+    return 2 * number
+
+
+def test_workers_keep_the_order_and_stay_bounded() -> None:
+    asked: list[int] = []
+
+    def numbers() -> object:
+        for number in range(20):
+            asked.append(number)
+            yield number
+
+    with Workers(2) as workers:
+        results = workers.map(double, numbers())
+        assert next(results) == 0
+        assert len(asked) <= 5
+        assert list(results) == [2 * number for number in range(1, 20)]
+
+
+def test_a_killed_worker_is_an_error_not_a_hang() -> None:
+    with Workers(2) as workers, pytest.raises(ResourceError, match="a worker process was killed"):
+        list(workers.map(die, range(3)))
+
+
+ORPHANS = """
+import os, time
+from samebits.jobs.workers import Workers
+
+def report(number):
+    print(os.getpid(), flush=True)
+    time.sleep(60)
+
+if __name__ == "__main__":
+    with Workers(2) as workers:
+        list(workers.map(report, range(2)))
+"""
+
+
+def is_alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_workers_end_with_their_parent(tmp_path: Path) -> None:
+    script = tmp_path / "orphans.py"
+    script.write_text(ORPHANS)
+    parent = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout
+    workers = [int(parent.stdout.readline()) for _ in range(2)]
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 30
+    while any(is_alive(worker) for worker in workers) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(is_alive(worker) for worker in workers)
+
+
+def test_an_error_in_a_worker_names_the_tensor(tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "source")
+    compress(source, tmp_path / "packed")
+    entry = Checkpoint.open(tmp_path / "packed").entries["lm_head.weight"]
+    data = bytearray(entry.file.path.read_bytes())
+    data[in_planes(entry)] ^= 4
+    entry.file.path.write_bytes(data)
+    with pytest.raises(SamebitsError, match=r"samebits-00003-of-00003.safetensors: lm_head.weight: the decoded words"):
+        decompress(tmp_path / "packed", tmp_path / "back", workers=2)
+    assert not (tmp_path / "back").exists()
