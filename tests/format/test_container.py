@@ -176,9 +176,28 @@ def test_bad_file_metadata(tmp_path: Path, info: str, error: type[SamebitsError]
 
 
 @pytest.mark.clause("7.3")
-def test_file_metadata_round_trip() -> None:
-    info = FileInfo({"norm": 0xFEDCBA9876543210, "other": 0}, "model-00001-of-00002.safetensors")
+@pytest.mark.parametrize(
+    "info",
+    [FileInfo(), FileInfo({}), FileInfo({"norm": 0xFEDCBA9876543210, "other": 0}, "model-00001-of-00002.safetensors")],
+)
+def test_file_metadata_round_trip(info: FileInfo) -> None:
     assert FileInfo.parse(info.to_json()) == info
+
+
+@pytest.mark.clause("7.3")
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ((), "norm: no digest is recorded for it"),
+        (("norm", "ghost"), "ghost: a digest is recorded, but no such tensor"),
+        (("norm", "a.weight"), "a.weight: a digest is recorded, but no such tensor"),
+    ],
+)
+def test_digests_are_those_of_the_unchanged_tensors(tmp_path: Path, names: tuple[str, ...], message: str) -> None:
+    info = FileInfo(dict.fromkeys(names, 0)).to_json()
+    path = write_container(tmp_path / "samebits.safetensors", info)
+    with pytest.raises(FormatError, match=message):
+        Checkpoint.open(path)
 
 
 @pytest.mark.clause("7.4")

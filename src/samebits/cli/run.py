@@ -26,7 +26,12 @@ def run(arguments: list[str]) -> int:
     signal.signal(signal.SIGTERM, _terminate)
     command = typer.main.get_command(app)
     try:
-        return command.main(arguments or ["--help"], prog_name="samebits", standalone_mode=False) or DONE
+        with command.make_context("samebits", arguments or ["--help"]) as context:  # main() would catch too much
+            command.invoke(context)
+        sys.stdout.flush()
+        return DONE
+    except typer.Exit as done:
+        return done.exit_code
     except MismatchError as error:
         return _fail(str(error), FAILED)
     except SamebitsError as error:
@@ -44,7 +49,7 @@ def run(arguments: list[str]) -> int:
         if isinstance(error, RuntimeError) and "out of memory" not in str(error):
             raise
         return _fail("out of memory; close other programs, use fewer --workers, or --device cpu", UNUSABLE)
-    except (KeyboardInterrupt, typer.Abort):
+    except KeyboardInterrupt:
         return _fail(_interrupted(arguments), INTERRUPTED)
     except _Terminated:
         return _fail(_interrupted(arguments), TERMINATED)

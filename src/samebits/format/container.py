@@ -24,11 +24,11 @@ class FileInfo:
     """What FORMAT.md 7.3 keeps in a file's ``__metadata__``.
 
     Attributes:
-        digests: of unchanged tensors' bytes, by name.
+        digests: of every unchanged tensor's bytes, by name; None if not recorded.
         original: name of the file that was compressed, None if unknown.
     """
 
-    digests: dict[str, int]
+    digests: dict[str, int] | None = None
     original: str | None = None
 
     @classmethod
@@ -45,15 +45,20 @@ class FileInfo:
         if not isinstance(info, dict):
             raise FormatError("its samebits metadata is not a JSON object", mend=DAMAGED)
         check_version(info.get("version"))
-        return cls(_digests(info.get("digests", {})), file_name_of(info.get("file")))
+        return cls(_digests(info.get("digests")), file_name_of(info.get("file")))
 
     def to_json(self) -> str:
-        digests = {name: f"{value:016x}" for name, value in self.digests.items()}
-        origin = {"file": self.original} if self.original else {}
-        return json.dumps({"version": VERSION, **origin, "digests": digests}, separators=(",", ":"))
+        info: dict[str, Any] = {"version": VERSION}
+        if self.original is not None:
+            info["file"] = self.original
+        if self.digests is not None:
+            info["digests"] = {name: f"{value:016x}" for name, value in self.digests.items()}
+        return json.dumps(info, separators=(",", ":"))
 
 
-def _digests(table: object) -> dict[str, int]:
+def _digests(table: object) -> dict[str, int] | None:
+    if table is None:
+        return None
     valid = isinstance(table, dict) and all(
         isinstance(text, str) and re.fullmatch("[0-9a-f]{16}", text) for text in table.values()
     )
@@ -137,7 +142,7 @@ class Entry:
         """
         name = original_name(spec.name)
         if name is None:
-            return cls(spec.name, spec.dtype, spec.shape, file, spec, None, info.digests.get(spec.name))
+            return cls(spec.name, spec.dtype, spec.shape, file, spec, None, (info.digests or {}).get(spec.name))
         try:
             header = _packed_header(file, spec)
         except SamebitsError as error:
@@ -213,10 +218,20 @@ def _info(file: SafetensorsFile) -> FileInfo | None:
         raise error.at(str(file.path)) from None
 
 
+def _check_names(file: SafetensorsFile, info: FileInfo) -> None:
+    """The table of digests lists the unchanged tensors, so that a damaged name cannot pass for one."""
+    unchanged = {name for name in file.tensors if original_name(name) is None}
+    if info.digests is not None:
+        for name in sorted(unchanged ^ info.digests.keys()):
+            what = "no digest is recorded for it" if name in unchanged else "a digest is recorded, but no such tensor"
+            raise FormatError(what, where=f"{file.path}: {name}", mend=DAMAGED)
+
+
 def _entries(files: Iterable[SafetensorsFile], infos: dict[Path, FileInfo]) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     for file in files:
-        info = infos.get(file.path, FileInfo({}))
+        info = infos.get(file.path, FileInfo())
+        _check_names(file, info)
         for spec in file.tensors.values():
             entry = Entry.read(file, spec, info)
             if entry.name in entries:

@@ -83,7 +83,7 @@ class Job(ABC):
         self.device = resolve_device(run.device)
         targets = self.targets() if self.is_folder else [destination.name]
         self.shards = [
-            Shard(file, checkpoint.infos.get(file.path, FileInfo({})), checkpoint.by_file[file.path], target)
+            Shard(file, checkpoint.infos.get(file.path, FileInfo()), checkpoint.by_file[file.path], target)
             for file, target in zip(checkpoint.files, targets, strict=True)
         ]
         weights = {file.path for file in checkpoint.files}

@@ -1,0 +1,67 @@
+"""Running commands in this process."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from samebits.cli.run import run
+from tests.jobs.checkpoints import write_folder
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command left."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> dict[str, Any]:
+        assert self.code in (0, 1), self.err
+        value = json.loads(self.out)
+        assert isinstance(value, dict)
+        return value
+
+    @property
+    def error(self) -> str:
+        """The one line of stderr that a failure leaves."""
+        assert self.out == "" or self.code == 1, self.out
+        assert self.err.count("\n") == 1, self.err
+        assert self.err.startswith("samebits: ")
+        return self.err
+
+
+Command = Callable[..., Outcome]
+
+
+@pytest.fixture
+def samebits(capsys: pytest.CaptureFixture[str]) -> Iterator[Command]:
+    """``samebits(*arguments)`` runs the command line."""
+
+    def call(*arguments: object) -> Outcome:
+        capsys.readouterr()
+        code = run([str(argument) for argument in arguments])
+        return Outcome(code, *capsys.readouterr())
+
+    handler = signal.getsignal(signal.SIGTERM)
+    yield call
+    signal.signal(signal.SIGTERM, handler)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write_folder(tmp_path / "source")
+
+
+@pytest.fixture
+def packed(samebits: Command, source: Path) -> Path:
+    assert samebits("compress", source, source.parent / "packed").code == 0
+    return source.parent / "packed"

@@ -1,0 +1,261 @@
+"""The commands: exit codes, reports, one line for every failure."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from samebits.cli import generate
+from samebits.cli.console import Lines, size
+from samebits.format.container import Checkpoint
+from samebits.jobs import job
+from samebits.jobs.estimate import SAMPLE_WORDS
+from tests.cli.conftest import Command
+from tests.jobs.checkpoints import files_of, stored, tensors, weights, write_file, write_folder
+from tests.jobs.test_jobs import GAINS
+
+TOTAL = sum(tensor.nbytes for tensor in tensors().values())
+
+
+def test_there_and_back(samebits: Command, source: Path, packed: Path, tmp_path: Path) -> None:
+    assert samebits("verify", packed, "--against", source).out.endswith(f"{len(tensors())} tensors, {TOTAL:,} bytes\n")
+    assert samebits("verify", packed).out.startswith(f"{packed}: every digest is right")
+    outcome = samebits("decompress", packed, tmp_path / "back")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert stored(tmp_path / "back") == stored(source)
+
+
+def test_compress_reports(samebits: Command, source: Path, tmp_path: Path) -> None:
+    outcome = samebits("compress", source, tmp_path / "packed")
+    assert outcome.code == 0
+    assert f"{len(GAINS)} of {len(tensors())} tensors packed" in outcome.out
+    assert "packing gains nothing: model.layers.0.random" in outcome.out
+    assert "not copied (the same weights in another format): pytorch_model.bin" in outcome.out
+
+
+def test_compress_json(samebits: Command, source: Path, tmp_path: Path) -> None:
+    report = samebits("compress", source, tmp_path / "packed", "--json", "--workers", 1, "--device", "cpu").json
+    assert report["sizes"]["original_bytes"] == TOTAL
+    stored_bytes = sum(entry.nbytes for entry in Checkpoint.open(tmp_path / "packed"))
+    assert report["sizes"]["stored_bytes"] == stored_bytes
+    assert report["sizes"]["ratio"] == stored_bytes / TOTAL
+    assert report["not_gained"] == ["model.layers.0.random"]
+    assert (report["shards"], report["resumed_shards"], report["device"]) == (3, 0, "cpu")
+
+
+def test_options_reach_the_job(samebits: Command, source: Path, tmp_path: Path) -> None:
+    samebits("compress", source, tmp_path / "a", "--include", "lm*", "--include", "*embed*", "--exclude", "*embed*")
+    assert {entry.name for entry in Checkpoint.open(tmp_path / "a") if entry.is_packed} == {"lm_head.weight"}
+    config = json.loads((tmp_path / "a" / "config.json").read_text())
+    assert config["quantization_config"]["include"] == ["lm*", "*embed*"]
+
+
+def test_cast_is_called_lossy(samebits: Command, tmp_path: Path) -> None:
+    save_file({"a": weights(64, 64).float()}, tmp_path / "a.safetensors")
+    refused = samebits("compress", tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    assert refused.code == 2
+    assert "a.safetensors: a: the weights are F32" in refused.error
+    assert "--cast bf16" in refused.error
+    done = samebits("compress", tmp_path / "a.safetensors", tmp_path / "b.safetensors", "--cast", "bf16")
+    assert (done.code, "not lossless" in done.err) == (0, True)
+    different = samebits("verify", tmp_path / "b.safetensors", "--against", tmp_path / "a.safetensors")
+    assert different.code == 1
+    assert "not identical: a: BF16 [64, 64] instead of F32 [64, 64]" in different.error
+
+
+def test_verify_finds_the_first_difference(samebits: Command, source: Path, packed: Path) -> None:
+    head = tensors()["lm_head.weight"]
+    word = int(head.view(torch.int16)[17, 5]) & 0xFFFF
+    head.view(torch.int16)[17, 5] ^= 2
+    write_file(
+        source / "model-00003-of-00003.safetensors",
+        {"lm_head.weight": head, "model.norm.weight": torch.ones(128).bfloat16()},
+    )
+    outcome = samebits("verify", packed, "--against", source)
+    assert outcome.code == 1
+    assert f"not identical: lm_head.weight[17, 5]: 0x{word:04x} instead of 0x{word ^ 2:04x}; " in outcome.error
+    outcome = samebits("verify", packed, "--against", source, "--json")
+    mismatch = {"tensor": "lm_head.weight", "index": [17, 5], "found": f"0x{word:04x}", "expected": f"0x{word ^ 2:04x}"}
+    assert (outcome.code, outcome.json["identical"], outcome.json["mismatch"]) == (1, False, mismatch)
+
+
+def test_verify_json(samebits: Command, source: Path, packed: Path) -> None:
+    report = samebits("verify", packed, "--against", source, "--json").json
+    assert (report["identical"], report["nbytes"], report["mismatch"]) == (True, TOTAL, None)
+    assert samebits("verify", packed, "--json").json["unchecked"] == 0
+
+
+def test_inspect(samebits: Command, source: Path, packed: Path) -> None:
+    plain, compressed = (samebits("inspect", path, "--json").json for path in (source, packed))
+    assert (plain["compressed"], compressed["compressed"]) == (False, True)
+    shapes = {name: list(tensor.shape) for name, tensor in tensors().items()}
+    for report in (plain, compressed):
+        assert {tensor["name"]: tensor["shape"] for tensor in report["tensors"]} == shapes
+        assert report["total"]["original_bytes"] == TOTAL
+    assert {tensor["name"] for tensor in compressed["tensors"] if tensor["packed"]} == GAINS
+    assert "model.layers.*.q_proj.weight" in compressed["kinds"]
+    for arguments in ((), ("--tensors",)):
+        text = samebits("inspect", packed, *arguments).out
+        assert f"{len(GAINS)} of {len(tensors())} tensors packed, 3 files" in text
+        assert ("model.layers.*" in text) is not bool(arguments)
+
+
+def test_exact_estimate_is_what_compress_writes(samebits: Command, source: Path, packed: Path) -> None:
+    before = files_of(source.parent)
+    report = samebits("estimate", source, "--exact", "--json").json
+    assert report["stored_bytes"] == sum(entry.nbytes for entry in Checkpoint.open(packed))
+    assert {tensor["name"] for tensor in report["tensors"] if tensor["packed"]} == GAINS
+    assert 2 < report["entropy"] < 3
+    assert files_of(source.parent) == before
+
+
+def test_sampled_estimate_is_close(samebits: Command, tmp_path: Path) -> None:
+    large, long = weights(4096, 1024), weights(3 * SAMPLE_WORDS, seed=1)
+    path = write_file(tmp_path / "a.safetensors", {"large": large, "long": long, "small": weights(8)})
+    exact, sampled = (samebits("estimate", path, *options, "--json").json for options in (("--exact",), ()))
+    assert (exact["exact"], sampled["exact"]) == (True, False)
+    for tensor, guess in zip(exact["tensors"], sampled["tensors"], strict=True):
+        assert abs(guess["stored_bytes"] - tensor["stored_bytes"]) <= 0.015 * tensor["stored_bytes"]
+    assert "estimated from samples" in samebits("estimate", path).out
+
+
+def test_unusable_input_is_one_line_and_exit_code_2(
+    samebits: Command, source: Path, packed: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken.safetensors").write_bytes(b"\xff" * 40)
+    cases: list[tuple[tuple[object, ...], str]] = [
+        (("compress", tmp_path / "nowhere", tmp_path / "b"), "nowhere: no such file or folder; check the path"),
+        (("inspect", tmp_path / "empty"), "empty: no safetensors files in this folder; give a folder with"),
+        (("verify", tmp_path / "broken.safetensors"), "broken.safetensors: not a valid safetensors file"),
+        (("compress", packed, tmp_path / "b"), "packed: already compressed by samebits; "),
+        (("compress", source, packed), "packed: the folder is not empty; empty it or add --overwrite"),
+        (("decompress", source, tmp_path / "b"), "source: not compressed by samebits; "),
+        (("estimate", packed), "packed: already compressed by samebits; "),
+        (("bench", tmp_path / "nowhere"), "nowhere: no such file or folder; check the path"),
+        (("generate", tmp_path / "empty", "--prompt", "x"), "empty: transformers cannot load it"),
+        (("compress", source), "Missing argument 'DST'; see `samebits compress --help`"),
+        (("compress", source, tmp_path / "b", "--workers", 0), "Invalid value for '--workers'"),
+        (("compress", source, tmp_path / "b", "--cast", "fp8"), "Invalid value for '--cast'"),
+        (("compress", source, tmp_path / "b", "--nothing"), "No such option"),
+        (("squeeze", source), "No such command 'squeeze'; see `samebits --help`"),
+    ]  # fmt: skip
+    if not torch.cuda.is_available():
+        cases.append(
+            (("compress", source, tmp_path / "b", "--device", "cuda"), "no CUDA device is available; use --device cpu")
+        )
+    for arguments, message in cases:
+        outcome = samebits(*arguments)
+        assert outcome.code == 2, arguments
+        assert message in outcome.error
+        assert not (tmp_path / "b").exists()
+
+
+def test_operating_system_errors(
+    samebits: Command, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def deny(path: Path, *_: object, **__: object) -> object:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "iterdir", deny)
+        outcome = samebits("inspect", source)
+    assert outcome.code == 2
+    assert outcome.error == f"samebits: {source}: Permission denied; check the path and its permissions\n"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+        outcome = samebits("compress", source, source.parent / "packed")
+    assert (outcome.code, "no space left; free some and run the same command again" in outcome.error) == (2, True)
+    with monkeypatch.context() as patch:
+        patch.setattr(job, "work", lambda _: (_ for _ in ()).throw(MemoryError))
+        outcome = samebits("compress", source, source.parent / "packed")
+    assert (outcome.code, "out of memory" in outcome.error) == (2, True)
+
+
+def test_interrupts(samebits: Command, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(job, "work", interrupt)
+        outcome = samebits("compress", source, tmp_path / "packed")
+    assert (outcome.code, outcome.error) == (130, "samebits: interrupted; the same command goes on where it stopped\n")
+    with monkeypatch.context() as patch:
+        patch.setattr(job, "work", lambda _: os.kill(os.getpid(), signal.SIGTERM))
+        outcome = samebits("compress", source, tmp_path / "packed")
+    assert (outcome.code, "goes on where it stopped" in outcome.error) == (143, True)
+    assert samebits("compress", source, tmp_path / "packed").code == 0
+
+
+def test_a_closed_pipe(source: Path) -> None:
+    command = [sys.executable, "-c", "from samebits.cli import main; main()", "inspect", str(source), "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout
+    process.stdout.close()
+    assert process.stderr
+    assert process.stderr.read() == b""
+    assert process.wait() == 141
+
+
+IMPORTS = """
+import sys
+from samebits.cli.run import run
+run(["--help"])
+run(["--version"])
+print({*sys.modules} & {"torch", "transformers", "numba", "rich"})
+"""
+
+
+def test_help_and_version_import_nothing_heavy() -> None:
+    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("samebits 0.1.0\nset()\n")
+    for command in ("compress", "decompress", "verify", "inspect", "estimate", "generate", "bench", "doctor"):
+        assert f"\n  {command} " in done.stdout
+
+
+def test_doctor(samebits: Command) -> None:
+    report = samebits("doctor", "--json").json
+    found = {finding["name"]: finding for finding in report["findings"]}
+    assert found["CPU round trip"]["found"].startswith("identical, 10.")
+    assert found["CPU round trip"]["mend"] == ""
+    assert {"samebits", "python", "torch", "numba", "transformers", "GPU"} <= found.keys()
+    assert f"torch            {torch.__version__}\n" in samebits("doctor").out
+
+
+def test_no_model_in_an_installation(samebits: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate, "EXAMPLE", Path("examples/nothing"))
+    outcome = samebits("generate")
+    assert outcome.code == 2
+    assert "no model given, and this installation has no example model; give a model folder" in outcome.error
+
+
+def test_sizes_for_people() -> None:
+    values = (0, 999, 1000, 20e9, 3.2e12)
+    assert [size(value) for value in values] == ["0 B", "999 B", "1.00 kB", "20.00 GB", "3.20 TB"]
+
+
+def test_progress_without_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    lines = Lines("compress")
+    for now[0], done in ((101.0, 10**9), (110.0, 10 * 10**9), (111.0, 11 * 10**9)):
+        lines.show(done, 20 * 10**9)
+    assert capsys.readouterr().err == "compress: 50 % (10.00 GB of 20.00 GB), 1.00 GB/s, 10 s left\n"
+
+
+def test_progress_on_a_terminal(samebits: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    outcome = samebits("compress", write_folder(tmp_path / "source"), tmp_path / "packed")
+    assert outcome.code == 0
+    assert "tensors packed" in outcome.out

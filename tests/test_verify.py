@@ -1,0 +1,157 @@
+"""Byte comparison and digests: what differs is found and named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from samebits import verify
+from samebits.errors import DigestError
+from samebits.format.container import Checkpoint, Entry
+from samebits.verify import Mismatch, first_difference, verify_against, verify_digests
+from tests.jobs.checkpoints import Tensors, tensors, write_file, write_folder
+from tests.jobs.test_jobs import compress, in_planes
+
+HEAD = "lm_head.weight"
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> Path:
+    compress(write_file(tmp_path / "a.safetensors"), tmp_path / "b.safetensors")
+    return tmp_path / "b.safetensors"
+
+
+def flip(path: Path, position: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+
+
+def entry_of(path: Path, name: str) -> Entry:
+    return Checkpoint.open(path).entries[name]
+
+
+def against(packed: Path, original: Tensors) -> Mismatch | None:
+    """What differs between a compressed file and these tensors."""
+    path = write_file(packed.with_name("other.safetensors"), original)
+    return verify_against(Checkpoint.open(packed), Checkpoint.open(path)).mismatch
+
+
+def test_identical(packed: Path, tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    checkpoint, original = Checkpoint.open(packed), Checkpoint.open(tmp_path / "a.safetensors")
+    total = sum(tensor.nbytes for tensor in tensors().values())
+    for left, right in ((checkpoint, original), (original, checkpoint), (checkpoint, checkpoint)):
+        verdict = verify_against(left, right, progress=lambda done, total: seen.append((done, total)))
+        assert (verdict.identical, verdict.tensors, verdict.nbytes) == (True, len(tensors()), total)
+    verdict = verify_digests(checkpoint)
+    assert (verdict.identical, verdict.unchecked, verdict.nbytes) == (True, 0, total)
+    assert seen[-1] == (total, total)
+
+
+@pytest.mark.parametrize("index", [(0, 0), (3, 7), (499, 127)])
+def test_one_bit_of_one_word(packed: Path, index: tuple[int, int]) -> None:
+    content = tensors()
+    word = int(content[HEAD].view(torch.int16)[index]) & 0xFFFF
+    content[HEAD].view(torch.int16)[index] ^= 1
+    assert against(packed, content) == Mismatch(HEAD, index, f"0x{word:04x}", f"0x{word ^ 1:04x}")
+
+
+def test_signs_of_zero_and_payloads_of_nan_count(tmp_path: Path) -> None:
+    words = torch.zeros(64, 128, dtype=torch.int16)
+    words[:, 1] = 0x7FC0
+    save_file({"a": words.view(torch.bfloat16)}, tmp_path / "a.safetensors")
+    compress(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    for index, other in (((2, 0), -0x8000), ((2, 1), 0x7FC1)):
+        changed = words.clone()
+        changed[index] = other
+        mismatch = against(tmp_path / "b.safetensors", {"a": changed.view(torch.bfloat16)})
+        assert mismatch
+        assert mismatch.index == index
+
+
+def test_other_dtypes_report_whole_values(packed: Path) -> None:
+    content = tensors()
+    content["model.layers.0.steps"][4] = 0x0102030405060708
+    assert against(packed, content) == Mismatch(
+        "model.layers.0.steps", (4,), "0x0000000000000004", "0x0102030405060708"
+    )
+    content = tensors()
+    content["model.layers.0.scale"] = torch.tensor(0.25)
+    assert against(packed, content) == Mismatch("model.layers.0.scale", (), "0x3f000000", "0x3e800000")
+
+
+def test_names_shapes_and_dtypes(packed: Path) -> None:
+    content = tensors()
+    content["extra"] = content.pop(HEAD)
+    assert against(packed, content) == Mismatch("extra", None, "missing", "present")
+    content[HEAD] = tensors()[HEAD]
+    del content["extra"], content["model.norm.weight"]
+    assert against(packed, content) == Mismatch("model.norm.weight", None, "present", "missing")
+    content = tensors()
+    content[HEAD] = content[HEAD].reshape(250, 256)
+    assert against(packed, content) == Mismatch(HEAD, None, "BF16 [500, 128]", "BF16 [250, 256]")
+    content[HEAD] = tensors()[HEAD].view(torch.float16)
+    assert against(packed, content) == Mismatch(HEAD, None, "BF16 [500, 128]", "F16 [500, 128]")
+
+
+def test_a_flipped_bit_of_a_packed_tensor(packed: Path, tmp_path: Path) -> None:
+    entry = entry_of(packed, HEAD)
+    flip(packed, in_planes(entry))
+    mismatch = verify_digests(Checkpoint.open(packed)).mismatch
+    assert mismatch
+    assert (mismatch.tensor, mismatch.index) == (HEAD, None)
+    assert mismatch.found.endswith("of the stored bytes")
+    with pytest.raises(DigestError, match=HEAD):
+        verify_against(Checkpoint.open(packed), Checkpoint.open(tmp_path / "a.safetensors"))
+
+
+def test_a_flipped_bit_of_the_original_digest(packed: Path) -> None:
+    """The stored digest does not see the first 16 bytes, but it covers the digest of the original words."""
+    flip(packed, entry_of(packed, HEAD).spec.start + 16)
+    assert not verify_digests(Checkpoint.open(packed)).identical
+
+
+def test_decoded_words_are_checked_themselves(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decoder that goes wrong on sound bytes is found too."""
+
+    def decode_wrongly(packed: object, out: torch.Tensor) -> torch.Tensor:
+        return out.fill_(1)
+
+    monkeypatch.setattr(verify, "decode_cpu", decode_wrongly)
+    mismatch = verify_digests(Checkpoint.open(packed)).mismatch
+    assert mismatch
+    assert mismatch.found == "decoded words with another digest"
+
+
+def test_a_flipped_bit_of_an_unchanged_tensor(packed: Path) -> None:
+    flip(packed, in_planes(entry_of(packed, "model.norm.weight")))
+    mismatch = verify_digests(Checkpoint.open(packed)).mismatch
+    assert mismatch
+    assert mismatch.tensor == "model.norm.weight"
+
+
+def test_tensors_without_a_digest_are_counted(packed: Path) -> None:
+    save_file(load_file(packed), packed)
+    verdict = verify_digests(Checkpoint.open(packed))
+    assert verdict.identical
+    assert verdict.unchecked == sum(not entry.is_packed for entry in Checkpoint.open(packed))
+
+
+def test_folders(tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "source")
+    compress(source, tmp_path / "packed")
+    assert verify_against(Checkpoint.open(tmp_path / "packed"), Checkpoint.open(source)).identical
+
+
+@pytest.mark.parametrize("position", [0, 1, 99, 100, 249])
+def test_first_difference_across_blocks(position: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "_COMPARE_BYTES", 100)
+    left, right = np.zeros((2, 250), np.uint8)
+    assert first_difference(left, right) is None
+    right[position:] = 1
+    assert first_difference(left, right) == position
