@@ -34,6 +34,7 @@ class Choices:
         spare_base: bits by which ``base`` exceeds the shortest stream.
         least_unit: ``unit`` is at least this.
         loose: header bounds as high as the format allows, instead of exact.
+        strange_padding: padding as no writer may write it (5.4), but every decoder must ignore it.
     """
 
     code: int
@@ -46,6 +47,7 @@ class Choices:
     spare_base: int = 0
     least_unit: int = 1
     loose: bool = False
+    strange_padding: bool = False
 
     @property
     def symbols(self) -> list[int]:
@@ -66,8 +68,8 @@ class Choices:
     @property
     def padding(self) -> list[int]:
         """5.4: the shifted exponent of padding at position i of a quad."""
-        first = self.symbols[0]
-        return [2 * (self.window + (first >> 3 * i & 7)) if self.code == QUAD else first for i in range(4)]
+        symbol = self.symbols[-1 if self.strange_padding else 0]
+        return [2 * (self.window + (symbol >> 3 * i & 7)) if self.code == QUAD else symbol for i in range(4)]
 
 
 def slow_encode(words: NDArray[np.uint16], choices: Choices) -> bytes:
@@ -93,7 +95,7 @@ class Writing:
         inside[: self.rows, : self.columns] = (np.arange(self.rows * self.columns) < self.words.size).reshape(
             self.rows, -1
         )
-        values = np.zeros(inside.shape, np.int64)
+        values = np.full(inside.shape, 0x807F if self.choices.strange_padding else 0)
         values[inside] = self.words.reshape(-1)
         shifts = np.zeros((8 * self.row_groups, 1), np.int64)
         shifts[: self.rows, 0] = self.choices.shifts

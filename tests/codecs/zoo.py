@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.codecs.slow_encoder import Choices, quad_choices, single_choices, slow_encode
+from tests.codecs.slow_encoder import LONGEST, Choices, quad_choices, single_choices, slow_encode
 
 Words = NDArray[np.uint16]
 SPECIAL = [0x0000, 0x8000, 0x0001, 0x807F, 0x7F80, 0xFF80, 0x7FC0, 0xFFFF, 0x7F81, 0x0080, 0x7F7F, 0xFF7F]
@@ -33,6 +34,13 @@ def scaled_rows(shape: tuple[int, ...], seed: int = 0) -> Words:
     return to_bf16(values)
 
 
+def octaves(shape: tuple[int, ...], seed: int = 0, rows: int = 1) -> Words:
+    """Four equally frequent exponents (so few quads), the rows scaled by powers of two if there are several."""
+    rng = np.random.default_rng(seed)
+    scales = rng.integers(-20, 20, (rows, 1)) if rows > 1 else 0
+    return to_bf16(2.0 ** (rng.uniform(0, 4, shape) + scales))
+
+
 def scattered(shape: tuple[int, ...], seed: int = 0) -> Words:
     """Ordinary words, and every twentieth any of the 65,536."""
     rng = np.random.default_rng(seed)
@@ -49,6 +57,13 @@ def nearly_constant(shape: tuple[int, ...], seed: int = 0) -> Words:
     return np.where(rng.random(shape) < 0.03, strange, np.uint16(0xBF80))
 
 
+def few_exponents(shape: tuple[int, ...]) -> Words:
+    """Thirteen exponents, each half as frequent as the one above it."""
+    rng = np.random.default_rng(0)
+    exponents = 130 - np.minimum(rng.geometric(0.5, shape) - 1, 12)
+    return (exponents << 7 | rng.integers(0, 128, shape) | rng.integers(0, 2, shape) << 15).astype(np.uint16)
+
+
 def every_exponent(shape: tuple[int, ...]) -> Words:
     """Ordinary words, every 32nd of another sign and exponent; at least 16,384."""
     words = normal(shape)
@@ -57,10 +72,10 @@ def every_exponent(shape: tuple[int, ...]) -> Words:
 
 
 def every_shift() -> tuple[Words, tuple[int, ...]]:
-    """256 rows of 64 words, and shifts from -128 to 127 that fit them."""
-    shifts = np.arange(-128, 128)[:, None]
-    exponents = np.where(shifts < 0, 126, 133) - np.random.default_rng(0).integers(0, 6, (256, 64)) - shifts
-    words = exponents << 7 | np.arange(64) | (np.arange(256) & 1)[:, None] << 15
+    """249 rows of 64 words, and shifts from -128 to 120 that fit them."""
+    shifts = np.arange(-128, 121)[:, None]
+    exponents = 126 - np.random.default_rng(0).integers(0, 6, (249, 64)) - shifts
+    words = exponents << 7 | np.arange(64) | (shifts & 1) << 15
     words[:, 5::9] = 0x8000
     return words.astype(np.uint16), tuple(shifts[:, 0].tolist())
 
@@ -85,18 +100,19 @@ class Case:
 
     name: str
     words: Words
-    choices: Choices
+    choose: Callable[[Words], Choices]
 
     @cached_property
     def packed(self) -> bytes:
-        return slow_encode(self.words, self.choices)
+        return slow_encode(self.words, self.choose(self.words))
 
     def __str__(self) -> str:
         return self.name
 
 
-def case(name: str, words: Words, choose: Callable[[Words], Choices], **changes: object) -> Case:
-    return Case(name, words, replace(choose(words), **changes))
+def case(name: str, words: Words, choose: Callable[[Words], Choices], **changes: Any) -> Case:
+    """``choose``'s choices with some of them changed."""
+    return Case(name, words, lambda words: replace(choose(words), **changes))
 
 
 quad_matrix, quad_flat = partial(quad_choices, matrix=True), partial(quad_choices, matrix=False)
@@ -119,6 +135,15 @@ def few_quads(words: Words) -> Choices:
 def one_quad(words: Words) -> Choices:
     """3.2: a single symbol of length 1."""
     return quad_choices(words, matrix=words.ndim > 1, book=1)
+
+
+def longest_codewords(choices: Choices) -> Choices:
+    """Codewords of every length the code may have."""
+    longest = LONGEST[choices.code]
+    symbols = choices.symbols[: longest + 1]
+    spare = (symbol for symbol in range(256) if symbol not in symbols)
+    symbols += [next(spare) for _ in range(longest + 1 - len(symbols))]
+    return replace(choices, lengths=dict(zip(symbols, [*range(1, longest + 1), longest], strict=True)))
 
 
 # The golden vectors in tests/vectors.
@@ -160,6 +185,8 @@ ZOO = [
     case("zeros", np.zeros(1234, np.uint16), quad_flat),
     case("zeros_shifted", np.zeros((8, 64), np.uint16), partial(quad_choices, matrix=True, shifts=5)),
     case("few_quads", nearly_constant((24, 320)), few_quads),
+    case("longest_quads", normal((16, 256)), lambda words: longest_codewords(quad_matrix(words))),
+    case("longest_singles", few_exponents((16, 256)), lambda words: longest_codewords(single_matrix(words))),
     case("one_stage_chunks", scattered((17, 130)), quad_matrix, chunk_stages=1),
     case("longest_chunks", normal((8, 64 * 66)), quad_matrix, chunk_stages=64),
     case("longest_single_chunks", normal((8, 64 * 66)), single_matrix, chunk_stages=64),
@@ -169,5 +196,6 @@ ZOO = [
     case("row_shifts_flat", normal((384,)), partial(quad_choices, matrix=False, shifts=(0, 2, -1))),
     case("widest_single_shift", normal((8, 64), scale=1e-3), partial(single_choices, matrix=True, shifts=127)),
     case("every_shift", EVERY_SHIFT[0], partial(single_choices, matrix=True, shifts=EVERY_SHIFT[1])),
-    case("every_shift_quad", EVERY_SHIFT[0], partial(quad_choices, matrix=True, shifts=EVERY_SHIFT[1])),
+    case("unlike_its_code", normal((16, 128)), quad_matrix, lengths={0: 1, 4095: 2, 585: 2}, window=8),
+    case("every_shift_quad", EVERY_SHIFT[0], partial(quad_choices, matrix=True, shifts=EVERY_SHIFT[1], book=600)),
 ]

@@ -1,0 +1,29 @@
+"""Words as BF16 tensors and back; packed tensors as bytes and back."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from samebits.format.packed import PackedTensor
+
+
+def tensor_of(words: NDArray[np.uint16]) -> torch.Tensor:
+    """A BF16 tensor of these words, in their shape."""
+    return torch.from_numpy(np.ascontiguousarray(words).view(np.int16).reshape(words.shape).copy()).view(torch.bfloat16)
+
+
+def words_of(tensor: torch.Tensor) -> NDArray[np.uint16]:
+    """The words of a BF16 tensor on any device, in its shape."""
+    assert tensor.dtype == torch.bfloat16
+    return tensor.detach().cpu().contiguous().view(torch.int16).numpy().view(np.uint16)
+
+
+def packed_of(data: bytes) -> PackedTensor:
+    """A validated packed tensor on the CPU."""
+    return PackedTensor.from_data(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+
+def bytes_of(packed: PackedTensor) -> bytes:
+    return packed.data.cpu().numpy().tobytes()

@@ -1,0 +1,180 @@
+"""samebits.encode: every word and shape comes back, no tensor grows, and the bytes keep FORMAT.md's rules for writers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import samebits
+from samebits.bf16 import entropy, exponent_histogram
+from samebits.codecs.reference import decode_reference, digest_reference
+from samebits.errors import DtypeError
+from samebits.format.packed import PackedTensor
+from tests.codecs import zoo
+from tests.codecs.strategies import word_arrays, words_of_any_shape
+from tests.codecs.tensors import bytes_of, packed_of, tensor_of, words_of
+from tests.codecs.writer_rules import check_writer
+from tests.codecs.zoo import Words
+
+
+def check(tensor: torch.Tensor) -> PackedTensor:
+    """Encode, and hold the result against everything that must be true of it."""
+    before = words_of(tensor).tobytes()
+    packed = samebits.encode(tensor)
+    assert words_of(tensor).tobytes() == before
+    assert packed.shape == tensor.shape
+    assert packed.device == tensor.device
+    assert packed.header.original_digest == digest_reference(before)
+    decoded = samebits.decode(packed)
+    assert decoded.shape == tensor.shape
+    assert decoded.is_contiguous()
+    assert words_of(decoded).tobytes() == before
+    assert packed.nbytes == packed.data.numel()
+    assert packed.words == tensor.numel()
+    if packed.is_raw:
+        assert bytes_of(packed) == before
+    else:
+        assert packed.nbytes < 2 * tensor.numel()
+        check_packed(bytes_of(packed), before)
+    return packed
+
+
+def check_packed(data: bytes, words: bytes) -> None:
+    assert decode_reference(data).tobytes() == words
+    assert packed_of(data).header.stored_digest == digest_reference(data[16:])
+    check_writer(data)
+
+
+@pytest.mark.clause("4.3", "5.4", "6.5", "7.5")
+@settings(max_examples=250)
+@given(words_of_any_shape(6000))
+@example(np.zeros((0,), np.uint16))
+@example(np.zeros((0, 7), np.uint16))
+@example(np.zeros((3, 0, 2), np.uint16))
+@example(np.array(0x7FC1, np.uint16))
+@example(np.array([0x8000], np.uint16))
+@example(np.array(zoo.SPECIAL, np.uint16))
+@example(np.full((64, 64), 0xFFFF, np.uint16))
+@example(np.zeros((64, 65), np.uint16))
+def test_every_tensor_comes_back(words: Words) -> None:
+    check(tensor_of(words))
+
+
+@pytest.mark.parametrize("case", zoo.ZOO, ids=str)
+def test_the_zoo_comes_back(case: zoo.Case) -> None:
+    check(tensor_of(case.words))
+
+
+@pytest.mark.parametrize("pattern", ["sorted", "shuffled", "rows", "common"])
+def test_all_words_come_back(pattern: str) -> None:
+    words = np.arange(65536, dtype=np.uint16)
+    if pattern == "shuffled":
+        words = np.random.default_rng(0).permutation(words)
+    if pattern == "rows":
+        words = words.reshape(512, 128)
+    if pattern == "common":  # among so many ordinary words that the tensor gains
+        words = np.random.default_rng(0).permutation(np.concatenate([words, zoo.normal((700_000,))]))
+    packed = check(tensor_of(words))
+    assert packed.is_raw == (pattern != "common")
+
+
+VIEWS = {
+    "transposed": lambda tensor: tensor.T,
+    "strided": lambda tensor: tensor[::3, 5::2],
+    "expanded": lambda tensor: tensor[:1].expand(96, -1),
+    "permuted": lambda tensor: tensor.view(4, 24, 8, 16).permute(2, 0, 3, 1),
+    "sliced": lambda tensor: tensor[1:, 1:],
+    "offset": lambda tensor: tensor.view(-1)[1:12001],
+    "parameter": lambda tensor: torch.nn.Parameter(tensor, requires_grad=True),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_views_are_encoded_as_their_copies(view: str) -> None:
+    tensor = VIEWS[view](tensor_of(zoo.normal((96, 128))))
+    assert bytes_of(check(tensor)) == bytes_of(
+        samebits.encode(tensor.detach().clone(memory_format=torch.contiguous_format))
+    )
+
+
+@pytest.mark.parametrize("words", [zoo.normal((300, 4100)), zoo.scaled_rows((520, 2048))], ids=["normal", "rows"])
+def test_threads_change_nothing(words: Words, monkeypatch: pytest.MonkeyPatch) -> None:
+    many = samebits.encode(tensor_of(words))
+    monkeypatch.setattr("samebits.parallel.threads", lambda: 1)
+    one = samebits.encode(tensor_of(words))
+    assert bytes_of(many) == bytes_of(one)
+    assert words_of(samebits.decode(many)).tobytes() == words.tobytes()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.int16, torch.uint8])
+def test_other_dtypes_are_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(DtypeError, match=r"only bfloat16 can be packed.*; convert it explicitly"):
+        samebits.encode(torch.zeros(8, dtype=dtype))
+
+
+def entropy_of(words: Words) -> float:
+    return entropy(exponent_histogram(tensor_of(words)))
+
+
+def bimodal_rows(shape: tuple[int, int]) -> Words:
+    """Every other row a thousand times larger."""
+    return zoo.to_bf16(np.random.default_rng(1).standard_normal(shape) * 1000.0 ** (np.arange(shape[0])[:, None] % 2))
+
+
+def pruned(shape: tuple[int, ...], share: float) -> Words:
+    words = zoo.normal(shape, 2).copy()
+    words[np.random.default_rng(3).random(shape) < share] = 0
+    return words
+
+
+def heavy_tails(shape: tuple[int, ...]) -> Words:
+    return zoo.to_bf16(np.random.default_rng(4).standard_cauchy(shape) * 1e-3)
+
+
+LARGE = {
+    "matrix": zoo.normal((1024, 1024)),
+    "odd stages": zoo.normal((1536, 64 * 11)),
+    "short rows": zoo.normal((16384, 64)),
+    "long rows": zoo.normal((8, 131072)),
+    "flat": zoo.normal((1_000_003,)),
+    "experts": zoo.normal((3, 500, 700)),
+    "bimodal rows": bimodal_rows((1024, 1024)),
+    "rows of every scale": zoo.scaled_rows((2048, 512)),
+    "half pruned": pruned((1024, 1024), 0.5),
+    "a tenth pruned": pruned((1024, 1024), 0.1),
+    "heavy tails": heavy_tails((1024, 1024)),
+    "uniform": zoo.to_bf16(np.random.default_rng(5).uniform(-1, 1, (1024, 1024))),
+    "octaves": zoo.octaves((1024, 1024)),
+    "wide": zoo.to_bf16(2.0 ** np.random.default_rng(6).uniform(-20, 20, (1024, 1024))),
+    "random": np.random.default_rng(7).integers(0, 1 << 16, (1024, 1024)).astype(np.uint16),
+    "constant": np.full((1024, 1024), 0x3F80, np.uint16),
+    "nine in ten pruned": pruned((1024, 1024), 0.9),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_size_of_large_tensors(name: str) -> None:
+    """At most 0.20 bits beyond the entropy, everything counted; below 2 bits of entropy a prefix code has its own floor."""
+    words = LARGE[name]
+    bits, limit = samebits.encode(tensor_of(words)).bits_per_weight, 8 + entropy_of(words)
+    assert bits <= min(16, limit + 0.20 if limit >= 10 else max(limit + 0.5, 9.5))
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_large_tensors_come_back(name: str) -> None:
+    packed = samebits.encode(tensor_of(LARGE[name]))
+    assert words_of(samebits.decode(packed)).tobytes() == LARGE[name].tobytes()
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_size_of_small_tensors(data: st.DataObject) -> None:
+    """From 4,096 weights on: at most half a bit beyond the entropy, or 9.5 bits."""
+    rows = data.draw(st.integers(1, 300))
+    columns = data.draw(st.integers(-(-4096 // rows), max(400, -(-4096 // rows) + 64)))
+    words = data.draw(word_arrays(data.draw(st.sampled_from([(rows, columns), (rows * columns,)]))))
+    bits = samebits.encode(tensor_of(words)).bits_per_weight
+    assert bits <= min(16, max(8.5 + entropy_of(words), 9.5))
