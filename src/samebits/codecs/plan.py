@@ -30,6 +30,7 @@ ALIGNED = 512  # width of a histogram of exponents relative to a row's mean
 ALIGNED_ZERO = 256
 PINNED = -1  # centre of a row that must not be shifted
 CLASSES = 8
+MAX_SHIFT = 126  # FORMAT.md 4.3
 SAMPLE_WORDS = 1 << 23  # words whose quads are counted
 
 PATCH_BITS = 48  # what a quad without codeword is charged: a patch and a half
@@ -93,7 +94,7 @@ class RowStatistics:
     def shifts(self, target: int) -> NDArray[np.int32]:
         """The shift of each row for ``target``, kept within FORMAT.md 4.3."""
         shifts = (target - self.centers + FRACTIONS // 2) // FRACTIONS
-        shifts = np.clip(shifts, np.maximum(1 - self.lowest, -127), np.minimum(254 - self.highest, 127))
+        shifts = np.clip(shifts, np.maximum(1 - self.lowest, -MAX_SHIFT), np.minimum(254 - self.highest, MAX_SHIFT))
         return np.where(self.centers == PINNED, 0, shifts).astype(np.int32)
 
     @property

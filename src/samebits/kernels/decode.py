@@ -14,7 +14,7 @@ from samebits.format.packed import Header, PackedTensor, align
 from samebits.kernels import nvrtc
 from samebits.kernels.structures import GeometryStructure, PackedStructure
 
-MAX_WARPS = 24  # csrc/decode.cu: kMaxThreads
+MAX_WARPS = 16  # csrc/decode.cu: kMaxThreads
 _ALIGNMENT = 16  # bytes; what the kernel's loads need
 _STATIC_SHARED = 1024  # room for the kernel's own variables
 

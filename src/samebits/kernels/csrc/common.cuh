@@ -50,10 +50,10 @@ __device__ __forceinline__ size_t raw_offset(int stages, int row_group, int stag
     return slab_offset(stages, row_group, stage) + kSignBytes + (stage & 1) * kStageBytes;
 }
 
-// Weights pass through once: keep them out of L1, let L2 fetch whole lines.
+// Weights pass through once: keep them out of L1.
 __device__ __forceinline__ Vec4 load_once(const void* pointer) {
     Vec4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(pointer));
     return v;
 }

@@ -2,14 +2,13 @@
 //
 //   block: builds the decode table in shared memory, then every warp on its own, chunk after chunk:
 //   1. stage     copy the next chunk's streams to shared memory while the present one is decoded
-//   2. load      a stage's raw bytes and sign words, kAhead stages before they are needed
+//   2. load      a stage's raw bytes and sign words, four stages before they are needed
 //   3. decode    each lane: two codewords of each of its two streams (quad code), or eight (single code)
 //   4. patch     rare
 //   5. store     four words of each step as 8 bytes; four neighbouring lanes fill a sector
 #include "streams.cuh"
 
-constexpr int kAhead = 4;
-constexpr int kMaxThreads = 768;   // kernels/decode.py launches at most so many
+constexpr int kMaxThreads = 512;   // kernels/decode.py launches at most so many
 
 struct Packed {
     const u8* data;
@@ -18,32 +17,23 @@ struct Packed {
     int max_chunk_words, width, symbols, window, shift, has_row_shifts;
 };
 
-// Takes a row's shift off two words (4.3), without a carry between them whatever they hold.
-__device__ __forceinline__ u32 unshift(u32 words, u32 minus_shift) {
-    const u32 fields = words & 0x7f807f80u;
-    const u32 nonzero = (fields + 0x7f807f80u) >> 15 & 0x00010001u;
-    return (words & ~0x7f807f80u) | ((fields + nonzero * minus_shift) & 0x7f807f80u);
+constexpr u32 kNoShift = 0x3f803f80u;   // 1.0 twice
+
+// Takes a row's shift off two words (4.3): exact, and keeps the sign of zeros, because of the addend -0.
+__device__ __forceinline__ u32 unshift(u32 words, u32 scale) {
+    u32 result;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(words), "r"(scale), "r"(0x80008000u));
+    return result;
 }
 
-// Walks the planes of a chunk's stages in order (5.3).
-template <bool quad>
-struct PlaneCursor {
-    const u8* slab;       // quad code: the slab of the stage at hand; single code: its raw bytes
-    int stage, end;
+// Where a lane's words of a stage go.
+struct Place {
+    i64 position;         // of its first word in the tensor
+    int column;
+    bool row_exists;
+    u32 scale;            // 2^-shift of the row, as BF16, twice
 
-    __device__ __forceinline__ PlaneCursor(const u8* planes, int stages, const Chunk& extent)
-        : slab(planes + (quad ? slab_offset(stages, extent.row_group, extent.first_stage)
-                              : raw_offset<false>(stages, extent.row_group, extent.first_stage))),
-          stage(extent.first_stage), end(extent.first_stage + extent.stages) {}
-    __device__ __forceinline__ bool is_odd() const { return stage & 1; }
-    __device__ __forceinline__ const u8* raw() const { return quad ? slab + kSignBytes + (stage & 1) * kStageBytes : slab; }
-    __device__ __forceinline__ void advance() {
-        if (!quad) { slab += kStageBytes; return; }
-        if (stage & 1) slab += kSlabBytes;
-        if (++stage < end) return;
-        if (stage & 1) slab += kSignBytes + kStageBytes;   // the row group ends with half a slab
-        stage = 0;
-    }
+    __device__ __forceinline__ void next_stage() { position += 64; column += 64; }
 };
 
 template <bool quad>
@@ -55,30 +45,28 @@ struct Decoder {
     int lane;
     u32 byte_mask, common;
 
-    // Steps 3 and 4: the four quads' upper bytes (quad: sign and top7; single: exponents).
-    __device__ __forceinline__ void decode_stage(StagedChunk& chunk, Stream streams[2], int stage, u32 signs, u32 tops[4]) {
-        if (chunk.raw) {
-            const u32* bytes = chunk.words + 1 + 128 * stage + 4 * lane;
-#pragma unroll
-            for (int q = 0; q < 4; ++q) tops[q] = bytes[q];
-        } else if (quad) {
+    // A stage's upper bytes of four quads (quad code: top7; single code: the shifted exponents).
+    __device__ __forceinline__ void decode_tops(Stream streams[2], u32 tops[4]) const {
+        if (quad) {
             decode_two(streams[0], table, byte_mask, tops[0], tops[1]);
             decode_two(streams[1], table, byte_mask, tops[2], tops[3]);
 #pragma unroll
             for (int q = 0; q < 4; ++q) tops[q] = (tops[q] & 0x0f0f0f0fu) | common;
-        } else {
-#pragma unroll
-            for (int q = 0; q < 4; ++q) {
-                u32 e[4];
-                decode_two(streams[q >> 1], table, byte_mask, e[0], e[1]);
-                decode_two(streams[q >> 1], table, byte_mask, e[2], e[3]);
-                tops[q] = __byte_perm(__byte_perm(e[0], e[1], 0x0040), __byte_perm(e[2], e[3], 0x0040), 0x5410);
-            }
+            return;
         }
-        if (!quad) return;
-        chunk.apply_patches(stage, lane, tops);
 #pragma unroll
-        for (int q = 0; q < 4; ++q) tops[q] |= (signs << q) & kSignMask;
+        for (int q = 0; q < 4; ++q) {
+            u32 e[4];
+            decode_two(streams[q >> 1], table, byte_mask, e[0], e[1]);
+            decode_two(streams[q >> 1], table, byte_mask, e[2], e[3]);
+            tops[q] = __byte_perm(__byte_perm(e[0], e[1], 0x0040), __byte_perm(e[2], e[3], 0x0040), 0x5410);
+        }
+    }
+
+    // The same from a raw chunk (6.5).
+    __device__ __forceinline__ void read_tops(const StagedChunk& chunk, int stage, u32 tops[4]) const {
+#pragma unroll
+        for (int q = 0; q < 4; ++q) tops[q] = chunk.words[1 + 128 * stage + 4 * lane + q];
     }
 
     // Two words each from the raw bytes and upper bytes of a quad.
@@ -91,68 +79,106 @@ struct Decoder {
         return {__byte_perm(low, high, 0x5140), __byte_perm(low, high, 0x7362)};
     }
 
-    // The lane's four words of step `step`; `position` and `column` are those of its words in step 0.
+    // The lane's four words of a step.
     template <bool whole>
-    __device__ __forceinline__ void store(i64 position, int column, bool row_exists, int step, Vec2 words) const {
-        u16* target = output + position + 16 * step;
+    __device__ __forceinline__ void store(const Place& place, int step, Vec2 words) const {
+        u16* target = output + place.position + 16 * step;
         if (whole) return store_once(target, words.x, words.y);
         const u16 single[4] = {u16(words.x), u16(words.x >> 16), u16(words.y), u16(words.y >> 16)};
+        const int column = place.column + 16 * step;
+        const i64 left = geometry.words - place.position - 16 * step;
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            if (row_exists && column + 16 * step + i < geometry.columns && position + 16 * step + i < geometry.words) target[i] = single[i];
+            if (place.row_exists && column + i < geometry.columns && i < left) target[i] = single[i];
+    }
+
+    // Steps 3 to 5 for one stage: `signs` has the stage's half of the sign word on top.
+    template <bool whole, bool raw_chunk>
+    __device__ __forceinline__ void decode_stage(StagedChunk& chunk, Stream streams[2], int stage, Vec4 raw, u32 signs, const Place& place) {
+        u32 tops[4];
+        if (raw_chunk) {
+            read_tops(chunk, stage, tops);
+        } else {
+            decode_tops(streams, tops);
+        }
+        if (quad) {
+            if (!raw_chunk && chunk.patches_stage(stage)) chunk.apply_patches(stage, lane, tops);
+#pragma unroll
+            for (int q = 0; q < 4; ++q) tops[q] |= (signs << q) & kSignMask;
+        }
+        const u32 bytes[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+        for (int q = 0; q < 4; ++q) {
+            Vec2 words = join(bytes[q], tops[q]);
+            if (place.scale != kNoShift) words = {unshift(words.x, place.scale), unshift(words.y, place.scale)};   // 1.0 would change NaN payloads
+            store<whole>(place, q, words);
+        }
+    }
+
+    // The common case: quad code, a coded chunk within one row group that starts with a slab. Four stages a turn, the next four on their way.
+    template <bool whole>
+    __device__ __forceinline__ int decode_run(const Chunk& extent, StagedChunk& chunk, Stream streams[2], Place& place) {
+        const u8* slab = packed.data + packed.planes + slab_offset(geometry.stages, extent.row_group, extent.first_stage);
+        Vec4 raw[4];
+        u32 signs[2];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) raw[i] = load_once(slab + (i >> 1) * kSlabBytes + kSignBytes + (i & 1) * kStageBytes + 16 * lane);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) signs[i] = load_once_u32(slab + i * kSlabBytes + 4 * lane);
+        const int turns = extent.stages >> 2;
+        for (int turn = 0; turn < turns; ++turn) {
+            const u8* next = turn + 1 < turns ? slab + 2 * kSlabBytes : slab;   // the last turn reads its own stages again, from the cache
+            slab = next;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const Vec4 bytes = raw[i];
+                const u32 sign = i & 1 ? signs[i >> 1] << 4 : signs[i >> 1];
+                raw[i] = load_once(next + (i >> 1) * kSlabBytes + kSignBytes + (i & 1) * kStageBytes + 16 * lane);
+                if (i & 1) signs[i >> 1] = load_once_u32(next + (i >> 1) * kSlabBytes + 4 * lane);
+                decode_stage<whole, false>(chunk, streams, 4 * turn + i, bytes, sign, place);
+                place.next_stage();
+            }
+        }
+        return 4 * turns;
+    }
+
+    // Any chunk, from its stage `done` on.
+    template <bool whole, bool raw_chunk>
+    __device__ __forceinline__ void decode_rest(const Chunk& extent, StagedChunk& chunk, Stream streams[2], Place place, int done) {
+        int stage = done;
+        for (int group = extent.row_group; group < extent.row_group + extent.row_groups; ++group) {
+            if (group > extent.row_group) place = place_at(group, 0);
+            for (int s = extent.first_stage + done; s < extent.first_stage + extent.stages; ++s) {
+                const u8* planes = packed.data + packed.planes;
+                const Vec4 raw = load_once(planes + raw_offset<quad>(geometry.stages, group, s) + 16 * lane);
+                const u32 signs = quad ? load_once_u32(planes + slab_offset(geometry.stages, group, s) + 4 * lane) << (4 * (s & 1)) : 0;
+                decode_stage<whole, raw_chunk>(chunk, streams, stage++, raw, signs, place);
+                place.next_stage();
+            }
+            done = 0;
+        }
     }
 
     template <bool whole>
     __device__ __forceinline__ void decode_chunk(const Chunk& extent, StagedChunk& chunk, Stream streams[2]) {
-        const int count = extent.row_groups * extent.stages;
-        Vec4 raw[kAhead];
-        u32 sign[kAhead];
-        PlaneCursor<quad> cursor(packed.data + packed.planes, geometry.stages, extent);
-        int loaded = 0;
-        auto load = [&](int slot) {
-            if (loaded++ >= count) return;
-            raw[slot] = load_once(cursor.raw() + 16 * lane);
-            if (quad) sign[slot] = cursor.is_odd() && loaded > 1 ? sign[(slot + kAhead - 1) % kAhead] : load_once_u32(cursor.slab + 4 * lane);
-            cursor.advance();
-        };
-#pragma unroll
-        for (int i = 0; i < kAhead; ++i) load(i);
-        int stage_in_group = extent.first_stage;
-        i64 row = i64(extent.row_group) * 8 + (lane >> 2);
-        i64 position = row * geometry.columns + 64 * stage_in_group + 4 * (lane & 3);
-        u32 minus_shift = shift_of(row);
-        for (int first = 0; first < count; first += kAhead) {
-#pragma unroll
-            for (int i = 0; i < kAhead; ++i) {
-                const int stage = first + i;
-                if (stage >= count) break;
-                const u32 bytes[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w};
-                const u32 signs = quad ? sign[i] << (4 * (stage_in_group & 1)) : 0;
-                load(i);
-                u32 tops[4];
-                decode_stage(chunk, streams, stage, signs, tops);
-#pragma unroll
-                for (int q = 0; q < 4; ++q) {
-                    Vec2 words = join(bytes[q], tops[q]);
-                    if (minus_shift) words = {unshift(words.x, minus_shift), unshift(words.y, minus_shift)};
-                    store<whole>(position, 64 * stage_in_group + 4 * (lane & 3), row < geometry.rows, q, words);
-                }
-                position += 64;
-                if (++stage_in_group == extent.first_stage + extent.stages && stage + 1 < count) {   // a chunk of several row groups
-                    stage_in_group = 0;
-                    row += 8;
-                    position = row * geometry.columns + 4 * (lane & 3);
-                    minus_shift = shift_of(row);
-                }
-            }
-        }
+        Place place = place_at(extent.row_group, extent.first_stage);
+        if (chunk.raw) return decode_rest<whole, true>(extent, chunk, streams, place, 0);
+        int done = 0;
+        if (quad && extent.row_groups == 1 && extent.first_stage % 2 == 0 && extent.stages >= 4) done = decode_run<whole>(extent, chunk, streams, place);
+        decode_rest<whole, false>(extent, chunk, streams, place, done);
     }
 
-    // The row's negated shift, placed at the exponent; 0 if there is none.
-    __device__ __forceinline__ u32 shift_of(i64 row) const {
+    __device__ __forceinline__ Place place_at(int row_group, int stage) const {
+        const i64 row = i64(row_group) * 8 + (lane >> 2);
+        const int column = 64 * stage + 4 * (lane & 3);
+        return {row * geometry.columns + column, column, row < geometry.rows, scale_of(row)};
+    }
+
+    // 2^-shift of the row, as BF16, twice.
+    __device__ __forceinline__ u32 scale_of(i64 row) const {
         int shift = packed.shift;
         if (packed.has_row_shifts && row < geometry.rows) shift = reinterpret_cast<const i8*>(packed.data + packed.row_shifts)[row];
-        return u32(-shift & 255) << 7;
+        return (u32(127 - shift) << 7) * 0x00010001u;
     }
 };
 
@@ -160,7 +186,8 @@ template <bool quad, bool whole>
 __device__ __forceinline__ void decode_tensor(const Geometry& geometry, const Packed& packed, u16* output, int table_words, int symbol_words, int buffer_words) {
     extern __shared__ __align__(16) u32 shared[];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
-    const int stride = gridDim.x * warps;
+    // All blocks together move along the tensor, so that what is read and written at a time lies together. Where chunks are few, some warps have none.
+    const int decoders = min(warps, (geometry.chunks + int(gridDim.x) - 1) / int(gridDim.x)), stride = gridDim.x * decoders;
     u32* buffers = shared + table_words + symbol_words + warp * 2 * buffer_words;
     const u32* offsets = reinterpret_cast<const u32*>(packed.data + packed.offsets);
     const u32* streams_section = reinterpret_cast<const u32*>(packed.data + packed.streams);
@@ -179,7 +206,7 @@ __device__ __forceinline__ void decode_tensor(const Geometry& geometry, const Pa
         copy_commit();
     };
 
-    int index = warp * gridDim.x + blockIdx.x, slot = 0, begin = 0, size = 0;
+    int index = warp < decoders ? blockIdx.x * decoders + warp : geometry.chunks, slot = 0, begin = 0, size = 0;
     stage_chunk(index, 0, begin, size);
     build_table<quad>(shared, reinterpret_cast<u16*>(shared + table_words), reinterpret_cast<const u16*>(packed.data + packed.code),
                       packed.width, packed.symbols, packed.window);

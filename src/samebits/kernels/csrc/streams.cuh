@@ -2,7 +2,8 @@
 #pragma once
 #include "common.cuh"
 
-constexpr int kCounts = 16;
+constexpr int kCounts = 16;          // entries of the code section's count array
+constexpr int kMaxLength = 13;
 constexpr u32 kNoPatch = 0xffffffffu;
 
 // An entry of the decode table:   31..28 length   27..0 quad: four bytes, the low nibble of each top7; single: the exponent
@@ -16,44 +17,45 @@ __device__ __forceinline__ u32 table_entry(int length, u32 symbol, u32 window) {
 // Builds the table for windows of `width` bits (first bit lowest) from the code section, by the whole block. `symbols` is shared
 // memory for the section's symbols.
 //
-// Windows are walked in the order of the code (first bit highest), eight at a time: one search, then steps from codeword to codeword.
+// Windows are walked in the order of the code (first bit highest), where a codeword of length L covers 2^(width - L) in a row; a thread takes eight.
 // Neighbouring lanes take windows that differ in the highest bits of that order, the lowest of the table index: no bank conflicts.
 template <bool quad>
 __device__ void build_table(u32* table, u16* symbols, const u16* __restrict__ code, int width, int symbol_count, u32 window) {
-    __shared__ u32 first_code[kCounts], first_symbol[kCounts], counts[kCounts];
+    __shared__ u32 first_code[kCounts], first_symbol[kCounts];
+    u32 ends[kMaxLength];   // [L]: the first window behind the codewords of length L; one length more for each that a window has reached
     for (int i = threadIdx.x; i < symbol_count; i += blockDim.x) symbols[i] = code[kCounts + i];
-    if (threadIdx.x < kLanes) {
-        const u32 count = threadIdx.x < kCounts ? code[threadIdx.x] : 0;
-        u32 next_code = 0, next_symbol = 0;
-        for (int length = 1; length < kCounts; ++length) {
-            next_code <<= 1;
-            if (threadIdx.x == 0) {
-                first_code[length] = next_code;
-                first_symbol[length] = next_symbol;
-            }
-            const u32 here = __shfl_sync(kFull, count, length);
-            next_code += here;
-            next_symbol += here;
+    const int lane = threadIdx.x & 31;
+    const u32 count = lane < kCounts ? code[lane] : 0;
+    u32 next_code = 0, next_symbol = 0;
+#pragma unroll
+    for (int length = 1; length < kMaxLength; ++length) {
+        next_code <<= 1;
+        if (threadIdx.x == 0) {
+            first_code[length] = next_code;
+            first_symbol[length] = next_symbol;
         }
-        if (threadIdx.x < kCounts) counts[threadIdx.x] = count;
+        const u32 here = __shfl_sync(kFull, count, length);
+        next_code += here;
+        next_symbol += here;
+        ends[length] = length < width ? next_code << (width - length) : kFull;
+    }
+    if (threadIdx.x == 0) {
+        first_code[kMaxLength] = next_code << 1;
+        first_symbol[kMaxLength] = next_symbol;
     }
     __syncthreads();
     const int run_bits = width >= 8 ? 3 : 0;
     for (int item = threadIdx.x; item < (1 << (width - run_bits)); item += blockDim.x) {
         u32 value = run_bits ? u32(item & 31) << (width - 5) | u32(item >> 5) << 3 : u32(item);
         const u32 end = value + (1u << run_bits);
-        int length = 1;
-        u32 index = value >> (width - 1);
         while (value < end) {
-            while (length < width && index >= counts[length]) {   // canonical: the next codeword is the first of a longer length
-                ++length;
-                index = (value >> (width - length)) - first_code[length];
-            }
-            const u32 place = min(first_symbol[length] + index, u32(symbol_count - 1));
-            const u32 entry = table_entry<quad>(length, symbols[place], window);
-            const u32 stop = min(end, ((first_code[length] + index) << (width - length)) + (1u << (width - length)));
+            int length = 1;
+#pragma unroll
+            for (int shorter = 1; shorter < kMaxLength; ++shorter) length += value >= ends[shorter];
+            const u32 index = (value >> (width - length)) - first_code[length];
+            const u32 entry = table_entry<quad>(length, symbols[min(first_symbol[length] + index, u32(symbol_count - 1))], window);
+            const u32 stop = min(end, ((value >> (width - length)) + 1) << (width - length));
             do table[__brev(value) >> (32 - width)] = entry; while (++value < stop);
-            ++index;
         }
     }
     __syncthreads();
