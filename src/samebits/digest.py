@@ -50,7 +50,7 @@ def digest(data: torch.Tensor | NDArray[np.generic] | Buffer) -> int:
 
 def _as_bytes(data: torch.Tensor | NDArray[np.generic] | Buffer) -> NDArray[np.uint8]:
     if isinstance(data, torch.Tensor):
-        return data.detach().reshape(-1).view(torch.uint8).numpy()
+        return data.detach().contiguous().as_strided((data.numel(),), (1,)).view(torch.uint8).numpy()
     if isinstance(data, np.ndarray):
         return np.ascontiguousarray(data).reshape(-1).view(np.uint8)
     return np.frombuffer(data, np.uint8)

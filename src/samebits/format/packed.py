@@ -204,7 +204,8 @@ class PackedTensor:
     def raw(cls, tensor: torch.Tensor, original_digest: int) -> PackedTensor:
         """Wrap a contiguous BF16 tensor that is not worth packing."""
         header = Header(Code.RAW, Layout.FLAT, tuple(tensor.shape), 1, 1, 0, 0, 0, False, 0, 0, original_digest)
-        return cls(header, tensor.contiguous().reshape(-1).view(torch.uint8))
+        words = tensor.contiguous().as_strided((tensor.numel(),), (1,))  # reshape leaves one word's stride at 0
+        return cls(header, words.view(torch.uint8))
 
     @classmethod
     def from_data(cls, data: torch.Tensor, *, header: Header | None = None) -> PackedTensor:
