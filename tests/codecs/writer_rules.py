@@ -47,11 +47,8 @@ def check_padding(reading: Reading) -> None:
     inside = np.zeros((8 * reading.row_groups, 64 * reading.stages), bool)
     words = np.arange(reading.rows * reading.columns) < reading.words.size
     inside[: reading.rows, : reading.columns] = words.reshape(reading.rows, reading.columns)
-    first = reading.symbols[0]
-    if reading.is_quad:
-        fill = [2 * (reading.header["window"] + (first >> 3 * i & 7)) for i in range(4)]
-    else:
-        fill = [first] * 4
+    first, window = reading.symbols[0], reading.header["window"]
+    fill = [2 * (window + (first >> 3 * i & 7)) if reading.is_quad else first for i in range(4)]
     whole = Whole(reading)
     for part, expected in zip(reading.shifted, (0, np.tile(fill, 16 * reading.stages), 0), strict=True):
         matrix = whole.in_rows(part)

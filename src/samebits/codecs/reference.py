@@ -85,7 +85,7 @@ class Chunk:
     def stream_lengths(self) -> list[int]:
         """6.2, 6.3: the length in bits of each of the 64 streams of a coded chunk."""
         base, unit = int(self.stored[0]) & 0x1FFF, int(self.stored[0]) >> 13 & 0x3F
-        _must(unit >= 1, "6.3", "a coded chunk whose unit is 0")
+        _must(unit >= 1, "6.5", "a chunk that is neither raw nor coded")
         _must(self.stored.size >= 9, "6.3", "a chunk ends before its streams")
         nibbles = [nibble for byte in self.stored[1:9].tobytes() for nibble in (byte & 15, byte >> 4)]
         return [base + unit * nibble for nibble in nibbles]
@@ -97,9 +97,8 @@ class Reading:
     def __init__(self, data: bytes) -> None:
         self.data = data
         _must(len(data) >= _HEADER.itemsize, "2.2", "shorter than a header")
-        self.header: dict[str, int] = dict(
-            zip(_HEADER.names or (), np.frombuffer(data, _HEADER, 1)[0].item(), strict=True)
-        )
+        fields = np.frombuffer(data, _HEADER, 1)[0]
+        self.header = {name: int(fields[name]) for name in _HEADER.names or ()}
         self._check_header()
         self.shape = self._read_shape()
         self.rows, self.columns = self._read_geometry()
@@ -120,9 +119,8 @@ class Reading:
         if self.is_quad:
             _must(header["window"] <= 120 and header["window"] & 15 <= 8, "3.4", "window out of range")
         else:
-            _must(
-                header["window"] == 0 and header["max_code_length"] <= 12, "3.5", "window or code length out of range"
-            )
+            _must(header["window"] == 0, "3.5", "a window in the single code")
+            _must(header["max_code_length"] <= 12, "3.5", "max_code_length out of range")
         _must(header["flags"] == 0 or header["shift"] == 0, "4.2", "both a shift and row_shifts")
         _must(header["max_chunk_words"] <= 1 + 128 * header["chunk_stages"], "6.1", "max_chunk_words out of range")
 
@@ -134,7 +132,7 @@ class Reading:
         ndim = self.header["ndim"]
         _must(len(self.data) >= 64 + 8 * ndim, "2.1", "the shape is cut off")
         shape = tuple(np.frombuffer(self.data, "<u8", ndim, 64).tolist())
-        _must(math.prod(shape) >= 1, "2.2", "no words")
+        _must(1 <= math.prod(shape) <= 1 << 48, "2.2", "no words, or more than 2^48")
         return shape
 
     def _read_geometry(self) -> tuple[int, int]:
@@ -171,16 +169,17 @@ class Reading:
             "planes": self.row_groups * slab_bytes,
             "streams": 4 * header["stream_words"],
         }
-        sections, end = {}, 0
+        places, end = {}, 0
         for name, size in sizes.items():
             multiple = 128 if name == "planes" and rows * self.columns >= 65536 else 16
             start = -(-end // multiple) * multiple
-            _must(not any(self.data[end:start]), "2.1", f"not zero before {name}")
-            sections[name] = self.data[start : start + size]
+            places[name] = slice(start, start + size)
             end = start + size
         _must(len(self.data) == -(-end // 16) * 16, "2.2", "another length than the header's fields imply")
-        _must(not any(self.data[end:]), "2.1", "not zero at the end")
-        return sections
+        starts = [*(place.start for place in places.values()), len(self.data)]
+        gaps = [self.data[place.stop : start] for place, start in zip(places.values(), starts[1:], strict=True)]
+        _must(not any(map(any, gaps)), "2.1", "not zero between the sections")
+        return {name: self.data[place] for name, place in places.items()}
 
     @cached_property
     def symbols(self) -> list[int]:
@@ -319,6 +318,8 @@ class Reading:
                     position += 128
                 raw[r, s] = np.frombuffer(planes, np.uint8, 512, position).reshape(32, 4, 4)
                 position += 512
+        missing = signs[:, -1] & 0x0F0F0F0F if self.stages % 2 else signs[:0]
+        _must(not missing.any(), "5.2", "signs of a missing stage")
         return raw, signs
 
     @cached_property
