@@ -15,12 +15,11 @@ import torch
 
 from samebits.bf16 import count_exponents, words_of
 from samebits.codecs import loops
-from samebits.codecs.plan import ALIGNED, FRACTIONS, PINNED, Plan, RowStatistics, make_plan
+from samebits.codecs.plan import ALIGNED, FRACTIONS, Plan, RowStatistics, make_plan
 from samebits.digest import digest
 from samebits.format.geometry import ROW_GROUP, Code, Geometry, Layout
 from samebits.format.packed import (
     EXPONENTS,
-    ORIGINAL_DIGEST,
     QUAD_SYMBOLS,
     STORED_DIGEST_END,
     Header,
@@ -65,21 +64,23 @@ class CpuCounter:
         self.words = words
         self.layout, self.geometry = Geometry.of_shape(shape, 1)
 
-    def rows(self) -> RowStatistics:
+    def rows(self, stride: int) -> RowStatistics:
         if self.layout is Layout.FLAT:
-            return RowStatistics.of_one_row(self._histogram(), self.has_subnormals())
+            return RowStatistics.of_flat(self._histogram(), self._has_subnormals())
         rows, columns = self.geometry.rows, self.geometry.columns
-        centers, lowest, highest = np.empty((3, rows), np.int32)
+        centers, lowest, highest, subnormal = np.empty((4, rows), np.int32)
+        grain = max(1, _TASK_WORDS // columns)
+        run_ranges(loops.summarize_rows, rows, grain, self.words, columns, centers, lowest, highest, subnormal)
 
         def count(first: int, last: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
             histogram, pinned = np.zeros((2, EXPONENTS), np.int64)
             aligned = np.zeros((FRACTIONS, ALIGNED), np.int64)
-            loops.count_rows(self.words, columns, centers, lowest, highest, histogram, aligned, pinned, first, last)
+            loops.count_rows(self.words, columns, centers, stride, histogram, aligned, pinned, first, last)
             return histogram, aligned, pinned
 
-        parts = run_ranges(count, rows, max(1, _TASK_WORDS // columns))
+        parts = run_ranges(count, -(-rows // stride), grain)
         histogram, aligned, pinned = (np.sum([part[i] for part in parts], axis=0) for i in range(3))
-        return RowStatistics(histogram, centers, lowest, highest, aligned, pinned)
+        return RowStatistics(histogram, centers, lowest, highest, bool(subnormal.any()), aligned, pinned)
 
     def _histogram(self) -> NDArray[np.int64]:
         def count(first: int, last: int) -> NDArray[np.int64]:
@@ -100,7 +101,7 @@ class CpuCounter:
         sampled = -(-self.geometry.rows // stride)
         return np.sum(run_ranges(count, sampled, max(1, _TASK_WORDS // columns)), axis=0)
 
-    def has_subnormals(self) -> bool:
+    def _has_subnormals(self) -> bool:
         return any(run_ranges(loops.any_subnormal, self.words.size, _TASK_WORDS, self.words))
 
 

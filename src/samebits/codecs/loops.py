@@ -25,6 +25,7 @@ _ONES = U64(0x0001000100010001)
 _CLASSES = U64(0x0007000700070007)
 _NO_CLASS = U64(0xFFF8FFF8FFF8FFF8)
 _INSIDE = U64(0x0080008000800080)  # where a class of 0 to 7 lands once the window is taken off
+COMMON_LOW, COMMON_HIGH = 64, 191  # exponents of ordinary weights: rows within need no closer look
 MAX_UNIT = 63
 MAX_BASE = 8191
 MAX_PATCHES = 8191
@@ -78,15 +79,63 @@ def quad_symbol(classes: int) -> int:
 
 
 @njit(cache=True, nogil=True)
-def count_rows(
+def summarize_rows(
     words: NDArray[np.uint16], columns: int, centers: NDArray[np.int32], lowest: NDArray[np.int32],
-    highest: NDArray[np.int32], histogram: NDArray[np.int64], aligned: NDArray[np.int64], pinned: NDArray[np.int64],
-    first: int, last: int,
+    highest: NDArray[np.int32], subnormal: NDArray[np.int32], first: int, last: int,
 ) -> None:  # fmt: skip
-    """Fill the row statistics (codecs.plan.RowStatistics) of rows [first, last)."""
-    counts = np.zeros((4, 256), np.int64)
-    row_counts = np.zeros(256, np.int64)
+    """Fill centre, bounds and the subnormal flag (codecs.plan.RowStatistics) of rows [first, last)."""
+    quads = words[: words.size // 4 * 4].view(np.uint64)
     for row in range(first, last):
+        start, stop = row * columns, (row + 1) * columns
+        total, common = (0, False) if columns % 4 else _sum_exponents(quads, start // 4, stop // 4)
+        if common:
+            centers[row], lowest[row], highest[row], subnormal[row] = 16 * total // columns, COMMON_LOW, COMMON_HIGH, 0
+        else:
+            _summarize_row(words, start, stop, row, centers, lowest, highest, subnormal)
+
+
+@njit(cache=True, nogil=True)
+def _sum_exponents(quads: NDArray[np.uint64], first: int, last: int) -> tuple[int, bool]:
+    """The sum of the exponents, and whether all lie in [COMMON_LOW, COMMON_HIGH]."""
+    total, strange = U64(0), U64(0)
+    for block in range(first, last, 256):  # a field holds 256 sums of exponents
+        fields = U64(0)
+        for i in range(block, min(block + 256, last)):
+            exponents = (quads[i] >> U64(7)) & _LOW_BYTES
+            fields += exponents
+            strange |= (exponents + U64(COMMON_LOW) * _ONES) ^ _INSIDE  # 128 to 255 where common: bit 7 cleared, bit 8 not set
+        total += (fields & U64(0xFFFF)) + (fields >> U64(16) & U64(0xFFFF)) + (fields >> U64(32) & U64(0xFFFF)) + (fields >> U64(48))
+    return np.int64(total), (strange & U64(0x0180018001800180)) == 0
+
+
+@njit(cache=True, nogil=True)
+def _summarize_row(
+    words: NDArray[np.uint16], start: int, stop: int, row: int, centers: NDArray[np.int32], lowest: NDArray[np.int32],
+    highest: NDArray[np.int32], subnormal: NDArray[np.int32],
+) -> None:  # fmt: skip
+    """A row with exponents outside the common range."""
+    nonzero, total, low, high = 0, 0, 255, 0
+    for i in range(start, stop):
+        exponent = np.int64((words[i] >> 7) & 255)
+        if exponent > 0:
+            nonzero += 1
+            total += exponent
+            low, high = min(low, exponent), max(high, exponent)
+    subnormal[row] = any_subnormal(words, start, stop)
+    lowest[row], highest[row] = min(low, COMMON_LOW), max(high, COMMON_HIGH)
+    fixed = nonzero == 0 or high == 255 or subnormal[row] != 0
+    centers[row] = -1 if fixed else 16 * total // nonzero
+
+
+@njit(cache=True, nogil=True)
+def count_rows(
+    words: NDArray[np.uint16], columns: int, centers: NDArray[np.int32], stride: int, histogram: NDArray[np.int64],
+    aligned: NDArray[np.int64], pinned: NDArray[np.int64], first: int, last: int,
+) -> None:  # fmt: skip
+    """Add the exponents of the sampled rows ``stride * [first, last)`` to the three histograms (codecs.plan.RowStatistics)."""
+    counts = np.zeros((4, 256), np.int64)
+    for sample in range(first, last):
+        row = sample * stride
         counts[:] = 0
         start, stop = row * columns, (row + 1) * columns
         middle = start + columns // 4 * 4
@@ -97,28 +146,14 @@ def count_rows(
             counts[3, (words[i + 3] >> 7) & 255] += 1
         for i in range(middle, stop):
             counts[0, (words[i] >> 7) & 255] += 1
-        total, weighted, low, high = 0, 0, 255, 0
+        center = centers[row]
         for e in range(256):
             number = counts[0, e] + counts[1, e] + counts[2, e] + counts[3, e]
-            row_counts[e] = number
             histogram[e] += number
-            if e > 0 and number > 0:
-                total += number
-                weighted += number * e
-                low = min(low, e)
-                high = e
-        subnormal = row_counts[0] > 0 and any_subnormal(words, start, stop)
-        lowest[row], highest[row] = (low, high) if total else (1, 254)
-        if total == 0 or high == 255 or subnormal:
-            centers[row] = -1
-            for e in range(256):
-                pinned[e] += row_counts[e]
-            continue
-        center = 16 * weighted // total
-        centers[row] = center
-        pinned[0] += row_counts[0]
-        for e in range(low, high + 1):
-            aligned[center % 16, e - center // 16 + 256] += row_counts[e]
+            if center < 0 or e == 0:
+                pinned[e] += number
+            else:
+                aligned[center % 16, e - center // 16 + 256] += number
 
 
 @njit(cache=True, nogil=True)

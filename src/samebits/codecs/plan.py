@@ -56,36 +56,52 @@ class RowStatistics:
     """What is counted first. A flat tensor counts as one row.
 
     Attributes:
-        histogram: int64 [256], exponents of all words.
+        histogram: int64 [256], exponents of the sampled rows (of all words, if all rows are).
         centers: int32 [rows], mean exponent of the row's nonzero words in sixteenths, rounded down; PINNED where a word is
             subnormal, infinite or NaN (FORMAT.md 4.3), or where all are zero.
-        lowest, highest: int32 [rows], extremes of the exponents other than 0.
-        aligned: int64 [FRACTIONS, ALIGNED], exponents other than 0 of the rows that may be shifted, relative to
+        lowest, highest: int32 [rows], bounds of the exponents other than 0: their extremes or, if these lie closer, 64 and 191.
+        has_subnormals: whether any word has exponent 0 and a mantissa.
+        aligned: int64 [FRACTIONS, ALIGNED], exponents other than 0 of the sampled rows that may be shifted, relative to
             the row's whole mean (plus ALIGNED_ZERO), by the fraction of the mean.
-        pinned: int64 [256], exponents of pinned rows and zeros of all others.
+        pinned: int64 [256], of the sampled rows: exponents of pinned ones, zeros of all others.
     """
 
     histogram: NDArray[np.int64]
     centers: NDArray[np.int32]
     lowest: NDArray[np.int32]
     highest: NDArray[np.int32]
+    has_subnormals: bool
     aligned: NDArray[np.int64]
     pinned: NDArray[np.int64]
 
     @classmethod
-    def of_one_row(cls, histogram: NDArray[np.int64], has_subnormals: bool) -> RowStatistics:
+    def of_one_row(cls, histogram: NDArray[np.int64], lowest: int, highest: int, has_subnormals: bool) -> RowStatistics:
         """Statistics of words that share one shift."""
         aligned, pinned = np.zeros((FRACTIONS, ALIGNED), np.int64), histogram.copy()
-        used = np.nonzero(histogram[1:])[0] + 1
-        center = PINNED
-        if used.size and used[-1] < 255 and not has_subnormals:
-            weights = histogram[1:]
+        center, weights = PINNED, histogram[1:]
+        if weights.any() and highest < 255 and not has_subnormals:
             center = int(FRACTIONS * int((np.arange(1, 256) * weights).sum()) // int(weights.sum()))
             start = ALIGNED_ZERO - center // FRACTIONS
             aligned[center % FRACTIONS, start + 1 : start + 256] = weights
             pinned[1:] = 0
-        lowest, highest = (used[0], used[-1]) if used.size else (1, 254)
-        return cls(histogram, np.array([center], np.int32), np.array([lowest], np.int32), np.array([highest], np.int32), aligned, pinned)
+        centers, lows, highs = (np.array([value], np.int32) for value in (center, lowest, highest))
+        return cls(histogram, centers, lows, highs, has_subnormals, aligned, pinned)
+
+    @classmethod
+    def of_flat(cls, histogram: NDArray[np.int64], has_subnormals: bool) -> RowStatistics:
+        """Statistics of a flat tensor, all of which is counted."""
+        used = np.nonzero(histogram[1:])[0] + 1
+        lowest, highest = (int(used[0]), int(used[-1])) if used.size else (1, 254)
+        return cls.of_one_row(histogram, lowest, highest, has_subnormals)
+
+    def as_one_row(self) -> RowStatistics:
+        """The same words under one shift for all."""
+        return self.of_one_row(self.histogram, int(self.lowest.min()), int(self.highest.max()), self.has_subnormals)
+
+    @property
+    def words(self) -> int:
+        """Words counted in the histogram."""
+        return int(self.histogram.sum())
 
     def shifted(self, target: int) -> NDArray[np.int64]:
         """Histogram [256] of the exponents after shifting every row's mean to ``target`` sixteenths."""
@@ -107,14 +123,11 @@ class RowStatistics:
 class Counter(Protocol):
     """Counts on one device what a plan is decided from."""
 
-    def rows(self) -> RowStatistics:
-        """Statistics by row (matrix layout) or of the whole tensor as one row (flat)."""
+    def rows(self, stride: int) -> RowStatistics:
+        """Statistics by row, exponents counted in every ``stride``-th row (matrix layout); of the whole tensor as one row (flat)."""
 
     def quads(self, shifts: NDArray[np.int32], window: int, stride: int) -> NDArray[np.int64]:
         """Quads of every ``stride``-th row: int64 [QUAD_SYMBOLS + 1], the last entry those with a word outside the window."""
-
-    def has_subnormals(self) -> bool:
-        """Whether any word of the tensor has exponent 0 and a mantissa."""
 
 
 @dataclass(frozen=True)
@@ -151,27 +164,32 @@ class _Candidate:
 def make_plan(shape: tuple[int, ...], counter: Counter, chunk_stages: int = CHUNK_STAGES) -> Plan | None:
     """Decide how to pack a tensor of ``shape``; None if packing would not make it smaller."""
     layout, geometry = Geometry.of_shape(shape, chunk_stages)
-    statistics = counter.rows()
-    bound = 8 + entropy(statistics.histogram)
-    single = _single(statistics, geometry)
-    best = single
-    if single.bits < 16 + QUAD_PREMIUM:
-        quad = _quad(statistics, counter, geometry)
-        worthy = quad.bits <= single.bits + QUAD_PREMIUM and quad.bits + _framing(geometry) <= bound + QUAD_OVERHEAD
-        best = quad if worthy or quad.bits < single.bits else single
+    stride = max(1, geometry.words // SAMPLE_WORDS) | 1
+    statistics = counter.rows(stride)
+    best = _best_candidate(statistics, counter, geometry, stride)
+    if best.code is Code.SINGLE and statistics.words < geometry.words:
+        statistics = counter.rows(1)  # every exponent that occurs needs a codeword
+        best = _single(statistics, geometry)
     if best.bits >= 16:
         return None
-    return Plan(best.code, layout, geometry, best.shifts, best.window, best.table, bound - 8)
+    return Plan(best.code, layout, geometry, best.shifts, best.window, best.table, entropy(statistics.histogram))
+
+
+def _best_candidate(statistics: RowStatistics, counter: Counter, geometry: Geometry, stride: int) -> _Candidate:
+    """The quad code, unless it is much longer than the single code or misses its bound."""
+    single = _single(statistics, geometry)
+    if single.bits >= 16 + QUAD_PREMIUM:
+        return single
+    quad = _quad(statistics, counter, geometry, stride)
+    bound = 8 + entropy(statistics.histogram) + QUAD_OVERHEAD
+    worthy = quad.bits <= single.bits + QUAD_PREMIUM and quad.bits + _framing(geometry) <= bound
+    return quad if worthy or quad.bits < single.bits else single
 
 
 def _framing(geometry: Geometry) -> float:
     """Bits per weight that chunk words, offsets and stream lengths (a nibble and half a unit each) take, about."""
     chunk_words = 512 * geometry.stages * geometry.row_groups / geometry.chunks
     return (STREAMS * STREAM_BITS + CHUNK_BITS) / chunk_words
-
-
-def _as_one_row(statistics: RowStatistics, counter: Counter) -> RowStatistics:
-    return RowStatistics.of_one_row(statistics.histogram, counter.has_subnormals())
 
 
 def _single(statistics: RowStatistics, geometry: Geometry) -> _Candidate:
@@ -186,7 +204,8 @@ def _single(statistics: RowStatistics, geometry: Geometry) -> _Candidate:
             shifts, histogram = statistics.shifts(target), moved
     symbols = np.nonzero(histogram)[0]
     lengths = code_lengths(histogram[symbols], MAX_SINGLE_CODE_LENGTH)
-    bits = int((lengths * histogram[symbols]).sum()) + 16 * symbols.size + (8 * rows if shifts.size > 1 else 0)
+    coded = int((lengths * histogram[symbols]).sum()) * geometry.words / statistics.words
+    bits = coded + 16 * symbols.size + (8 * rows if shifts.size > 1 else 0)
     table = CanonicalCode.from_lengths(symbols, lengths)
     bits += 8 * geometry.plane_bytes(Code.SINGLE)
     return _Candidate(Code.SINGLE, bits / geometry.words, shifts, 0, table)
@@ -198,17 +217,16 @@ def _is_exact(statistics: RowStatistics, target: int) -> bool:
     return bool(((statistics.shifts(target) == wanted) | (statistics.centers == PINNED)).all())
 
 
-def _quad(statistics: RowStatistics, counter: Counter, geometry: Geometry) -> _Candidate:
+def _quad(statistics: RowStatistics, counter: Counter, geometry: Geometry, stride: int) -> _Candidate:
     rows = statistics.centers.size
-    scalar = _as_one_row(statistics, counter) if rows > 1 else statistics
+    scalar = statistics.as_one_row() if rows > 1 else statistics
     target, cost = _best_target(scalar)
     chosen, row_bits = scalar, 0
     if rows > 1:
         row_target, row_cost = _best_target(statistics)
-        if row_cost + 8 * rows < cost:
+        if row_cost + 8 * rows * statistics.words / geometry.words < cost:
             chosen, target, row_bits = statistics, row_target, 8 * rows
     shifts, window = _place_window(chosen, target)
-    stride = max(1, geometry.words // SAMPLE_WORDS) | 1
     counts = counter.quads(shifts, window, stride)
     table, bits = _quad_book(counts, geometry.words)
     bits += row_bits + 8 * geometry.plane_bytes(Code.QUAD)

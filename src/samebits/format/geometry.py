@@ -17,7 +17,7 @@ SIGN_BYTES = 4 * LANES  # sign words of a pair of stages
 SLAB_BYTES = SIGN_BYTES + 2 * STAGE_WORDS
 FLAT_COLUMNS = 128
 MAX_CHUNK_STAGES = 64
-MATRIX_PADDING_LIMIT = 0.015  # share of padding up to which the matrix layout is chosen
+MATRIX_PADDING_LIMIT = 0.005  # share of padding up to which the matrix layout is chosen
 
 
 class Layout(IntEnum):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+
 WEIGHT = ".weight"
 PACKED = ".sb_packed"  # X.weight -> X.sb_packed
 BARE = ".sb_bare"  # Y -> Y.sb_bare
@@ -17,3 +20,10 @@ def original_name(stored: str) -> str | None:
     if stored.endswith(PACKED):
         return stored.removesuffix(PACKED) + WEIGHT
     return stored.removesuffix(BARE) if stored.endswith(BARE) else None
+
+
+def is_selected(name: str, include: Iterable[str], exclude: Iterable[str]) -> bool:
+    """Whether ``name`` matches one of the shell patterns ``include`` (none given: always) and none of ``exclude``."""
+    patterns = list(include)
+    included = not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
+    return included and not any(fnmatchcase(name, pattern) for pattern in exclude)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import struct
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -64,29 +63,20 @@ class CudaCounter:
     def __init__(self, tensor: torch.Tensor, layout: Layout, geometry: Geometry) -> None:
         self.tensor, self.layout, self.geometry = tensor, layout, geometry
 
-    @cached_property
-    def _rows(self) -> tuple[RowStatistics, bool]:
+    def rows(self, stride: int) -> RowStatistics:
         geometry = GeometryStructure.of(self.geometry)
         subnormal = self._zeros(1, torch.int32)
         counts = self._zeros(2 * EXPONENTS + FRACTIONS * ALIGNED, torch.int64)
         histogram, pinned, aligned = counts[:EXPONENTS], counts[EXPONENTS : 2 * EXPONENTS], counts[2 * EXPONENTS :]
         if self.layout is Layout.FLAT:
             _launch("histogram", self.geometry.words // 4096, geometry, self.tensor, histogram, subnormal)
-            found = bool(subnormal.item())
-            return RowStatistics.of_one_row(histogram.cpu().numpy(), found), found
+            return RowStatistics.of_flat(histogram.cpu().numpy(), bool(subnormal.item()))
         rows = self._zeros(3 * self.geometry.rows, torch.int32).view(3, -1)
-        _launch("row_statistics", self.geometry.rows // _WARPS, geometry, self.tensor, *rows, histogram, aligned, pinned, subnormal)
-        centers, lowest, highest = rows.cpu().numpy()
+        _launch("row_statistics", self.geometry.rows // _WARPS, geometry, self.tensor, *rows, histogram, aligned, pinned, subnormal,
+                ctypes.c_int32(stride))  # fmt: skip
         host = counts.cpu().numpy()
-        statistics = RowStatistics(host[:EXPONENTS], centers, lowest, highest, host[2 * EXPONENTS :].reshape(FRACTIONS, ALIGNED),
-                                   host[EXPONENTS : 2 * EXPONENTS])  # fmt: skip
-        return statistics, bool(subnormal.item())
-
-    def rows(self) -> RowStatistics:
-        return self._rows[0]
-
-    def has_subnormals(self) -> bool:
-        return self._rows[1]
+        return RowStatistics(host[:EXPONENTS], *rows.cpu().numpy(), bool(subnormal.item()),
+                             host[2 * EXPONENTS :].reshape(FRACTIONS, ALIGNED), host[EXPONENTS : 2 * EXPONENTS])  # fmt: skip
 
     def quads(self, shifts: NDArray[np.int32], window: int, stride: int) -> NDArray[np.int64]:
         counts = self._zeros(QUAD_SYMBOLS + 1, torch.int64)

@@ -10,6 +10,7 @@ constexpr int kFractions = 16;
 constexpr int kAligned = 512;
 constexpr int kAlignedZero = 256;
 constexpr int kQuadSymbols = 4096;
+constexpr int kCommonLow = 64, kCommonHigh = 191;   // codecs/loops.py
 constexpr int kMaxUnit = 63, kMaxBase = 8191, kMaxPatches = 8191;
 constexpr int kWarps = 8;                      // of every block here
 
@@ -62,10 +63,10 @@ __device__ __forceinline__ u32 quad_symbol(u64 classes) {
 
 // ---- counting
 
-// One warp per row: its histogram in shared memory, then the row's centre and its share of the aligned histogram (codecs/plan.py).
+// One warp per row: its histogram in shared memory, then the row's centre and, every stride-th row, its share of the others (codecs/plan.py).
 extern "C" __global__ void __launch_bounds__(32 * kWarps) row_statistics(
     const Geometry geometry, const u16* __restrict__ words, int* __restrict__ centers, int* __restrict__ lowest, int* __restrict__ highest,
-    u64* histogram, u64* aligned, u64* pinned, int* any_subnormal) {
+    u64* histogram, u64* aligned, u64* pinned, int* any_subnormal, int stride) {
     __shared__ u32 counts[kWarps][kExponents];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     u32* mine = counts[warp];
@@ -85,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps) row_statistics(
         int low = 255, high = 0;
         for (int e = lane; e < kExponents; e += kLanes) {
             const u32 number = mine[e];
-            if (number) atomicAdd(&histogram[e], u64(number));
+            if (number && row % stride == 0) atomicAdd(&histogram[e], u64(number));
             if (!number || e == 0) continue;
             total += number;
             weighted += u64(number) * e;
@@ -102,11 +103,11 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps) row_statistics(
         const int center = fixed ? -1 : int(kFractions * weighted / total);
         if (lane == 0) {
             centers[row] = center;
-            lowest[row] = total ? low : 1;
-            highest[row] = total ? high : 254;
+            lowest[row] = min(low, kCommonLow);
+            highest[row] = max(high, kCommonHigh);
             if (subnormal) *any_subnormal = 1;
         }
-        for (int e = lane; e < kExponents; e += kLanes) {
+        for (int e = lane; e < kExponents && row % stride == 0; e += kLanes) {
             const u32 number = mine[e];
             if (!number) continue;
             if (fixed || e == 0) atomicAdd(&pinned[e], u64(number));
