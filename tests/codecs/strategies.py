@@ -115,7 +115,7 @@ def legal_shifts(draw: st.DrawFn, words: Words, matrix: bool) -> int | tuple[int
     lowest = np.where(exponents == 0, 254, exponents).min(axis=1)
     highest = np.maximum(exponents.max(axis=1), 1)
     pinned = (highest == 255) | ((exponents == 0) & (rows & 127 != 0)).any(axis=1)
-    low, high = np.maximum(1 - lowest, -128), np.minimum(254 - highest, 127)
+    low, high = np.maximum(1 - lowest, -126), np.minimum(254 - highest, 126)
     share = draw(st.none() | st.floats(0, 1))
     shifts = np.where(pinned, 0, 0 if share is None else low + np.round((high - low) * share).astype(np.int64))
     return int(shifts[0]) if one_for_all else tuple(shifts.tolist())

@@ -22,7 +22,7 @@ def words_of(tensor: torch.Tensor) -> NDArray[np.uint16]:
 
 def packed_of(data: bytes) -> PackedTensor:
     """A validated packed tensor on the CPU."""
-    return PackedTensor.from_data(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    return PackedTensor.from_data(torch.from_numpy(np.frombuffer(data, np.uint8).copy()))
 
 
 def bytes_of(packed: PackedTensor) -> bytes:

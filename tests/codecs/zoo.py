@@ -72,9 +72,9 @@ def every_exponent(shape: tuple[int, ...]) -> Words:
 
 
 def every_shift() -> tuple[Words, tuple[int, ...]]:
-    """249 rows of 64 words, and shifts from -128 to 120 that fit them."""
-    shifts = np.arange(-128, 121)[:, None]
-    exponents = 126 - np.random.default_rng(0).integers(0, 6, (249, 64)) - shifts
+    """247 rows of 64 words, and shifts from -126 to 120 that fit them."""
+    shifts = np.arange(-126, 121)[:, None]
+    exponents = 126 - np.random.default_rng(0).integers(0, 6, (247, 64)) - shifts
     words = exponents << 7 | np.arange(64) | (shifts & 1) << 15
     words[:, 5::9] = 0x8000
     return words.astype(np.uint16), tuple(shifts[:, 0].tolist())
@@ -89,7 +89,7 @@ def row_shifts(words: Words) -> tuple[int, ...]:
     exponents = (words.reshape(-1, words.shape[-1]).astype(np.int64) >> 7) & 255
     subnormal = ((exponents == 0) & (words.reshape(exponents.shape) & 127 != 0)).any(axis=1)
     lowest = np.where(exponents == 0, 255, exponents).min(axis=1)
-    shifts = np.clip(120 - exponents.max(axis=1), np.maximum(1 - lowest, -128), 127)
+    shifts = np.clip(120 - exponents.max(axis=1), np.maximum(1 - lowest, -126), 126)
     pinned = subnormal | (exponents.max(axis=1) == 255)
     return tuple(np.where(pinned, 0, shifts).tolist())
 
@@ -194,7 +194,7 @@ ZOO = [
     case("all_words_flat_single", all_words(), single_flat, chunk_stages=7),
     case("all_chunks_raw", scattered((40, 70)), quad_matrix, raw_chunks=frozenset(range(99))),
     case("row_shifts_flat", normal((384,)), partial(quad_choices, matrix=False, shifts=(0, 2, -1))),
-    case("widest_single_shift", normal((8, 64), scale=1e-3), partial(single_choices, matrix=True, shifts=127)),
+    case("widest_single_shift", normal((8, 64), scale=1e-3), partial(single_choices, matrix=True, shifts=126)),
     case("every_shift", EVERY_SHIFT[0], partial(single_choices, matrix=True, shifts=EVERY_SHIFT[1])),
     case("unlike_its_code", normal((16, 128)), quad_matrix, lengths={0: 1, 4095: 2, 585: 2}, window=8),
     case("every_shift_quad", EVERY_SHIFT[0], partial(quad_choices, matrix=True, shifts=EVERY_SHIFT[1], book=600)),
