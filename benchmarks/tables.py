@@ -51,6 +51,14 @@ COLUMNS: dict[str, dict[str, Cell]] = {
     "sizes.models": {"model": "name"} | SIZE_COLUMNS,
     "sizes.minilm": {"part": "name"} | SIZE_COLUMNS,
     "sizes.king-james": {"part": "name"} | SIZE_COLUMNS,
+    "h200.codec": {
+        "matrix": "matrix",
+        "bits a weight": decimals("bits_per_weight", 3),
+        "decode, TB/s of BF16": with_spread("decode_tb_per_s", 2),
+        "roof, TB/s": decimals("roof_tb_per_s", 2),
+        "of roof": percent("of_roof"),
+        "encode, G weights/s": with_spread("encode_gweights_per_s", 1),
+    },
     "cpu.codec": {
         "weights": "name",
         "matrix": "matrix",
