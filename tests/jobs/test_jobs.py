@@ -314,3 +314,15 @@ def test_a_hub_id_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
     with pytest.raises(InputError, match=r"some/model: no such path, and not available on the hub \(offline\)"):
         resolve_source("some/model")
+
+
+@pytest.mark.gpu
+def test_a_gpu_writes_the_same_files(tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "source")
+    for device in ("cpu", "cuda"):
+        Compression(Checkpoint.open(source), tmp_path / device, run=RunOptions(device=device)).run()
+    assert files_of(tmp_path / "cuda") == files_of(tmp_path / "cpu")
+    packed = Checkpoint.open(tmp_path / "cuda")
+    assert verify_against(packed, Checkpoint.open(source), "cuda").identical
+    Decompression(packed, tmp_path / "back", RunOptions(device="cuda")).run()
+    assert stored(tmp_path / "back") == stored(source)

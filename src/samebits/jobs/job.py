@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from samebits.errors import InputError
-from samebits.format.container import Checkpoint, Entry, FileInfo
+from samebits.format.container import Checkpoint, Entry
 from samebits.format.folder import CONFIG, INDEX_SUFFIX, VERSION, index_name, read_json
 from samebits.format.safetensors_file import SUFFIX, SafetensorsFile
 from samebits.jobs.device import resolve_device
@@ -29,7 +29,6 @@ class Shard:
     """One file of the source, its tensors, and the name of the file made from it."""
 
     file: SafetensorsFile
-    info: FileInfo
     entries: list[Entry]
     target: str
 
@@ -83,7 +82,7 @@ class Job(ABC):
         self.device = resolve_device(run.device)
         targets = self.targets() if self.is_folder else [destination.name]
         self.shards = [
-            Shard(file, checkpoint.infos.get(file.path, FileInfo()), checkpoint.by_file[file.path], target)
+            Shard(file, checkpoint.by_file[file.path], target)
             for file, target in zip(checkpoint.files, targets, strict=True)
         ]
         weights = {file.path for file in checkpoint.files}

@@ -31,9 +31,10 @@ def resolve_source(text: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    transport_error: type[Exception] = HfHubHTTPError.__mro__[1]  # of whichever HTTP library this huggingface_hub uses
     try:
         return Path(snapshot_download(text, ignore_patterns=list(OTHER_WEIGHTS)))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+    except (transport_error, HFValidationError, LocalEntryNotFoundError) as error:
         reason = str(error).strip().partition("\n")[0]
         mend = "check the path, the hub id, the network, or log in with `hf auth login`"
         raise InputError(f"no such path, and not available on the hub ({reason})", where=text, mend=mend) from None

@@ -1,0 +1,86 @@
+"""generate and bench on the example model, compressed and plain."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from samebits.cli.generate import default_model
+from tests.cli.conftest import Command
+
+PROMPT = "And the king said"
+
+
+@pytest.fixture(scope="module")
+def example() -> Path:
+    return Path(default_model())
+
+
+@pytest.fixture
+def packed_example(samebits: Command, example: Path, tmp_path: Path) -> Path:
+    assert samebits("compress", example, tmp_path / "packed").code == 0
+    return tmp_path / "packed"
+
+
+def generated(samebits: Command, *arguments: object) -> dict[str, Any]:
+    return samebits(
+        "generate", *arguments, "--prompt", PROMPT, "--max-new-tokens", 12, "--device", "cpu", "--json"
+    ).json
+
+
+@pytest.mark.parametrize("options", [("--greedy",), ("--temperature", "1.5", "--seed", "7")])
+def test_the_same_text_from_compressed_and_plain(
+    samebits: Command, example: Path, packed_example: Path, options: tuple[str, ...]
+) -> None:
+    plain, compressed = (generated(samebits, path, *options) for path in (example, packed_example))
+    assert len(plain["tokens"]) == 12
+    assert plain["text"].startswith(PROMPT)
+    assert (compressed["tokens"], compressed["text"]) == (plain["tokens"], plain["text"])
+
+
+def test_the_seed_decides_what_is_sampled(samebits: Command, example: Path) -> None:
+    options = ("--temperature", 2.0, "--seed")
+    texts = [generated(samebits, example, *options, seed)["text"] for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_the_example_is_the_default(samebits: Command, example: Path) -> None:
+    outcome = samebits("generate", "--prompt", PROMPT, "--max-new-tokens", 5, "--greedy", "--device", "cpu")
+    assert (outcome.code, outcome.out.startswith(PROMPT)) == (0, True)
+    assert outcome.err.startswith("5 tokens in ")
+
+
+def test_a_damaged_model_does_not_generate(samebits: Command, packed_example: Path) -> None:
+    (path,) = packed_example.glob("*.safetensors")
+    path.write_bytes(path.read_bytes()[:-100])
+    outcome = samebits("generate", packed_example, "--prompt", PROMPT)
+    assert outcome.code == 2
+    assert "not a valid safetensors file" in outcome.error or "cannot load it" in outcome.error
+
+
+@pytest.mark.parametrize("compressed", [True, False])
+def test_bench(samebits: Command, example: Path, packed_example: Path, compressed: bool) -> None:
+    report = samebits("bench", packed_example if compressed else example, "--device", "cpu", "--json").json
+    assert report["device"] == "cpu"
+    assert report["coding"]["tensors"] == 29
+    assert 10 < report["coding"]["bits_per_weight"] < 11
+    models = report["models"]
+    assert models["samebits"]["resident_bytes"] < 0.7 * models["BF16"]["resident_bytes"]
+    assert all(figure > 0 for model in models.values() for figure in model.values())
+
+
+def test_bench_of_a_file_measures_its_tensors(samebits: Command, example: Path) -> None:
+    outcome = samebits("bench", example / "model.safetensors", "--device", "cpu")
+    assert outcome.code == 0
+    assert "29 tensors measured, 10." in outcome.out
+
+
+@pytest.mark.gpu
+def test_the_same_text_on_a_gpu(samebits: Command, example: Path, packed_example: Path) -> None:
+    options = ("--prompt", PROMPT, "--greedy", "--device", "cuda", "--json")
+    plain, compressed = (samebits("generate", path, *options).json for path in (example, packed_example))
+    assert compressed["tokens"] == plain["tokens"]
+    assert torch.cuda.is_available()
