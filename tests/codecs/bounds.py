@@ -1,0 +1,44 @@
+"""Run the compiled loops with every array access checked; a script of test_bounds.py (NUMBA_BOUNDSCHECK=1)."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+import samebits
+from tests.codecs.malformed import MALFORMED
+from tests.codecs.surgery import Parts
+from tests.codecs.tensors import packed_of, tensor_of
+from tests.codecs.zoo import ZOO
+
+
+@njit
+def _read(array: np.ndarray, index: int) -> int:
+    return array[index]  # type: ignore[no-any-return]
+
+
+def prove_that_accesses_are_checked() -> None:
+    try:
+        _read(np.zeros(3), 3)
+    except IndexError:
+        return
+    raise AssertionError("NUMBA_BOUNDSCHECK is not set")
+
+
+def main() -> None:
+    prove_that_accesses_are_checked()
+    rng = np.random.default_rng(0)
+    for case in ZOO:
+        samebits.decode(samebits.encode(tensor_of(case.words)))
+        samebits.decode(packed_of(case.packed))
+        for fill in (rng.bytes, lambda size: b"\xff" * size, lambda size: b"\0\0\0\x01" * (size // 4)):
+            parts = Parts.of(case.packed)
+            parts.streams[:] = fill(len(parts.streams))
+            samebits.decode(packed_of(parts.joined()))
+    for malformed in MALFORMED:
+        if not malformed.refused:
+            samebits.decode(packed_of(malformed.data))
+
+
+if __name__ == "__main__":
+    main()
