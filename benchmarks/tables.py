@@ -66,13 +66,6 @@ COLUMNS: dict[str, dict[str, Cell]] = {
         "decode, G weights/s": with_spread("decode_gweights_per_s", 2),
         "copy BF16, G weights/s": with_spread("copy_gweights_per_s", 2),
     },
-    "h200.codec": {
-        "matrix": "matrix",
-        "decode, TB/s of BF16 written": with_spread("decode_tb_per_s", 2),
-        "roof, TB/s": decimals("roof_tb_per_s", 2),
-        "of the roof": percent("of_roof"),
-        "encode, G weights/s": with_spread("encode_gweights_per_s", 1),
-    },
     "memory.memory": {
         "command": "command",
         "checkpoint": lambda row: f"{row['original_bytes'] / 1e9:.1f} GB",
