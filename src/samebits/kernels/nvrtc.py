@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from cuda.core import Kernel
 
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"\n', re.MULTILINE)
-_MEND = "pip install 'samebits[cuda]', or decode on the CPU"
+_MEND = "pip install cuda-core cuda-bindings, of the CUDA version that torch was built for, or use the CPU"
 
 
 def source(name: str) -> str:
@@ -94,7 +94,9 @@ def multiprocessors(device: int) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def launch(function: Kernel, grid: int, threads: int, shared: int, *arguments: ctypes.Structure | ctypes._SimpleCData[Any]) -> None:
+def launch(
+    function: Kernel, grid: int, threads: int, shared: int, *arguments: ctypes.Structure | ctypes._SimpleCData[Any]
+) -> None:
     """Launch on torch's current stream; arguments are ctypes values, structures by value."""
     from cuda.bindings import driver
 

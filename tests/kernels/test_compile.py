@@ -1,0 +1,34 @@
+"""The CUDA sources compile for every architecture they are meant for; NVRTC needs no GPU for that."""
+
+from __future__ import annotations
+
+import pytest
+
+from samebits.errors import DeviceError
+from samebits.kernels import nvrtc
+
+CAPABILITIES = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
+KERNELS = {
+    "decode.cu": ["decode_quad_whole", "decode_quad_clipped", "decode_single_whole", "decode_single_clipped"],
+    "encode.cu": ["row_statistics", "histogram", "quad_counts", "measure_quad", "write_single", "digest"],
+}
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=nvrtc.architecture)
+@pytest.mark.parametrize("file", KERNELS)
+def test_sources_compile(file: str, capability: tuple[int, int]) -> None:
+    binary = nvrtc.compile_source(file, nvrtc.architecture(capability), cached=False).code
+    assert binary[:4] == b"\x7fELF"
+    assert all(name.encode() in binary for name in KERNELS[file])
+
+
+def test_headers_are_included_once() -> None:
+    text = nvrtc.source("decode.cu")
+    assert "#include" not in text
+    assert text.count("struct Geometry {") == 1
+
+
+def test_a_compiler_error_names_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvrtc, "source", lambda name: "this is no CUDA")
+    with pytest.raises(DeviceError, match=r"cannot compile decode\.cu for sm_80"):
+        nvrtc.compile_source("decode.cu", "sm_80", cached=False)
