@@ -53,6 +53,7 @@ def compile_source(name: str, target: str, *, cached: bool = True) -> Any:
     """
     try:
         from cuda.core import Program, ProgramOptions
+        from cuda.core._utils.cuda_utils import CUDAError  # its errors have no public name
         from cuda.core.utils import FileStreamProgramCache
     except ImportError as error:
         raise DeviceError(f"the CUDA kernels need cuda-core ({error})", mend=_MEND) from error
@@ -60,7 +61,7 @@ def compile_source(name: str, target: str, *, cached: bool = True) -> Any:
     try:
         program = Program(source(name), "c++", options)
         return program.compile("cubin", cache=FileStreamProgramCache() if cached else None)
-    except (RuntimeError, OSError) as error:
+    except (CUDAError, RuntimeError, OSError) as error:
         raise DeviceError(f"cannot compile {name} for {target}: {error}", mend=_MEND) from error
 
 
