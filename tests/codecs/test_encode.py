@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from functools import cache
 
 import numpy as np
 import pytest
@@ -88,12 +87,7 @@ def test_all_words_come_back(pattern: str) -> None:
 @pytest.mark.parametrize("code", ["quad", "single"])
 def test_rows_outside_the_sample_come_back(code: str) -> None:
     """Above 16 M words the plan counts every third row; here the others hold every word there is."""
-    ordinary = zoo.normal((256, 2048)) if code == "quad" else zoo.nearly_constant((256, 2048))
-    words = np.tile(ordinary, (33, 1))
-    words[1:97:3] = np.arange(65536).reshape(32, 2048)
-    words[100:196:3] = zoo.scaled_rows((32, 2048))
-    words[197] = 0
-    words[199] = 0x7F80
+    words = zoo.beyond_the_sample(code)
     packed = samebits.encode(tensor_of(words))
     assert packed.code.name.lower() == code
     assert packed.nbytes < 0.7 * words.nbytes
@@ -138,59 +132,22 @@ def entropy_of(words: Words) -> float:
     return entropy(exponent_histogram(tensor_of(words)))
 
 
-def bimodal_rows(shape: tuple[int, int]) -> Words:
-    """Every other row a thousand times larger."""
-    return zoo.to_bf16(np.random.default_rng(1).standard_normal(shape) * 1000.0 ** (np.arange(shape[0])[:, None] % 2))
-
-
-def pruned(shape: tuple[int, ...], share: float) -> Words:
-    words = zoo.normal(shape, 2).copy()
-    words[np.random.default_rng(3).random(shape) < share] = 0
-    return words
-
-
-def heavy_tails(shape: tuple[int, ...]) -> Words:
-    return zoo.to_bf16(np.random.default_rng(4).standard_cauchy(shape) * 1e-3)
-
-
-LARGE: dict[str, Callable[[], Words]] = {
-    "matrix": lambda: zoo.normal((1024, 1024)),
-    "odd stages": lambda: zoo.normal((1536, 64 * 11)),
-    "short rows": lambda: zoo.normal((16384, 64)),
-    "long rows": lambda: zoo.normal((8, 131072)),
-    "flat": lambda: zoo.normal((1_000_003,)),
-    "padded": lambda: zoo.normal((1001, 1088)),
-    "experts": lambda: zoo.normal((3, 500, 700)),
-    "bimodal rows": lambda: bimodal_rows((1024, 1024)),
-    "rows of every scale": lambda: zoo.scaled_rows((2048, 512)),
-    "half pruned": lambda: pruned((1024, 1024), 0.5),
-    "a tenth pruned": lambda: pruned((1024, 1024), 0.1),
-    "heavy tails": lambda: heavy_tails((1024, 1024)),
-    "uniform": lambda: zoo.to_bf16(np.random.default_rng(5).uniform(-1, 1, (1024, 1024))),
-    "octaves": lambda: zoo.octaves((1024, 1024)),
-    "wide": lambda: zoo.to_bf16(2.0 ** np.random.default_rng(6).uniform(-20, 20, (1024, 1024))),
-    "random": lambda: np.random.default_rng(7).integers(0, 1 << 16, (1024, 1024)).astype(np.uint16),
-    "constant": lambda: np.full((1024, 1024), 0x3F80, np.uint16),
-    "nine in ten pruned": lambda: pruned((1024, 1024), 0.9),
-}
-
-
-@cache
-def large(name: str) -> Words:
-    return LARGE[name]()
-
-
-@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("name", zoo.LARGE)
 def test_size_of_large_tensors(name: str) -> None:
     """At most 0.20 bits beyond the entropy, everything counted; below 2 bits of entropy prefix codes have a floor."""
-    words = large(name)
+    words = zoo.large(name)
     bits, limit = samebits.encode(tensor_of(words)).bits_per_weight, 8 + entropy_of(words)
     assert bits <= min(16, limit + 0.20 if limit >= 10 else max(limit + 0.5, 9.5))
 
 
-@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("name", ["larger matrix", "bimodal rows", "octaves"])
+def test_large_trained_tensors_get_the_fast_code(name: str) -> None:
+    assert samebits.encode(tensor_of(zoo.large(name))).code.name == "QUAD"
+
+
+@pytest.mark.parametrize("name", zoo.LARGE)
 def test_large_tensors_come_back(name: str) -> None:
-    words = large(name)
+    words = zoo.large(name)
     assert words_of(samebits.decode(samebits.encode(tensor_of(words)))).tobytes() == words.tobytes()
 
 

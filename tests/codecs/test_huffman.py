@@ -17,7 +17,7 @@ WEIGHTS = st.lists(st.integers(1, 1000) | st.sampled_from([1, 1 << 40]), min_siz
 
 @cache
 def complete_codes(count: int, limit: int, shortest: int = 0) -> list[tuple[int, ...]]:
-    """All ascending lengths of ``count`` codewords, of at most ``limit`` bits, that fill a code from ``shortest`` on."""
+    """All ascending lengths, up to ``limit``, of ``count`` codewords that share ``2 ** -shortest`` completely."""
     if count == 1:
         return [(shortest,)]
     if shortest == limit:

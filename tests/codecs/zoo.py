@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -199,3 +199,57 @@ ZOO = [
     case("unlike_its_code", normal((16, 128)), quad_matrix, lengths={0: 1, 4095: 2, 585: 2}, window=8),
     case("every_shift_quad", EVERY_SHIFT[0], partial(quad_choices, matrix=True, shifts=EVERY_SHIFT[1], book=600)),
 ]
+
+
+def bimodal_rows(shape: tuple[int, int]) -> Words:
+    """Every other row a thousand times larger."""
+    return to_bf16(np.random.default_rng(1).standard_normal(shape) * 1000.0 ** (np.arange(shape[0])[:, None] % 2))
+
+
+def pruned(shape: tuple[int, ...], share: float) -> Words:
+    words = normal(shape, 2).copy()
+    words[np.random.default_rng(3).random(shape) < share] = 0
+    return words
+
+
+def heavy_tails(shape: tuple[int, ...]) -> Words:
+    return to_bf16(np.random.default_rng(4).standard_cauchy(shape) * 1e-3)
+
+
+def beyond_the_sample(code: str) -> Words:
+    """Over 16 M words, of which a plan counts every third row: the others hold every word there is."""
+    words = np.tile(normal((256, 2048)) if code == "quad" else nearly_constant((256, 2048)), (33, 1))
+    words[1:97:3] = all_words((32, 2048))
+    words[100:196:3] = scaled_rows((32, 2048))
+    words[197] = 0
+    words[199] = 0x7F80
+    return words
+
+
+# Of a million words or more.
+LARGE: dict[str, Callable[[], Words]] = {
+    "matrix": lambda: normal((1024, 1024)),
+    "larger matrix": lambda: normal((2048, 2048)),
+    "odd stages": lambda: normal((1536, 64 * 11)),
+    "short rows": lambda: normal((16384, 64)),
+    "long rows": lambda: normal((8, 131072)),
+    "flat": lambda: normal((1_000_003,)),
+    "padded": lambda: normal((1001, 1088)),
+    "experts": lambda: normal((3, 500, 700)),
+    "bimodal rows": lambda: bimodal_rows((1024, 1024)),
+    "rows of every scale": lambda: scaled_rows((2048, 512)),
+    "half pruned": lambda: pruned((1024, 1024), 0.5),
+    "a tenth pruned": lambda: pruned((1024, 1024), 0.1),
+    "heavy tails": lambda: heavy_tails((1024, 1024)),
+    "uniform": lambda: to_bf16(np.random.default_rng(5).uniform(-1, 1, (1024, 1024))),
+    "octaves": lambda: octaves((1024, 1024)),
+    "wide": lambda: to_bf16(2.0 ** np.random.default_rng(6).uniform(-20, 20, (1024, 1024))),
+    "random": lambda: np.random.default_rng(7).integers(0, 1 << 16, (1024, 1024)).astype(np.uint16),
+    "constant": lambda: np.full((1024, 1024), 0x3F80, np.uint16),
+    "nine in ten pruned": lambda: pruned((1024, 1024), 0.9),
+}
+
+
+@cache
+def large(name: str) -> Words:
+    return LARGE[name]()

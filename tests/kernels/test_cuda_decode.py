@@ -1,0 +1,188 @@
+"""The CUDA decoder: right on everything the format allows, and no fault whatever the contents."""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import samebits
+from samebits.format.packed import PackedTensor
+from samebits.kernels.ops import fields_of
+from tests.codecs.malformed import MALFORMED, Malformed
+from tests.codecs.slow_encoder import slow_encode
+from tests.codecs.strategies import all_choices, words_of_any_shape
+from tests.codecs.surgery import Parts, put
+from tests.codecs.tensors import packed_of, tensor_of, words_of
+from tests.codecs.zoo import LARGE, ZOO, Case, Words, large, normal, octaves
+from tests.vectors.make import FOLDER, path_of
+
+pytestmark = pytest.mark.gpu
+NAMES = sorted(path.stem for path in FOLDER.glob("*.bin"))
+SMALL = {case.name: case for case in ZOO if len(case.packed) < 20_000}
+
+
+def on_gpu(data: bytes, device: str = "cuda") -> PackedTensor:
+    return packed_of(data).to(device)
+
+
+def decoded(packed: PackedTensor) -> bytes:
+    result = samebits.decode(packed)
+    assert (result.device, result.shape) == (packed.device, packed.shape)
+    return words_of(result).tobytes()
+
+
+@pytest.mark.parametrize("case", ZOO, ids=str)
+def test_decodes_the_zoo(case: Case) -> None:
+    assert decoded(on_gpu(case.packed)) == case.words.tobytes()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_decodes_the_golden_vectors(name: str) -> None:
+    assert decoded(on_gpu(path_of(name, "bin").read_bytes())) == path_of(name, "words").read_bytes()
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_decodes_any_legal_choice(data: st.DataObject) -> None:
+    words: Words = data.draw(words_of_any_shape(2000).filter(lambda words: words.size > 0))
+    assert decoded(on_gpu(slow_encode(words, data.draw(all_choices(words))))) == words.tobytes()
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_decodes_large_tensors_of_the_cpu(name: str) -> None:
+    packed = samebits.encode(tensor_of(large(name)))
+    result = samebits.decode(packed, device="cuda")
+    assert result.device.type == "cuda"
+    assert words_of(result).tobytes() == large(name).tobytes()
+
+
+@pytest.mark.parametrize("offset", [1, 2, 4, 8, 16, 17])
+def test_bytes_at_any_address(offset: int) -> None:
+    for case in SMALL.values():
+        room = torch.zeros(offset + len(case.packed), dtype=torch.uint8, device="cuda")
+        room[offset:] = on_gpu(case.packed).data
+        assert decoded(PackedTensor.from_data(room[offset:])) == case.words.tobytes()
+
+
+def survives(data: bytes) -> None:
+    """Any words, but no fault: and the next decode is right again."""
+    samebits.decode(on_gpu(data))
+    torch.cuda.synchronize()
+    assert decoded(on_gpu(ZOO[0].packed)) == ZOO[0].words.tobytes()
+
+
+@pytest.mark.parametrize("malformed", [case for case in MALFORMED if not case.refused], ids=str)
+def test_malformed_streams_do_no_harm(malformed: Malformed) -> None:
+    survives(malformed.data)
+
+
+@settings(max_examples=200)
+@given(st.sampled_from([case.name for case in ZOO]), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1))
+def test_hostile_streams_do_no_harm(name: str, seed: int, first_word: int) -> None:
+    """Random streams behind valid tables: any base, unit and patch count."""
+    parts = Parts.of(next(case for case in ZOO if case.name == name).packed)
+    parts.streams[:] = np.random.default_rng(seed).bytes(len(parts.streams))
+    for at in range(len(parts.offsets) // 4 - 1):
+        put(parts.streams, struct.unpack_from("<I", parts.offsets, 4 * at)[0], first_word)
+    survives(parts.joined())
+
+
+@pytest.mark.parametrize("fill", [b"\xff", b"\0"])
+@pytest.mark.parametrize("case", ZOO, ids=str)
+def test_chunks_of_one_word_do_no_harm(case: Case, fill: bytes) -> None:
+    parts = Parts.of(case.packed)
+    chunks = len(parts.offsets) // 4 - 1
+    parts["stream_words"] = chunks
+    parts["max_chunk_words"] = 1
+    parts.offsets[:] = struct.pack(f"<{chunks + 1}I", *range(chunks + 1))
+    parts.streams[:] = fill * (4 * chunks)
+    survives(parts.joined())
+
+
+def test_runs_on_the_current_stream() -> None:
+    """The bytes arrive late, on a stream of their own: only a decoder that waits on that stream sees them."""
+    words = normal((1024, 1024))
+    source = samebits.encode(tensor_of(words)).to("cuda")
+    late = PackedTensor(source.header, torch.zeros_like(source.data))
+    samebits.decode(late)  # compiles
+    late.data.zero_()
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)
+        late.data.copy_(source.data)
+        result = samebits.decode(late)
+        copy = result.clone()
+    stream.synchronize()
+    assert words_of(result).tobytes() == words.tobytes()
+    assert words_of(copy).tobytes() == words.tobytes()
+
+
+def test_is_captured_in_a_cuda_graph() -> None:
+    """Replays decode what the bytes are then, without the host."""
+    words = octaves((512, 512))
+    packed = samebits.encode(tensor_of(words)).to("cuda")
+    samebits.decode(packed)  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = samebits.decode(packed)
+    packed.section("planes")[128:640] ^= 0x7F  # mantissas of the first stage
+    graph.replay()
+    torch.cuda.synchronize()
+    expected = words.copy()
+    expected[:8, :64] ^= 0x7F
+    assert words_of(result).tobytes() == expected.tobytes()
+
+
+def test_inside_torch_compile() -> None:
+    words = normal((1024, 512))
+    packed = samebits.encode(tensor_of(words)).to("cuda")
+    shape, fields = list(packed.shape), fields_of(packed.header)
+
+    @torch.compile(fullgraph=True)
+    def flipped(data: torch.Tensor) -> torch.Tensor:
+        return torch.ops.samebits.decode(data, shape, fields).view(torch.int16) ^ -1
+
+    assert words_of(flipped(packed.data).view(torch.bfloat16)).tobytes() == (~words).tobytes()
+
+
+def test_operator_keeps_torchs_rules() -> None:
+    packed = on_gpu(ZOO[0].packed)
+    torch.library.opcheck(
+        torch.ops.samebits.decode.default, (packed.data, list(packed.shape), fields_of(packed.header))
+    )
+
+
+def test_raw_tensors_decode_to_a_copy() -> None:
+    packed = samebits.encode(torch.ones(3, dtype=torch.bfloat16, device="cuda"))
+    assert packed.is_raw
+    samebits.decode(packed).zero_()
+    assert words_of(samebits.decode(packed)).tolist() == [0x3F80] * 3
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("case", list(SMALL.values())[:4], ids=str)
+def test_decodes_on_the_device_of_the_bytes(case: Case) -> None:
+    with torch.cuda.device(0):
+        assert decoded(on_gpu(case.packed, "cuda:1")) == case.words.tobytes()
+        assert torch.cuda.current_device() == 0
+    with torch.cuda.device(1):
+        assert decoded(on_gpu(case.packed, "cuda:0")) == case.words.tobytes()
+
+
+def test_more_than_two_billion_words() -> None:
+    """Positions beyond 2^31, in a matrix and flat."""
+    if torch.cuda.mem_get_info()[0] < 20 << 30:
+        pytest.skip("needs 20 GB of GPU memory")
+    part = tensor_of(normal((1024, 8192))).cuda()
+    for shape in [(257 * 1024, 8192), (257 * 1024 * 8192 - 5,)]:
+        tensor = part.repeat(257, 1).view(-1)[: int(np.prod(shape))].view(shape)
+        packed = samebits.encode(tensor)
+        assert packed.bits_per_weight < 11
+        assert torch.equal(samebits.decode(packed).view(torch.int16), tensor.view(torch.int16))
