@@ -98,6 +98,8 @@ VIEWS = {
     "transposed": lambda tensor: tensor.T,
     "strided": lambda tensor: tensor[::3, 5::2],
     "expanded": lambda tensor: tensor[:1].expand(96, -1),
+    "one word of stride 0": lambda tensor: tensor.as_strided((1,), (0,)),
+    "no words": lambda tensor: tensor[:0],
     "permuted": lambda tensor: tensor.view(4, 24, 8, 16).permute(2, 0, 3, 1),
     "sliced": lambda tensor: tensor[1:, 1:],
     "offset": lambda tensor: tensor.view(-1)[1:12001],

@@ -70,7 +70,7 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "transposed": lambda tensor: tensor.T,
     "strided": lambda tensor: tensor[::3, 5::2],
     "expanded": lambda tensor: tensor[:1].expand(96, -1),
-    "one word expanded": lambda tensor: tensor[0, :1].expand(1),
+    "one word of stride 0": lambda tensor: tensor.as_strided((1,), (0,)),
     "permuted": lambda tensor: tensor.view(4, 24, 8, 16).permute(2, 0, 3, 1),
     "offset by 2 bytes": lambda tensor: tensor.view(-1)[1:12001],
     "offset by 8 bytes": lambda tensor: tensor.view(-1)[4:12001],

@@ -39,7 +39,7 @@ def encode_cuda(tensor: torch.Tensor) -> PackedTensor:
     if max(geometry.rows, geometry.columns, geometry.row_groups * geometry.stages) >= 1 << 31:
         raise DeviceError(f"a tensor of shape {shape} is too large for the CUDA kernels", mend="encode it on the CPU")
     with torch.cuda.device(tensor.device):
-        original = digest_cuda(tensor.view(-1).view(torch.uint8))
+        original = digest_cuda(tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8))
         plan = make_plan(shape, CudaCounter(tensor, layout, geometry)) if tensor.numel() else None
         packed = _pack(tensor, plan, original) if plan else None
     return packed or PackedTensor.raw(tensor, original)
@@ -82,7 +82,15 @@ class CudaCounter:
         counts = self._zeros(QUAD_SYMBOLS + 1, torch.int64)
         row_shifts, source = _source(self.tensor, shifts, window)
         sampled = -(-self.geometry.rows // stride)
-        _launch("quad_counts", sampled // _WARPS, GeometryStructure.of(self.geometry), source, ctypes.c_int32(stride), counts, blocks=2)
+        _launch(
+            "quad_counts",
+            sampled // _WARPS,
+            GeometryStructure.of(self.geometry),
+            source,
+            ctypes.c_int32(stride),
+            counts,
+            blocks=2,
+        )
         del row_shifts
         return counts.cpu().numpy()
 
@@ -111,12 +119,16 @@ def _pack(tensor: torch.Tensor, plan: Plan, original: int) -> PackedTensor | Non
     planes, streams = data[header.sections["planes"]], data[header.sections["streams"]]
     _launch(f"write_{name}", blocks, geometry, source, book, offsets, streams, planes, shared=shared)
     stored = digest_cuda(data[STORED_DIGEST_END:])
-    data[8:STORED_DIGEST_END] = torch.frombuffer(bytearray(struct.pack("<Q", stored)), dtype=torch.uint8).to(data.device)
+    data[8:STORED_DIGEST_END] = torch.frombuffer(bytearray(struct.pack("<Q", stored)), dtype=torch.uint8).to(
+        data.device
+    )
     del kept
     return PackedTensor(replace(header, stored_digest=stored), data)
 
 
-def _source(tensor: torch.Tensor, shifts: NDArray[np.int32], window: int) -> tuple[torch.Tensor | None, SourceStructure]:
+def _source(
+    tensor: torch.Tensor, shifts: NDArray[np.int32], window: int
+) -> tuple[torch.Tensor | None, SourceStructure]:
     """The kernels' view of the words; the tensor of row shifts it points to must outlive the launch."""
     if shifts.size == 1:
         return None, SourceStructure(tensor.data_ptr(), None, int(shifts[0]), window)
