@@ -171,9 +171,13 @@ def write_tables(data: torch.Tensor, plan: Plan, header: Header) -> None:
         data[end:start] = 0
     head = header.to_bytes()
     data[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-    data[header.sections["code"]] = torch.from_numpy(plan.table.to_section().astype("<u2").view(np.uint8)).to(data.device)
+    data[header.sections["code"]] = torch.from_numpy(plan.table.to_section().astype("<u2").view(np.uint8)).to(
+        data.device
+    )
     if plan.has_row_shifts:
-        data[header.sections["row_shifts"]] = torch.from_numpy(plan.shifts.astype(np.int8).view(np.uint8)).to(data.device)
+        data[header.sections["row_shifts"]] = torch.from_numpy(plan.shifts.astype(np.int8).view(np.uint8)).to(
+            data.device
+        )
 
 
 def seal(packed: PackedTensor) -> PackedTensor:

@@ -103,8 +103,15 @@ def _sum_exponents(quads: NDArray[np.uint64], first: int, last: int) -> tuple[in
         for i in range(block, min(block + 256, last)):
             exponents = (quads[i] >> U64(7)) & _LOW_BYTES
             fields += exponents
-            strange |= (exponents + U64(COMMON_LOW) * _ONES) ^ _INSIDE  # 128 to 255 where common: bit 7 cleared, bit 8 not set
-        total += (fields & U64(0xFFFF)) + (fields >> U64(16) & U64(0xFFFF)) + (fields >> U64(32) & U64(0xFFFF)) + (fields >> U64(48))
+            strange |= (
+                exponents + U64(COMMON_LOW) * _ONES
+            ) ^ _INSIDE  # 128 to 255 where common: bit 7 cleared, bit 8 not set
+        total += (
+            (fields & U64(0xFFFF))
+            + (fields >> U64(16) & U64(0xFFFF))
+            + (fields >> U64(32) & U64(0xFFFF))
+            + (fields >> U64(48))
+        )
     return np.int64(total), (strange & U64(0x0180018001800180)) == 0
 
 
@@ -300,7 +307,9 @@ def encode_chunks(
             for s in range(stage_from, stage_from + stage_count):
                 load_stage(values, words, 8 * row_group, 64 * s, rows, columns, shifts, padding)
                 if quad:
-                    patched = _encode_quads(values, stage, window, table, nearest, common, pairs, bits, patches, patched)
+                    patched = _encode_quads(
+                        values, stage, window, table, nearest, common, pairs, bits, patches, patched
+                    )
                 else:
                     _encode_singles(values, stage, table, pairs, bits)
                 stage += 1
@@ -308,7 +317,9 @@ def encode_chunks(
         if size == 0:
             size = 1 + 128 * stage
             output[end] = 0
-            _write_raw(output, end + 1, words, group, groups, stage_from, stage_count, rows, columns, quad, shifts, padding)
+            _write_raw(
+                output, end + 1, words, group, groups, stage_from, stage_count, rows, columns, quad, shifts, padding
+            )
         sizes[chunk - first] = size
         end += size
     return output[:end].copy()
@@ -327,7 +338,9 @@ def load_stage(
         start = (row + r) * columns + column
         if not (aligned and row + r < rows and column + 64 <= columns and start + 64 <= words.size):
             for quad in range(16):
-                values[place + quad] = shifted_quad_at(words, row + r, column + 4 * quad, rows, columns, shifts, padding)
+                values[place + quad] = shifted_quad_at(
+                    words, row + r, column + 4 * quad, rows, columns, shifts, padding
+                )
             continue
         shift = U64(shifts[row + r] if shifts.size > 1 else shifts[0])
         first = start >> 2
@@ -366,7 +379,9 @@ def _encode_quads(
                     first = code
         length = first >> np.uint32(16)
         total = length + (second >> np.uint32(16))
-        pairs[stream, stage] = (total << np.uint32(26)) | ((second & np.uint32(0xFFFF)) << length) | (first & np.uint32(0xFFFF))
+        pairs[stream, stage] = (
+            (total << np.uint32(26)) | ((second & np.uint32(0xFFFF)) << length) | (first & np.uint32(0xFFFF))
+        )
         bits[stream] += total
     return patched
 
@@ -386,7 +401,11 @@ def raw_place(place: int) -> int:
 
 @njit(cache=True, nogil=True)
 def _encode_singles(
-    values: NDArray[np.uint64], stage: int, table: NDArray[np.uint32], pairs: NDArray[np.uint32], bits: NDArray[np.int64]
+    values: NDArray[np.uint64],
+    stage: int,
+    table: NDArray[np.uint32],
+    pairs: NDArray[np.uint32],
+    bits: NDArray[np.int64],
 ) -> None:
     """One stage: the eight codewords of each stream as four pairs."""
     for stream in range(64):

@@ -30,7 +30,9 @@ def decode_cuda(packed: PackedTensor) -> torch.Tensor:
     if packed.is_raw:
         return output.copy_(packed.data.view(torch.bfloat16).view(packed.shape))
     if max(geometry.rows, geometry.columns, geometry.chunks) >= 1 << 31:
-        raise DeviceError(f"a tensor of shape {tuple(packed.shape)} is too large for the CUDA kernels", mend="decode it on the CPU")
+        raise DeviceError(
+            f"a tensor of shape {tuple(packed.shape)} is too large for the CUDA kernels", mend="decode it on the CPU"
+        )
     if packed.data.data_ptr() % _ALIGNMENT:
         packed = PackedTensor(packed.header, packed.data.clone())
     device = packed.device.index or 0
@@ -45,7 +47,11 @@ def decode_cuda(packed: PackedTensor) -> torch.Tensor:
 
 def _kernel_name(code: Code, geometry: Geometry) -> str:
     """The variant without bounds checks where nothing is padding."""
-    whole = geometry.columns % STAGE == 0 and geometry.rows % ROW_GROUP == 0 and geometry.words == geometry.rows * geometry.columns
+    whole = (
+        geometry.columns % STAGE == 0
+        and geometry.rows % ROW_GROUP == 0
+        and geometry.words == geometry.rows * geometry.columns
+    )
     return f"decode_{code.name.lower()}_{'whole' if whole else 'clipped'}"
 
 
@@ -75,7 +81,9 @@ class _Block:
         available = nvrtc.shared_memory(device) - _STATIC_SHARED - 4 * (table_words + symbol_words)
         warps = min(MAX_WARPS, available // (8 * buffer_words))
         if warps < 1:
-            raise DeviceError("the device has too little shared memory for chunks of this size", mend="decode on the CPU")
+            raise DeviceError(
+                "the device has too little shared memory for chunks of this size", mend="decode on the CPU"
+            )
         grid = min(nvrtc.multiprocessors(device), header.geometry.chunks)
         return cls(grid, warps, table_words, symbol_words, buffer_words)
 
