@@ -1,0 +1,71 @@
+"""Registration with other libraries when they are imported, whichever comes first.
+
+Nothing here imports such a library: if it is loaded already, its integration is loaded at once,
+and else right after it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+# The module that an integration extends, and the integration, whose ``register()`` is called once that is loaded.
+INTEGRATIONS = {
+    "transformers.quantizers.auto": "samebits.integrations.transformers",
+    "transformers.modeling_utils": "samebits.integrations.transformers_model",
+}
+
+
+def register_on_import() -> None:
+    """Register with every library of INTEGRATIONS: now if it is loaded, else when it is."""
+    waiting = [name for name in INTEGRATIONS if not _is_loaded(name)]
+    for name in INTEGRATIONS.keys() - waiting:
+        _register(name)
+    if waiting and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+def _is_loaded(name: str) -> bool:
+    """False too for a module that is being loaded."""
+    spec = getattr(sys.modules.get(name), "__spec__", None)
+    return spec is not None and not getattr(spec, "_initializing", False)
+
+
+def _register(name: str) -> None:
+    import_module(INTEGRATIONS[name]).register()
+
+
+class _Finder(MetaPathFinder):
+    """Finds nothing itself: it has the other finders find, and puts a _Loader around what they found."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in INTEGRATIONS:
+            return None
+        others = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
+        found = (finder.find_spec(fullname, path, target) for finder in others)
+        spec = next((spec for spec in found if spec), None)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader)
+        return spec
+
+
+class _Loader(Loader):
+    """Loads with another loader, then registers."""
+
+    def __init__(self, loader: Loader) -> None:
+        self.loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None
+        module.__spec__.loader = module.__loader__ = self.loader  # what inspect and pkgutil ask for
+        self.loader.exec_module(module)
+        _register(module.__name__)

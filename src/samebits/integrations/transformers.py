@@ -1,0 +1,265 @@
+"""transformers: a quantizer "samebits", which loads compressed folders and compresses while loading BF16 checkpoints.
+
+Its hooks have changed between the versions 5.17 and 5.23; those here take what each of them passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.core_model_loading import ConversionOps
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.hub import cached_file
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from samebits.errors import DtypeError, FormatError, InputError, SamebitsError
+from samebits.format.folder import INDEX_SUFFIX, KEY, STEM, VERSION, Folder, check_version
+from samebits.format.safetensors_file import SUFFIX
+from samebits.integrations.transformers_load import check_dtypes, dtype_in_model, find_parameter, prepare
+from samebits.nn.convert import MIN_WEIGHTS, Report, Selection, decompress, pack_parameter, report
+from samebits.nn.packed_module import PackedModule, packed_parameters, share_ties
+
+# What from_pretrained was called with: the folder or hub id, and its keyword arguments.
+loading: ContextVar[tuple[str, Mapping[str, Any]] | None] = ContextVar("samebits_loading", default=None)
+
+_HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
+_ALIGNMENT = 16  # of packed tensors in memory, in bytes
+_PACKED_BYTES_PER_WEIGHT = 1.5  # more than packed weights take; for device maps
+
+
+class SamebitsConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """Which parameters from_pretrained packs. It cannot be changed once made.
+
+    Args:
+        min_weights: smaller parameters stay as they are.
+        include: shell patterns of full parameter names; empty: all.
+        exclude: shell patterns of parameters to leave alone.
+    """
+
+    def __init__(
+        self, min_weights: int = MIN_WEIGHTS, include: Sequence[str] = (), exclude: Sequence[str] = ()
+    ) -> None:
+        if not isinstance(min_weights, int) or isinstance(min_weights, bool):
+            raise InputError(f"min_weights={min_weights!r} is no number of weights", mend="give an integer")
+        for patterns in (include, exclude):
+            if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
+                raise InputError(f"{patterns!r} is no list of patterns", mend="give a list of strings")
+        self.__dict__.update(
+            quant_method=KEY, version=VERSION, min_weights=min_weights, include=tuple(include), exclude=tuple(exclude)
+        )
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise InputError(f"a SamebitsConfig cannot be changed ({name})", mend="make a new one")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SamebitsConfig) and self.__dict__ == other.__dict__
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.__dict__.values()))
+
+    @classmethod
+    def from_dict(
+        cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any
+    ) -> SamebitsConfig | tuple[SamebitsConfig, dict[str, Any]]:
+        """The ``quantization_config`` of a config.json (FORMAT.md 7.4).
+
+        Raises:
+            VersionError, FormatError: of a later version, or of none.
+            InputError: an unknown key.
+        """
+        options = dict(config_dict)
+        check_version(options.pop("version", None))
+        options.pop("quant_method", None)
+        unknown = sorted(options.keys() - {"min_weights", "include", "exclude"})
+        if unknown:
+            raise InputError(
+                f"quantization_config has an unknown key {unknown[0]!r}", mend="remove it from config.json"
+            )
+        config = cls(**options)
+        return (config, kwargs) if return_unused_kwargs else config
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**self.__dict__, "include": list(self.include), "exclude": list(self.exclude)}
+
+    @property
+    def selection(self) -> Selection:
+        return Selection(self.min_weights, self.include, self.exclude)
+
+
+class SamebitsQuantizer(HfQuantizer):  # type: ignore[misc]
+    """What transformers calls while it loads, saves and dequantizes.
+
+    Attributes:
+        report: what was packed while loading.
+    """
+
+    requires_calibration = False
+    is_trainable = True  # adapters on top
+    is_compileable = True
+
+    def __init__(self, quantization_config: SamebitsConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self.report = Report()
+        self._model: Any = None  # only while loading
+        self._files: list[str] = []
+        self._settled: set[str] = set()
+        self._failure: SamebitsError | None = None
+
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+        return True
+
+    # Before the model exists
+
+    def update_attn_implementation(self, config: Any) -> Any:
+        """Called early from 5.18 on; up to 5.20 update_tp_plan is."""
+        if getattr(config, "distributed_config", None) is not None:
+            mend = "use device_map='auto', or load the uncompressed model"
+            raise InputError("compressed weights cannot be split over devices yet", mend=mend)
+        if self.pre_quantized:
+            config.transformers_weights = _weights_file()
+        return config
+
+    update_tp_plan = update_attn_implementation
+
+    def update_ep_plan(self, config: Any) -> Any:
+        return config
+
+    def update_parallel_plan(self, model: Any, plan: Any) -> None:
+        """Nothing is split."""
+
+    def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        if dtype != torch.bfloat16 and dtype.is_floating_point:
+            mend = "pass dtype=torch.bfloat16 if the weights are BF16; `samebits compress --cast bf16` rounds others"
+            raise DtypeError(f"the model is to be loaded as {dtype}, samebits models are bfloat16", mend=mend)
+        return torch.bfloat16
+
+    # Between the model's making and the loading of its weights
+
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
+    ) -> None:
+        self._model, self._files = model, checkpoint_files or []
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> list[Any]:
+        model = self._model if model is None else model
+        if self.pre_quantized:
+            return prepare(model, weight_conversions, [Path(file) for file in self._files])
+        check_dtypes(model, weight_conversions, self._files, self.selects)
+        return weight_conversions
+
+    # While weights are loaded
+
+    def selects(self, model: Any, name: str) -> bool:
+        """Whether the model's parameter ``name`` is to be packed."""
+        found = find_parameter(model, name)
+        if found is None or dtype_in_model(model, name, found[2]) != torch.bfloat16:
+            return False
+        return self.quantization_config.selection.reason_against(found[0], found[1], name) is None
+
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        return not self.pre_quantized and param_name not in self._settled and self.selects(model, param_name)
+
+    def param_element_size(self, model: Any, param_name: str, param: torch.Tensor) -> float:
+        if self.param_needs_quantization(model, param_name):
+            return _PACKED_BYTES_PER_WEIGHT
+        return param.element_size()
+
+    def get_quantize_ops(self) -> ConversionOps:
+        return _Pack(self)
+
+    def pack(self, model: Any, weights: Mapping[str, Any], missing: set[str] | None) -> dict[str, Any]:
+        """Pack loaded weights where selected; what is left for transformers to place."""
+        left = {}
+        for name, tensors in weights.items():
+            tensor = tensors[0] if isinstance(tensors, list) else tensors
+            if self._pack(model, name, tensor):
+                (missing or set()).discard(name)
+            else:
+                left[name] = tensors
+        return left
+
+    def _pack(self, model: Any, name: str, weight: torch.Tensor) -> bool:
+        found = find_parameter(model, name)
+        selected = found is not None and found[2].shape == weight.shape and self.selects(model, name)
+        self._settled.add(name)  # from here on transformers is to check it
+        return selected and found is not None and pack_parameter(found[0], found[1], weight, name)
+
+    def fail(self, error: SamebitsError) -> None:
+        """transformers would hide an error that is raised while it converts weights."""
+        self._failure = self._failure or error
+
+    # After loading
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        self._model, self._settled = None, set()
+        if self._failure:
+            raise self._failure
+        share_ties(model)
+        self.report = report(model, self.quantization_config.selection)
+        for _, module, name in packed_parameters(model):
+            _align(module, name)
+        return model
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor] | None, dict[str, str]]:
+        """Nothing for transformers to write if weights are packed: see transformers_model."""
+        adapters = getattr(model, "_hf_peft_config_loaded", False)
+        return (None if adapters or next(packed_parameters(model), None) is None else {}), {}
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        decompress(model)
+        return model if dtype in (None, torch.bfloat16) else model.to(dtype)
+
+
+class _Pack(ConversionOps):  # type: ignore[misc]
+    """The last operation on a weight that is to be packed while loading."""
+
+    def __init__(self, quantizer: SamebitsQuantizer) -> None:
+        self.quantizer = quantizer
+
+    def convert(
+        self, input_dict: dict[str, Any], *args: Any, model: Any = None, missing_keys: Any = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        try:
+            return self.quantizer.pack(model, input_dict, missing_keys)
+        except SamebitsError as error:
+            self.quantizer.fail(error)
+            return {}
+
+
+def register() -> None:
+    """Make the quantizer known to transformers."""
+    if KEY not in AUTO_QUANTIZER_MAPPING:
+        register_quantizer(KEY)(SamebitsQuantizer)
+        register_quantization_config(KEY)(SamebitsConfig)
+
+
+def _weights_file() -> str:
+    """The weight file or index of the folder or hub id that is being loaded.
+
+    Raises:
+        FormatError, InputError: a local folder without weights, or with shards missing.
+    """
+    path, options = loading.get() or ("", {})
+    folder = Path(path, options.get("subfolder") or "")
+    if not folder.is_dir():
+        hub = {name: options[name] for name in _HUB_OPTIONS if options.get(name) is not None}
+        index = path and cached_file(path, STEM + INDEX_SUFFIX, _raise_exceptions_for_missing_entries=False, **hub)
+        return STEM + (INDEX_SUFFIX if index else SUFFIX)
+    found = Folder.scan(folder)
+    if found.index is None and len(found.files) > 1:
+        raise FormatError("shards without their index", where=str(folder), mend=f"fetch {STEM}{INDEX_SUFFIX} too")
+    return (found.index or found.files[0]).name
+
+
+def _align(module: PackedModule, name: str) -> None:
+    """Weights that transformers mapped from a file lie where the file has them."""
+    for slot in module.sb_recipes[name].slots:
+        parameter = module._parameters[slot]
+        assert parameter is not None
+        if parameter.device.type == "cpu" and parameter.data_ptr() % _ALIGNMENT:
+            parameter.data = parameter.data.clone()

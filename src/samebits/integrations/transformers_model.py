@@ -1,0 +1,124 @@
+"""What compressed models need of transformers' PreTrainedModel: three methods, which act as before on other models."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import re
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import save_file
+from transformers.modeling_utils import PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_NAME
+
+from samebits.errors import InputError
+from samebits.format.folder import CONFIG, INDEX_SUFFIX, KEY, STEM
+from samebits.format.safetensors_file import SUFFIX
+from samebits.integrations.transformers import SamebitsConfig, SamebitsQuantizer, loading
+from samebits.integrations.transformers_state import checkpoint_tensors, file_info
+from samebits.nn.packed_module import check_dtype, packed_parameters
+
+_STALE = re.compile(r"(model|pytorch_model|samebits)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
+
+
+def register() -> None:
+    """Put the methods in their place; again is no change."""
+    if PreTrainedModel._apply is _apply:
+        return
+    PreTrainedModel._apply = _apply
+    PreTrainedModel.save_pretrained = _saving(PreTrainedModel.save_pretrained)
+    PreTrainedModel.from_pretrained = classmethod(_loading(PreTrainedModel.from_pretrained.__func__))
+
+
+def _loading(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def from_pretrained(cls: Any, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """The quantizer cannot learn otherwise what is loaded, and must to find its files."""
+        token = loading.set((str(pretrained_model_name_or_path), kwargs))
+        try:
+            return original(cls, pretrained_model_name_or_path, *args, **kwargs)
+        finally:
+            loading.reset(token)
+
+    return from_pretrained
+
+
+def _apply(self: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+    """Refuse another dtype before any part of the model is converted to it."""
+    if next(packed_parameters(self), None) is not None:
+        check_dtype(fn)
+    return super(PreTrainedModel, self)._apply(fn, recurse)
+
+
+def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @wraps(original)
+    def save_pretrained(self: Any, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+        """transformers writes all but the weights, into a folder of its own; then everything moves."""
+        if getattr(self, "_hf_peft_config_loaded", False) or not _is_compressed(self):
+            original(self, save_directory, *args, **kwargs)
+            return
+        call = signature.bind(self, save_directory, *args, **kwargs)
+        for option in ("variant", "distributed_checkpoint"):
+            if call.arguments.get(option):
+                raise InputError(f"a compressed model cannot be saved with {option}", mend="save it without")
+        push = call.arguments.pop("push_to_hub", False)
+        destination = Path(save_directory)
+        destination.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=".samebits-", dir=destination) as staging:
+            call.arguments["save_directory"] = staging
+            original(*call.args, **call.kwargs)
+            if call.arguments.get("is_main_process", True):
+                call.apply_defaults()
+                _write_weights(self, Path(staging), call.arguments["max_shard_size"])
+                _publish(Path(staging), destination)
+        if push:
+            options = call.arguments.get("kwargs", {})
+            self.push_to_hub(options.pop("repo_id", destination.name), **options)
+
+    return save_pretrained
+
+
+def _is_compressed(model: Any) -> bool:
+    """Whether it has packed weights; what it says of itself is brought in line with that."""
+    quantizer = getattr(model, "hf_quantizer", None)
+    if next(packed_parameters(model), None) is None:
+        if isinstance(quantizer, SamebitsQuantizer):
+            quantizer.remove_quantization_config(model)
+        return False
+    if quantizer is None:  # compressed by samebits.compress
+        model.hf_quantizer = SamebitsQuantizer(SamebitsConfig())
+        model.is_quantized, model.quantization_method = True, model.hf_quantizer.quantization_config.quant_method
+        model.hf_quantizer.postprocess_model(model)
+    return True
+
+
+def _write_weights(model: Any, folder: Path, max_shard_size: int | str) -> None:
+    """The files of FORMAT.md 7.1 and 7.3, instead of the empty one that transformers has written."""
+    (folder / SAFE_WEIGHTS_NAME).unlink(missing_ok=True)
+    tensors = checkpoint_tensors(model, model.hf_quantizer.quantization_config.min_weights)
+    pattern = f"{STEM}{{suffix}}{SUFFIX}"
+    split = split_torch_state_dict_into_shards(tensors, filename_pattern=pattern, max_shard_size=max_shard_size)
+    for file, names in split.filename_to_tensors.items():
+        shard = {name: tensors[name].contiguous() for name in names}
+        save_file(shard, folder / file, metadata={"format": "pt", KEY: file_info(shard).to_json()})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / (STEM + INDEX_SUFFIX)).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def _publish(staging: Path, destination: Path) -> None:
+    """Stale weights go first and the config comes last, so that nothing half-written can be loaded."""
+    for path in destination.iterdir():
+        if _STALE.fullmatch(path.name):
+            path.unlink()
+    for path in sorted(staging.iterdir(), key=lambda path: path.name == CONFIG):
+        path.replace(destination / path.name)

@@ -1,0 +1,125 @@
+"""What save_pretrained writes of a compressed model: tensors under the names of FORMAT.md 7.2."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    rename_source_key,
+    revert_weight_conversion,
+)
+from transformers.integrations.accelerate import load_offloaded_parameter
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+from samebits.api import decode, encode
+from samebits.digest import digest
+from samebits.format.container import FileInfo
+from samebits.format.names import original_name, stored_name
+from samebits.format.packed import Header, PackedTensor
+from samebits.nn.packed_module import PackedModule
+
+Tensors = dict[str, torch.Tensor]
+
+
+def checkpoint_tensors(model: Any, min_weights: int) -> Tensors:
+    """A compressed model's tensors as a file holds them, tied ones once, by the names of the original checkpoint.
+
+    Args:
+        min_weights: smaller tensors stay unpacked where a parameter is turned back into several of the checkpoint's.
+    """
+    state = {name: _loaded(model, name, tensor) for name, tensor in model.state_dict().items()}
+    result = _take_pieces(model, state)
+    headers = _under_original_names(model, state)
+    state = remove_tied_weights_from_state_dict(state, model)
+    for name in model._keys_to_ignore_on_save or ():
+        state.pop(name, None)
+    renamed_only, converted = _by_conversion(model, state)
+    result |= _renamed(model, {name: state[name] for name in renamed_only}, headers)
+    for names in converted:
+        result |= _converted(model, {name: state[name] for name in names}, headers, min_weights)
+    return result
+
+
+def file_info(tensors: Mapping[str, torch.Tensor]) -> FileInfo:
+    """FORMAT.md 7.3 for a file with these tensors."""
+    unpacked = {name: tensor for name, tensor in tensors.items() if original_name(name) is None}
+    return FileInfo({name: digest(tensor.detach().cpu().contiguous()) for name, tensor in unpacked.items()})
+
+
+def _loaded(model: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    return load_offloaded_parameter(model, name) if tensor.device.type == "meta" else tensor
+
+
+def _packed(model: Any) -> Iterable[tuple[str, PackedModule]]:
+    """Under every name: a state dict names a module's parameters as often as the model has it."""
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, PackedModule):
+            yield f"{name}." if name else "", module
+
+
+def _take_pieces(model: Any, state: Tensors) -> Tensors:
+    """Remove the pieces that still are tensors of the checkpoint from ``state``; they keep their names."""
+    taken: Tensors = {}
+    for path, module in _packed(model):
+        pieces = [piece for recipe in module.sb_recipes.values() for piece in recipe.pieces if piece.source]
+        for piece in pieces:
+            tensor = state.pop(path + piece.slot)
+            taken[stored_name(piece.source) if piece.header else piece.source] = tensor
+    return taken
+
+
+def _under_original_names(model: Any, state: Tensors) -> dict[str, Header]:
+    """Rename packed parameters in ``state`` to what they were; their headers by that name."""
+    headers: dict[str, Header] = {}
+    for path, module in _packed(model):
+        for leaf, recipe in module.sb_recipes.items():
+            piece = recipe.pieces[0]
+            if piece.header and not piece.source:
+                state[path + leaf] = state.pop(path + piece.slot)
+                headers[path + leaf] = piece.header
+    return headers
+
+
+def _by_conversion(model: Any, state: Tensors) -> tuple[list[str], list[list[str]]]:
+    """Names that saving changes at most, and groups of names that it turns into others together."""
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None:  # the model was not loaded from a checkpoint
+        known = get_model_conversion_mapping(model, add_legacy=False)
+        conversions = [conversion for conversion in known if not isinstance(conversion, PrefixChange)]
+    reverse = [conversion.reverse_transform() for conversion in reversed(conversions)]
+    converters = [conversion for conversion in reverse if isinstance(conversion, WeightConverter)]
+    alone: list[str] = []
+    together: defaultdict[str, list[str]] = defaultdict(list)
+    for name in state:
+        target, pattern = rename_source_key(name, [], converters)
+        (alone if pattern is None else together[target]).append(name)
+    return alone, list(together.values())
+
+
+def _renamed(model: Any, tensors: Tensors, headers: Mapping[str, Header]) -> Tensors:
+    packed = {id(tensor) for name, tensor in tensors.items() if name in headers}
+    reverted: Tensors = revert_weight_conversion(model, tensors)
+    return {stored_name(name) if id(tensor) in packed else name: tensor for name, tensor in reverted.items()}
+
+
+def _converted(model: Any, tensors: Tensors, headers: Mapping[str, Header], min_weights: int) -> Tensors:
+    """Convert back decoded, and pack again."""
+    decoded = {
+        name: decode(PackedTensor(headers[name], tensor)) if name in headers else tensor
+        for name, tensor in tensors.items()
+    }
+    reverted: Tensors = revert_weight_conversion(model, decoded)
+    return reverted if headers.keys().isdisjoint(tensors) else dict(_encoded(reverted, min_weights))
+
+
+def _encoded(tensors: Tensors, min_weights: int) -> Iterable[tuple[str, torch.Tensor]]:
+    for name, tensor in tensors.items():
+        large = tensor.dtype == torch.bfloat16 and tensor.numel() >= max(1, min_weights)
+        packed = encode(tensor) if large else None
+        yield (name, tensor) if packed is None or packed.is_raw else (stored_name(name), packed.data)

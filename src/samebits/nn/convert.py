@@ -1,0 +1,167 @@
+"""Compress and decompress the weights of any torch module, in place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+from torch import nn
+
+from samebits.api import encode
+from samebits.errors import DtypeError, SamebitsError
+from samebits.format.names import is_selected
+from samebits.nn.packed_module import PackedModule, pack, packed_parameters, unpack, whole
+
+MIN_WEIGHTS = 4096
+Owned = tuple[str, nn.Module, str]  # full name of a parameter, the module that owns it, its name there
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which parameters are to be packed.
+
+    A parameter is eligible if it is floating point, has at least ``min_weights`` elements, and its module owns a
+    matrix (which norms do not). Its full name must match one of the shell patterns ``include`` (empty: all) and none
+    of ``exclude``.
+    """
+
+    min_weights: int = MIN_WEIGHTS
+    include: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+
+    def reason_against(self, module: nn.Module, name: str, full_name: str) -> str | None:
+        """Why the parameter ``name`` of ``module`` is not to be packed, whatever its dtype; None if it is."""
+        parameter = module._parameters[name]
+        if parameter is None or not parameter.is_floating_point():
+            return "not floating point"
+        if parameter.numel() < max(1, self.min_weights):
+            return f"fewer than {self.min_weights} weights"
+        if hasattr(module, "save_pretrained"):
+            return "belongs to a model itself, whose class must stay"
+        if not any(other is not None and other.dim() >= 2 for other in module._parameters.values()):
+            return "belongs to a module without matrices"
+        return None if is_selected(full_name, self.include, self.exclude) else "not selected"
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of one packed parameter."""
+
+    words: int
+    nbytes: int
+
+
+@dataclass
+class Report:
+    """What is packed, and what is not and why; by full parameter name. A tied parameter counts once."""
+
+    packed: dict[str, Size] = field(default_factory=dict)
+    raw: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Of what is packed."""
+        words = sum(size.words for size in self.packed.values())
+        return 8 * sum(size.nbytes for size in self.packed.values()) / words if words else 0.0
+
+    def __str__(self) -> str:
+        head = f"{len(self.packed)} packed with {self.bits_per_weight:.2f} bits per weight, {len(self.raw)} unchanged"
+        return "\n".join([head, *(f"  {name}: {reason}" for name, reason in self.raw.items())])
+
+
+def compress(
+    module: nn.Module, *, min_weights: int = MIN_WEIGHTS, include: Sequence[str] = (), exclude: Sequence[str] = ()
+) -> Report:
+    """Pack the weights of a module and its submodules in place; its outputs stay the same, bit for bit.
+
+    Args:
+        module: any torch module with bfloat16 weights, on the CPU or a CUDA device.
+        min_weights: smaller parameters stay as they are.
+        include: shell patterns of full parameter names; empty: all.
+        exclude: shell patterns of parameters to leave alone.
+
+    Raises:
+        DtypeError: there are weights that could be packed, but none is bfloat16.
+    """
+    selection = Selection(min_weights, include, exclude)
+    owners = [owned for owned in _unpacked(module) if selection.reason_against(*owned[1:], owned[0]) is None]
+    _check_dtypes(owners)
+    for owned in _tied(owners):
+        _pack_tied(owned)
+    return report(module, selection)
+
+
+def decompress(module: nn.Module) -> None:
+    """Undo compress, or the loading of a compressed model: plain parameters again, and the original classes."""
+    for owned in _tied(list(packed_parameters(module))):
+        first, first_name = cast(PackedModule, owned[0][1]), owned[0][2]
+        recipe = first.sb_recipes[first_name]
+        weight = nn.Parameter(first.sb_decode(first_name), requires_grad=recipe.requires_grad)
+        for _, owner, name in owned:
+            unpack(cast(PackedModule, owner), name, weight)
+
+
+def report(module: nn.Module, selection: Selection) -> Report:
+    """What of a module is packed, and why the rest is not, if ``selection`` decided that."""
+    result = Report()
+    for owned in _tied(list(packed_parameters(module))):
+        full_name, owner, name = owned[0]
+        recipe, data = cast(PackedModule, owner).sb_recipes[name], cast(PackedModule, owner).sb_data(name)
+        result.packed[full_name] = Size(math.prod(recipe.shape), sum(stored.nbytes for stored in data))
+    for owned in _tied(list(_unpacked(module))):
+        full_name, owner, name = owned[0]
+        dtype = getattr(owner, name).dtype
+        eligible = "packing does not make it smaller" if dtype == torch.bfloat16 else f"{dtype}, not bfloat16"
+        result.raw[full_name] = selection.reason_against(owner, name, full_name) or eligible
+    return result
+
+
+def pack_parameter(module: nn.Module, name: str, weight: torch.Tensor, full_name: str) -> bool:
+    """Encode ``weight``, on any device, and put it in the place of a parameter; False if it would not get smaller."""
+    if weight.dtype != torch.bfloat16:
+        return False
+    try:
+        packed = encode(weight.detach())
+    except SamebitsError as error:
+        raise error.at(full_name) from None
+    if not packed.is_raw:
+        requires_grad = cast(nn.Parameter, module._parameters[name]).requires_grad
+        pack(module, name, whole(packed, name, requires_grad), [packed.data])
+    return not packed.is_raw
+
+
+def _unpacked(module: nn.Module) -> Iterator[Owned]:
+    """Every parameter that is not packed and holds no packed one."""
+    for prefix, owner in module.named_modules():
+        slots = owner.sb_slots if isinstance(owner, PackedModule) else ()
+        for name, parameter in owner._parameters.items():
+            if parameter is not None and name not in slots:
+                yield f"{prefix}.{name}" if prefix else name, owner, name
+
+
+def _check_dtypes(owners: Sequence[Owned]) -> None:
+    dtypes = {getattr(owner, name).dtype for _, owner, name in owners}
+    if dtypes and torch.bfloat16 not in dtypes:
+        mend = "convert it explicitly with .to(torch.bfloat16), which loses bits"
+        raise DtypeError(f"the weights are {dtypes.pop()}, only bfloat16 can be packed", where=owners[0][0], mend=mend)
+
+
+def _tied(owners: Sequence[Owned]) -> list[list[Owned]]:
+    """Groups of owners that hold the same parameter, packed or not."""
+    groups: dict[tuple[int, ...], list[Owned]] = {}
+    for full_name, owner, name in owners:
+        packed = isinstance(owner, PackedModule) and name in owner.sb_recipes
+        slots = cast(PackedModule, owner).sb_recipes[name].slots if packed else [name]
+        groups.setdefault(tuple(id(owner._parameters[slot]) for slot in slots), []).append((full_name, owner, name))
+    return list(groups.values())
+
+
+def _pack_tied(owned: list[Owned]) -> None:
+    full_name, first, first_name = owned[0]
+    if pack_parameter(first, first_name, getattr(first, first_name), full_name):
+        packed = cast(PackedModule, first)
+        for _, owner, name in owned[1:]:
+            pack(owner, name, packed.sb_recipes[first_name], packed.sb_data(first_name))

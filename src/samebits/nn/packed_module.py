@@ -1,0 +1,209 @@
+"""Modules whose weights are packed: subclasses made by swapping a module's class, so that it stays what it was.
+
+The bytes are parameters of the module, uint8 without gradient, one per packed tensor. Under its old name the weight is
+a property: a plain tensor while the module's own forward runs (decoded at its first use there, dropped when forward
+returns), and a LazyWeight elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from samebits.errors import DtypeError, FormatError
+from samebits.format.names import BARE, PACKED, WEIGHT
+from samebits.format.packed import PackedTensor
+from samebits.nn.lazy import LazyWeight
+from samebits.nn.recipe import Piece, Recipe
+
+
+class PackedModule(nn.Module):
+    """What the subclasses share; their other base is the module's original class."""
+
+    sb_base: type[nn.Module]
+    sb_recipes: dict[str, Recipe]
+    sb_decoded: dict[str, torch.Tensor] | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # a graph keeps no more than it needs
+            return super().forward(*args, **kwargs)
+        self.__dict__["sb_decoded"] = {}
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self.__dict__["sb_decoded"] = None
+
+    def sb_weight(self, name: str) -> torch.Tensor:
+        """What the attribute ``name`` gives."""
+        if torch.compiler.is_compiling():
+            return self.sb_decode(name)
+        decoded = self.sb_decoded
+        if decoded is None:
+            return LazyWeight(self.sb_recipes[name], self.sb_data(name))
+        if name not in decoded:
+            decoded[name] = self.sb_decode(name)
+        return decoded[name]
+
+    def sb_data(self, name: str) -> list[torch.Tensor]:
+        """The stored tensors of the weight ``name``, in the order of its recipe's pieces."""
+        return [self._parameters[slot] for slot in self.sb_recipes[name].slots]  # type: ignore[misc]
+
+    def sb_decode(self, name: str) -> torch.Tensor:
+        """The weight ``name``, decoded anew."""
+        return self.sb_recipes[name].decode(self.sb_data(name))
+
+    @property
+    def sb_slots(self) -> set[str]:
+        """Names of the parameters that hold packed weights."""
+        return {slot for recipe in self.sb_recipes.values() for slot in recipe.slots}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in self.__dict__.get("sb_recipes", ()):
+            super().__setattr__(name, value)
+        elif isinstance(value, LazyWeight):
+            pack(self, name, value.recipe, value.packed)
+        else:
+            unpack(self, name, None)
+            setattr(self, name, value)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> PackedModule:
+        check_dtype(fn)
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        """Other bytes have another header, and often another length."""
+        for name, recipe in self.sb_recipes.items():
+            pieces = tuple(self._prepare(piece, state_dict.get(prefix + piece.slot), prefix) for piece in recipe.pieces)
+            self.sb_recipes[name] = replace(recipe, pieces=pieces)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _prepare(self, piece: Piece, data: torch.Tensor | None, prefix: str) -> Piece:
+        if data is None or piece.header is None or data.device.type == "meta":
+            return piece
+        header = PackedTensor.from_data(data).header
+        if header == piece.header:
+            return piece
+        if header.shape != piece.header.shape:
+            what = f"shape {list(header.shape)} where the module has {list(piece.header.shape)}"
+            raise FormatError(what, where=prefix + piece.slot, mend="load a state dict of the same model")
+        old = self._parameters[piece.slot]
+        assert old is not None
+        self._parameters[piece.slot] = nn.Parameter(torch.empty_like(data, device=old.device), requires_grad=False)
+        return replace(piece, header=header)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """For pickle and deepcopy: the class is made, not found."""
+        return _new, (self.sb_base, tuple(self.sb_recipes)), self.__dict__
+
+
+_CLASSES: dict[tuple[type[nn.Module], tuple[str, ...]], type[PackedModule]] = {}
+
+
+def packed_class(base: type[nn.Module], names: tuple[str, ...]) -> type[PackedModule]:
+    """The subclass of ``base`` in which the parameters ``names`` are packed."""
+    if (base, names) in _CLASSES:
+        return _CLASSES[base, names]
+    members: dict[str, Any] = {name: _property(name) for name in names}
+    members |= {"sb_base": base, "__module__": __name__, "__doc__": f"{base.__name__} with packed weights."}
+    return _CLASSES.setdefault((base, names), type(f"Packed{base.__name__}", (PackedModule, base), members))
+
+
+def _property(name: str) -> property:
+    return property(lambda module: module.sb_weight(name))
+
+
+def _new(base: type[nn.Module], names: tuple[str, ...]) -> PackedModule:
+    cls = packed_class(base, names)
+    return cls.__new__(cls)
+
+
+def check_dtype(convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Refuse to apply what changes the dtype of bfloat16 tensors to a compressed model.
+
+    Raises:
+        DtypeError: ``convert`` does.
+    """
+    dtype = convert(torch.empty(0, dtype=torch.bfloat16)).dtype
+    if dtype != torch.bfloat16:
+        mend = "call samebits.decompress on it first, or model.dequantize()"
+        raise DtypeError(f"a compressed model is bfloat16 and cannot become {dtype}", mend=mend)
+
+
+def slot_name(name: str, piece: int | None = None) -> str:
+    """The parameter that holds the packed parameter ``name``, or one of its pieces."""
+    if piece is not None:
+        return f"sb_piece_{name}_{piece}"
+    return PACKED[1:] if name == WEIGHT[1:] else f"{BARE[1:]}_{name}"
+
+
+def whole(packed: PackedTensor, name: str, requires_grad: bool) -> Recipe:
+    """The recipe of a parameter that is one packed tensor."""
+    return Recipe(tuple(packed.shape), (Piece(slot_name(name), packed.header),), requires_grad=requires_grad)
+
+
+def pack(module: nn.Module, name: str, recipe: Recipe, data: Sequence[torch.Tensor]) -> None:
+    """Replace a parameter by its packed form, in place; the module's class changes.
+
+    Args:
+        name: of a parameter of ``module`` itself, packed already or not.
+        data: what recipe.decode takes; tensors that are parameters stay shared with their other owners.
+    """
+    recipes = dict(module.sb_recipes) if isinstance(module, PackedModule) else {}
+    old = recipes[name].slots if name in recipes else [name]
+    if len(recipe.pieces) == 1:  # another module's recipe may name its slot otherwise
+        recipe = replace(recipe, pieces=(replace(recipe.pieces[0], slot=slot_name(name)),))
+    slots = {slot: _parameter(stored) for slot, stored in zip(recipe.slots, data, strict=True)}
+    _replace_parameters(module, old, slots)
+    _become(module, {**recipes, name: recipe})
+
+
+def unpack(module: PackedModule, name: str, parameter: nn.Parameter | None) -> None:
+    """Replace a packed parameter by ``parameter``; a module without packed parameters gets its old class back."""
+    recipes = dict(module.sb_recipes)
+    _replace_parameters(module, recipes.pop(name).slots, {name: parameter})
+    _become(module, recipes)
+
+
+def share_ties(model: nn.Module) -> None:
+    """Where a LazyWeight was assigned to a plain module as its parameter, share the packed bytes instead."""
+    for module in model.modules():
+        for name, value in list(module._parameters.items()):
+            if isinstance(value, LazyWeight):
+                pack(module, name, value.recipe, value.packed)
+
+
+def packed_parameters(model: nn.Module) -> Iterator[tuple[str, PackedModule, str]]:
+    """Every packed weight: its full name, its module, its name there."""
+    for prefix, module in list(model.named_modules()):
+        for name in list(module.sb_recipes) if isinstance(module, PackedModule) else ():
+            yield f"{prefix}.{name}" if prefix else name, module, name
+
+
+def _parameter(stored: torch.Tensor) -> nn.Parameter:
+    return stored if isinstance(stored, nn.Parameter) else nn.Parameter(stored, requires_grad=False)
+
+
+def _replace_parameters(module: nn.Module, old: Sequence[str], new: Mapping[str, nn.Parameter | None]) -> None:
+    """At the place of the first, so that the order of a state dict stays."""
+    entries: dict[str, nn.Parameter | None] = {}
+    for name, parameter in module._parameters.items():
+        if name == old[0]:
+            entries.update(new)
+        elif name not in old:
+            entries[name] = parameter
+    module._parameters.clear()
+    module._parameters.update(entries)
+
+
+def _become(module: nn.Module, recipes: dict[str, Recipe]) -> None:
+    base = module.sb_base if isinstance(module, PackedModule) else type(module)
+    if recipes:
+        module.__dict__["sb_recipes"] = recipes
+        module.__class__ = packed_class(base, tuple(recipes))
+    else:
+        del module.__dict__["sb_recipes"]
+        module.__class__ = base
