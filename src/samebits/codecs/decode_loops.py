@@ -1,7 +1,7 @@
 """The compiled loops of the CPU decoder.
 
-Safe on any contents: a chunk is copied into a buffer with SLACK zero words behind it, stream starts are kept inside the chunk, and from
-its start a stream can consume at most 512 codewords of 13 bits (FORMAT.md 6.6), which SLACK covers.
+Safe on any contents: a chunk is copied into a buffer with SLACK zero words behind it, stream starts are kept inside the
+chunk, and from its start a stream can consume at most 512 codewords of 13 bits (FORMAT.md 6.6), which SLACK covers.
 """
 
 from __future__ import annotations

@@ -103,15 +103,10 @@ def _sum_exponents(quads: NDArray[np.uint64], first: int, last: int) -> tuple[in
         for i in range(block, min(block + 256, last)):
             exponents = (quads[i] >> U64(7)) & _LOW_BYTES
             fields += exponents
-            strange |= (
-                exponents + U64(COMMON_LOW) * _ONES
-            ) ^ _INSIDE  # 128 to 255 where common: bit 7 cleared, bit 8 not set
-        total += (
-            (fields & U64(0xFFFF))
-            + (fields >> U64(16) & U64(0xFFFF))
-            + (fields >> U64(32) & U64(0xFFFF))
-            + (fields >> U64(48))
-        )
+            # The sum is 128 to 255 where common: bit 7 cleared, bit 8 not set.
+            strange |= (exponents + U64(COMMON_LOW) * _ONES) ^ _INSIDE
+        total += (fields & U64(0xFFFF)) + (fields >> U64(16) & U64(0xFFFF))
+        total += (fields >> U64(32) & U64(0xFFFF)) + (fields >> U64(48))
     return np.int64(total), (strange & U64(0x0180018001800180)) == 0
 
 
@@ -139,7 +134,7 @@ def count_rows(
     words: NDArray[np.uint16], columns: int, centers: NDArray[np.int32], stride: int, histogram: NDArray[np.int64],
     aligned: NDArray[np.int64], pinned: NDArray[np.int64], first: int, last: int,
 ) -> None:  # fmt: skip
-    """Add the exponents of the sampled rows ``stride * [first, last)`` to the three histograms (codecs.plan.RowStatistics)."""
+    """Add exponents of the sampled rows ``stride * [first, last)`` to the histograms of codecs.plan.RowStatistics."""
     counts = np.zeros((4, 256), np.int64)
     for sample in range(first, last):
         row = sample * stride
@@ -307,9 +302,8 @@ def encode_chunks(
             for s in range(stage_from, stage_from + stage_count):
                 load_stage(values, words, 8 * row_group, 64 * s, rows, columns, shifts, padding)
                 if quad:
-                    patched = _encode_quads(
-                        values, stage, window, table, nearest, common, pairs, bits, patches, patched
-                    )
+                    patched = _encode_quads(values, stage, window, table, nearest, common, pairs, bits, patches,
+                                            patched)  # fmt: skip
                 else:
                     _encode_singles(values, stage, table, pairs, bits)
                 stage += 1
@@ -317,9 +311,8 @@ def encode_chunks(
         if size == 0:
             size = 1 + 128 * stage
             output[end] = 0
-            _write_raw(
-                output, end + 1, words, group, groups, stage_from, stage_count, rows, columns, quad, shifts, padding
-            )
+            _write_raw(output, end + 1, words, group, groups, stage_from, stage_count, rows, columns, quad, shifts,
+                       padding)  # fmt: skip
         sizes[chunk - first] = size
         end += size
     return output[:end].copy()
@@ -338,9 +331,8 @@ def load_stage(
         start = (row + r) * columns + column
         if not (aligned and row + r < rows and column + 64 <= columns and start + 64 <= words.size):
             for quad in range(16):
-                values[place + quad] = shifted_quad_at(
-                    words, row + r, column + 4 * quad, rows, columns, shifts, padding
-                )
+                start_column = column + 4 * quad
+                values[place + quad] = shifted_quad_at(words, row + r, start_column, rows, columns, shifts, padding)
             continue
         shift = U64(shifts[row + r] if shifts.size > 1 else shifts[0])
         first = start >> 2
@@ -352,8 +344,8 @@ def load_stage(
 
 @njit(cache=True, nogil=True)
 def _encode_quads(
-    values: NDArray[np.uint64], stage: int, window: int, table: NDArray[np.uint32], nearest: NDArray[np.int64], common: int,
-    pairs: NDArray[np.uint32], bits: NDArray[np.int64], patches: NDArray[np.uint32], patched: int,
+    values: NDArray[np.uint64], stage: int, window: int, table: NDArray[np.uint32], nearest: NDArray[np.int64],
+    common: int, pairs: NDArray[np.uint32], bits: NDArray[np.int64], patches: NDArray[np.uint32], patched: int,
 ) -> int:  # fmt: skip
     """One stage: the two codewords of each stream as one pair ``length << 26 | bits``; the number of patches."""
     symbols, outside = np.empty((2, 128), np.uint64)
@@ -379,9 +371,8 @@ def _encode_quads(
                     first = code
         length = first >> np.uint32(16)
         total = length + (second >> np.uint32(16))
-        pairs[stream, stage] = (
-            (total << np.uint32(26)) | ((second & np.uint32(0xFFFF)) << length) | (first & np.uint32(0xFFFF))
-        )
+        joined = (total << np.uint32(26)) | ((second & np.uint32(0xFFFF)) << length) | (first & np.uint32(0xFFFF))
+        pairs[stream, stage] = joined
         bits[stream] += total
     return patched
 
@@ -401,12 +392,9 @@ def raw_place(place: int) -> int:
 
 @njit(cache=True, nogil=True)
 def _encode_singles(
-    values: NDArray[np.uint64],
-    stage: int,
-    table: NDArray[np.uint32],
-    pairs: NDArray[np.uint32],
+    values: NDArray[np.uint64], stage: int, table: NDArray[np.uint32], pairs: NDArray[np.uint32],
     bits: NDArray[np.int64],
-) -> None:
+) -> None:  # fmt: skip
     """One stage: the eight codewords of each stream as four pairs."""
     for stream in range(64):
         for pair in range(4):
@@ -421,7 +409,10 @@ def _encode_singles(
 
 @njit(cache=True, nogil=True)
 def common_class(table: NDArray[np.uint32]) -> int:
-    """The class that stands in for words outside the window: the one with the shortest codeword when alone in a quad."""
+    """The class that stands in for words outside the window.
+
+    It is the one with the shortest codeword when alone in a quad.
+    """
     best, shortest = -1, 99
     for c in range(8):
         length = table[c * 0o1111] >> 16
@@ -437,7 +428,7 @@ def _substitute(classes: int, nearest: NDArray[np.int64], common: int) -> int:
         field = classes >> U64(16 * i) & U64(0xFFFF)
         if field > 7:
             classes = (classes & ~(U64(0xFFFF) << U64(16 * i))) | U64(common) << U64(16 * i)
-    return nearest[quad_symbol(classes)]  # type: ignore[no-any-return]
+    return nearest[quad_symbol(classes)]
 
 
 @njit(cache=True, nogil=True)
