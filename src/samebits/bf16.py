@@ -40,7 +40,8 @@ def exponent_histogram(tensor: torch.Tensor) -> NDArray[np.int64]:
     def count(words: NDArray[np.uint16], first: int, last: int) -> NDArray[np.int64]:
         counts = np.zeros((4, 256), np.int64)
         count_exponents(words, first, last, counts)
-        return counts.sum(0)
+        total: NDArray[np.int64] = counts.sum(0)
+        return total
 
     parts = run_ranges(count, tensor.numel(), _GRAIN, words_of(tensor))
     return np.sum(parts, axis=0, dtype=np.int64) if parts else np.zeros(256, np.int64)

@@ -23,7 +23,7 @@ _GRAIN = 1 << 17  # 64-bit words per task
 
 
 @njit(cache=True, nogil=True)
-def _sum(words: NDArray[np.uint64], first: int, last: int) -> int:
+def _sum(words: NDArray[np.uint64], first: int, last: int) -> np.uint64:
     total = _WORD(0)
     for i in range(first, last):
         z = words[i] + _WORD(i + 1) * _GOLDEN
@@ -32,7 +32,7 @@ def _sum(words: NDArray[np.uint64], first: int, last: int) -> int:
         z ^= z >> _WORD(27)
         z *= _SECOND
         total += z ^ (z >> _WORD(31))
-    return total  # type: ignore[no-any-return]
+    return total
 
 
 def digest(data: torch.Tensor | NDArray[np.generic] | Buffer) -> int:
@@ -53,4 +53,4 @@ def _as_bytes(data: torch.Tensor | NDArray[np.generic] | Buffer) -> NDArray[np.u
         return data.detach().contiguous().as_strided((data.numel(),), (1,)).view(torch.uint8).numpy()
     if isinstance(data, np.ndarray):
         return np.ascontiguousarray(data).reshape(-1).view(np.uint8)
-    return np.frombuffer(data, np.uint8)
+    return np.frombuffer(memoryview(data), np.uint8)

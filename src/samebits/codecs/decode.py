@@ -51,8 +51,9 @@ def _table(packed: PackedTensor) -> NDArray[np.uint64]:
     entries = code.decode_table(packed.header.max_code_length).astype(np.uint64)
     lengths, symbols = entries >> np.uint64(12), entries & np.uint64(0xFFF)
     if packed.code is Code.QUAD:
-        window = packed.header.window
-        symbols = sum(
-            ((symbols >> np.uint64(3 * i) & np.uint64(7)) + np.uint64(window)) << np.uint64(8 * i) for i in range(4)
-        )
+        window = np.uint64(packed.header.window)
+        tops = np.zeros_like(symbols)
+        for i in range(4):
+            tops |= ((symbols >> np.uint64(3 * i) & np.uint64(7)) + window) << np.uint64(8 * i)
+        symbols = tops
     return lengths << np.uint64(32) | symbols

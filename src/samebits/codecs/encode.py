@@ -1,13 +1,14 @@
 """Encoding on the CPU: count, plan, streams, planes.
 
-Two passes write the output. The first makes the chunks' streams, whose sizes are unknown before; then the one output buffer
-is allocated, and the second pass writes the planes, whose places are known, straight into it.
+Two passes write the output. The first makes the chunks' streams, whose sizes are unknown before; then the one output
+buffer is allocated, and the second pass writes the planes, whose places are known, straight into it.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,7 +36,8 @@ _TASK_WORDS = 1 << 20
 
 
 def allocate_memory(nbytes: int) -> torch.Tensor:
-    """The default output buffer: uint8 [nbytes], not initialised. NumPy asks for huge pages, which halves the page faults' cost."""
+    """The default output buffer: uint8 [nbytes], not initialised."""
+    # NumPy asks for huge pages, which halves the cost of page faults.
     return torch.from_numpy(np.empty(nbytes, np.uint8))
 
 
@@ -79,16 +81,17 @@ class CpuCounter:
             return histogram, aligned, pinned
 
         parts = run_ranges(count, -(-rows // stride), grain)
-        histogram, aligned, pinned = (np.sum([part[i] for part in parts], axis=0) for i in range(3))
+        histogram, aligned, pinned = (_total([part[i] for part in parts]) for i in range(3))
         return RowStatistics(histogram, centers, lowest, highest, bool(subnormal.any()), aligned, pinned)
 
     def _histogram(self) -> NDArray[np.int64]:
         def count(first: int, last: int) -> NDArray[np.int64]:
             counts = np.zeros((4, EXPONENTS), np.int64)
             count_exponents(self.words, first, last, counts)
-            return counts.sum(0)
+            total: NDArray[np.int64] = counts.sum(0)
+            return total
 
-        return np.sum(run_ranges(count, self.words.size, _TASK_WORDS), axis=0)
+        return _total(run_ranges(count, self.words.size, _TASK_WORDS))
 
     def quads(self, shifts: NDArray[np.int32], window: int, stride: int) -> NDArray[np.int64]:
         columns = self.geometry.columns
@@ -99,10 +102,15 @@ class CpuCounter:
             return counts
 
         sampled = -(-self.geometry.rows // stride)
-        return np.sum(run_ranges(count, sampled, max(1, _TASK_WORDS // columns)), axis=0)
+        return _total(run_ranges(count, sampled, max(1, _TASK_WORDS // columns)))
 
     def _has_subnormals(self) -> bool:
         return any(run_ranges(loops.any_subnormal, self.words.size, _TASK_WORDS, self.words))
+
+
+def _total(parts: list[NDArray[np.int64]]) -> NDArray[np.int64]:
+    total: NDArray[np.int64] = np.sum(parts, axis=0)
+    return total
 
 
 def _pack(
@@ -171,19 +179,15 @@ def write_tables(data: torch.Tensor, plan: Plan, header: Header) -> None:
         data[end:start] = 0
     head = header.to_bytes()
     data[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-    data[header.sections["code"]] = torch.from_numpy(plan.table.to_section().astype("<u2").view(np.uint8)).to(
-        data.device
-    )
+    code = plan.table.to_section().astype("<u2").view(np.uint8)
+    data[header.sections["code"]] = torch.from_numpy(code).to(data.device)
     if plan.has_row_shifts:
-        data[header.sections["row_shifts"]] = torch.from_numpy(plan.shifts.astype(np.int8).view(np.uint8)).to(
-            data.device
-        )
+        row_shifts = plan.shifts.astype(np.int8).view(np.uint8)
+        data[header.sections["row_shifts"]] = torch.from_numpy(row_shifts).to(data.device)
 
 
 def seal(packed: PackedTensor) -> PackedTensor:
     """Compute and store the digest of the finished bytes."""
-    from dataclasses import replace
-
     stored = digest(packed.data[STORED_DIGEST_END:])
     packed.data[8:STORED_DIGEST_END] = torch.frombuffer(bytearray(struct.pack("<Q", stored)), dtype=torch.uint8)
     return replace(packed, header=replace(packed.header, stored_digest=stored))

@@ -92,11 +92,13 @@ class CanonicalCode:
 
     def encode_table(self, size: int) -> NDArray[np.uint32]:
         """uint32 [size]: ``length << 16 | codeword``, the codeword's first bit lowest; 0 for symbols without one."""
-        return _encode_table(self.counts, self.symbols, size)
+        table: NDArray[np.uint32] = _encode_table(self.counts, self.symbols, size)
+        return table
 
     def decode_table(self, width: int) -> NDArray[np.uint16]:
         """uint16 [2 ** width]: ``length << 12 | symbol`` for every window of ``width`` bits, the first bit lowest."""
-        return _decode_table(self.counts, self.symbols, width)
+        table: NDArray[np.uint16] = _decode_table(self.counts, self.symbols, width)
+        return table
 
 
 @njit(cache=True, nogil=True)

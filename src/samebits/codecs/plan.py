@@ -1,8 +1,8 @@
 """How a tensor is to be packed: layout, shifts, code. Decided from counts alone, so every device decides alike.
 
 1. Row statistics: exponent histogram of the whole tensor, mean exponent of each row.
-2. Shifts: rows of different scale are moved by whole powers of two onto a common target, so that one code fits them all. The
-   target's fraction also decides which exponents pair up in a quad code's top7, whose lowest bit goes uncoded.
+2. Shifts: rows of different scale are moved by whole powers of two onto a common target, so that one code fits them
+   all. The target's fraction also decides which exponents pair up in a quad code's top7, whose lowest bit goes uncoded.
 3. The quad code over a sample of rows, the single code over the whole histogram; quad unless single is much smaller.
 """
 
@@ -57,9 +57,10 @@ class RowStatistics:
 
     Attributes:
         histogram: int64 [256], exponents of the sampled rows (of all words, if all rows are).
-        centers: int32 [rows], mean exponent of the row's nonzero words in sixteenths, rounded down; PINNED where a word is
-            subnormal, infinite or NaN (FORMAT.md 4.3), or where all are zero.
-        lowest, highest: int32 [rows], bounds of the exponents other than 0: their extremes or, if these lie closer, 64 and 191.
+        centers: int32 [rows], mean exponent of the row's nonzero words in sixteenths, rounded down; PINNED where a word
+            is subnormal, infinite or NaN (FORMAT.md 4.3), or where all are zero.
+        lowest, highest: int32 [rows], bounds of the exponents other than 0: their extremes or, if these lie closer,
+            64 and 191.
         has_subnormals: whether any word has exponent 0 and a mantissa.
         aligned: int64 [FRACTIONS, ALIGNED], exponents other than 0 of the sampled rows that may be shifted, relative to
             the row's whole mean (plus ALIGNED_ZERO), by the fraction of the mean.
@@ -105,7 +106,8 @@ class RowStatistics:
 
     def shifted(self, target: int) -> NDArray[np.int64]:
         """Histogram [256] of the exponents after shifting every row's mean to ``target`` sixteenths."""
-        return _shift_histogram(self.aligned, self.pinned, target)
+        histogram: NDArray[np.int64] = _shift_histogram(self.aligned, self.pinned, target)
+        return histogram
 
     def shifts(self, target: int) -> NDArray[np.int32]:
         """The shift of each row for ``target``, kept within FORMAT.md 4.3."""
@@ -124,10 +126,12 @@ class Counter(Protocol):
     """Counts on one device what a plan is decided from."""
 
     def rows(self, stride: int) -> RowStatistics:
-        """Statistics by row, exponents counted in every ``stride``-th row (matrix layout); of the whole tensor as one row (flat)."""
+        """Statistics by row, exponents counted in every ``stride``-th (matrix); of all words as one row (flat)."""
 
     def quads(self, shifts: NDArray[np.int32], window: int, stride: int) -> NDArray[np.int64]:
-        """Quads of every ``stride``-th row: int64 [QUAD_SYMBOLS + 1], the last entry those with a word outside the window."""
+        """Quads of every ``stride``-th row: int64 [QUAD_SYMBOLS + 1]; the last entry counts those that have a word
+        outside the window.
+        """
 
 
 @dataclass(frozen=True)

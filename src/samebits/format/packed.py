@@ -6,7 +6,7 @@ import math
 import struct
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -133,17 +133,15 @@ class Header:
         _need(self.layout is Layout.FLAT or len(self.shape) >= 2, f"matrix layout with shape {self.shape}")
         _need(1 <= self.chunk_stages <= MAX_CHUNK_STAGES, f"chunks of {self.chunk_stages} stages")
         geometry = self.geometry
-        _need(
-            (rows, columns) == (geometry.rows, geometry.columns), f"{rows} x {columns} does not fit shape {self.shape}"
-        )
+        fits = (rows, columns) == (geometry.rows, geometry.columns)
+        _need(fits, f"{rows} x {columns} does not fit shape {self.shape}")
         _need(geometry.stages * 16 < 1 << 32, f"{columns} columns are too many")
         quad = self.code is Code.QUAD
         limit, symbols = (MAX_CODE_LENGTH, QUAD_SYMBOLS) if quad else (MAX_SINGLE_CODE_LENGTH, EXPONENTS)
         _need(1 <= self.max_code_length <= limit, f"code length {self.max_code_length} is beyond {limit}")
         _need(1 <= self.symbol_count <= symbols, f"{self.symbol_count} symbols")
-        _need(
-            self.window <= MAX_WINDOW and self.window % 16 <= 8 if quad else self.window == 0, f"window {self.window}"
-        )
+        legal = self.window <= MAX_WINDOW and self.window % 16 <= 8 if quad else self.window == 0
+        _need(legal, f"window {self.window}")
         _need(not (self.has_row_shifts and self.shift), "both a shift and row shifts")
         _need(self.max_chunk_words <= 1 + STREAMS * 2 * self.chunk_stages, f"chunks of {self.max_chunk_words} words")
         _need(self.stream_words < 1 << 32, "more than 2^32 stream words")
@@ -200,7 +198,7 @@ class PackedTensor:
         """A section's bytes (uint8 view)."""
         return self.data[self.header.sections[name]]
 
-    def array(self, name: Section, dtype: str) -> NDArray[np.generic]:
+    def array(self, name: Section, dtype: str) -> NDArray[Any]:
         """A section as a NumPy view (CPU only)."""
         return self.section(name).numpy().view(np.dtype(dtype))
 
@@ -256,10 +254,8 @@ class PackedTensor:
         single = header.symbol_count == 1 and counts[1] == 1
         _need(kraft == 1 << COUNTS or single, "an incomplete or impossible code")
         limit = QUAD_SYMBOLS if header.code is Code.QUAD else EXPONENTS
-        _need(
-            int(symbols.max()) < limit and len(np.unique(symbols)) == len(symbols),
-            "a code's symbols out of range or twice",
-        )
+        distinct = int(symbols.max()) < limit and len(np.unique(symbols)) == len(symbols)
+        _need(distinct, "a code's symbols out of range or twice")
         ascending = np.diff(symbols.astype(np.int64)) > 0
         next_length = np.cumsum(counts)[:-1]  # where a symbol may be smaller than the one before
         ascending[next_length[(next_length > 0) & (next_length < len(symbols))] - 1] = True
