@@ -30,9 +30,8 @@ def decode_cuda(packed: PackedTensor) -> torch.Tensor:
     if packed.is_raw:
         return output.copy_(packed.data.view(torch.bfloat16).view(packed.shape))
     if max(geometry.rows, geometry.columns, geometry.chunks) >= 1 << 31:
-        raise DeviceError(
-            f"a tensor of shape {tuple(packed.shape)} is too large for the CUDA kernels", mend="decode it on the CPU"
-        )
+        what = f"a tensor of shape {tuple(packed.shape)} is too large for the CUDA kernels"
+        raise DeviceError(what, mend="decode it on the CPU")
     if packed.data.data_ptr() % _ALIGNMENT:
         packed = PackedTensor(packed.header, packed.data.clone())
     device = packed.device.index or 0
@@ -70,8 +69,9 @@ class _Block:
     def of(cls, header: Header, device: int) -> _Block:
         """As many warps as fit.
 
-        A staging buffer holds the longest chunk, up to three words before it (copies are 16 bytes wide), and behind it what a
-        stream can read beyond the chunk's end whatever its contents (FORMAT.md 6.6): its codewords, and three words ahead.
+        A staging buffer holds the longest chunk, up to three words before it (copies are 16 bytes wide), and behind it
+        what a stream can read beyond the chunk's end whatever its contents (FORMAT.md 6.6): its codewords, and three
+        words ahead.
         """
         codeword_bits = 2 * 13 if header.code is Code.QUAD else 8 * 12
         slack = -(-header.chunk_stages * codeword_bits // 32) + 4
@@ -81,9 +81,8 @@ class _Block:
         available = nvrtc.shared_memory(device) - _STATIC_SHARED - 4 * (table_words + symbol_words)
         warps = min(MAX_WARPS, available // (8 * buffer_words))
         if warps < 1:
-            raise DeviceError(
-                "the device has too little shared memory for chunks of this size", mend="decode on the CPU"
-            )
+            what = "the device has too little shared memory for chunks of this size"
+            raise DeviceError(what, mend="decode on the CPU")
         grid = min(nvrtc.multiprocessors(device), header.geometry.chunks)
         return cls(grid, warps, table_words, symbol_words, buffer_words)
 

@@ -1,4 +1,7 @@
-"""Encoding on a CUDA device: csrc/encode.cu counts, measures and writes; the host plans. The bytes are those of codecs/encode.py."""
+"""Encoding on a CUDA device: csrc/encode.cu counts, measures and writes; the host plans.
+
+The bytes are those of codecs/encode.py.
+"""
 
 from __future__ import annotations
 
@@ -72,25 +75,20 @@ class CudaCounter:
             _launch("histogram", self.geometry.words // 4096, geometry, self.tensor, histogram, subnormal)
             return RowStatistics.of_flat(histogram.cpu().numpy(), bool(subnormal.item()))
         rows = self._zeros(3 * self.geometry.rows, torch.int32).view(3, -1)
-        _launch("row_statistics", self.geometry.rows // _WARPS, geometry, self.tensor, *rows, histogram, aligned, pinned, subnormal,
-                ctypes.c_int32(stride))  # fmt: skip
+        _launch("row_statistics", self.geometry.rows // _WARPS, geometry, self.tensor, *rows, histogram, aligned,
+                pinned, subnormal, ctypes.c_int32(stride))  # fmt: skip
         host = counts.cpu().numpy()
-        return RowStatistics(host[:EXPONENTS], *rows.cpu().numpy(), bool(subnormal.item()),
-                             host[2 * EXPONENTS :].reshape(FRACTIONS, ALIGNED), host[EXPONENTS : 2 * EXPONENTS])  # fmt: skip
+        centers, lowest, highest = rows.cpu().numpy()
+        return RowStatistics(host[:EXPONENTS], centers, lowest, highest, bool(subnormal.item()),
+                             host[2 * EXPONENTS :].reshape(FRACTIONS, ALIGNED),
+                             host[EXPONENTS : 2 * EXPONENTS])  # fmt: skip
 
     def quads(self, shifts: NDArray[np.int32], window: int, stride: int) -> NDArray[np.int64]:
         counts = self._zeros(QUAD_SYMBOLS + 1, torch.int64)
         row_shifts, source = _source(self.tensor, shifts, window)
         sampled = -(-self.geometry.rows // stride)
-        _launch(
-            "quad_counts",
-            sampled // _WARPS,
-            GeometryStructure.of(self.geometry),
-            source,
-            ctypes.c_int32(stride),
-            counts,
-            blocks=2,
-        )
+        _launch("quad_counts", sampled // _WARPS, GeometryStructure.of(self.geometry), source, ctypes.c_int32(stride),
+                counts, blocks=2)  # fmt: skip
         del row_shifts
         return counts.cpu().numpy()
 
@@ -119,9 +117,8 @@ def _pack(tensor: torch.Tensor, plan: Plan, original: int) -> PackedTensor | Non
     planes, streams = data[header.sections["planes"]], data[header.sections["streams"]]
     _launch(f"write_{name}", blocks, geometry, source, book, offsets, streams, planes, shared=shared)
     stored = digest_cuda(data[STORED_DIGEST_END:])
-    data[8:STORED_DIGEST_END] = torch.frombuffer(bytearray(struct.pack("<Q", stored)), dtype=torch.uint8).to(
-        data.device
-    )
+    stored_bytes = torch.frombuffer(bytearray(struct.pack("<Q", stored)), dtype=torch.uint8)
+    data[8:STORED_DIGEST_END] = stored_bytes.to(data.device)
     del kept
     return PackedTensor(replace(header, stored_digest=stored), data)
 
@@ -151,7 +148,10 @@ def _book(tensor: torch.Tensor, plan: Plan) -> tuple[list[Any], SourceStructure,
 
 
 def _launch(name: str, blocks_wanted: int, *arguments: Any, shared: int = 0, blocks: int = _BLOCKS) -> None:
-    """Launch a kernel of encode.cu on the current device with as many blocks as there is work, up to ``blocks`` on each multiprocessor."""
+    """Launch a kernel of encode.cu on the current device.
+
+    With as many blocks as there is work for, up to ``blocks`` on each multiprocessor.
+    """
     device = torch.cuda.current_device()
     grid = max(1, min(blocks_wanted + 1, blocks * nvrtc.multiprocessors(device)))
     values = [ctypes.c_void_p(a.data_ptr()) if isinstance(a, torch.Tensor) else a for a in arguments]

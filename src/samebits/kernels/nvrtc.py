@@ -1,6 +1,7 @@
 """Compile CUDA C++ at run time, cache the result on disk, launch on torch's current stream.
 
-NVRTC and the driver's bindings come with torch's CUDA wheels; cuda-core keeps the disk cache, safe for several processes.
+NVRTC and the driver's bindings come with torch's CUDA wheels; cuda-core keeps the disk cache, which several processes
+may use at once.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def kernel(file: str, name: str, device: int) -> Kernel:
 @cache
 def shared_memory(device: int) -> int:
     """Bytes of shared memory one block may use."""
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
 
 @cache

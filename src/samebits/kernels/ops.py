@@ -1,7 +1,7 @@
 """The torch.library operator samebits::decode: CPU, CUDA and fake implementations.
 
-Its arguments are the packed bytes and the fields of their header, so that a caller keeps the parsed header and no call ever reads
-the bytes back from a GPU.
+Its arguments are the packed bytes and the fields of their header, so that a caller keeps the parsed header and no call
+ever reads the bytes back from a GPU.
 """
 
 from __future__ import annotations

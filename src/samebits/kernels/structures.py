@@ -20,7 +20,8 @@ class GeometryStructure(ctypes.Structure):
     @classmethod
     def of(cls, geometry: Geometry) -> GeometryStructure:
         return cls(geometry.words, geometry.rows, geometry.columns, geometry.stages, geometry.chunk_stages,
-                   geometry.chunks, geometry.chunks_per_row_group, geometry.row_groups_per_chunk, geometry.row_groups)  # fmt: skip
+                   geometry.chunks, geometry.chunks_per_row_group, geometry.row_groups_per_chunk,
+                   geometry.row_groups)  # fmt: skip
 
 
 class PackedStructure(ctypes.Structure):
@@ -30,13 +31,14 @@ class PackedStructure(ctypes.Structure):
         ("data", ctypes.c_void_p), ("code", ctypes.c_uint64), ("row_shifts", ctypes.c_uint64),
         ("offsets", ctypes.c_uint64), ("planes", ctypes.c_uint64), ("streams", ctypes.c_uint64),
         ("stream_words", ctypes.c_uint32), ("max_chunk_words", ctypes.c_int32), ("width", ctypes.c_int32),
-        ("symbols", ctypes.c_int32), ("window", ctypes.c_int32), ("shift", ctypes.c_int32), ("has_row_shifts", ctypes.c_int32),
+        ("symbols", ctypes.c_int32), ("window", ctypes.c_int32), ("shift", ctypes.c_int32),
+        ("has_row_shifts", ctypes.c_int32),
     )  # fmt: skip
 
     @classmethod
     def of(cls, packed: PackedTensor) -> PackedStructure:
         header = packed.header
-        starts = [header.sections[name].start for name in ("code", "row_shifts", "offsets", "planes", "streams")]  # type: ignore[index]
+        starts = [header.sections[name].start for name in ("code", "row_shifts", "offsets", "planes", "streams")]
         return cls(packed.data.data_ptr(), *starts, header.stream_words, header.max_chunk_words, header.max_code_length,
                    header.symbol_count, header.window, header.shift, header.has_row_shifts)  # fmt: skip
 
@@ -53,5 +55,6 @@ class BookStructure(ctypes.Structure):
     """csrc/encode.cu: Book."""
 
     _fields_ = (
-        ("table", ctypes.c_void_p), ("nearest", ctypes.c_void_p), ("padding", ctypes.c_uint64), ("common", ctypes.c_int32),
+        ("table", ctypes.c_void_p), ("nearest", ctypes.c_void_p), ("padding", ctypes.c_uint64),
+        ("common", ctypes.c_int32),
     )  # fmt: skip
