@@ -2,9 +2,10 @@
 
     python benchmarks/gpu.py [--name h200]        writes results/<name>.json
 
-Decoding is timed inside CUDA graphs over more than 800 MB of distinct packed weights, so that nothing stays in the L2 cache; every
-output is compared with the original words first. The roof of a decode is the time to fill its output plus the time to read its
-packed bytes, both measured in the same run by plain kernels. Encoding is timed by the clock, planning on the host included.
+Decoding is timed inside CUDA graphs over more than 800 MB of distinct packed weights, so that nothing stays in the L2
+cache; every output is compared with the original words first. The roof of a decode is the time to fill its output plus
+the time to read its packed bytes, both measured in the same run by plain kernels. Encoding is timed by the clock,
+planning on the host included.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,12 +62,12 @@ def measure(rows: int, columns: int, repeats: int) -> dict[str, Any]:
     def decode(i: int) -> None:
         outputs[i % OUTPUTS] = samebits.decode(copies[i])
 
-    decoding = time_graph([lambda i=i: decode(i) for i in range(len(copies))], repeats)
+    decoding = time_graph([partial(decode, i) for i in range(len(copies))], repeats)
     assert all(torch.equal(out.view(torch.int16), weights.view(torch.int16)) for out in outputs if out is not None)
     targets = [torch.empty_like(weights) for _ in range(OUTPUTS)]
-    filling = time_graph([lambda out=out: out.fill_(1.5) for out in targets], repeats)
+    filling = time_graph([partial(out.fill_, 1.5) for out in targets], repeats)
     words = [copy.data.view(torch.int64) for copy in copies]
-    reading = time_graph([lambda data=torch.cat(words): data.sum()], repeats)
+    reading = time_graph([torch.cat(words).sum], repeats)
     read_rate = len(copies) * packed.nbytes / reading.median
     roof = filling.median + packed.nbytes / read_rate
     encoding = time_clock(lambda: samebits.encode(weights), repeats)
