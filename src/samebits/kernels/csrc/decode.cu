@@ -47,19 +47,19 @@ struct Decoder {
 
     // A stage's upper bytes of four quads (quad code: top7; single code: the shifted exponents).
     __device__ __forceinline__ void decode_tops(Stream streams[2], u32 tops[4]) const {
-        if (quad) {
+        if constexpr (quad) {
             decode_two(streams[0], table, byte_mask, tops[0], tops[1]);
             decode_two(streams[1], table, byte_mask, tops[2], tops[3]);
 #pragma unroll
             for (int q = 0; q < 4; ++q) tops[q] = (tops[q] & 0x0f0f0f0fu) | common;
-            return;
-        }
+        } else {
 #pragma unroll
-        for (int q = 0; q < 4; ++q) {
-            u32 e[4];
-            decode_two(streams[q >> 1], table, byte_mask, e[0], e[1]);
-            decode_two(streams[q >> 1], table, byte_mask, e[2], e[3]);
-            tops[q] = __byte_perm(__byte_perm(e[0], e[1], 0x0040), __byte_perm(e[2], e[3], 0x0040), 0x5410);
+            for (int q = 0; q < 4; ++q) {
+                u32 e[4];
+                decode_two(streams[q >> 1], table, byte_mask, e[0], e[1]);
+                decode_two(streams[q >> 1], table, byte_mask, e[2], e[3]);
+                tops[q] = __byte_perm(__byte_perm(e[0], e[1], 0x0040), __byte_perm(e[2], e[3], 0x0040), 0x5410);
+            }
         }
     }
 
@@ -94,7 +94,8 @@ struct Decoder {
 
     // Steps 3 to 5 for one stage: `signs` has the stage's half of the sign word on top.
     template <bool whole, bool raw_chunk>
-    __device__ __forceinline__ void decode_stage(StagedChunk& chunk, Stream streams[2], int stage, Vec4 raw, u32 signs, const Place& place) {
+    __device__ __forceinline__ void decode_stage(StagedChunk& chunk, Stream streams[2], int stage, Vec4 raw, u32 signs,
+                                                 const Place& place) {
         u32 tops[4];
         if (raw_chunk) {
             read_tops(chunk, stage, tops);
@@ -110,12 +111,14 @@ struct Decoder {
 #pragma unroll
         for (int q = 0; q < 4; ++q) {
             Vec2 words = join(bytes[q], tops[q]);
-            if (place.scale != kNoShift) words = {unshift(words.x, place.scale), unshift(words.y, place.scale)};   // 1.0 would change NaN payloads
+            // A scale of 1.0 would change NaN payloads.
+            if (place.scale != kNoShift) words = {unshift(words.x, place.scale), unshift(words.y, place.scale)};
             store<whole>(place, q, words);
         }
     }
 
-    // The common case: quad code, a coded chunk within one row group that starts with a slab. Four stages a turn, the next four on their way.
+    // The common case: quad code, a coded chunk within one row group that starts with a slab. Four stages a turn, the next four on
+    // their way.
     template <bool whole>
     __device__ __forceinline__ int decode_run(const Chunk& extent, StagedChunk& chunk, Stream streams[2], Place& place) {
         const u8* slab = packed.data + packed.planes + slab_offset(geometry.stages, extent.row_group, extent.first_stage);
@@ -164,7 +167,8 @@ struct Decoder {
         Place place = place_at(extent.row_group, extent.first_stage);
         if (chunk.raw) return decode_rest<whole, true>(extent, chunk, streams, place, 0);
         int done = 0;
-        if (quad && extent.row_groups == 1 && extent.first_stage % 2 == 0 && extent.stages >= 4) done = decode_run<whole>(extent, chunk, streams, place);
+        if (quad && extent.row_groups == 1 && extent.first_stage % 2 == 0 && extent.stages >= 4)
+            done = decode_run<whole>(extent, chunk, streams, place);
         decode_rest<whole, false>(extent, chunk, streams, place, done);
     }
 
@@ -183,10 +187,12 @@ struct Decoder {
 };
 
 template <bool quad, bool whole>
-__device__ __forceinline__ void decode_tensor(const Geometry& geometry, const Packed& packed, u16* output, int table_words, int symbol_words, int buffer_words) {
+__device__ __forceinline__ void decode_tensor(const Geometry& geometry, const Packed& packed, u16* output, int table_words,
+                                              int symbol_words, int buffer_words) {
     extern __shared__ __align__(16) u32 shared[];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
-    // All blocks together move along the tensor, so that what is read and written at a time lies together. Where chunks are few, some warps have none.
+    // All blocks together move along the tensor, so that what is read and written at a time lies together. Where chunks are few, some
+    // warps have none.
     const int decoders = min(warps, (geometry.chunks + int(gridDim.x) - 1) / int(gridDim.x)), stride = gridDim.x * decoders;
     u32* buffers = shared + table_words + symbol_words + warp * 2 * buffer_words;
     const u32* offsets = reinterpret_cast<const u32*>(packed.data + packed.offsets);
@@ -229,9 +235,9 @@ __device__ __forceinline__ void decode_tensor(const Geometry& geometry, const Pa
 }
 
 #define DECODE_KERNEL(name, quad, whole)                                                                                  \
-    extern "C" __global__ void __launch_bounds__(kMaxThreads) name(const Geometry geometry, const Packed packed, u16* output, \
-                                                                         int table_words, int symbol_words, int buffer_words) { \
-        decode_tensor<quad, whole>(geometry, packed, output, table_words, symbol_words, buffer_words);                                              \
+    extern "C" __global__ void __launch_bounds__(kMaxThreads) name(                                                       \
+        const Geometry geometry, const Packed packed, u16* output, int table_words, int symbol_words, int buffer_words) { \
+        decode_tensor<quad, whole>(geometry, packed, output, table_words, symbol_words, buffer_words);                    \
     }
 DECODE_KERNEL(decode_quad_whole, true, true)
 DECODE_KERNEL(decode_quad_clipped, true, false)

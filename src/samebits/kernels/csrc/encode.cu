@@ -63,7 +63,8 @@ __device__ __forceinline__ u32 quad_symbol(u64 classes) {
 
 // ---- counting
 
-// One warp per row: its histogram in shared memory, then the row's centre and, every stride-th row, its share of the others (codecs/plan.py).
+// One warp per row: its histogram in shared memory, then the row's centre and, every stride-th row, its share of the others
+// (codecs/plan.py).
 extern "C" __global__ void __launch_bounds__(32 * kWarps) row_statistics(
     const Geometry geometry, const u16* __restrict__ words, int* __restrict__ centers, int* __restrict__ lowest, int* __restrict__ highest,
     u64* histogram, u64* aligned, u64* pinned, int* any_subnormal, int stride) {
@@ -117,7 +118,8 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps) row_statistics(
     }
 }
 
-extern "C" __global__ void __launch_bounds__(32 * kWarps) histogram(const Geometry geometry, const u16* __restrict__ words, u64* counts, int* any_subnormal) {
+extern "C" __global__ void __launch_bounds__(32 * kWarps) histogram(
+    const Geometry geometry, const u16* __restrict__ words, u64* counts, int* any_subnormal) {
     __shared__ u32 local[kWarps][kExponents];
     for (int e = threadIdx.x; e < kWarps * kExponents; e += blockDim.x) local[0][e] = 0;
     __syncthreads();
@@ -139,7 +141,8 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps) histogram(const Geomet
 }
 
 // Whole quads of every stride-th row; the last counter takes those with a word outside the window.
-extern "C" __global__ void __launch_bounds__(32 * kWarps) quad_counts(const Geometry geometry, const Source source, int stride, u64* counts) {
+extern "C" __global__ void __launch_bounds__(32 * kWarps) quad_counts(
+    const Geometry geometry, const Source source, int stride, u64* counts) {
     __shared__ u32 local[kQuadSymbols + 1];
     for (int i = threadIdx.x; i <= kQuadSymbols; i += blockDim.x) local[i] = 0;
     __syncthreads();
@@ -294,8 +297,9 @@ __device__ __forceinline__ void write_planes(const Geometry& geometry, u8* plane
 }
 
 template <bool quad>
-__device__ __forceinline__ void write_coded(const Geometry& geometry, const Source& source, const Book& book, const u32* table, const Chunk& chunk,
-                                            int lane, const int bits[2], const Head& head, int patches, u32* output) {
+__device__ __forceinline__ void write_coded(const Geometry& geometry, const Source& source, const Book& book, const u32* table,
+                                            const Chunk& chunk, int lane, const int bits[2], const Head& head, int patches,
+                                            u32* output) {
     const int steps[2] = {(bits[0] - head.base + head.unit - 1) / head.unit, (bits[1] - head.base + head.unit - 1) / head.unit};
     const int lengths[2] = {head.base + head.unit * steps[0], head.base + head.unit * steps[1]};
     if (lane == 0) output[0] = head.base | head.unit << 13 | patches << 19;
@@ -333,7 +337,8 @@ __device__ __forceinline__ void write_coded(const Geometry& geometry, const Sour
 }
 
 template <bool quad>
-__device__ __forceinline__ void write_chunks(const Geometry& geometry, const Source& source, const Book& book, const u32* offsets, u32* streams, u8* planes) {
+__device__ __forceinline__ void write_chunks(const Geometry& geometry, const Source& source, const Book& book, const u32* offsets,
+                                             u32* streams, u8* planes) {
     const u32* table = shared_table<quad>(book);
     const int lane = threadIdx.x & 31;
     for (int index = blockIdx.x * kWarps + (threadIdx.x >> 5); index < geometry.chunks; index += gridDim.x * kWarps) {
@@ -363,13 +368,14 @@ __device__ __forceinline__ void write_chunks(const Geometry& geometry, const Sou
     }
 }
 
-#define CHUNK_KERNELS(suffix, quad)                                                                                                      \
-    extern "C" __global__ void __launch_bounds__(32 * kWarps) measure_##suffix(const Geometry geometry, const Source source, const Book book, u32* sizes) { \
-        measure_chunks<quad>(geometry, source, book, sizes);                                                                             \
-    }                                                                                                                                    \
-    extern "C" __global__ void __launch_bounds__(32 * kWarps) write_##suffix(const Geometry geometry, const Source source, const Book book, \
-                                                                             const u32* offsets, u32* streams, u8* planes) {             \
-        write_chunks<quad>(geometry, source, book, offsets, streams, planes);                                                            \
+#define CHUNK_KERNELS(suffix, quad)                                                                                    \
+    extern "C" __global__ void __launch_bounds__(32 * kWarps) measure_##suffix(                                        \
+        const Geometry geometry, const Source source, const Book book, u32* sizes) {                                   \
+        measure_chunks<quad>(geometry, source, book, sizes);                                                           \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(32 * kWarps) write_##suffix(                                          \
+        const Geometry geometry, const Source source, const Book book, const u32* offsets, u32* streams, u8* planes) { \
+        write_chunks<quad>(geometry, source, book, offsets, streams, planes);                                          \
     }
 CHUNK_KERNELS(quad, true)
 CHUNK_KERNELS(single, false)

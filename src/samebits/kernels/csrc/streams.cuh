@@ -17,8 +17,9 @@ __device__ __forceinline__ u32 table_entry(int length, u32 symbol, u32 window) {
 // Builds the table for windows of `width` bits (first bit lowest) from the code section, by the whole block. `symbols` is shared
 // memory for the section's symbols.
 //
-// Windows are walked in the order of the code (first bit highest), where a codeword of length L covers 2^(width - L) in a row; a thread takes eight.
-// Neighbouring lanes take windows that differ in the highest bits of that order, the lowest of the table index: no bank conflicts.
+// Windows are walked in the order of the code (first bit highest), where a codeword of length L covers 2^(width - L) in a row; a thread
+// takes eight. Neighbouring lanes take windows that differ in the highest bits of that order, the lowest of the table index: no bank
+// conflicts.
 template <bool quad>
 __device__ void build_table(u32* table, u16* symbols, const u16* __restrict__ code, int width, int symbol_count, u32 window) {
     __shared__ u32 first_code[kCounts], first_symbol[kCounts];
@@ -108,7 +109,8 @@ struct StagedChunk {
     u32 patches, patch;   // patches left, and the next one (kNoPatch if none)
     bool raw;             // 6.5
 
-    // Reads the head (6.2, 6.3), starts the lane's two streams. Whatever the contents, nothing behind the chunk's end starts a stream or a patch.
+    // Reads the head (6.2, 6.3), starts the lane's two streams. Whatever the contents, nothing behind the chunk's end starts a stream
+    // or a patch.
     __device__ __forceinline__ void open(const u32* chunk, int size, int stages, int lane, Stream streams[2]) {
         words = chunk;
         const u32 head = chunk[0];
