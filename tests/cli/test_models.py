@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from samebits.cli import bench
 from samebits.cli.generate import default_model
 from tests.cli.conftest import Command
 
@@ -62,7 +63,10 @@ def test_a_damaged_model_does_not_generate(samebits: Command, packed_example: Pa
 
 
 @pytest.mark.parametrize("compressed", [True, False])
-def test_bench(samebits: Command, example: Path, packed_example: Path, compressed: bool) -> None:
+def test_bench(
+    samebits: Command, example: Path, packed_example: Path, compressed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "_NEW_TOKENS", 3)
     report = samebits("bench", packed_example if compressed else example, "--device", "cpu", "--json").json
     assert report["device"] == "cpu"
     assert report["coding"]["tensors"] == 29

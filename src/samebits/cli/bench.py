@@ -13,7 +13,7 @@ import torch
 
 from samebits import api
 from samebits.cli.console import print_json, print_lines, print_table, size
-from samebits.cli.generate import Sampling, default_model, load, run_model
+from samebits.cli.generate import Sampling, default_model, import_transformers, load, run_model
 from samebits.errors import InputError, MismatchError
 from samebits.format.container import Checkpoint, Entry
 from samebits.format.folder import CONFIG
@@ -25,6 +25,7 @@ from samebits.verify import original_bytes
 
 _TENSOR_WORDS = 64 << 20  # tensors are measured until together they have about this many words
 _REPEATS = 5
+_GENERATIONS = 3
 _NEW_TOKENS = 32
 _PROMPT_TOKENS = 16
 _CLASS = "AutoModelForCausalLM"
@@ -116,10 +117,10 @@ def _prove(tensor: torch.Tensor, packed: PackedTensor) -> None:
         )
 
 
-def _seconds(function: Callable[[], object], device: str) -> float:
+def _seconds(function: Callable[[], object], device: str, repeats: int = _REPEATS) -> float:
     """Median wall time of a call, the device's work included."""
     times = []
-    for _ in range(_REPEATS):
+    for _ in range(repeats):
         _synchronize(device)
         start = time.perf_counter()
         function()
@@ -139,6 +140,7 @@ def measure_models(checkpoint: Checkpoint, device: str) -> dict[str, Running]:
     Raises:
         MismatchError: the two generate different tokens.
     """
+    import_transformers()  # or it would count as loading
     from samebits.integrations.transformers import SamebitsConfig
 
     path = str(checkpoint.path)
@@ -161,9 +163,9 @@ def _run(load_model: Callable[[], Any], device: str) -> tuple[Running, list[int]
     _synchronize(device)
     loading = time.perf_counter() - start
     resident = sum(t.nbytes for t in {t.data_ptr(): t for t in (*model.parameters(), *model.buffers())}.values())
-    tokens: list[int] = []
-    seconds = _seconds(lambda: tokens.extend(_generate(model, device)), device)
-    return Running(loading, resident, _NEW_TOKENS / seconds), tokens
+    tokens = _generate(model, device)
+    seconds = _seconds(lambda: _generate(model, device), device, _GENERATIONS)
+    return Running(loading, resident, (len(tokens) - _PROMPT_TOKENS) / seconds), tokens
 
 
 def _generate(model: Any, device: str) -> list[int]:

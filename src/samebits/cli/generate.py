@@ -43,23 +43,30 @@ def default_model() -> str:
     return str(path)
 
 
+def import_transformers() -> Any:
+    """The transformers module, quiet, with our format registered.
+
+    Raises:
+        InputError: it is not installed.
+    """
+    try:
+        import transformers
+    except ImportError:
+        raise InputError("transformers is not installed", mend="pip install 'samebits[transformers]'") from None
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
 def load(auto_class: str, path: str, **options: Any) -> Any:
     """``transformers.<auto_class>.from_pretrained(path)``.
 
     Raises:
         InputError: transformers is missing or cannot load it.
     """
-    import samebits  # noqa: F401  registers the format with transformers
-
+    factory = getattr(import_transformers(), auto_class)
     try:
-        import transformers
-    except ImportError:
-        mend = "pip install 'samebits[transformers]'"
-        raise InputError("transformers is not installed", mend=mend) from None
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        return getattr(transformers, auto_class).from_pretrained(path, **options)
+        return factory.from_pretrained(path, **options)
     except (OSError, ValueError, KeyError, ImportError) as error:
         mend = "give a folder or hub id with the config, tokenizer and weights of a causal language model"
         raise InputError(f"transformers cannot load it ({error})", where=path, mend=mend) from None
