@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import gzip
+import os
 import resource
 import sys
 import time
@@ -131,15 +132,16 @@ def main() -> int:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     packed = options.out / "model"
+    original = Path(os.path.relpath(options.model))
     device = torch.cuda.get_device_name() if options.device.startswith("cuda") else "CPU"
     print(f"samebits {samebits.__version__}, torch {torch.__version__}, on {device}")
 
-    command("compress", str(options.model), str(packed), "--overwrite")
-    command("verify", str(packed), "--against", str(options.model))
+    command("compress", str(original), str(packed), "--overwrite")
+    command("verify", str(packed), "--against", str(original))
     print("\nNow both with transformers, AutoModelForCausalLM.from_pretrained:")
-    same = compare_models(options.model, packed, options)
+    same = compare_models(original, packed, options)
 
-    parts = draw_picture(options.model, packed, options.out)
+    parts = draw_picture(original, packed, options.out)
     limit = f"the limit 8 + entropy is {parts.limit:.3f}"
     print(f"{parts.bits_per_weight:.3f} bits per packed weight, everything counted; {limit}")
     print(f"peak memory: {peak_memory(options.device)}")
