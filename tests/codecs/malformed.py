@@ -95,9 +95,22 @@ def counts_with_another_sum(parts: Parts) -> None:
 
 
 def incomplete_code(parts: Parts) -> None:
-    longest = parts["max_code_length"]
-    put(parts.code, longest, get(parts.code, longest, "<H") + 1, "<H")
-    put(parts.code, longest - 1, get(parts.code, longest - 1, "<H") - 1, "<H")
+    move_codeword(parts, parts["max_code_length"] - 1, parts["max_code_length"])
+
+
+def overfull_code(parts: Parts) -> None:
+    move_codeword(parts, parts["max_code_length"], parts["max_code_length"] - 1)
+
+
+def move_codeword(parts: Parts, source: int, target: int) -> None:
+    """Change one codeword's length; the symbols stay sorted."""
+    put(parts.code, source, get(parts.code, source, "<H") - 1, "<H")
+    put(parts.code, target, get(parts.code, target, "<H") + 1, "<H")
+    start = 32
+    for length in range(16):
+        symbols = np.frombuffer(parts.code, "<u2", get(parts.code, length, "<H"), start)
+        parts.code[start : start + symbols.nbytes] = np.sort(symbols).tobytes()
+        start += symbols.nbytes
 
 
 def symbol_twice(parts: Parts) -> None:
@@ -117,10 +130,12 @@ def offsets_to_elsewhere(parts: Parts) -> None:
 
 
 def offsets_that_stand_still(parts: Parts) -> None:
+    parts["max_chunk_words"] = 1 + 128 * parts["chunk_stages"]
     put(parts.offsets, 2, get(parts.offsets, 1))
 
 
 def offsets_that_turn_back(parts: Parts) -> None:
+    parts["max_chunk_words"] = 1 + 128 * parts["chunk_stages"]
     put(parts.offsets, 2, get(parts.offsets, 1) - 1)
 
 
@@ -263,6 +278,9 @@ MALFORMED = [
     table("3.1", unsorted_symbols, SINGLE),
     table("3.2", counts_with_another_sum),
     table("3.2", incomplete_code),
+    table("3.2", overfull_code),
+    table("3.2", incomplete_code, SINGLE),
+    table("3.2", overfull_code, SINGLE),
     table("3.2", symbol_twice),
     table("3.4", symbol_out_of_range),
     table("3.5", symbol_out_of_range, SINGLE),

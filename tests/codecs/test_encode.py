@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 
 import samebits
 from samebits.bf16 import entropy, exponent_histogram
-from samebits.codecs.reference import decode_reference, digest_reference
+from samebits.codecs.reference import Reading, decode_reference, digest_reference
 from samebits.errors import DtypeError
 from samebits.format.packed import PackedTensor
 from tests.codecs import zoo
@@ -92,6 +92,16 @@ def test_rows_outside_the_sample_come_back(code: str) -> None:
     assert packed.code.name.lower() == code
     assert packed.nbytes < 0.7 * words.nbytes
     assert words_of(samebits.decode(packed)).tobytes() == words.tobytes()
+
+
+@pytest.mark.clause("6.5")
+def test_a_chunk_is_raw_from_its_raw_length_on() -> None:
+    words = zoo.around_raw_chunks()
+    data = bytes_of(samebits.encode(tensor_of(words)))
+    check_packed(data, words.tobytes())
+    chunks = Reading(data).chunks[:60]
+    assert {chunk.stored.size for chunk in chunks if chunk.is_raw} == {2049}
+    assert max(chunk.stored.size for chunk in chunks if not chunk.is_raw) == 2048
 
 
 VIEWS = {

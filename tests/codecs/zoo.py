@@ -64,6 +64,12 @@ def few_exponents(shape: tuple[int, ...]) -> Words:
     return (exponents << 7 | rng.integers(0, 128, shape) | rng.integers(0, 2, shape) << 15).astype(np.uint16)
 
 
+def far_rows(shape: tuple[int, int]) -> Words:
+    """Rows with exponents of 130 to 133, and every third with 2 to 5: further apart than a shift may be."""
+    far = np.arange(shape[0])[:, None] % 3 == 1
+    return to_bf16(2.0 ** (np.random.default_rng(0).uniform(0, 4, shape) + np.where(far, -125, 3)))
+
+
 def every_exponent(shape: tuple[int, ...]) -> Words:
     """Ordinary words, every 32nd of another sign and exponent; at least 16,384."""
     words = normal(shape)
@@ -196,6 +202,9 @@ ZOO = [
     case("row_shifts_flat", normal((384,)), partial(quad_choices, matrix=False, shifts=(0, 2, -1))),
     case("widest_single_shift", normal((8, 64), scale=1e-3), partial(single_choices, matrix=True, shifts=126)),
     case("every_shift", EVERY_SHIFT[0], partial(single_choices, matrix=True, shifts=EVERY_SHIFT[1])),
+    case("far_rows", far_rows((64, 256)), single_with_row_shifts),
+    case("equal_quads", normal((8, 4096)), quad_matrix, lengths=dict.fromkeys(range(4096), 12), chunk_stages=64),
+    case("equal_singles", normal((8, 4096)), single_matrix, lengths=dict.fromkeys(range(256), 8), chunk_stages=64),
     case("unlike_its_code", normal((16, 128)), quad_matrix, lengths={0: 1, 4095: 2, 585: 2}, window=8),
     case("every_shift_quad", EVERY_SHIFT[0], partial(quad_choices, matrix=True, shifts=EVERY_SHIFT[1], book=600)),
 ]
@@ -224,6 +233,17 @@ def beyond_the_sample(code: str) -> Words:
     words[197] = 0
     words[199] = 0x7F80
     return words
+
+
+def around_raw_chunks() -> Words:
+    """60 chunks (of 16 stages) of ever more rare exponents, about as long coded as raw, and 140 of one word."""
+    words = np.full((8, 200, 1024), 0x3F80, np.uint16)
+    for number in range(60):
+        rare = np.arange(7390 + 2 * number)
+        chunk = np.full(8192, 0x3F80, np.uint16)
+        chunk[rare * 8192 // rare.size] = 20 + rare % 200 << 7
+        words[:, number] = chunk.reshape(8, 1024)
+    return words.reshape(8, -1)
 
 
 # Of a million words or more.

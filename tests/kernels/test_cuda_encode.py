@@ -60,6 +60,10 @@ def test_same_bytes_where_rows_are_sampled(code: str) -> None:
     assert check(tensor_of(zoo.beyond_the_sample(code)).cuda()).code.name.lower() == code
 
 
+def test_same_bytes_where_chunks_become_raw() -> None:
+    check(tensor_of(zoo.around_raw_chunks()).cuda())
+
+
 @pytest.mark.parametrize("name", FAST)
 def test_same_bytes_as_the_golden_vectors(name: str) -> None:
     words = stored_words(name, FAST[name].shape)
