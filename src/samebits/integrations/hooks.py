@@ -13,7 +13,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-# The module that an integration extends, and the integration, whose ``register()`` is called once that is loaded.
+# The module that an integration extends, and the integration, which is imported once that is loaded.
 INTEGRATIONS = {
     "transformers.quantizers.auto": "samebits.integrations.transformers",
     "transformers.modeling_utils": "samebits.integrations.transformers_model",
@@ -36,7 +36,8 @@ def _is_loaded(name: str) -> bool:
 
 
 def _register(name: str) -> None:
-    import_module(INTEGRATIONS[name]).register()
+    """An integration registers at its own end: it may be half loaded now, if it is what imports the other library."""
+    import_module(INTEGRATIONS[name])
 
 
 class _Finder(MetaPathFinder):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers.core_model_loading import ConversionOps
@@ -19,10 +19,11 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from samebits.errors import DtypeError, FormatError, InputError, SamebitsError
 from samebits.format.folder import INDEX_SUFFIX, KEY, STEM, VERSION, Folder, check_version
+from samebits.format.packed import PackedTensor
 from samebits.format.safetensors_file import SUFFIX
 from samebits.integrations.transformers_load import check_dtypes, dtype_in_model, find_parameter, prepare
-from samebits.nn.convert import MIN_WEIGHTS, Report, Selection, decompress, pack_parameter, report
-from samebits.nn.packed_module import PackedModule, packed_parameters, share_ties
+from samebits.nn.convert import MIN_WEIGHTS, Report, Selection, decompress, encode_parameter, report
+from samebits.nn.packed_module import PackedModule, pack, packed_parameters, whole
 
 # What from_pretrained was called with: the folder or hub id, and its keyword arguments.
 loading: ContextVar[tuple[str, Mapping[str, Any]] | None] = ContextVar("samebits_loading", default=None)
@@ -173,21 +174,21 @@ class SamebitsQuantizer(HfQuantizer):  # type: ignore[misc]
         return _Pack(self)
 
     def pack(self, model: Any, weights: Mapping[str, Any], missing: set[str] | None) -> dict[str, Any]:
-        """Pack loaded weights where selected; what is left for transformers to place."""
-        left = {}
+        """Encode loaded weights where selected: what transformers is then to place, by the name of its parameter."""
+        result: dict[str, Any] = {}
         for name, tensors in weights.items():
-            tensor = tensors[0] if isinstance(tensors, list) else tensors
-            if self._pack(model, name, tensor):
-                (missing or set()).discard(name)
+            packed = self._encode(model, name, tensors[0] if isinstance(tensors, list) else tensors)
+            if packed is None:
+                result[name] = tensors
             else:
-                left[name] = tensors
-        return left
+                (missing or set()).discard(name)
+                result[_pack_without_bytes(model, name, packed)] = packed.data
+        return result
 
-    def _pack(self, model: Any, name: str, weight: torch.Tensor) -> bool:
-        found = find_parameter(model, name)
-        selected = found is not None and found[2].shape == weight.shape and self.selects(model, name)
+    def _encode(self, model: Any, name: str, weight: torch.Tensor) -> PackedTensor | None:
+        selected = self.selects(model, name) and model.get_parameter(name).shape == weight.shape
         self._settled.add(name)  # from here on transformers is to check it
-        return selected and found is not None and pack_parameter(found[0], found[1], weight, name)
+        return encode_parameter(weight, name) if selected else None
 
     def fail(self, error: SamebitsError) -> None:
         """transformers would hide an error that is raised while it converts weights."""
@@ -199,7 +200,6 @@ class SamebitsQuantizer(HfQuantizer):  # type: ignore[misc]
         self._model, self._settled = None, set()
         if self._failure:
             raise self._failure
-        share_ties(model)
         self.report = report(model, self.quantization_config.selection)
         for _, module, name in packed_parameters(model):
             _align(module, name)
@@ -210,8 +210,10 @@ class SamebitsQuantizer(HfQuantizer):  # type: ignore[misc]
         adapters = getattr(model, "_hf_peft_config_loaded", False)
         return (None if adapters or next(packed_parameters(model), None) is None else {}), {}
 
-    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+    def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
+        """The dtype is a name if it comes from a config that was saved."""
         decompress(model)
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         return model if dtype in (None, torch.bfloat16) else model.to(dtype)
 
 
@@ -229,6 +231,14 @@ class _Pack(ConversionOps):  # type: ignore[misc]
         except SamebitsError as error:
             self.quantizer.fail(error)
             return {}
+
+
+def _pack_without_bytes(model: Any, name: str, packed: PackedTensor) -> str:
+    """Make a parameter a packed one, still on the meta device; the name under which its bytes belong."""
+    module, leaf, parameter = cast("tuple[torch.nn.Module, str, torch.nn.Parameter]", find_parameter(model, name))
+    recipe = whole(packed, leaf, parameter.requires_grad)
+    pack(module, leaf, recipe, [packed.data.to("meta")])
+    return name.removesuffix(leaf) + recipe.slots[0]
 
 
 def register() -> None:
@@ -263,3 +273,6 @@ def _align(module: PackedModule, name: str) -> None:
         assert parameter is not None
         if parameter.device.type == "cpu" and parameter.data_ptr() % _ALIGNMENT:
             parameter.data = parameter.data.clone()
+
+
+register()

@@ -1,4 +1,4 @@
-"""What compressed models need of transformers' PreTrainedModel: three methods, which act as before on other models."""
+"""What compressed models need of transformers' PreTrainedModel: four methods, which act as before on other models."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from safetensors.torch import save_file
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_NAME
 
-from samebits.errors import InputError
+from samebits.errors import InputError, SamebitsError
 from samebits.format.folder import CONFIG, INDEX_SUFFIX, KEY, STEM
 from samebits.format.safetensors_file import SUFFIX
 from samebits.integrations.transformers import SamebitsConfig, SamebitsQuantizer, loading
 from samebits.integrations.transformers_state import checkpoint_tensors, file_info
-from samebits.nn.packed_module import check_dtype, packed_parameters
+from samebits.nn.packed_module import check_dtype, packed_parameters, share_ties
 
 _STALE = re.compile(r"(model|pytorch_model|samebits)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
 
@@ -33,6 +33,7 @@ def register() -> None:
     if PreTrainedModel._apply is _apply:
         return
     PreTrainedModel._apply = _apply
+    PreTrainedModel.tie_weights = _tying(PreTrainedModel.tie_weights)
     PreTrainedModel.save_pretrained = _saving(PreTrainedModel.save_pretrained)
     PreTrainedModel.from_pretrained = classmethod(_loading(PreTrainedModel.from_pretrained.__func__))
 
@@ -44,6 +45,8 @@ def _loading(original: Callable[..., Any]) -> Callable[..., Any]:
         token = loading.set((str(pretrained_model_name_or_path), kwargs))
         try:
             return original(cls, pretrained_model_name_or_path, *args, **kwargs)
+        except SamebitsError as error:
+            raise (error if error.where else error.at(str(pretrained_model_name_or_path))) from None
         finally:
             loading.reset(token)
 
@@ -55,6 +58,16 @@ def _apply(self: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool 
     if next(packed_parameters(self), None) is not None:
         check_dtype(fn)
     return super(PreTrainedModel, self)._apply(fn, recurse)
+
+
+def _tying(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def tie_weights(self: Any, *args: Any, **kwargs: Any) -> None:
+        """A packed weight is assigned to modules that are still plain."""
+        original(self, *args, **kwargs)
+        share_ties(self)
+
+    return tie_weights
 
 
 def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -122,3 +135,6 @@ def _publish(staging: Path, destination: Path) -> None:
             path.unlink()
     for path in sorted(staging.iterdir(), key=lambda path: path.name == CONFIG):
         path.replace(destination / path.name)
+
+
+register()
