@@ -65,9 +65,9 @@ def few_exponents(shape: tuple[int, ...]) -> Words:
 
 
 def far_rows(shape: tuple[int, int]) -> Words:
-    """Rows with exponents of 130 to 133, and every third with 2 to 5: further apart than a shift may be."""
+    """Rows with exponents of 130 to 133, and every third with 3 to 6: just further apart than a shift may be."""
     far = np.arange(shape[0])[:, None] % 3 == 1
-    return to_bf16(2.0 ** (np.random.default_rng(0).uniform(0, 4, shape) + np.where(far, -125, 3)))
+    return to_bf16(2.0 ** (np.random.default_rng(0).uniform(0, 4, shape) + np.where(far, -124, 3)))
 
 
 def every_exponent(shape: tuple[int, ...]) -> Words:
