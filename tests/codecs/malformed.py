@@ -292,6 +292,7 @@ MALFORMED = [
     table("6.1", offsets_that_turn_back, CHUNKS),
     table("6.1", offsets_beyond_the_streams, CHUNKS),
     table("6.1", chunk_longer_than_max),
+    table("3.2", counts_with_another_sum, RAW),
     stream("5.2", sign_of_missing_stage, RAW),
     stream("6.5", no_unit),
     stream("6.3", streams_beyond_the_chunk),

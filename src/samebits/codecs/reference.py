@@ -104,6 +104,8 @@ class Reading:
         self.rows, self.columns = self._read_geometry()
         self.row_groups, self.stages = -(-self.rows // 8), -(-self.columns // 64)  # 1.2
         self.sections = self._find_sections()
+        self.symbols = self._read_symbols()
+        self.codewords = self._read_code()
 
     def _check_header(self) -> None:
         """2.2, and the ranges that other clauses give for single fields."""
@@ -141,11 +143,8 @@ class Reading:
         if self.header["layout"] == _MATRIX:
             _must(len(self.shape) >= 2, "1.1", "matrix layout of fewer than two dimensions")
             rows, columns = math.prod(self.shape[:-1]), self.shape[-1]
-        _must(
-            (self.header["rows"], self.header["columns"]) == (rows, columns),
-            "2.2",
-            "rows x columns contradict the shape",
-        )
+        stored = self.header["rows"], self.header["columns"]
+        _must(stored == (rows, columns), "2.2", "rows x columns contradict the shape")
         return rows, columns
 
     @property
@@ -181,16 +180,14 @@ class Reading:
         _must(not any(map(any, gaps)), "2.1", "not zero between the sections")
         return {name: self.data[place] for name, place in places.items()}
 
-    @cached_property
-    def symbols(self) -> list[int]:
+    def _read_symbols(self) -> list[int]:
         """3.1: the code section's symbols."""
         symbols: list[int] = np.frombuffer(self.sections["code"], "<u2", offset=32).tolist()
         _must(len(symbols) >= 1 and len(set(symbols)) == len(symbols), "3.2", "no symbols, or one twice")
         _must(max(symbols) < (4096 if self.is_quad else 256), "3.4" if self.is_quad else "3.5", "a symbol out of range")
         return symbols
 
-    @cached_property
-    def codewords(self) -> Codewords:
+    def _read_code(self) -> Codewords:
         """3.1, 3.2: (length, code) -> symbol."""
         counts = np.frombuffer(self.sections["code"], "<u2", 16).tolist()
         longest = self.header["max_code_length"]
