@@ -121,6 +121,10 @@ def symbol_out_of_range(parts: Parts) -> None:
     put(parts.code, parts["symbol_count"] + 15, 4096 if parts["code"] == 1 else 256, "<H")
 
 
+def row_shift_out_of_range(parts: Parts) -> None:
+    put(parts.row_shifts, 0, -127, "<b")
+
+
 def offsets_from_1(parts: Parts) -> None:
     put(parts.offsets, 0, 1)
 
@@ -286,6 +290,9 @@ MALFORMED = [
     table("3.5", symbol_out_of_range, SINGLE),
     stream("3.2", other_bit_than_the_only_codeword, ONE_SYMBOL),
     field("4.2", "shift", 1, ROW_SHIFTS),
+    field("4.3", "shift", 127),
+    field("4.3", "shift", -128),
+    table("4.3", row_shift_out_of_range, ROW_SHIFTS),
     table("6.1", offsets_from_1),
     table("6.1", offsets_to_elsewhere),
     table("6.1", offsets_that_stand_still, CHUNKS),

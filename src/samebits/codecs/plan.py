@@ -17,7 +17,7 @@ from numba import njit
 from samebits.bf16 import entropy
 from samebits.codecs.huffman import CanonicalCode, code_lengths
 from samebits.format.geometry import STREAMS, Code, Geometry, Layout
-from samebits.format.packed import MAX_CODE_LENGTH, MAX_SINGLE_CODE_LENGTH, MAX_WINDOW, QUAD_SYMBOLS
+from samebits.format.packed import MAX_CODE_LENGTH, MAX_SHIFT, MAX_SINGLE_CODE_LENGTH, MAX_WINDOW, QUAD_SYMBOLS
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -30,7 +30,6 @@ ALIGNED = 512  # width of a histogram of exponents relative to a row's mean
 ALIGNED_ZERO = 256
 PINNED = -1  # centre of a row that must not be shifted
 CLASSES = 8
-MAX_SHIFT = 126  # FORMAT.md 4.3
 SAMPLE_WORDS = 1 << 23  # words whose quads are counted
 
 PATCH_BITS = 48  # what a quad without codeword is charged: a patch and a half

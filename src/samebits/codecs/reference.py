@@ -333,9 +333,11 @@ class Reading:
     @cached_property
     def shifts(self) -> NDArray[np.int64]:
         """4.2: d of each row."""
+        shifts = np.full(self.rows, self.header["shift"], np.int64)
         if self.header["flags"] & 1:
-            return np.frombuffer(self.sections["row_shifts"], np.int8).astype(np.int64)
-        return np.full(self.rows, self.header["shift"], np.int64)
+            shifts = np.frombuffer(self.sections["row_shifts"], np.int8).astype(np.int64)
+        _must(bool((abs(shifts) <= 126).all()), "4.3", "a shift out of range")
+        return shifts
 
     def in_rows(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
         """1.3: [row group, stage, lane, step, i] as [rows, columns], without the padding rows and columns."""

@@ -24,6 +24,7 @@ MAX_DIMENSIONS = 8
 MAX_CODE_LENGTH = 13
 MAX_SINGLE_CODE_LENGTH = 12
 MAX_WINDOW = 120
+MAX_SHIFT = 126
 QUAD_SYMBOLS = 4096
 EXPONENTS = 256
 COUNTS = 16  # entries of the code section's count array
@@ -143,6 +144,7 @@ class Header:
         legal = self.window <= MAX_WINDOW and self.window % 16 <= 8 if quad else self.window == 0
         _need(legal, f"window {self.window}")
         _need(not (self.has_row_shifts and self.shift), "both a shift and row shifts")
+        _need(abs(self.shift) <= MAX_SHIFT, f"a shift of {self.shift}")
         _need(self.max_chunk_words <= 1 + STREAMS * 2 * self.chunk_stages, f"chunks of {self.max_chunk_words} words")
         _need(self.stream_words < 1 << 32, "more than 2^32 stream words")
 
@@ -230,7 +232,7 @@ class PackedTensor:
         return packed
 
     def validate(self) -> None:
-        """Bound everything a decoder will trust: length, code tables, offsets (FORMAT.md 2.2, 3.2, 6.1).
+        """Bound everything a decoder will trust: length, code tables, offsets, shifts (FORMAT.md 2.2, 3.2, 4.3, 6.1).
 
         Raises:
             FormatError: the first clause that is violated.
@@ -242,6 +244,8 @@ class PackedTensor:
         _need(self.nbytes == header.nbytes, f"{self.nbytes} bytes where the header asks for {header.nbytes}")
         self._validate_code()
         self._validate_offsets()
+        shifts = self.section("row_shifts").view(torch.int8)
+        _need(not len(shifts) or int(shifts.to(torch.int16).abs().max()) <= MAX_SHIFT, "a row shift out of range")
 
     def _validate_code(self) -> None:
         header = self.header
