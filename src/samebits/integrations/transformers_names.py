@@ -144,6 +144,8 @@ def arrange(parts: Sequence[tuple[str, tuple[int, ...]]], converter: Any) -> tup
         groups[pattern].append(_Block(shape, {number: tuple(slice(0, size) for size in shape)}))
     blocks = list(groups.values())
     for operation in converter.operations:
+        if not all(blocks):  # a source is missing, or did not fit
+            return None
         if type(operation) is MergeModulelist:
             blocks = [_stacked(group, operation.dim) for group in blocks]
         elif type(operation) is Concatenate:

@@ -13,6 +13,7 @@ from torch import nn
 from samebits.api import encode
 from samebits.errors import DtypeError, SamebitsError
 from samebits.format.names import is_selected
+from samebits.format.packed import PackedTensor
 from samebits.nn.packed_module import PackedModule, pack, packed_parameters, unpack, whole
 
 MIN_WEIGHTS = 4096
@@ -119,18 +120,15 @@ def report(module: nn.Module, selection: Selection) -> Report:
     return result
 
 
-def pack_parameter(module: nn.Module, name: str, weight: torch.Tensor, full_name: str) -> bool:
-    """Encode ``weight``, on any device, and put it in the place of a parameter; False if it would not get smaller."""
+def encode_parameter(weight: torch.Tensor, full_name: str) -> PackedTensor | None:
+    """Encode a parameter's new value, on the device it is on; None if it is not bfloat16 or would not get smaller."""
     if weight.dtype != torch.bfloat16:
-        return False
+        return None
     try:
         packed = encode(weight.detach())
     except SamebitsError as error:
         raise error.at(full_name) from None
-    if not packed.is_raw:
-        requires_grad = cast(nn.Parameter, module._parameters[name]).requires_grad
-        pack(module, name, whole(packed, name, requires_grad), [packed.data])
-    return not packed.is_raw
+    return None if packed.is_raw else packed
 
 
 def _unpacked(module: nn.Module) -> Iterator[Owned]:
@@ -161,7 +159,10 @@ def _tied(owners: Sequence[Owned]) -> list[list[Owned]]:
 
 def _pack_tied(owned: list[Owned]) -> None:
     full_name, first, first_name = owned[0]
-    if pack_parameter(first, first_name, getattr(first, first_name), full_name):
-        packed = cast(PackedModule, first)
-        for _, owner, name in owned[1:]:
-            pack(owner, name, packed.sb_recipes[first_name], packed.sb_data(first_name))
+    weight: nn.Parameter = getattr(first, first_name)
+    packed = encode_parameter(weight, full_name)
+    if packed is None:
+        return
+    data = nn.Parameter(packed.data, requires_grad=False)
+    for _, owner, name in owned:
+        pack(owner, name, whole(packed, name, weight.requires_grad), [data])

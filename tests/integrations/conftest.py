@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import transformers
+
+import samebits
+from samebits.nn import recipe
+from tests.integrations.models import ARCHITECTURES, MIN_WEIGHTS, Reference, make
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quiet() -> None:
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+
+@pytest.fixture(scope="session")
+def references(tmp_path_factory: pytest.TempPathFactory):
+    """Reference models by name, each made once."""
+    return cache(lambda name: make(name, tmp_path_factory.mktemp(name) / "plain"))
+
+
+@pytest.fixture(params=ARCHITECTURES)
+def reference(request: pytest.FixtureRequest, references) -> Reference:
+    return references(request.param)
+
+
+@pytest.fixture
+def llama(references) -> Reference:
+    return references("llama")
+
+
+@pytest.fixture
+def config() -> samebits.SamebitsConfig:
+    return samebits.SamebitsConfig(min_weights=MIN_WEIGHTS)
+
+
+@pytest.fixture
+def llama_folder(llama: Reference, config: samebits.SamebitsConfig, tmp_path: Path) -> Path:
+    """A compressed folder in a single file."""
+    llama.load(quantization_config=config).save_pretrained(tmp_path / "llama")
+    return tmp_path / "llama"
+
+
+@pytest.fixture
+def decodes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes of packed tensors in the order in which modules decode them."""
+    shapes: list[tuple[int, ...]] = []
+    decode_packed = recipe.decode_packed
+
+    def counting(packed):
+        shapes.append(tuple(packed.shape))
+        return decode_packed(packed)
+
+    monkeypatch.setattr(recipe, "decode_packed", counting)
+    return shapes

@@ -1,0 +1,109 @@
+"""Registration with transformers in either order of imports, at no cost before."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REGISTERED = """
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AUTO_QUANTIZATION_CONFIG_MAPPING
+assert AUTO_QUANTIZER_MAPPING["samebits"].__name__ == "SamebitsQuantizer"
+assert AUTO_QUANTIZATION_CONFIG_MAPPING["samebits"] is samebits.SamebitsConfig
+"""
+WRAPPED = """
+from transformers import PreTrainedModel
+assert PreTrainedModel._apply.__module__ == "samebits.integrations.transformers_model"
+"""
+
+
+def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A fresh interpreter, whose exit code must be 0."""
+    result = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import samebits, transformers",
+        "import transformers, samebits",
+        "import transformers.modeling_utils, samebits",
+        "import transformers.quantizers.auto, samebits",
+        "import samebits; samebits.SamebitsConfig",
+        "import samebits, transformers; from transformers import AutoModelForCausalLM",
+    ],
+)
+def test_either_order(imports: str) -> None:
+    run_python(imports + REGISTERED + WRAPPED)
+
+
+def test_samebits_loads_nothing_of_transformers() -> None:
+    run_python("import sys, samebits; assert not {'torch', 'transformers'} & set(sys.modules)")
+
+
+def test_transformers_stays_lazy() -> None:
+    """Registration waits until the parts that it extends are imported."""
+    code = "import samebits, transformers, sys; assert 'samebits.integrations.transformers' not in sys.modules"
+    run_python(code)
+
+
+def test_modules_look_as_if_nobody_had_helped_to_load_them() -> None:
+    run_python("""
+import samebits, transformers.modeling_utils, inspect, sys
+module = sys.modules["transformers.modeling_utils"]
+assert type(module.__spec__.loader).__name__ == type(module.__loader__).__name__ == "SourceFileLoader"
+assert "class PreTrainedModel" in inspect.getsource(module)
+""")
+
+
+def test_registering_twice_changes_nothing() -> None:
+    run_python("""
+import samebits, transformers.modeling_utils
+from samebits.integrations.hooks import register_on_import
+from transformers import PreTrainedModel
+before = vars(PreTrainedModel).copy()
+register_on_import()
+assert vars(PreTrainedModel) == before
+""")
+
+
+def test_without_samebits_transformers_stops(llama_folder: Path) -> None:
+    """It warns that it does not know the quantization, and must not go on with random weights."""
+    code = """
+import sys, transformers
+try:
+    transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])
+except OSError as error:
+    assert "model.safetensors" in str(error)
+else:
+    raise SystemExit("a model was made")
+assert "samebits" not in sys.modules
+"""
+    run_python(code, str(llama_folder))
+
+
+def test_failing_integration_does_not_hide_its_error(tmp_path: Path) -> None:
+    """An import that fails in an integration fails as such, and a later import tries again."""
+    (tmp_path / "somelib.py").write_text("value = 1\n")
+    (tmp_path / "broken_integration.py").write_text("raise RuntimeError('broken')\n")
+    run_python(
+        """
+import sys
+sys.path.insert(0, sys.argv[1])
+from samebits.integrations import hooks
+hooks.INTEGRATIONS["somelib"] = "broken_integration"
+for _ in range(2):
+    try:
+        import somelib
+    except RuntimeError as error:
+        assert str(error) == "broken"
+    else:
+        raise SystemExit("no error")
+assert "somelib" not in sys.modules
+""",
+        str(tmp_path),
+    )
