@@ -1,4 +1,4 @@
-"""How fast does a CPU encode and decode? Billions of weights a second, beside copying the BF16 tensor in the same run.
+"""How fast does a CPU encode, decode and generate? Beside copying BF16 tensors and the BF16 model, in the same run.
 
     python benchmarks/cpu.py              writes results/cpu.json, a minute on two cores
 
@@ -25,6 +25,7 @@ from common import (
 )
 from samebits.parallel import threads
 
+NEW_TOKENS = 64
 SHAPES = ((12288, 4096), (4096, 14336), (1024, 4096))
 
 
@@ -52,8 +53,34 @@ def row(name: str, tensor: torch.Tensor) -> dict[str, Any]:
     }
 
 
+def generation_row() -> dict[str, Any]:
+    """Tokens a second of the embedded model at batch 1, plain and packed; the tokens are compared first."""
+    from transformers import AutoModelForCausalLM
+
+    load = AutoModelForCausalLM.from_pretrained
+    plain = load(EXAMPLE_MODEL, dtype=torch.bfloat16)
+    packed = load(EXAMPLE_MODEL, quantization_config=samebits.SamebitsConfig())
+    prompt = torch.tensor([[plain.config.bos_token_id]])
+    mask = torch.ones_like(prompt)
+
+    def generate(model: Any) -> torch.Tensor:
+        lengths = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS}
+        return model.generate(prompt, attention_mask=mask, do_sample=False, **lengths)
+
+    if not torch.equal(generate(plain), generate(packed)):
+        raise SystemExit("the packed model generates other tokens")
+    return {
+        "table": "generate",
+        "name": "king-james",
+        "threads": threads(),
+        **time_calls(lambda: generate(plain)).rates("bf16_tokens_per_s", NEW_TOKENS),
+        **time_calls(lambda: generate(packed)).rates("packed_tokens_per_s", NEW_TOKENS),
+    }
+
+
 def main() -> None:
-    print(write_results("cpu", cpu_name(), [row(name, tensor) for name, tensor in matrices()]))
+    rows = [row(name, tensor) for name, tensor in matrices()]
+    print(write_results("cpu", cpu_name(), [*rows, generation_row()]))
 
 
 if __name__ == "__main__":

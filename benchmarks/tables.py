@@ -66,6 +66,11 @@ COLUMNS: dict[str, dict[str, Cell]] = {
         "decode, G weights/s": with_spread("decode_gweights_per_s", 2),
         "copy BF16, G weights/s": with_spread("copy_gweights_per_s", 2),
     },
+    "cpu.generate": {
+        "model": "name",
+        "BF16, tokens/s": with_spread("bf16_tokens_per_s", 0),
+        "samebits, tokens/s": with_spread("packed_tokens_per_s", 0),
+    },
     "memory.memory": {
         "command": "command",
         "checkpoint": lambda row: f"{row['original_bytes'] / 1e9:.1f} GB",

@@ -13,8 +13,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -25,6 +24,7 @@ from transformers.utils import logging
 import samebits
 from samebits.cli.run import run
 from samebits.format.container import Checkpoint
+from samebits.jobs.summary import Sizes
 
 HERE = Path(__file__).resolve().parent
 MODEL = HERE / "king-james" / "model"
@@ -40,12 +40,16 @@ def command(*arguments: str) -> None:
         sys.exit(code)
 
 
-@contextmanager
-def stage(what: str) -> Iterator[None]:
-    """Print how long the block took."""
-    start = time.perf_counter()
-    yield
-    print(f"{what}: {time.perf_counter() - start:.2f} s")
+@dataclass(frozen=True)
+class Run:
+    """One of the two models at work: bytes, seconds, and what came out."""
+
+    weight_bytes: int
+    load_seconds: float
+    seconds: float
+    peak_bytes: int
+    logits: torch.Tensor
+    tokens: torch.Tensor
 
 
 def load(folder: Path, device: str) -> PreTrainedModel:
@@ -69,11 +73,19 @@ def text_windows(tokenizer: PreTrainedTokenizerBase, device: str) -> torch.Tenso
 
 
 @torch.no_grad()
-def outputs(model: PreTrainedModel, windows: torch.Tensor, prompt: torch.Tensor, tokens: int) -> list[torch.Tensor]:
-    """Logits of the windows, and the tokens generated greedily after the prompt."""
+def run_model(folder: Path, windows: torch.Tensor, prompt: torch.Tensor, tokens: int) -> Run:
+    """Load a model; logits of the windows, and the tokens generated greedily after the prompt."""
+    device, mask = str(windows.device), torch.ones_like(prompt)
+    if prompt.is_cuda:
+        torch.cuda.reset_peak_memory_stats()
+    start = time.perf_counter()
+    model = load(folder, device)
+    loaded = time.perf_counter()
     logits = model(input_ids=windows).logits
-    mask = torch.ones_like(prompt)
-    return [logits, model.generate(prompt, attention_mask=mask, max_new_tokens=tokens, do_sample=False)]
+    text = model.generate(prompt, attention_mask=mask, max_new_tokens=tokens, do_sample=False).cpu()
+    return Run(
+        weight_bytes(model), loaded - start, time.perf_counter() - loaded, peak_bytes(device), logits.cpu(), text
+    )
 
 
 def identical(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -82,30 +94,45 @@ def identical(left: torch.Tensor, right: torch.Tensor) -> bool:
     return left.dtype == right.dtype and left.shape == right.shape and torch.equal(*as_bytes)
 
 
-def peak_memory(device: str) -> str:
+def peak_bytes(device: str) -> int:
+    """On a GPU of torch's allocations since the last reset, else of this whole process."""
     if device.startswith("cuda"):
-        return f"{torch.cuda.max_memory_allocated() / 1e6:.1f} MB allocated on the GPU, both models loaded"
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return f"{peak / 1e6:.0f} MB for this process: Python, torch, and both models"
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def compare_models(original: Path, packed: Path, options: argparse.Namespace) -> bool:
-    """Load both folders with transformers, run both, print what was compared; True if not a bit differs."""
+def run_both(original: Path, packed: Path, options: argparse.Namespace) -> tuple[Run, Run]:
+    """Run both folders with plain transformers, and print what they wrote."""
     tokenizer = AutoTokenizer.from_pretrained(packed)
     windows = text_windows(tokenizer, options.device)
     prompt = tokenizer(options.prompt, return_tensors="pt")["input_ids"].to(options.device)
-    results = []
-    for name, folder in (("BF16", original), ("samebits", packed)):
-        with stage(f"{name}: loaded"):
-            model = load(folder, options.device)
-        print(f"{name}: {weight_bytes(model):,} bytes of weights in memory")
-        with stage(f"{name}: {WINDOWS * WINDOW:,} tokens read, {options.tokens} generated"):
-            results.append(outputs(model, windows, prompt, options.tokens))
-    (logits, text), (packed_logits, packed_text) = results
-    same = identical(logits, packed_logits) and identical(text, packed_text)
-    print(f"{'identical' if same else 'NOT IDENTICAL'}: {logits.numel():,} logits, {text.numel()} tokens")
-    print(f"\n{tokenizer.decode(packed_text[0], skip_special_tokens=True)}\n")
-    return same
+    for folder in (original, packed):  # imports and kernels, so that they are not timed
+        run_model(folder, windows[:1], prompt, 1)
+    plain, same = (run_model(folder, windows, prompt, options.tokens) for folder in (original, packed))
+    print(f"\n{tokenizer.decode(same.tokens[0], skip_special_tokens=True)}\n")
+    return plain, same
+
+
+def report(sizes: Sizes, parts: where_bits_go.Anatomy, plain: Run, same: Run, options: argparse.Namespace) -> None:
+    """All that was measured, BF16 beside samebits."""
+    work = f"read {WINDOWS * WINDOW:,} tokens, write {options.tokens}"
+    rows = [
+        ("", "BF16", "samebits", ""),
+        ("on disk", *map(megabytes, (sizes.original_bytes, sizes.stored_bytes)), f"{100 * sizes.ratio:.1f} %"),
+        ("weights in memory", megabytes(plain.weight_bytes), megabytes(same.weight_bytes), ""),
+        ("bits a weight", "16.000", f"{parts.bits_per_weight:.3f}", f"the limit, 8 + entropy, is {parts.limit:.3f}"),
+        ("load", f"{plain.load_seconds:.2f} s", f"{same.load_seconds:.2f} s", ""),
+        (work, f"{plain.seconds:.2f} s", f"{same.seconds:.2f} s", ""),
+    ]
+    if options.device.startswith("cuda"):
+        rows.append(("peak memory on the GPU", megabytes(plain.peak_bytes), megabytes(same.peak_bytes), ""))
+    for name, left, right, remark in rows:
+        print(f"{name:<32}{left:>12}{right:>12}   {remark}".rstrip())
+    print(f"peak memory of this process: {peak_bytes('cpu') / 1e6:.0f} MB, Python and torch included")
+
+
+def megabytes(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.2f} MB"
 
 
 def draw_picture(original: Path, packed: Path, out: Path) -> where_bits_go.Anatomy:
@@ -138,14 +165,16 @@ def main() -> int:
 
     command("compress", str(original), str(packed), "--overwrite")
     command("verify", str(packed), "--against", str(original))
-    print("\nNow both with transformers, AutoModelForCausalLM.from_pretrained:")
-    same = compare_models(original, packed, options)
-
+    print("\nBoth with transformers, AutoModelForCausalLM.from_pretrained, from the same prompt:")
+    plain, same = run_both(original, packed, options)
     parts = draw_picture(original, packed, options.out)
-    limit = f"the limit 8 + entropy is {parts.limit:.3f}"
-    print(f"{parts.bits_per_weight:.3f} bits per packed weight, everything counted; {limit}")
-    print(f"peak memory: {peak_memory(options.device)}")
-    return 0 if same else 1
+    sizes = Sizes.of(Checkpoint.open(packed))
+    report(sizes, parts, plain, same, options)
+
+    equal = identical(plain.logits, same.logits) and identical(plain.tokens, same.tokens)
+    what = f"{sizes.original_bytes:,} bytes of weights, {same.logits.numel():,} logits, {same.tokens.numel()} tokens"
+    print(f"{'identical' if equal else 'NOT IDENTICAL'}: {what}")
+    return 0 if equal else 1
 
 
 if __name__ == "__main__":

@@ -18,10 +18,10 @@ def test_demo_reports_identical_and_draws(device: str, tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, str(DEMO), *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "identical to" in done.stdout
-    assert "identical: 12,582,912 logits, " in done.stdout
+    assert "identical: 10,819,200 bytes of weights, 12,582,912 logits, " in done.stdout
     assert "NOT IDENTICAL" not in done.stdout
     assert "And it came to pass, when" in done.stdout
-    assert "peak memory: " in done.stdout
+    assert "peak memory of this process: " in done.stdout
     assert (tmp_path / "model" / "samebits.safetensors").stat().st_size < 0.68 * 10_819_200
     assert (tmp_path / "where-the-bits-go.png").read_bytes().startswith(PNG_MAGIC)
     assert "exponent" in (tmp_path / "where-the-bits-go.svg").read_text(encoding="utf-8")
