@@ -36,6 +36,11 @@ def count_exponents(words: NDArray[np.uint16], first: int, last: int, counts: ND
 
 def exponent_histogram(tensor: torch.Tensor) -> NDArray[np.int64]:
     """How often each exponent byte occurs in a BF16 CPU tensor: int64 [256]."""
+    return histogram_of_words(words_of(tensor))
+
+
+def histogram_of_words(words: NDArray[np.uint16]) -> NDArray[np.int64]:
+    """How often each exponent byte occurs: int64 [256]."""
 
     def count(words: NDArray[np.uint16], first: int, last: int) -> NDArray[np.int64]:
         counts = np.zeros((4, 256), np.int64)
@@ -43,7 +48,7 @@ def exponent_histogram(tensor: torch.Tensor) -> NDArray[np.int64]:
         total: NDArray[np.int64] = counts.sum(0)
         return total
 
-    parts = run_ranges(count, tensor.numel(), _GRAIN, words_of(tensor))
+    parts = run_ranges(count, words.size, _GRAIN, words)
     return np.sum(parts, axis=0, dtype=np.int64) if parts else np.zeros(256, np.int64)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from samebits.bf16 import count_exponents, words_of
+from samebits.bf16 import histogram_of_words, words_of
 from samebits.codecs import loops
 from samebits.codecs.plan import ALIGNED, FRACTIONS, Plan, RowStatistics, make_plan
 from samebits.digest import digest
@@ -68,7 +68,7 @@ class CpuCounter:
 
     def rows(self, stride: int) -> RowStatistics:
         if self.layout is Layout.FLAT:
-            return RowStatistics.of_flat(self._histogram(), self._has_subnormals())
+            return RowStatistics.of_flat(histogram_of_words(self.words), self._has_subnormals())
         rows, columns = self.geometry.rows, self.geometry.columns
         centers, lowest, highest, subnormal = np.empty((4, rows), np.int32)
         grain = max(1, _TASK_WORDS // columns)
@@ -83,15 +83,6 @@ class CpuCounter:
         parts = run_ranges(count, -(-rows // stride), grain)
         histogram, aligned, pinned = (_total([part[i] for part in parts]) for i in range(3))
         return RowStatistics(histogram, centers, lowest, highest, bool(subnormal.any()), aligned, pinned)
-
-    def _histogram(self) -> NDArray[np.int64]:
-        def count(first: int, last: int) -> NDArray[np.int64]:
-            counts = np.zeros((4, EXPONENTS), np.int64)
-            count_exponents(self.words, first, last, counts)
-            total: NDArray[np.int64] = counts.sum(0)
-            return total
-
-        return _total(run_ranges(count, self.words.size, _TASK_WORDS))
 
     def quads(self, shifts: NDArray[np.int32], window: int, stride: int) -> NDArray[np.int64]:
         columns = self.geometry.columns

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numba import njit
 
+from samebits.bf16 import count_exponents
 from samebits.format.packed import QUAD_SYMBOLS
 
 if TYPE_CHECKING:
@@ -139,15 +140,7 @@ def count_rows(
     for sample in range(first, last):
         row = sample * stride
         counts[:] = 0
-        start, stop = row * columns, (row + 1) * columns
-        middle = start + columns // 4 * 4
-        for i in range(start, middle, 4):
-            counts[0, (words[i] >> 7) & 255] += 1
-            counts[1, (words[i + 1] >> 7) & 255] += 1
-            counts[2, (words[i + 2] >> 7) & 255] += 1
-            counts[3, (words[i + 3] >> 7) & 255] += 1
-        for i in range(middle, stop):
-            counts[0, (words[i] >> 7) & 255] += 1
+        count_exponents(words, row * columns, (row + 1) * columns, counts)
         center = centers[row]
         for e in range(256):
             number = counts[0, e] + counts[1, e] + counts[2, e] + counts[3, e]
