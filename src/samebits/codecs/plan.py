@@ -30,7 +30,7 @@ ALIGNED = 512  # width of a histogram of exponents relative to a row's mean
 ALIGNED_ZERO = 256
 PINNED = -1  # centre of a row that must not be shifted
 CLASSES = 8
-SAMPLE_WORDS = 1 << 21  # words whose quads are counted
+SAMPLE_WORDS = 1 << 22  # words whose quads are counted
 
 PATCH_BITS = 48  # what a quad without codeword is charged: a patch and a half
 OUTSIDE_BITS = 44  # what a word outside the window is charged while the target is sought
