@@ -93,8 +93,8 @@ def test_one_decoded_module_at_most(packed, monkeypatch: pytest.MonkeyPatch) -> 
     assert peak == max(_decoded_bytes(module) for module in model.modules() if isinstance(module, PackedModule))
 
 
-def test_nothing_decoded_is_kept_for_gradients_of_inputs(llama: Reference, config: samebits.SamebitsConfig) -> None:
-    """Adapters can be trained on top: gradients reach the inputs, and are those of the uncompressed model."""
+def test_gradients_of_inputs(llama: Reference, config: samebits.SamebitsConfig) -> None:
+    """So adapters can be trained on top: gradients reach the inputs, and are those of the uncompressed model."""
     model = llama.load(quantization_config=config)
     gradients = []
     for each in (llama.model, model):

@@ -9,6 +9,7 @@ from typing import cast
 
 import torch
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from samebits.api import encode
 from samebits.errors import DtypeError, SamebitsError
@@ -18,6 +19,10 @@ from samebits.nn.packed_module import PackedModule, pack, packed_parameters, unp
 
 MIN_WEIGHTS = 4096
 Owned = tuple[str, nn.Module, str]  # full name of a parameter, the module that owns it, its name there
+
+
+# torch's attention computes otherwise if one of its parameters has a gradient: one at least is left as it is.
+_ATTENTION = (nn.MultiheadAttention, NonDynamicallyQuantizableLinear)
 
 
 @dataclass(frozen=True)
@@ -42,9 +47,17 @@ class Selection:
             return f"fewer than {self.min_weights} weights"
         if hasattr(module, "save_pretrained"):
             return "belongs to a model itself, whose class must stay"
+        if isinstance(module, nn.RNNBase):
+            return "belongs to a recurrent module, which keeps it in a list too"
+        if isinstance(module, _ATTENTION) and (parameter.dim() < 2 or _bias(module) is None):
+            return "tells torch's attention, by having a gradient, how to compute"
         if not any(other is not None and other.dim() >= 2 for other in module._parameters.values()):
             return "belongs to a module without matrices"
         return None if is_selected(full_name, self.include, self.exclude) else "not selected"
+
+
+def _bias(attention: nn.Module) -> nn.Parameter | None:
+    return attention._parameters["in_proj_bias" if isinstance(attention, nn.MultiheadAttention) else "bias"]
 
 
 @dataclass(frozen=True)

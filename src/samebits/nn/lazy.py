@@ -2,41 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from samebits.errors import InputError
 
 if TYPE_CHECKING:
     from samebits.nn.recipe import Recipe
 
-_PROPERTIES = [
-    "shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "requires_grad", "grad", "grad_fn", "is_leaf",
-    "retains_grad", "output_nr", "_version", "is_cpu", "is_cuda", "is_meta", "is_mps", "is_xpu", "is_mtia", "is_sparse",
-    "is_sparse_csr", "is_quantized", "is_nested", "is_mkldnn",
-]  # fmt: skip
-_METHODS = [
-    "size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "is_contiguous",
-    "get_device", "is_floating_point", "is_complex", "is_signed", "__len__",
-]  # fmt: skip
-_OPERATORS = [
-    "add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift",
-]  # fmt: skip
-_DESCRIBING = {getattr(torch.Tensor, name).__get__ for name in _PROPERTIES}
-_DESCRIBING |= {getattr(torch.Tensor, name) for name in _METHODS}
-_SAME = {torch.Tensor.detach, torch.Tensor.data.__get__}  # type: ignore[attr-defined]
-_SETTERS = {getattr(torch.Tensor, name).__set__ for name in ("data", "grad")}
-_SET_GRAD = {torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
-_IN_PLACE = {"__setitem__", *(f"__i{name}__" for name in _OPERATORS)}
-
 
 class LazyWeight(torch.Tensor):
     """Stands for a packed weight: has its shape, dtype and device, and decodes anew for each operation.
 
-    It counts as an ``nn.Parameter``, as the weight that it stands for did. It cannot be written to.
+    It counts as an ``nn.Parameter``, as the weight that it stands for did. It has no gradient and cannot be written to.
 
     Attributes:
         recipe, packed: the weight in packed form.
@@ -46,6 +27,10 @@ class LazyWeight(torch.Tensor):
     _is_hf_initialized = True  # transformers initialises no parameter that has this
     recipe: Recipe
     packed: tuple[torch.Tensor, ...]
+
+    # Operations arrive below, where torch chooses its kernels as for a plain tensor: some it does not use for a tensor
+    # with a __torch_function__, and others round differently.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, recipe: Recipe, data: Sequence[torch.Tensor]) -> LazyWeight:
@@ -61,41 +46,44 @@ class LazyWeight(torch.Tensor):
         return self.recipe.decode(self.packed)
 
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in _DESCRIBING:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        if func in _SAME:
-            return args[0]
-        if _writes(func, args, kwargs):
-            name = getattr(func, "__name__", "")
-            mend = "call samebits.decompress on its module first"
-            raise InputError(f"a packed weight cannot be changed ({name})", mend=mend)
-        return args[0] if func in _SET_GRAD else func(*_decoded(args), **_decoded(kwargs))
-
-    @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares no class method
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Only for what comes here without __torch_function__: calls from C++."""
-        return func(*_decoded(args), **_decoded(kwargs or {}))
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].recipe, args[0].packed)
+        kwargs = kwargs or {}
+        arguments = zip(func._schema.arguments, args, strict=False)
+        written = [value for argument, value in arguments if argument.is_write]
+        if any(isinstance(value, LazyWeight) for value in tree_leaves((written, kwargs.get("out")))):
+            _refuse(func.__name__)
+        return func(*_decoded(args), **_decoded(kwargs))
+
+    @property
+    def data(self) -> LazyWeight:
+        return self
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        _refuse("data")
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        _refuse("__setitem__")
+
+    def requires_grad_(self, requires_grad: bool = True) -> LazyWeight:
+        return _refuse("requires_grad_") if requires_grad else self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.decode()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.decode().__reduce_ex__(protocol)
 
 
 def _decoded(values: Any) -> Any:
     return tree_map_only(LazyWeight, LazyWeight.decode, values)
 
 
-def _writes(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a packed weight would be written to; in a decoded copy that would be lost without a word."""
-    if isinstance(kwargs.get("out"), LazyWeight):
-        return True
-    if not isinstance(args[0], LazyWeight):
-        return False
-    if func in _SET_GRAD:
-        return bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
-    name = getattr(func, "__name__", "")
-    in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
-    return in_place or func in _SETTERS
+def _refuse(what: str) -> Any:
+    """Writing into a decoded copy would be lost without a word."""
+    mend = "call samebits.decompress on its module first"
+    raise InputError(f"a packed weight cannot be changed ({what})", mend=mend)

@@ -8,17 +8,35 @@ returns), and a LazyWeight elsewhere.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from samebits.errors import DtypeError, FormatError
 from samebits.format.names import BARE, PACKED, WEIGHT
 from samebits.format.packed import PackedTensor
 from samebits.nn.lazy import LazyWeight
 from samebits.nn.recipe import Piece, Recipe
+
+
+class _Saved(NamedTuple):
+    """What autograd keeps of a decoded weight, or a view of it, for the backward pass: how to decode it again."""
+
+    recipe: Recipe
+    data: list[torch.Tensor]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+def _restore(saved: torch.Tensor | _Saved) -> torch.Tensor:
+    if isinstance(saved, torch.Tensor):
+        return saved
+    return saved.recipe.decode(saved.data).as_strided(saved.shape, saved.stride, saved.offset)
 
 
 class PackedModule(nn.Module):
@@ -33,9 +51,17 @@ class PackedModule(nn.Module):
             return super().forward(*args, **kwargs)
         self.__dict__["sb_decoded"] = {}
         try:
-            return super().forward(*args, **kwargs)
+            with saved_tensors_hooks(self._sb_save, _restore) if torch.is_grad_enabled() else nullcontext():
+                return super().forward(*args, **kwargs)
         finally:
             self.__dict__["sb_decoded"] = None
+
+    def _sb_save(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
+        for name, weight in (self.sb_decoded or {}).items():
+            if tensor.dtype == weight.dtype and tensor.untyped_storage().data_ptr() == weight.data_ptr():
+                offset = int(tensor.storage_offset())
+                return _Saved(self.sb_recipes[name], self.sb_data(name), tensor.shape, tensor.stride(), offset)
+        return tensor
 
     def sb_weight(self, name: str) -> torch.Tensor:
         """What the attribute ``name`` gives."""

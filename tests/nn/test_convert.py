@@ -1,0 +1,163 @@
+"""samebits.compress and samebits.decompress on torch modules of all kinds."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import samebits
+from samebits.errors import DeviceError, DtypeError
+from samebits.nn import convert
+from samebits.nn.packed_module import PackedModule, packed_parameters
+from tests.nn.modules import CASES, INPUT, MIN_WEIGHTS, Tied, make, same_bits
+
+MODES = [torch.no_grad, torch.inference_mode, torch.enable_grad]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", CASES)
+def test_outputs_stay_the_same(name: str, mode: type[AbstractContextManager[None]]) -> None:
+    plain, call, expected = make(name)
+    module = copy.deepcopy(plain)
+    report = samebits.compress(module, min_weights=MIN_WEIGHTS)
+    assert {full_name for full_name, _, _ in packed_parameters(module)} == expected
+    assert report.packed.keys() <= expected
+    with mode():
+        assert same_bits(call(module), call(plain))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_decompress_undoes_it(name: str) -> None:
+    plain, call, _ = make(name)
+    module = copy.deepcopy(plain)
+    samebits.compress(module, min_weights=MIN_WEIGHTS)
+    samebits.decompress(module)
+    assert [type(m) for m in module.modules()] == [type(m) for m in plain.modules()]
+    assert list(module.state_dict()) == list(plain.state_dict())  # their order too
+    assert all(same_bits(module.state_dict()[key], value) for key, value in plain.state_dict().items())
+    assert all(parameter.requires_grad for parameter in module.parameters())
+    assert same_bits(call(module), call(plain))
+
+
+def test_the_class_stays_a_subclass() -> None:
+    module, _, _ = make("linear")
+    samebits.compress(module)
+    assert isinstance(module, nn.Linear)
+    assert isinstance(module, PackedModule)
+    assert repr(module) == "PackedLinear(in_features=64, out_features=96, bias=True)"
+    assert list(module.state_dict()) == ["sb_packed", "bias"]
+
+
+def test_tied_weights_are_packed_once() -> None:
+    module, _, _ = make("tied")
+    report = samebits.compress(module, min_weights=MIN_WEIGHTS)
+    assert module.head.sb_packed is module.embedding.sb_packed
+    assert "embedding.weight" in report.packed
+    assert "head.weight" not in report.packed
+    samebits.decompress(module)
+    assert module.head.weight is module.embedding.weight
+
+
+def test_a_tie_to_an_excluded_module_ends() -> None:
+    module, call, _ = make("tied")
+    expected = call(module)
+    samebits.compress(module, min_weights=MIN_WEIGHTS, exclude=["head.*"])
+    assert type(module.head) is nn.Linear
+    assert isinstance(module.embedding, PackedModule)
+    assert same_bits(call(module), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "packed"),
+    [
+        ({}, {"layers.0.weight", "layers.3.weight", "embedding.weight"}),
+        ({"min_weights": 6145}, {"embedding.weight"}),
+        ({"min_weights": 10**6}, set()),
+        ({"include": ["layers.*"]}, {"layers.0.weight", "layers.3.weight"}),
+        ({"include": ["layers.*"], "exclude": ["*.3.*"]}, {"layers.0.weight"}),
+        ({"exclude": ["*"]}, set()),
+    ],
+)
+def test_selection(options: dict[str, Any], packed: set[str]) -> None:
+    assert samebits.compress(make("tied")[0], **options).packed.keys() == packed
+
+
+def test_report_says_why_not() -> None:
+    module, _, _ = make("tied")
+    with torch.no_grad():
+        words = torch.randint(-32768, 32767, (96, 64), dtype=torch.int16)
+        module.layers[0].weight.copy_(words.view(torch.bfloat16))
+    module.layers[3].float()
+    module.register_parameter("steps", nn.Parameter(torch.arange(5000), requires_grad=False))
+    report = samebits.compress(module, exclude=["*.2.*"])
+    assert report.raw == {
+        "steps": "not floating point",
+        "layers.0.weight": "packing does not make it smaller",
+        "layers.0.bias": "fewer than 4096 weights",
+        "layers.2.weight": "fewer than 4096 weights",
+        "layers.2.bias": "fewer than 4096 weights",
+        "layers.3.weight": "torch.float32, not bfloat16",
+    }
+    size = report.packed["embedding.weight"]
+    assert size.words == 6400
+    assert size.nbytes == module.embedding.sb_packed.nbytes
+    assert report.bits_per_weight == 8 * size.nbytes / size.words
+    assert "layers.3.weight: torch.float32, not bfloat16" in str(report)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_other_dtypes_are_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(DtypeError, match=rf"embedding\.weight: the weights are {dtype}"):
+        samebits.compress(Tied().to(dtype))
+
+
+def test_compressing_twice_changes_nothing() -> None:
+    module, _, _ = make("tied")
+    first = samebits.compress(module)
+    packed = module.embedding.sb_packed
+    assert samebits.compress(module) == first
+    assert module.embedding.sb_packed is packed
+
+
+def test_more_can_be_packed_later() -> None:
+    module, call, _ = make("experts")
+    expected = call(module)
+    samebits.compress(module, include=["up"])
+    assert {name for name, _, _ in packed_parameters(module)} == {"up"}
+    samebits.compress(module)
+    assert {name for name, _, _ in packed_parameters(module)} == {"up", "down"}
+    assert same_bits(call(module), expected)
+
+
+def test_modules_that_occur_twice() -> None:
+    layer = nn.Linear(64, 64).to(torch.bfloat16)
+    module = nn.Sequential(layer, layer)
+    expected = module(INPUT)
+    samebits.compress(module)
+    assert module[0] is module[1]
+    assert same_bits(module(INPUT), expected)
+    samebits.decompress(module)
+    assert same_bits(module(INPUT), expected)
+
+
+def test_frozen_parameters_stay_frozen() -> None:
+    module, _, _ = make("linear")
+    module.weight.requires_grad_(False)
+    samebits.compress(module)
+    samebits.decompress(module)
+    assert not module.weight.requires_grad
+    assert module.bias.requires_grad
+
+
+def test_errors_name_the_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(tensor: torch.Tensor) -> None:
+        raise DeviceError("no kernel", mend="see samebits doctor")
+
+    monkeypatch.setattr(convert, "encode", broken)
+    with pytest.raises(DeviceError, match=r"embedding\.weight: no kernel; see samebits doctor"):
+        samebits.compress(make("tied")[0])

@@ -1,0 +1,122 @@
+"""A packed weight outside its module's forward: described for nothing, computes like the original, read-only."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import samebits
+from samebits.errors import InputError
+from samebits.nn import recipe
+from samebits.nn.lazy import LazyWeight
+from tests.nn.modules import INPUT
+
+SHAPE = (96, 64)
+
+
+@pytest.fixture
+def plain() -> torch.Tensor:
+    return (torch.randn(SHAPE, generator=torch.Generator().manual_seed(3)) / 8).to(torch.bfloat16)
+
+
+@pytest.fixture
+def layer(plain: torch.Tensor) -> nn.Linear:
+    layer = nn.Linear(64, 96, bias=False)
+    layer.weight = nn.Parameter(plain.clone())
+    samebits.compress(layer)
+    return layer
+
+
+@pytest.fixture
+def decodes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    seen: list[int] = []
+    decode_packed = recipe.decode_packed
+    monkeypatch.setattr(recipe, "decode_packed", lambda packed: (seen.append(1), decode_packed(packed))[1])
+    return seen
+
+
+def test_describing_decodes_nothing(layer: nn.Linear, plain: torch.Tensor, decodes: list[int]) -> None:
+    weight = layer.weight
+    assert isinstance(weight, LazyWeight)
+    assert isinstance(weight, nn.Parameter)
+    assert not weight.requires_grad
+    assert weight.is_leaf
+    assert len(weight) == len(plain)
+    for describe in (
+        lambda t: (t.shape, t.dtype, t.device, t.layout, t.ndim, t.nbytes, t.itemsize, t.is_cuda, t.is_meta),
+        lambda t: (t.size(), t.size(0), t.dim(), t.numel(), t.stride(), t.element_size(), t.is_contiguous()),
+        lambda t: (
+            t.is_floating_point(),
+            t.is_complex(),
+            t.data.shape,
+            t.detach().dtype,
+            t.requires_grad_(False).shape,
+        ),
+    ):
+        assert describe(weight) == describe(plain)
+    assert not decodes
+
+
+OPERATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "linear": lambda t: F.linear(INPUT, t),
+    "linear with bias": lambda t: F.linear(INPUT[0], t, INPUT.reshape(-1)[:96]),
+    "embedding": lambda t: F.embedding(torch.tensor([[1, 5]]), t),
+    "matmul": lambda t: INPUT @ t.T,
+    "einsum": lambda t: torch.einsum("oi,bni->bno", t, INPUT),
+    "row": lambda t: t[3],
+    "slice of data": lambda t: t.data[2:5],
+    "arithmetic": lambda t: (2 * t + 1) / t.abs().max(),
+    "cat": lambda t: torch.cat([t, t]),
+    "foreach": lambda t: torch._foreach_mul([t, t], 2)[1],
+    "float": lambda t: t.float().to(torch.bfloat16),
+    "words": lambda t: t.view(torch.int16).view(torch.bfloat16),
+    "clone": lambda t: t.clone(),
+    "transposed": lambda t: t.t().contiguous(),
+    "sum": lambda t: t.sum(0),
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda t: pickle.loads(pickle.dumps(t)),
+    "cpu": lambda t: t.cpu() + 0,
+}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_operations_give_plain_tensors(
+    layer: nn.Linear, plain: torch.Tensor, operation: str, mode: Callable[[], torch.no_grad]
+) -> None:
+    with mode():
+        expected, result = OPERATIONS[operation](plain), OPERATIONS[operation](layer.weight)
+    assert type(result) is torch.Tensor
+    assert torch.equal(result.contiguous().view(torch.int16), expected.contiguous().view(torch.int16))
+
+
+WRITES: dict[str, Callable[[nn.Module], object]] = {
+    "in place": lambda m: m.weight.add_(1),
+    "data": lambda m: m.weight.data.zero_(),
+    "detached": lambda m: m.weight.detach().mul_(2),
+    "copy": lambda m: m.weight.copy_(torch.zeros(SHAPE)),
+    "item": lambda m: m.weight.__setitem__(0, 1),
+    "new data": lambda m: setattr(m.weight, "data", torch.zeros(SHAPE)),
+    "out": lambda m: torch.add(INPUT[0, 0], 1, out=m.weight),
+    "init": lambda m: nn.init.normal_(m.weight),
+    "foreach": lambda m: torch._foreach_add_([m.weight], 1),
+    "training": lambda m: m.weight.requires_grad_(),
+    "resize": lambda m: m.weight.resize_(3),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_writing_is_refused(layer: nn.Linear, plain: torch.Tensor, write: str) -> None:
+    with torch.no_grad(), pytest.raises(InputError, match=r"cannot be changed.*samebits\.decompress"):
+        WRITES[write](layer)
+    assert torch.equal(layer.weight.view(torch.int16), plain.view(torch.int16))
+
+
+def test_repr_shows_the_values(layer: nn.Linear, plain: torch.Tensor) -> None:
+    assert repr(plain)[10:30] in repr(layer.weight)
