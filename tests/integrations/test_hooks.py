@@ -76,6 +76,31 @@ assert "samebits" not in sys.modules
     run_python(code, str(llama_folder))
 
 
+def test_older_versions_are_left_alone() -> None:
+    run_python("""
+from samebits.integrations import hooks
+hooks.MINIMUM["transformers"] = (99, 0)
+import transformers.modeling_utils
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+assert "samebits" not in AUTO_QUANTIZER_MAPPING
+""")
+
+
+def test_without_transformers_there_is_a_clear_error() -> None:
+    run_python("""
+import sys, samebits
+from samebits.errors import InputError
+sys.modules["transformers"] = None
+try:
+    samebits.SamebitsConfig
+except InputError as error:
+    assert "pip install 'samebits[transformers]'" in str(error)
+else:
+    raise SystemExit("no error")
+assert samebits.compress
+""")
+
+
 def test_failing_integration_does_not_hide_its_error(tmp_path: Path) -> None:
     """An import that fails in an integration fails as such, and a later import tries again."""
     (tmp_path / "somelib.py").write_text("value = 1\n")

@@ -38,6 +38,16 @@ def test_hub_id(llama: Reference, config: samebits.SamebitsConfig, tmp_path: Pat
     llama.assert_same(model)
 
 
+def test_push_to_hub(llama: Reference, llama_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saved first, then pushed by way of another save."""
+    pushed: list[tuple[str, dict[str, Any]]] = []
+    monkeypatch.setattr(llama.model_class, "push_to_hub", lambda self, name, **options: pushed.append((name, options)))
+    llama.load(llama_folder).save_pretrained(llama_folder / "new", push_to_hub=True, private=True)
+    llama.load(llama_folder).save_pretrained(llama_folder / "new", push_to_hub=True, repo_id="me/model")
+    assert pushed == [("new", {"private": True}), ("me/model", {})]
+    llama.assert_same(llama.load(llama_folder / "new"))
+
+
 @pytest.mark.parametrize("shard_size", ["50GB", "60KB"])
 def test_subfolder(llama: Reference, config: samebits.SamebitsConfig, tmp_path: Path, shard_size: str) -> None:
     llama.load(quantization_config=config).save_pretrained(tmp_path / "part", max_shard_size=shard_size)

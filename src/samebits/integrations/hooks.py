@@ -20,6 +20,10 @@ INTEGRATIONS = {
 }
 
 
+# Older versions are left alone.
+MINIMUM = {"transformers": (5, 17)}
+
+
 def register_on_import() -> None:
     """Register with every library of INTEGRATIONS: now if it is loaded, else when it is."""
     waiting = [name for name in INTEGRATIONS if not _is_loaded(name)]
@@ -37,7 +41,17 @@ def _is_loaded(name: str) -> bool:
 
 def _register(name: str) -> None:
     """An integration registers at its own end: it may be half loaded now, if it is what imports the other library."""
-    import_module(INTEGRATIONS[name])
+    if _is_supported(name.partition(".")[0]):
+        import_module(INTEGRATIONS[name])
+
+
+def _is_supported(package: str) -> bool:
+    if package not in MINIMUM:
+        return True
+    from importlib.metadata import version
+
+    major, minor = version(package).split(".")[:2]
+    return (int(major), int(minor)) >= MINIMUM[package]
 
 
 class _Finder(MetaPathFinder):

@@ -11,13 +11,19 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from transformers.core_model_loading import ConversionOps
-from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantization_config, register_quantizer
-from transformers.quantizers.base import HfQuantizer
-from transformers.utils.hub import cached_file
-from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from samebits.errors import DtypeError, FormatError, InputError, SamebitsError
+
+try:
+    from transformers.core_model_loading import ConversionOps
+    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantization_config, register_quantizer
+    from transformers.quantizers.base import HfQuantizer
+    from transformers.utils.hub import cached_file
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+except ImportError as error:
+    mend = "pip install 'samebits[transformers]'"
+    raise InputError("transformers 5.17 or newer is not installed", mend=mend) from error
+
 from samebits.format.folder import INDEX_SUFFIX, KEY, STEM, VERSION, Folder, check_version
 from samebits.format.packed import PackedTensor
 from samebits.format.safetensors_file import SUFFIX
