@@ -74,7 +74,7 @@ def measure(rows: int, columns: int, repeats: int) -> dict[str, Any]:
     row = {
         "table": "codec",
         "matrix": f"{rows} x {columns}",
-        "bits_per_weight": significant(packed.bits_per_weight),
+        "bits_per_weight": round(packed.bits_per_weight, 4),
         **decoding.rates("decode_tb_per_s", nbytes / 1e12),
         "decode_microseconds": significant(decoding.median * 1e6),
         "roof_tb_per_s": significant(nbytes / roof / 1e12),

@@ -53,7 +53,7 @@ COLUMNS: dict[str, dict[str, Cell]] = {
     "sizes.king-james": {"part": "name"} | SIZE_COLUMNS,
     "h200.codec": {
         "matrix": "matrix",
-        "bits a weight": decimals("bits_per_weight", 3),
+        "bits a weight": decimals("bits_per_weight", 2),
         "decode, TB/s of BF16": with_spread("decode_tb_per_s", 2),
         "roof, TB/s": decimals("roof_tb_per_s", 2),
         "of roof": percent("of_roof"),
