@@ -162,6 +162,7 @@ def main() -> int:
     original = Path(os.path.relpath(options.model))
     device = torch.cuda.get_device_name() if options.device.startswith("cuda") else "CPU"
     print(f"samebits {samebits.__version__}, torch {torch.__version__}, on {device}")
+    print("(a first run compiles the codec, once; later ones start at once)")
 
     command("compress", str(original), str(packed), "--overwrite")
     command("verify", str(packed), "--against", str(original))
