@@ -76,7 +76,6 @@ COLUMNS: dict[str, dict[str, Cell]] = {
         "checkpoint": lambda row: f"{row['original_bytes'] / 1e9:.1f} GB",
         "processes": "processes",
         "peak anonymous memory": lambda row: f"{row['peak_anonymous_bytes'] / 1e9:.2f} GB",
-        "speed": lambda row: f"{row['gb_per_s']:.2f} GB/s",
     },
 }
 
