@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 from samebits.errors import InputError
 from samebits.format.container import Entry
+from samebits.format.names import is_selected
 from samebits.format.safetensors_file import FLOATS
 
 MIN_WEIGHTS = 4096
@@ -35,8 +35,7 @@ class CompressOptions:
     cast: bool = False
 
     def matches(self, name: str) -> bool:
-        included = not self.include or any(fnmatchcase(name, pattern) for pattern in self.include)
-        return included and not any(fnmatchcase(name, pattern) for pattern in self.exclude)
+        return is_selected(name, self.include, self.exclude)
 
     def is_large(self, entry: Entry) -> bool:
         """Wide enough to be packed if its dtype were BF16."""
