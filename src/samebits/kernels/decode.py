@@ -40,7 +40,7 @@ def decode_cuda(packed: PackedTensor) -> torch.Tensor:
         function = nvrtc.kernel("decode.cu", _kernel_name(packed.header.code, geometry), device)
         nvrtc.launch(function, block.grid, 32 * block.warps, block.shared_bytes, GeometryStructure.of(geometry),
                      PackedStructure.of(packed), ctypes.c_void_p(output.data_ptr()), ctypes.c_int32(block.table_words),
-                     ctypes.c_int32(block.symbol_words), ctypes.c_int32(block.buffer_words))  # fmt: skip
+                     ctypes.c_int32(block.symbol_words), ctypes.c_int32(block.buffer_words), early=True)  # fmt: skip
     return output
 
 
@@ -77,7 +77,7 @@ class _Block:
         slack = -(-header.chunk_stages * codeword_bits // 32) + 4
         buffer_words = align(3 + header.max_chunk_words + slack, 4)
         table_words = max(4, 1 << header.max_code_length)
-        symbol_words = align(-(-header.symbol_count // 2), 4)
+        symbol_words = align(header.symbol_count, 4)
         available = nvrtc.shared_memory(device) - _STATIC_SHARED - 4 * (table_words + symbol_words)
         warps = min(MAX_WARPS, available // (8 * buffer_words))
         if warps < 1:

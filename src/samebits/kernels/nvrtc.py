@@ -97,13 +97,33 @@ def multiprocessors(device: int) -> int:
 
 
 def launch(
-    function: Kernel, grid: int, threads: int, shared: int, *arguments: ctypes.Structure | ctypes._SimpleCData[Any]
+    function: Kernel, grid: int, threads: int, shared: int, *arguments: ctypes.Structure | ctypes._SimpleCData[Any],
+    early: bool = False,
 ) -> None:
-    """Launch on torch's current stream; arguments are ctypes values, structures by value."""
+    """Launch on torch's current stream.
+
+    Args:
+        arguments: ctypes values, structures by value.
+        early: the kernel may start before the one in front of it has ended (programmatic dependent launch); it waits
+            itself before it touches what that kernel may write or read.
+    """
     from cuda.bindings import driver
 
     stream = torch.cuda.current_stream().cuda_stream
     pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
+    if early:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.sharedMemBytes = shared
+        config.hStream = driver.CUstream(stream)
+        config.attrs = [attribute]
+        config.numAttrs = 1
+        _check(driver.cuLaunchKernelEx(config, driver.CUfunction(int(function.handle)), ctypes.addressof(pointers), 0))
+        return
     _check(driver.cuLaunchKernel(driver.CUfunction(int(function.handle)), grid, 1, 1, threads, 1, 1, shared, stream,
                                  ctypes.addressof(pointers), 0))  # fmt: skip
 

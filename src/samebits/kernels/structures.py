@@ -58,3 +58,14 @@ class BookStructure(ctypes.Structure):
         ("table", ctypes.c_void_p), ("nearest", ctypes.c_void_p), ("padding", ctypes.c_uint64),
         ("common", ctypes.c_int32),
     )  # fmt: skip
+
+
+class JobStructure(ctypes.Structure):
+    """csrc/linear.cuh: Job."""
+
+    _fields_ = (
+        ("x", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("y", ctypes.c_void_p), ("tokens", ctypes.c_int32),
+        ("ranges", ctypes.c_int32), ("stages_per_range", ctypes.c_int32), ("slots", ctypes.c_int32),
+        ("batches", ctypes.c_int32), ("chunk_step", ctypes.c_int32), ("slot_step", ctypes.c_int32),
+        ("table_words", ctypes.c_int32), ("entry_words", ctypes.c_int32), ("buffer_words", ctypes.c_int32),
+    )  # fmt: skip

@@ -64,6 +64,49 @@ __device__ __forceinline__ u32 load_once_u32(const void* pointer) {
     return v;
 }
 
+// These stay where they are written, ahead of what may wait longer.
+__device__ __forceinline__ u32 load_u32(const void* pointer) {
+    u32 v;
+    asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(pointer));
+    return v;
+}
+
+__device__ __forceinline__ u32 load_u16(const void* pointer) {
+    u16 v;
+    asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(v) : "l"(pointer));
+    return v;
+}
+
+__device__ __forceinline__ u32 load_shared(u32 address) {
+    u32 v;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
+    return v;
+}
+
+__device__ __forceinline__ Vec2 load_shared_vec2(u32 address) {
+    Vec2 v;
+    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
+    return v;
+}
+
+__device__ __forceinline__ Vec4 load_shared_vec4(u32 address) {
+    Vec4 v;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
+    return v;
+}
+
+// Lanes without a condition get anything, and take no part of the memory's time.
+__device__ __forceinline__ Vec4 load_shared_vec4_if(bool condition, u32 address) {
+    Vec4 v;
+    asm volatile("{ .reg .pred p; setp.ne.u32 p, %5, 0; @p ld.shared.v4.u32 {%0,%1,%2,%3}, [%4]; }"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address), "r"(u32(condition)));
+    return v;
+}
+
+__device__ __forceinline__ void store_shared(u32 address, Vec4 v) {
+    asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
 __device__ __forceinline__ void store_once(void* pointer, u32 x, u32 y) {
     asm volatile("st.global.cs.v2.u32 [%0], {%1,%2};" ::"l"(pointer), "r"(x), "r"(y) : "memory");
 }
@@ -86,4 +129,18 @@ __device__ __forceinline__ int sum_before(int value, int lane, int& total) {
     }
     total = __shfl_sync(kFull, sum, kLanes - 1);
     return sum - value;
+}
+
+// Programmatic dependent launch: this kernel may start before the one in front of it has ended, and must not touch what that writes or reads
+// before here.
+__device__ __forceinline__ void await_kernel_before() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void let_kernel_behind_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
 }

@@ -6,25 +6,10 @@
 //   3. decode    each lane: two codewords of each of its two streams (quad code), or eight (single code)
 //   4. patch     rare
 //   5. store     four words of each step as 8 bytes; four neighbouring lanes fill a sector
+#include "packed.cuh"
 #include "streams.cuh"
 
 constexpr int kMaxThreads = 512;   // kernels/decode.py launches at most so many
-
-struct Packed {
-    const u8* data;
-    u64 code, row_shifts, offsets, planes, streams;   // byte offsets of the sections
-    u32 stream_words;
-    int max_chunk_words, width, symbols, window, shift, has_row_shifts;
-};
-
-constexpr u32 kNoShift = 0x3f803f80u;   // 1.0 twice
-
-// Takes a row's shift off two words (4.3): exact, and keeps the sign of zeros, because of the addend -0.
-__device__ __forceinline__ u32 unshift(u32 words, u32 scale) {
-    u32 result;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(words), "r"(scale), "r"(0x80008000u));
-    return result;
-}
 
 // Where a lane's words of a stage go.
 struct Place {
@@ -40,7 +25,7 @@ template <bool quad>
 struct Decoder {
     const Geometry& geometry;
     const Packed& packed;
-    const u32* table;
+    u32 table;   // shared address
     u16* output;
     int lane;
     u32 byte_mask, common;
@@ -182,7 +167,7 @@ struct Decoder {
     __device__ __forceinline__ u32 scale_of(i64 row) const {
         int shift = packed.shift;
         if (packed.has_row_shifts && row < geometry.rows) shift = reinterpret_cast<const i8*>(packed.data + packed.row_shifts)[row];
-        return (u32(127 - shift) << 7) * 0x00010001u;
+        return ::scale_of(shift);
     }
 };
 
@@ -212,11 +197,13 @@ __device__ __forceinline__ void decode_tensor(const Geometry& geometry, const Pa
         copy_commit();
     };
 
+    let_kernel_behind_start();
     int index = warp < decoders ? blockIdx.x * decoders + warp : geometry.chunks, slot = 0, begin = 0, size = 0;
+    const CodeSection section(packed.data + packed.code, packed.symbols);
     stage_chunk(index, 0, begin, size);
-    build_table<quad>(shared, reinterpret_cast<u16*>(shared + table_words), reinterpret_cast<const u16*>(packed.data + packed.code),
-                      packed.width, packed.symbols, packed.window);
-    Decoder<quad> decoder{geometry, packed, shared, output, lane, ((1u << packed.width) - 1) << 2, u32(packed.window >> 4) * 0x10101010u};
+    build_table<quad>(shared, shared + table_words, section, packed.width, packed.symbols, packed.window);
+    await_kernel_before();
+    Decoder<quad> decoder{geometry, packed, u32(__cvta_generic_to_shared(shared)), output, lane, ((1u << packed.width) - 1) << 2, u32(packed.window >> 4) * 0x10101010u};
     for (; index < geometry.chunks; index += stride) {
         int next_begin = 0, next_size = 0;
         stage_chunk(index + stride, slot ^ 1, next_begin, next_size);

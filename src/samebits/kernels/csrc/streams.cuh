@@ -14,49 +14,75 @@ __device__ __forceinline__ u32 table_entry(int length, u32 symbol, u32 window) {
     return u32(length) << 28 | (classes + (window & 15) * 0x01010101u);   // 3.4: window & 15 <= 8, so no nibble overflows
 }
 
-// Builds the table for windows of `width` bits (first bit lowest) from the code section, by the whole block. `symbols` is shared
-// memory for the section's symbols.
-//
-// Windows are walked in the order of the code (first bit highest), where a codeword of length L covers 2^(width - L) in a row; a thread
-// takes eight. Neighbouring lanes take windows that differ in the highest bits of that order, the lowest of the table index: no bank
-// conflicts.
-template <bool quad>
-__device__ void build_table(u32* table, u16* symbols, const u16* __restrict__ code, int width, int symbol_count, u32 window) {
-    __shared__ u32 first_code[kCounts], first_symbol[kCounts];
-    u32 ends[kMaxLength];   // [L]: the first window behind the codewords of length L; one length more for each that a window has reached
-    for (int i = threadIdx.x; i < symbol_count; i += blockDim.x) symbols[i] = code[kCounts + i];
-    const int lane = threadIdx.x & 31;
-    const u32 count = lane < kCounts ? code[lane] : 0;
-    u32 next_code = 0, next_symbol = 0;
+// What a thread takes of the code section, loaded some time before the table is built.
+struct CodeSection {
+    const u16* symbols;
+    u32 count;          // lane L: codewords of length L
+    u32 early[2];       // the thread's first symbols
+
+    __device__ __forceinline__ CodeSection(const void* section, int symbol_count) {
+        const u16* words = reinterpret_cast<const u16*>(section);
+        symbols = words + kCounts;
+        count = (threadIdx.x & 31) < kCounts ? load_u16(words + (threadIdx.x & 31)) : 0;
 #pragma unroll
-    for (int length = 1; length < kMaxLength; ++length) {
-        next_code <<= 1;
-        if (threadIdx.x == 0) {
-            first_code[length] = next_code;
-            first_symbol[length] = next_symbol;
+        for (int i = 0; i < 2; ++i) {
+            const int index = threadIdx.x + i * blockDim.x;
+            early[i] = index < symbol_count ? load_u16(symbols + index) : 0;
         }
-        const u32 here = __shfl_sync(kFull, count, length);
+    }
+};
+
+// Builds the table for windows of `width` bits (first bit lowest) from the code section, by the whole block. `entries` is shared memory
+// for one word for each symbol.
+//
+// Windows are walked in the order of the code (first bit highest), in which code lengths only grow. A lane's windows share their five
+// highest bits of that order, the lowest of the table index: neighbouring lanes write to neighbouring banks. Four windows in a row
+// have codewords of one length, or the last two have one bit more (`width`) than the first.
+template <bool quad>
+__device__ void build_table(u32* table, u32* entries, const CodeSection& section, int width, int symbol_count, u32 window) {
+    __shared__ u32 ends[kCounts], skips[kCounts];   // [L]: the first window behind the codewords of length L; a window's codeword to its symbol
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+    u32 behind[kMaxLength];                         // [L]: symbols of lengths up to L
+    u32 next_code = 0, next_symbol = 0;
+    behind[0] = 0;
+#pragma unroll
+    for (int length = 1; length <= kMaxLength; ++length) {
+        next_code <<= 1;
+        const u32 here = length <= width ? __shfl_sync(kFull, section.count, length) : 0;
+        if (threadIdx.x == 0) skips[length] = next_symbol - next_code;
         next_code += here;
         next_symbol += here;
-        ends[length] = length < width ? next_code << (width - length) : kFull;
+        if (length < kMaxLength) behind[length] = next_symbol;
+        if (threadIdx.x == 0) ends[length] = length < width ? next_code << (width - length) : kFull;
     }
-    if (threadIdx.x == 0) {
-        first_code[kMaxLength] = next_code << 1;
-        first_symbol[kMaxLength] = next_symbol;
-    }
-    __syncthreads();
-    const int run_bits = width >= 8 ? 3 : 0;
-    for (int item = threadIdx.x; item < (1 << (width - run_bits)); item += blockDim.x) {
-        u32 value = run_bits ? u32(item & 31) << (width - 5) | u32(item >> 5) << 3 : u32(item);
-        const u32 end = value + (1u << run_bits);
-        while (value < end) {
-            int length = 1;
+    auto enter = [&](int i, u32 symbol) {
+        int length = 1;
 #pragma unroll
-            for (int shorter = 1; shorter < kMaxLength; ++shorter) length += value >= ends[shorter];
-            const u32 index = (value >> (width - length)) - first_code[length];
-            const u32 entry = table_entry<quad>(length, symbols[min(first_symbol[length] + index, u32(symbol_count - 1))], window);
-            const u32 stop = min(end, ((value >> (width - length)) + 1) << (width - length));
-            do table[__brev(value) >> (32 - width)] = entry; while (++value < stop);
+        for (int shorter = 1; shorter < kMaxLength; ++shorter) length += u32(i) >= behind[shorter];
+        entries[i] = table_entry<quad>(min(length, width), symbol, window);
+    };
+    int i = threadIdx.x;
+#pragma unroll
+    for (int early = 0; early < 2; ++early, i += blockDim.x)
+        if (i < symbol_count) enter(i, section.early[early]);
+    for (; i < symbol_count; i += blockDim.x) enter(i, section.symbols[i]);
+    __syncthreads();
+    const int lane_windows = max(1 << width >> 5, 1), warp_windows = ((lane_windows + 4 * warps - 1) / (4 * warps)) * 4;
+    const int first = lane * lane_windows + warp * warp_windows;
+    const int stop = min(min(first + warp_windows, (lane + 1) * lane_windows), 1 << width);
+    int length = 1;
+#pragma unroll 1
+    for (int value = first; value < stop; value += 4) {
+        while (u32(value) >= ends[length]) ++length;
+        const u32 end = ends[length];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const u32 window = value + i;
+            if (int(window) < stop) {
+                const int own = length + (window >= end);
+                const u32 symbol = (window >> (width - own)) + skips[own];
+                table[__brev(window) >> (32 - width)] = entries[min(symbol, u32(symbol_count - 1))];   // one symbol alone has but half the windows
+            }
         }
     }
     __syncthreads();
@@ -65,42 +91,50 @@ __device__ void build_table(u32* table, u16* symbols, const u16* __restrict__ co
 // One stream: 64 bits of it in registers, the next word on its way. The codeword at hand starts at bit 2 of the window, so that
 // masking the window gives a byte offset into the table.
 struct Stream {
-    const u32* next;
+    u32 next;   // shared address of the word behind `ahead`
     u32 low, high, ahead;
     int bit;
 
-    __device__ __forceinline__ void start(const u32* words, u32 position) {
+    __device__ __forceinline__ void start(u32 words, u32 position) {
         position -= 2;   // at least kHeadWords words precede a stream
-        next = words + (position >> 5);
-        low = next[0];
-        high = next[1];
-        ahead = next[2];
-        next += 3;
+        next = words + (position >> 5) * 4;
+        low = load_shared(next);
+        high = load_shared(next + 4);
+        ahead = load_shared(next + 8);
+        next += 12;
         bit = position & 31;
     }
     __device__ __forceinline__ u32 window() const { return __funnelshift_r(low, high, bit); }
-    // Skips at most 31 bits. The words behind a chunk's end that this may read belong to the staging buffer (6.6).
-    __device__ __forceinline__ void skip(u32 bits) {
-        const int end = bit + bits;
-        if ((end ^ bit) & 32) {
-            low = high;
-            high = ahead;
-            ahead = *next++;
-        }
+    // Moves to bit `end`, at most 31 further. The words behind a chunk's end that this may read belong to the staging buffer (6.6).
+    // In assembly, because the compiler turns the four conditional assignments into twice as many instructions.
+    __device__ __forceinline__ void move_to(int end) {
+        asm volatile("{ .reg .pred crossed;\n"
+                     "  setp.ne.u32 crossed, %5, 0;\n"
+                     "  @crossed mov.u32 %0, %1;\n"
+                     "  @crossed mov.u32 %1, %2;\n"
+                     "  @crossed ld.shared.u32 %2, [%3];\n"
+                     "  @crossed add.u32 %3, %3, 4; }"
+                     : "+r"(low), "+r"(high), "+r"(ahead), "+r"(next), "+r"(bit) : "r"((end ^ bit) & 32));
         bit = end;
     }
 };
 
-__device__ __forceinline__ u32 look_up(const u32* table, u32 window, u32 byte_mask) {
-    return *reinterpret_cast<const u32*>(reinterpret_cast<const u8*>(table) + (window & byte_mask));
-}
+__device__ __forceinline__ u32 look_up(u32 table, u32 window, u32 byte_mask) { return load_shared(table + (window & byte_mask)); }
 
 // Two codewords of at most 13 bits.
-__device__ __forceinline__ void decode_two(Stream& stream, const u32* table, u32 byte_mask, u32& first, u32& second) {
+__device__ __forceinline__ void decode_two(Stream& stream, u32 table, u32 byte_mask, u32& first, u32& second) {
     const u32 window = stream.window();
     first = look_up(table, window, byte_mask);
     second = look_up(table, window >> (first >> 28), byte_mask);
-    stream.skip((first >> 28) + (second >> 28));
+    stream.move_to(stream.bit + (first >> 28) + (second >> 28));
+}
+
+// 6.4: a patch changes one byte of one lane's four quads.
+__device__ __forceinline__ void apply_patch(u32 patch, int lane, u32 tops[4]) {
+    const u32 change = lane == (patch >> 9 & 31) ? (patch & 127) << (8 * (patch >> 7 & 3)) : 0;
+    const u32 step = patch >> 14 & 3;
+#pragma unroll
+    for (u32 q = 0; q < 4; ++q) tops[q] ^= q == step ? change : 0;
 }
 
 // A chunk in shared memory, ready to decode.
@@ -123,19 +157,17 @@ struct StagedChunk {
         int total;
         const int before = sum_before(first + second, lane, total);
         const u32 start = kHeadWords * 32, end = u32(size) * 32;
-        streams[0].start(chunk, min(start + before, end));
-        streams[1].start(chunk, min(start + before + first, end));
+        const u32 address = u32(__cvta_generic_to_shared(chunk));
+        streams[0].start(address, min(start + before, end));
+        streams[1].start(address, min(start + before + first, end));
         next_patch = chunk + size - patches;
         patch = patches ? *next_patch : kNoPatch;
     }
     __device__ __forceinline__ bool patches_stage(int stage) const { return (patch >> 16) == u32(stage); }
-    // 6.4, for the stage at hand: each patch changes one byte of one lane's four quads.
+    // For the stage at hand.
     __device__ __forceinline__ void apply_patches(int stage, int lane, u32 tops[4]) {
         while (patches && patches_stage(stage)) {
-            const u32 change = lane == (patch >> 9 & 31) ? (patch & 127) << (8 * (patch >> 7 & 3)) : 0;
-            const u32 step = patch >> 14 & 3;
-#pragma unroll
-            for (u32 q = 0; q < 4; ++q) tops[q] ^= q == step ? change : 0;
+            apply_patch(patch, lane, tops);
             patch = --patches ? *++next_patch : kNoPatch;
         }
     }

@@ -1,0 +1,151 @@
+// What the kernels of the fused linear layer share. y = x W^T + bias for few tokens, W packed in the quad code (matrix layout), with the
+// bits of cuBLAS, which adds like this: for each output and split range one fp32 sum, to which mma.m16n8k16 adds 16 columns after 16
+// columns; the ranges' sums are added in order, then the bias, then one rounding. The steps of a range form a chain; nothing else has an
+// order.
+#pragma once
+#include "packed.cuh"
+#include "streams.cuh"
+#include "tokens.cuh"
+
+constexpr int kChunkStages = 16;
+constexpr int kRun = 4;              // stages whose raw bytes are in a warp's registers, or on their way there
+constexpr u32 kNibbles = 0x0f0f0f0fu;
+
+struct Job {
+    const u16* x;        // [tokens, columns]
+    const u16* bias;     // [rows] or null
+    u16* y;              // [tokens, rows]
+    int tokens, ranges, stages_per_range;
+    int slots;           // row groups whose sums a block keeps in shared memory
+    int batches;         // of so many row groups
+    int chunk_step, slot_step;   // warps of a block = chunk_step * slots + slot_step
+    int table_words, entry_words, buffer_words;   // of shared memory: decode table, its entries, and each staging buffer
+};
+
+__device__ __forceinline__ void multiply(float sums[4], const u32 x[4], u32 low, u32 high) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(low), "r"(high));
+}
+
+// Two words of the B operand: raw bytes and upper bytes (sign and top7) of a quad, shifted back (4.3).
+__device__ __forceinline__ void multiply_quad(float sums[4], const u32 x[4], u32 raw, u32 upper, u32 scale) {
+    multiply(sums, x, unshift(__byte_perm(raw, upper, 0x5140), scale), unshift(__byte_perm(raw, upper, 0x7362), scale));
+}
+
+// A stage: four quads.
+template <int kind, int octets>
+__device__ __forceinline__ void multiply_stage(float sums[4], const Tokens<kind, octets>& tokens, int stage, Vec4 raw, Vec4 upper, u32 scale) {
+    u32 x[2][4];
+    tokens.load(stage, 0, x);
+    multiply_quad(sums, x[0], raw.x, upper.x, scale);
+    multiply_quad(sums, x[1], raw.y, upper.y, scale);
+    tokens.load(stage, 1, x);
+    multiply_quad(sums, x[0], raw.z, upper.z, scale);
+    multiply_quad(sums, x[1], raw.w, upper.w, scale);
+}
+
+// A stage's upper bytes from the lane's streams; `sign` has the stage's half of the sign word on top (5.2).
+__device__ __forceinline__ Vec4 decode_stage(Stream streams[2], u32 table, u32 byte_mask, u32 common, u32 sign) {
+    Vec4 quads;
+    decode_two(streams[0], table, byte_mask, quads.x, quads.y);
+    decode_two(streams[1], table, byte_mask, quads.z, quads.w);
+    auto complete = [&](u32 quad, int q) { return (sign << q & kSignMask) | ((quad & kNibbles) | common); };
+    return {complete(quads.x, 0), complete(quads.y, 1), complete(quads.z, 2), complete(quads.w, 3)};
+}
+
+// The same from a raw chunk (6.5).
+__device__ __forceinline__ Vec4 read_stage(const u32* words, int stage, int lane, u32 sign) {
+    const u32* tops = words + 1 + 128 * stage + 4 * lane;
+    auto complete = [&](int q) { return (sign << q & kSignMask) | (tops[q] & ~kSignMask); };
+    return {complete(0), complete(1), complete(2), complete(3)};
+}
+
+// Flags in shared memory. A warp's accesses to it happen in the order of the program, so what a warp wrote before a flag (__syncwarp between)
+// is there for whoever has seen the flag. Release and acquire would say the same, but wait for the warp's loads from global memory.
+__device__ __forceinline__ u32 read_flag(u32 flag) {
+    u32 value;
+    asm volatile("ld.volatile.shared.u32 %0, [%1];" : "=r"(value) : "r"(flag) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void set_flag(u32 flag, u32 value) {
+    asm volatile("st.volatile.shared.u32 [%0], %1;" ::"r"(flag), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ u32 add_to_flag(u32 flag, u32 value) {
+    u32 before;
+    asm volatile("atom.relaxed.cta.shared.add.u32 %0, [%1], %2;" : "=r"(before) : "r"(flag), "r"(value) : "memory");
+    return before;
+}
+
+__device__ __forceinline__ void wait_until(u32 flag, u32 value) {
+    while (read_flag(flag) < value) __nanosleep(40);
+}
+
+__device__ __forceinline__ u32 to_bf16x2(float low, float high) {
+    u32 result;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+    return result;
+}
+
+// A row group's sums to y: lane (g, t) holds tokens g (and g + 8) of rows 2 t and 2 t + 1.
+template <int octets>
+__device__ __forceinline__ void finish(const Geometry& geometry, const Job& job, int group, int lane, const float sums[4]) {
+    const int row = 8 * group + 2 * (lane & 3);
+    u32 bias = job.bias ? *reinterpret_cast<const u32*>(job.bias + row) : 0;
+#pragma unroll
+    for (int octet = 0; octet < octets; ++octet) {
+        const int token = (lane >> 2) + 8 * octet;
+        float first = sums[2 * octet], second = sums[2 * octet + 1];
+        if (job.bias) first += __uint_as_float(bias << 16), second += __uint_as_float(bias & 0xffff0000u);
+        if (token < job.tokens) *reinterpret_cast<u32*>(job.y + size_t(token) * geometry.rows + row) = to_bf16x2(first, second);
+    }
+}
+
+// Where the ranges' sums of a row group meet: the warp that brings the last gets their total.
+template <int octets>
+__device__ __forceinline__ bool join_ranges(float sums[4], float* parts, u32 done, u32 brought, int range, int ranges, int lane) {
+#pragma unroll
+    for (int i = 0; i < 2 * octets; ++i) parts[range * 64 * octets + 32 * i + lane] = sums[i];
+    __syncwarp();
+    u32 before = 0;
+    if (lane == 0) before = add_to_flag(done, 1);
+    if (__shfl_sync(kFull, before, 0) + 1 < brought) return false;
+#pragma unroll
+    for (int i = 0; i < 2 * octets; ++i) sums[i] = parts[32 * i + lane];
+#pragma unroll 1
+    for (int part = 1; part < ranges; ++part)
+#pragma unroll
+        for (int i = 0; i < 2 * octets; ++i) sums[i] += parts[part * 64 * octets + 32 * i + lane];
+    return true;
+}
+
+// Brings the planes of a chunk from memory to L2, ahead of the loads to registers.
+__device__ __forceinline__ void prefetch_planes(const u8* planes, int stages, int lane) {
+    const int bytes = stages * (kSlabBytes / 2);
+#if __CUDA_ARCH__ >= 900
+    if (lane == 0) asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(planes), "r"(bytes & ~15));
+#else
+    for (int byte = 128 * lane; byte < bytes; byte += 128 * kLanes) asm volatile("prefetch.global.L2 [%0];" ::"l"(planes + byte));
+#endif
+}
+
+__device__ __forceinline__ Vec4 load_raw(const u8* slab, int stage, int lane) {
+    return load_once(slab + (stage >> 1) * kSlabBytes + kSignBytes + (stage & 1) * kStageBytes + 16 * lane);
+}
+
+// Starts copying a chunk's streams to a staging buffer. Whole 16-byte units, so the chunk starts up to three words into the buffer; never
+// beyond buffer or section.
+struct StagedPlace { int begin, size; };
+
+__device__ __forceinline__ StagedPlace stage_streams(const Packed& packed, u32* buffer, u32 start, u32 stop, int lane) {
+    start = min(start, packed.stream_words);
+    stop = min(stop, packed.stream_words);
+    const int begin = start & 3, size = min(stop > start ? int(stop - start) : 0, packed.max_chunk_words), units = (begin + size + 3) >> 2;
+    const u32* source = reinterpret_cast<const u32*>(packed.data + packed.streams) + (start - begin);
+    const u32 target = u32(__cvta_generic_to_shared(buffer));
+#pragma unroll 1
+    for (int unit = lane; unit < units; unit += kLanes) copy_async(target + 16 * unit, source + 4 * unit);
+    return {begin, size};
+}

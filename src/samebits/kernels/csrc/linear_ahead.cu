@@ -1,0 +1,233 @@
+// The fused linear layer where chains are few: a block's row groups are its *slots*, a *task* is a chunk of one of them. A warp
+//   1. decodes its chunk's upper bytes to shared memory, which depends on nothing else,
+//   2. takes over the sums that the chunk before left in shared memory, multiplies, and leaves them for the chunk behind,
+// while the streams of its next task are copied to shared memory. Tasks are numbered chunk by chunk through all slots: chains advance
+// together, and a task only waits for tasks of lower number. See linear.cuh.
+#include "linear.cuh"
+
+constexpr int kMaxWarps = 12;
+constexpr int kUpperWords = kChunkStages * 128;         // of a decoded chunk: [stage][lane][step], a quad's upper bytes
+constexpr int kSignWords = kChunkStages / 2 * kLanes;   // a chunk's sign words
+
+struct Task { int batch, chunk, slot, group; };
+
+// Which tasks a warp has, in the order of their numbers.
+struct Tasks {
+    int chunks, slots, own, batches;          // own: row groups of the block
+    int chunk_step, slot_step;                // from one task of a warp to its next
+
+    __device__ __forceinline__ bool has(const Task& task) const { return task.batch < batches; }
+    __device__ __forceinline__ Task first(int warp) const { return settled({0, warp / slots, warp % slots, 0}); }
+    __device__ __forceinline__ Task behind(Task task) const { return settled(moved(task)); }
+    __device__ __forceinline__ Task moved(Task task) const {
+        task.slot += slot_step;
+        task.chunk += chunk_step;
+        if (task.slot >= slots) {
+            task.slot -= slots;
+            ++task.chunk;
+        }
+        return task;
+    }
+    __device__ __forceinline__ Task settled(Task task) const {   // at the next task whose row group exists
+        for (;;) {
+            while (task.chunk >= chunks) {
+                task.chunk -= chunks;
+                ++task.batch;
+            }
+            const int place = task.batch * slots + task.slot;
+            task.group = place * gridDim.x + blockIdx.x;
+            if (place < own || !has(task)) return task;
+            task = moved(task);
+        }
+    }
+};
+
+template <int kind, int octets>
+__device__ __forceinline__ void linear(const Geometry& geometry, const Packed& packed, const Job& job) {
+    extern __shared__ __align__(128) u32 shared[];
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+    const int own = (geometry.row_groups - int(blockIdx.x) + int(gridDim.x) - 1) / int(gridDim.x), chunks = geometry.chunks_per_row_group;
+    const Tasks tasks{chunks, job.slots, own, job.batches, job.chunk_step, job.slot_step};
+    const int chains = job.slots * job.ranges;
+
+    // Shared memory: table, its entries, for each warp (a chunk's streams, its sign words, its upper bytes), sums, flags, x.
+    const u32 base = u32(__cvta_generic_to_shared(shared));
+    const int warp_words = job.buffer_words + kSignWords + kUpperWords;
+    u32* buffer = shared + job.table_words + job.entry_words + warp * warp_words;
+    const u32 signs = u32(__cvta_generic_to_shared(buffer + job.buffer_words)), upper = signs + 4 * kSignWords + 16 * lane;
+    u8* upper_bytes = reinterpret_cast<u8*>(buffer + job.buffer_words + kSignWords);
+    float* all_sums = reinterpret_cast<float*>(shared + job.table_words + job.entry_words + warps * warp_words);
+    u32* flags = reinterpret_cast<u32*>(all_sums + chains * 64 * octets);
+    const u32 progress = u32(__cvta_generic_to_shared(flags));     // [chains]: tickets of the chunks added
+    const u32 done = progress + 4 * chains;                        // [slots]: ranges finished
+    const u32 epoch = done + 4 * job.slots;                        // [slots]: batches finished
+    const u32 x_shared = base + ((epoch + 4 * job.slots - base + 127) & ~127u);
+
+    Vec4 raw[kRun];
+    const u8* slab = nullptr;        // of the present task: its first
+    int shift = 0;
+    StagedPlace staged{};
+    u32 start = 0, stop = 0;         // of the next task: its streams
+    auto find_chunk = [&](const Task& task) {
+        const u32* chunk = reinterpret_cast<const u32*>(packed.data + packed.offsets) + size_t(task.group) * chunks + task.chunk;
+        start = load_u32(chunk);
+        stop = load_u32(chunk + 1);
+        shift = packed.shift;
+        if (packed.has_row_shifts) shift = reinterpret_cast<const i8*>(packed.data + packed.row_shifts)[task.group * 8 + (lane >> 2)];
+    };
+    auto slab_of = [&](const Task& task) {
+        return packed.data + packed.planes + slab_offset(geometry.stages, task.group, task.chunk * kChunkStages);
+    };
+    auto stages_of = [&](const Task& task) { return min(kChunkStages, geometry.stages - task.chunk * kChunkStages); };
+    auto stage_chunk = [&](const u8* slab, int stages) {
+#pragma unroll 1
+        for (int pair = lane >> 3; 2 * pair < stages; pair += 4)
+            copy_async(signs + pair * kSignBytes + 16 * (lane & 7), slab + pair * kSlabBytes + 16 * (lane & 7));
+        staged = stage_streams(packed, buffer, start, stop, lane);
+    };
+
+    // What decoding needs first comes first from memory.
+    let_kernel_behind_start();
+    Task task = tasks.first(warp);
+    const bool busy = tasks.has(task);
+    if (busy) find_chunk(task);
+    const CodeSection section(packed.data + packed.code, packed.symbols);
+    for (int i = threadIdx.x; i < chains + 2 * job.slots; i += blockDim.x) flags[i] = 0;
+    if (busy) {
+        slab = slab_of(task);
+        stage_chunk(slab, stages_of(task));
+#pragma unroll
+        for (int s = 0; s < kRun; ++s) raw[s] = load_raw(slab, s, lane);
+        prefetch_planes(slab, stages_of(task), lane);
+    }
+    copy_commit();
+    build_table<true>(shared, shared + job.table_words, section, packed.width, packed.symbols, packed.window);
+    await_kernel_before();
+    stage_x<kind>(job.x, x_shared, job.tokens, geometry.columns);
+    copy_commit();
+    bool x_staged = false;
+
+    const u32 byte_mask = ((1u << packed.width) - 1) << 2, common = u32(packed.window >> 4) * 0x10101010u;
+    const Tokens<kind, octets> tokens(job.x, reinterpret_cast<const u8*>(shared) + (x_shared - base), job.tokens, geometry.columns, lane);
+
+    while (tasks.has(task)) {
+        const int first_stage = task.chunk * kChunkStages, count = stages_of(task);
+        const u32 scale = scale_of(shift);
+        const Task next = tasks.behind(task);
+        const u8* next_slab = slab;
+        if (tasks.has(next)) {
+            find_chunk(next);
+            next_slab = slab_of(next);
+            prefetch_planes(next_slab, stages_of(next), lane);
+        }
+
+        // 1. Decode.
+        if (x_staged) copy_wait<0>();
+        else copy_wait<1>();
+        __syncwarp();
+        StagedChunk chunk;
+        Stream streams[2];
+        chunk.open(buffer + staged.begin, staged.size, count, lane, streams);
+#pragma unroll 1
+        for (int s = 0; s < count; s += 2) {
+            const u32 sign = load_shared(signs + s * 64 + 4 * lane);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                Vec4 quads = decode_stage(streams, base, byte_mask, common, sign << 4 * i);
+                if (chunk.raw) quads = read_stage(chunk.words, min(s + i, count - 1), lane, sign << 4 * i);
+                store_shared(upper + (s + i) * 512, quads);
+            }
+        }
+        __syncwarp();
+#pragma unroll 1
+        for (u32 i = lane; i < chunk.patches; i += kLanes) {
+            const u32 patch = chunk.words[staged.size - chunk.patches + i];
+            const u32 place = (patch >> 16) * 512 + (patch >> 9 & 31) * 16 + (patch >> 14 & 3) * 4 + (patch >> 7 & 3);
+            if (patch >> 16 < u32(count)) upper_bytes[place] ^= patch & 127;
+        }
+        __syncwarp();
+        if (tasks.has(next)) stage_chunk(next_slab, stages_of(next));
+        copy_commit();
+        if (!x_staged) {
+            copy_wait<1>();
+            __syncthreads();
+            x_staged = true;
+        }
+
+        // 2. Multiply, for each range that has stages in this chunk. The first may have to wait, so it comes last.
+        int first_range = 0, range_end = job.stages_per_range;
+#pragma unroll 1
+        while (range_end <= first_stage) ++first_range, range_end += job.stages_per_range;
+        int range = first_range;
+#pragma unroll 1
+        while (range_end < first_stage + count) ++range, range_end += job.stages_per_range;
+        for (; range >= first_range; --range) {
+            const int range_begin = range * job.stages_per_range;
+            const int low = max(range_begin - first_stage, 0), high = min(range_begin + job.stages_per_range - first_stage, count);
+            u32 active = ((1u << high) - 1) & ~((1u << low) - 1);
+            const bool opens = range_begin >= first_stage;
+            const bool closes = first_stage + high == min(range_begin + job.stages_per_range, geometry.stages);
+            const int chain = task.slot * job.ranges + range;
+            float* handed = all_sums + chain * 64 * octets + lane;
+            float sums[4] = {};
+            if (!opens) {
+                wait_until(progress + 4 * chain, task.batch * chunks + task.chunk);
+#pragma unroll
+                for (int i = 0; i < 2 * octets; ++i) sums[i] = handed[32 * i];
+            }
+            const u8* following = range > first_range ? slab : next_slab;
+            const u8* ahead = slab;
+#pragma unroll 1
+            for (int run = 0; run < count; run += kRun) {
+                ahead = run + kRun < count ? ahead + kRun / 2 * kSlabBytes : following;
+                auto step = [&](int s) {
+                    multiply_stage(sums, tokens, first_stage + run + s, raw[s], load_shared_vec4(upper + (run + s) * 512), scale);
+                };
+                constexpr u32 whole = (1u << kRun) - 1;
+                if ((active & whole) == whole) {
+#pragma unroll
+                    for (int s = 0; s < kRun; ++s) {
+                        step(s);
+                        raw[s] = load_raw(ahead, s, lane);
+                    }
+                } else {
+#pragma unroll
+                    for (int s = 0; s < kRun; ++s) {
+                        if (active >> s & 1) step(s);
+                        raw[s] = load_raw(ahead, s, lane);
+                    }
+                }
+                active >>= kRun;
+            }
+            if (opens && !(closes && job.ranges == 1)) wait_until(epoch + 4 * task.slot, task.batch);   // the batch before has read its sums
+            if (!closes) {
+#pragma unroll
+                for (int i = 0; i < 2 * octets; ++i) handed[32 * i] = sums[i];
+                __syncwarp();
+                if (lane == 0) set_flag(progress + 4 * chain, task.batch * chunks + task.chunk + 1);
+                continue;
+            }
+            if (job.ranges > 1 && !join_ranges<octets>(sums, all_sums + task.slot * job.ranges * 64 * octets, done + 4 * task.slot,
+                                                       (task.batch + 1) * job.ranges, range, job.ranges, lane)) continue;
+            finish<octets>(geometry, job, task.group, lane, sums);
+            __syncwarp();
+            if (lane == 0) set_flag(epoch + 4 * task.slot, task.batch + 1);
+        }
+        slab = next_slab;
+        task = next;
+    }
+    if (!x_staged) {   // a warp without tasks has copied its part of x
+        copy_wait<0>();
+        __syncthreads();
+    }
+}
+
+#define LINEAR_KERNEL(name, kind, octets)                                                                                            \
+    extern "C" __global__ void __launch_bounds__(kMaxWarps * 32, 1) name(const Geometry geometry, const Packed packed, const Job job) { \
+        linear<kind, octets>(geometry, packed, job);                                                                                 \
+    }
+LINEAR_KERNEL(linear_ahead_8_pairs, kPairs, 1)
+LINEAR_KERNEL(linear_ahead_8_halves, kHalves, 1)
+LINEAR_KERNEL(linear_ahead_8_global, kGlobal, 1)
+LINEAR_KERNEL(linear_ahead_16_pairs, kPairs, 2)
+LINEAR_KERNEL(linear_ahead_16_global, kGlobal, 2)

@@ -1,0 +1,70 @@
+// The tokens' side of the fused linear layer: x as mma's A operand, from shared memory or straight from global memory.
+#pragma once
+#include "common.cuh"
+
+// kPairs: for each g and stage 256 bytes of shared memory, [q ^ (g & 1)][t] 16 bytes, {token g low, token g + 8 low, token g high, token
+// g + 8 high}: what mma takes, as it is. kHalves, for eight tokens at most: for each token and stage 128 bytes, [half ^ (token & 1)][t] 16
+// bytes, {step 2 half low, step 2 half + 1 low, step 2 half high, step 2 half + 1 high}: half the bytes, and some moves. Both are free of
+// bank conflicts. kGlobal: where neither fits.
+constexpr int kPairs = 0, kHalves = 1, kGlobal = 2;
+
+__device__ __forceinline__ void copy_async_4(u32 shared, const void* global) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared), "l"(global) : "memory");
+}
+
+// Starts copying x [tokens, columns] by the whole block.
+template <int kind>
+__device__ __forceinline__ void stage_x(const u16* x, u32 target, int tokens, int columns) {
+    if (kind == kGlobal) return;
+    for (int token = 0; token < tokens; ++token)
+        for (int pair = threadIdx.x; pair < columns >> 1; pair += blockDim.x) {
+            const int stage = pair >> 5, q = pair >> 3 & 3, t = pair >> 1 & 3, high = pair & 1;
+            const u32 place = kind == kHalves
+                ? token * (columns * 2) + stage * 128 + (((q >> 1) ^ (token & 1)) << 6) + (t << 4) + (high << 3) + ((q & 1) << 2)
+                : (token & 7) * (columns * 4) + stage * 256 + ((q ^ (token & 1)) << 6) + (t << 4) + (high << 3) + ((token >> 3) << 2);
+            copy_async_4(target + place, x + size_t(token) * columns + 2 * pair);
+        }
+}
+
+// A lane's part of x. With octets 1, the lower rows of A hold anything, and nobody reads their sums.
+template <int kind, int octets>
+struct Tokens {
+    const u8* place;      // in shared memory, of the first stage
+    const u16* source;    // in x
+    size_t eight;         // elements from a token to the one eight behind, or to the last
+    u32 parity;
+    bool any;             // without tokens of its own, a lane leaves the memory's time to others
+
+    __device__ __forceinline__ Tokens(const u16* x, const u8* shared, int tokens, int columns, int lane) {
+        const int g = lane >> 2, t = lane & 3, token = min(g, tokens - 1);
+        place = shared + (kind == kHalves ? token * (columns * 2) : g * (columns * 4)) + 16 * t;
+        source = x + size_t(token) * columns + 4 * t;
+        eight = size_t(min(8, tokens - 1 - token)) * columns;
+        parity = (kind == kHalves ? token : g) & 1;
+        any = g < tokens;
+    }
+    // The A operands of steps 2 half and 2 half + 1.
+    __device__ __forceinline__ void load(int stage, int half, u32 x[2][4]) const {
+        if (kind == kHalves) {
+            Vec4 v;
+            if (any) v = *reinterpret_cast<const Vec4*>(place + stage * 128 + ((half ^ parity) << 6));
+            x[0][0] = v.x, x[0][1] = v.y, x[0][2] = v.z, x[0][3] = v.w;
+            x[1][0] = v.y, x[1][2] = v.w;
+            asm("" : "=r"(x[1][1]), "=r"(x[1][3]));   // anything
+            return;
+        }
+#pragma unroll
+        for (int step = 0; step < 2; ++step) {
+            if (kind == kPairs) {
+                Vec4 v;
+                if (any) v = *reinterpret_cast<const Vec4*>(place + stage * 256 + (((2 * half + step) ^ parity) << 6));
+                x[step][0] = v.x, x[step][1] = v.y, x[step][2] = v.z, x[step][3] = v.w;
+            } else {
+                const u16* words = source + stage * 64 + 32 * half + 16 * step;
+                const Vec2 v = *reinterpret_cast<const Vec2*>(words);
+                const Vec2 w = octets == 1 ? v : *reinterpret_cast<const Vec2*>(words + eight);
+                x[step][0] = v.x, x[step][1] = w.x, x[step][2] = v.y, x[step][3] = w.y;
+            }
+        }
+    }
+};

@@ -1,0 +1,158 @@
+"""The fused linear layer on a CUDA device: csrc/linear.cu and csrc/linear_ahead.cu.
+
+Both give the bits of one order of summation: K is cut into ranges of whole stages, each summed in fp32 by
+``mma.m16n8k16`` step after step; the ranges' sums are added in order, then the bias; one rounding. cuBLAS sums in this
+order, with a number of ranges that depends on the shape and on much else (see samebits.plans).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from samebits.errors import DeviceError
+from samebits.format.geometry import ROW_GROUP, SLAB_BYTES, STAGE, Code, Layout
+from samebits.format.packed import Header, PackedTensor, align
+from samebits.kernels import nvrtc
+from samebits.kernels.structures import GeometryStructure, JobStructure, PackedStructure
+
+MAX_TOKENS = 16
+MAX_WARPS = 12  # csrc: kMaxWarps
+MAX_SLOTS = 64  # row groups whose sums a block keeps
+CHUNK_STAGES = 16  # csrc: kChunkStages
+_MIN_WARPS = 4
+_OCTET = 8  # tokens that one mma instruction takes in half of its A operand
+_FEW_TOKENS = 2  # so many are kept in the larger form that mma takes as it is
+_STATIC_SHARED = 1024  # bytes; room for the kernels' own variables
+_ALIGNMENT = 16  # bytes
+
+
+@dataclass(frozen=True)
+class LinearPlan:
+    """How one fused launch is made.
+
+    Attributes:
+        split: ranges that K is asked to be cut into; ceil(ceil(K / 64) / split) stages each.
+        variant: index into VARIANTS; changes the speed and never the bits.
+    """
+
+    split: int
+    variant: int = 0
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run the fused kernel.
+
+    Attributes:
+        ahead: decode chunks ahead of their chains (csrc/linear_ahead.cu).
+        shared_x: keep x in shared memory.
+        warps: of a block, at most.
+    """
+
+    ahead: bool
+    shared_x: bool
+    warps: int
+
+
+VARIANTS = (
+    Variant(ahead=True, shared_x=True, warps=12),
+    Variant(ahead=True, shared_x=False, warps=12),
+    Variant(ahead=False, shared_x=True, warps=12),
+    Variant(ahead=False, shared_x=False, warps=12),
+    Variant(ahead=False, shared_x=True, warps=8),
+    Variant(ahead=True, shared_x=True, warps=8),
+)
+
+
+def is_supported(header: Header, m: int) -> bool:
+    """Whether there is a fused kernel for ``m`` tokens: quad code, matrix layout, whole row groups and stages."""
+    if not 1 <= m <= MAX_TOKENS or header.code is not Code.QUAD or header.layout is not Layout.MATRIX:
+        return False
+    geometry = header.geometry
+    return (
+        header.chunk_stages == CHUNK_STAGES
+        and geometry.stages >= CHUNK_STAGES
+        and geometry.rows % ROW_GROUP == 0
+        and geometry.columns % STAGE == 0
+        and 4 * header.stream_words >= CHUNK_STAGES // 2 * SLAB_BYTES  # loads ahead may pass the planes' end by a chunk
+        and geometry.rows * geometry.columns < 1 << 40
+    )
+
+
+def variants(header: Header, m: int, split: int) -> list[int]:
+    """The variants of a supported launch that fit on the current device, as LinearPlan counts them."""
+    device = torch.cuda.current_device()
+    return [i for i in range(len(VARIANTS)) if _Launch.of(header, m, LinearPlan(split, i), device) is not None]
+
+
+def fused_linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, plan: LinearPlan) -> torch.Tensor:
+    """``x @ W.T + bias`` without ever writing W, on torch's current stream.
+
+    Args:
+        x: bfloat16 [m, K], contiguous, 16-byte aligned.
+        packed: W, [N, K], on x's device; is_supported(packed.header, m).
+        bias: bfloat16 [N], contiguous, 16-byte aligned, or None.
+
+    Returns:
+        bfloat16 [m, N].
+
+    Raises:
+        DeviceError: the plan does not fit on the device, or the kernel cannot be built or launched.
+    """
+    header, device = packed.header, x.device.index or 0
+    launch = _Launch.of(header, x.shape[0], plan, device)
+    if launch is None:
+        raise DeviceError(f"{plan} does not fit on this device", mend="ask samebits.kernels.linear.variants")
+    y = torch.empty(x.shape[0], header.geometry.rows, dtype=torch.bfloat16, device=x.device)
+    job = JobStructure(x.data_ptr(), bias.data_ptr() if bias is not None else None, y.data_ptr(), *launch.job)
+    with torch.cuda.device(device):
+        function = nvrtc.kernel(launch.file, launch.name, device)
+        nvrtc.launch(function, launch.grid, 32 * launch.warps, launch.shared_bytes, GeometryStructure.of(header.geometry),
+                     PackedStructure.of(packed), job, early=True)  # fmt: skip
+    return y
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """A plan for one device: how a kernel divides its work and its shared memory."""
+
+    file: str
+    name: str
+    grid: int
+    warps: int
+    shared_bytes: int
+    job: tuple[int, ...]  # JobStructure's fields behind the pointers
+
+    @classmethod
+    @lru_cache(maxsize=65536)
+    def of(cls, header: Header, m: int, plan: LinearPlan, device: int) -> _Launch | None:
+        """None if it does not fit."""
+        variant, geometry = VARIANTS[plan.variant], header.geometry
+        stages_per_range = -(-geometry.stages // plan.split)
+        ranges = -(-geometry.stages // stages_per_range)
+        octets = -(-m // _OCTET)
+        grid = min(nvrtc.multiprocessors(device), geometry.row_groups)
+        own = -(-geometry.row_groups // grid)  # row groups of a block
+        batches = -(-own // MAX_SLOTS) if variant.ahead else 1
+        slots = -(-own // batches)
+        # A staging buffer holds the longest chunk, up to three words before it, and what streams can read behind it.
+        buffer_words = align(3 + header.max_chunk_words + -(-CHUNK_STAGES * 26 // 32) + 4, 4)
+        warp_words = buffer_words + 144 * CHUNK_STAGES if variant.ahead else 2 * buffer_words
+        table_words, entry_words = max(4, 1 << header.max_code_length), align(header.symbol_count, 4)
+        sums = slots * ranges if variant.ahead or ranges > 1 else 0
+        words = table_words + entry_words + 64 * octets * sums + slots * (ranges + 2) + 32
+        kind = ("pairs" if octets == 2 or m <= _FEW_TOKENS else "halves") if variant.shared_x else "global"
+        words += {"pairs": 64 * min(m, _OCTET), "halves": 32 * m, "global": 0}[kind] * geometry.stages
+        room = (nvrtc.shared_memory(device) - _STATIC_SHARED) // 4 - words
+        warps = min(variant.warps, room // warp_words)
+        if warps < _MIN_WARPS or (own > MAX_SLOTS and not variant.ahead and ranges > 1):
+            return None
+        words += warps * warp_words
+        job = (m, ranges, stages_per_range, slots, batches, warps // slots, warps % slots,
+               table_words, entry_words, buffer_words)  # fmt: skip
+        stem = "linear_ahead" if variant.ahead else "linear"
+        return cls(f"{stem}.cu", f"{stem}_{_OCTET * octets}_{kind}", grid, warps, 4 * words, job)
