@@ -50,7 +50,9 @@ def test_ignores_what_padding_holds(choose: Callable[..., Choices], shape: tuple
     assert words_of(samebits.decode(packed_of(packed))).tobytes() == words.tobytes()
 
 
-@pytest.mark.parametrize("case", [case for case in ZOO if case.name in ("quad_matrix", "single_flat", "compact_escapes")], ids=str)
+@pytest.mark.parametrize(
+    "case", [case for case in ZOO if case.name in ("quad_matrix", "single_flat", "compact_escapes")], ids=str
+)
 def test_decodes_into_a_given_tensor(case: Case) -> None:
     out = torch.full(case.words.shape, torch.nan, dtype=torch.bfloat16)
     assert decode_cpu(packed_of(case.packed), out) is out

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -171,14 +170,6 @@ def test_large_trained_tensors_get_the_fast_code(name: str) -> None:
 def test_large_tensors_come_back(name: str) -> None:
     words = zoo.large(name)
     assert words_of(samebits.decode(samebits.encode(tensor_of(words)))).tobytes() == words.tobytes()
-
-
-@pytest.mark.parametrize("shape", [(4096,), (8, 512), (64, 64), (5, 1024), (2048, 3), (16, 16, 32), (96, 128)], ids=str)
-@pytest.mark.parametrize("words", [zoo.normal, zoo.octaves])
-def test_size_of_small_tensors(words: Callable[..., Words], shape: tuple[int, ...]) -> None:
-    """From 4,096 weights on: at most half a bit beyond the entropy, or 9.5 bits, for whole row groups."""
-    tensor = tensor_of(words(shape))
-    assert samebits.encode(tensor).bits_per_weight <= max(8.5 + entropy(exponent_histogram(tensor)), 9.5)
 
 
 @settings(max_examples=200)

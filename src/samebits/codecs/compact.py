@@ -1,7 +1,7 @@
 """The compact code of small tensors (FORMAT.md 1.6, 3.6, 3.7, 5.5, 6.7): no geometry, no padding, small tables.
 
-An asymmetric numeral system with 256 states (J. Duda, "Asymmetric numeral systems", 2013), of the kind that goes through
-tables. Unlike a prefix code it also spends less than a bit on an exponent where one of them is much more frequent than
+An asymmetric numeral system with 256 states, of the kind that goes through tables (J. Duda, "Asymmetric numeral
+systems", arXiv:1311.2540). Unlike a prefix code it spends less than a bit on an exponent that is much more frequent than
 all others.
 """
 
@@ -12,7 +12,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from samebits.bf16 import histogram_of_words
 from samebits.codecs import compact_loops

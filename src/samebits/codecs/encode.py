@@ -1,7 +1,7 @@
 """Encoding on the CPU: count, plan, streams, planes.
 
-Two passes write the output. The first makes the streams, whose sizes are unknown before (of a small tensor also those of
-the compact code: the smaller of both is taken); then the one output buffer is allocated, and the second pass writes the
+Two passes write the output. The first makes the streams, whose sizes are unknown before; of a small tensor also those in
+the compact code, and the smaller ones are taken. Then the one output buffer is allocated, and the second pass writes the
 planes, whose places are known, straight into it.
 """
 
@@ -185,7 +185,7 @@ def header_of(plan: Plan, shape: tuple[int, ...], max_chunk_words: int, stream_w
 
 
 def write_tables(data: torch.Tensor, plan: Plan, header: Header) -> None:
-    """Write header, shape, code and row shifts into a packed tensor's bytes (any device), and zeros between sections."""
+    """Write header, shape, code and row shifts into the output buffer (any device), and zeros between the sections."""
     header.write(data)
     code = plan.table.to_section().astype("<u2").view(np.uint8)
     data[header.sections["code"]] = torch.from_numpy(code).to(data.device)

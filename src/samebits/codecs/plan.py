@@ -45,7 +45,7 @@ OUTSIDE_BITS = 44  # what a word outside the window is charged while the target 
 QUAD_PREMIUM = 0.10  # bits per weight a quad code may cost beyond the single code, for its speed
 QUAD_OVERHEAD = 0.195  # and beyond the entropy
 COMPACT_WORDS = 1 << 16  # smaller tensors take the compact code wherever it is the smallest
-COMPACT_EXCESS = 0.25  # larger ones where the others exceed 8 bits and the entropy, or 9, by so much
+COMPACT_EXCESS = 0.25  # larger ones where the others take so many bits more than 8 and the entropy
 BOOK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 640, 800, 1000, 1250, 1600)
 
 
@@ -195,8 +195,8 @@ def wants_compact(words: int, plan: Plan | None) -> bool:
     """Whether to try the compact code for a tensor of ``words`` words, for which there is that plan otherwise."""
     if words < COMPACT_WORDS:
         return True
-    long = plan is None or plan.bits > 8 + max(1.0, plan.entropy) + COMPACT_EXCESS
-    return words <= MAX_COMPACT_WORDS and long
+    others_are_long = plan is None or plan.bits > 8 + plan.entropy + COMPACT_EXCESS
+    return words <= MAX_COMPACT_WORDS and others_are_long
 
 
 def _best_candidate(statistics: RowStatistics, counter: Counter, geometry: Geometry, stride: int) -> _Candidate:

@@ -184,7 +184,15 @@ class Reading:
     def _compact_sizes(self) -> Sizes:
         """2.1, 1.6"""
         words, header = math.prod(self.shape), self.header
-        sizes = [64, 8 * header["ndim"], header["symbol_count"], 0, 2 * -(-words // 256), words, 4 * header["stream_words"]]
+        sizes = [
+            64,
+            8 * header["ndim"],
+            header["symbol_count"],
+            0,
+            2 * -(-words // 256),
+            words,
+            4 * header["stream_words"],
+        ]
         names = ("header", "shape", "code", "row_shifts", "offsets", "planes", "streams")
         return {name: (size, 4) for name, size in zip(names, sizes, strict=True)}
 

@@ -103,5 +103,5 @@ class CompactReading:
     @cached_property
     def words(self) -> NDArray[np.uint16]:
         """5.5"""
-        raw, exponents = self.raw.astype(np.uint16), np.array(self.exponents, np.uint16)
-        return raw >> 7 << 15 | exponents << 7 | raw & 0x7F
+        raw, exponents = self.raw.astype(np.int64), np.array(self.exponents)
+        return (raw >> 7 << 15 | exponents << 7 | raw & 0x7F).astype(np.uint16)

@@ -90,10 +90,10 @@ __device__ __forceinline__ u32 decode_exponent(const u32* table, Bits& bits, u32
 
 // The first bit of the lane's run: the sum of all lengths before it.
 __device__ __forceinline__ u32 run_start(const u16* lengths, int first_run, int runs, int lane) {
-    int before = 0, total;
-    for (int run = lane; run < first_run; run += kLanes) before += lengths[run];
-    sum_before(before, lane, before);
-    return before + sum_before(first_run + lane < runs ? lengths[first_run + lane] : 0, lane, total);
+    int bits = 0, before_block, block;
+    for (int run = lane; run < first_run; run += kLanes) bits += lengths[run];
+    sum_before(bits, lane, before_block);
+    return before_block + sum_before(first_run + lane < runs ? lengths[first_run + lane] : 0, lane, block);
 }
 
 extern "C" __global__ void __launch_bounds__(kLanes) decode_compact(const Compact packed, u16* output) {
