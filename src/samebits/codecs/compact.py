@@ -1,8 +1,8 @@
 """The compact code of small tensors (FORMAT.md 1.6, 3.6, 3.7, 5.5, 6.7): no geometry, no padding, small tables.
 
 An asymmetric numeral system with 256 states, of the kind that goes through tables (J. Duda, "Asymmetric numeral
-systems", arXiv:1311.2540). Unlike a prefix code it spends less than a bit on an exponent that is much more frequent than
-all others.
+systems", arXiv:1311.2540). Unlike a prefix code it spends less than a bit on an exponent that is much more frequent
+than all others.
 """
 
 from __future__ import annotations

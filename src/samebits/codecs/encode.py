@@ -1,8 +1,8 @@
 """Encoding on the CPU: count, plan, streams, planes.
 
-Two passes write the output. The first makes the streams, whose sizes are unknown before; of a small tensor also those in
-the compact code, and the smaller ones are taken. Then the one output buffer is allocated, and the second pass writes the
-planes, whose places are known, straight into it.
+Two passes write the output. The first makes the streams, whose sizes are unknown before; of a small tensor also those
+in the compact code, and the smaller ones are taken. Then the one output buffer is allocated, and the second pass writes
+the planes, whose places are known, straight into it.
 """
 
 from __future__ import annotations
