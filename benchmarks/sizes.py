@@ -2,9 +2,9 @@
 
     python benchmarks/sizes.py            writes results/sizes.json, a minute on two cores
 
-Each tensor's round trip is checked before it counts. The limit is 8 bits of sign and mantissa and the entropy of the
-exponents, tensor by tensor. DFloat11's size is counted from its layout (dfloat11.py), one unit a layer, as it groups
-them.
+Each tensor's round trip is checked before it counts; the smallest stay as they are, as in `samebits compress`. The
+limit is 8 bits of sign and mantissa and the entropy of the exponents, tensor by tensor. DFloat11's size is counted from
+its layout (dfloat11.py), one unit a layer, as it groups them.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from common import (
     write_results,
 )
 from samebits.bf16 import entropy, exponent_histogram
+from samebits.jobs.options import MIN_WEIGHTS
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
@@ -48,14 +49,14 @@ class Size:
     histogram: NDArray[np.int64] = field(default_factory=lambda: np.zeros(256, np.int64))
 
     def add_tensor(self, tensor: torch.Tensor) -> None:
-        packed = encode_checked(tensor)
+        packed = encode_checked(tensor) if tensor.numel() >= MIN_WEIGHTS else None
         histogram = exponent_histogram(tensor)
         self.histogram += histogram
         self.weights += tensor.numel()
-        self.packed_bytes += packed.nbytes
+        self.packed_bytes += packed.nbytes if packed else 2 * tensor.numel()
         self.exponent_bits += tensor.numel() * entropy(histogram)
         self.tensors += 1
-        self.raw_tensors += packed.is_raw
+        self.raw_tensors += packed is None or packed.is_raw
 
     def add(self, other: Size) -> None:
         for name in ("weights", "packed_bytes", "dfloat11_bytes", "exponent_bits", "tensors", "raw_tensors"):

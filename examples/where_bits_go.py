@@ -22,7 +22,7 @@ SIGN, MANTISSA, EXPONENT, FRAMING = "#6d5a8d", "#4f7391", "#d9822b", "#3a3a3a"
 WASTE, PAPER, INK, QUIET = "#f6e3cf", "#ffffff", "#222222", "#777777"
 TINTS = {SIGN: "#e6e1ee", EXPONENT: WASTE, MANTISSA: "#dde6ed"}
 FIELDS = (SIGN, *(EXPONENT,) * 8, *(MANTISSA,) * 7)  # of a word, bit 15 first
-CHUNK_HEAD_BYTES = 36  # FORMAT.md 6.2 and 6.3: the first word and the stream lengths
+CHUNK_HEAD_BYTES = 36  # FORMAT.md 6.2 and 6.3: the first word and the stream lengths; a run's head (6.8) is 1 byte
 WORDS_SHOWN = 48
 WORD_BITS = 16
 VISIBLE_SHARE = 0.0005  # rarer exponents are not drawn
@@ -61,7 +61,8 @@ def framing_bytes(entry: Entry) -> int:
     padding = sections["planes"] - content
     gaps = header.nbytes - sum(sections.values())
     tables = sum(sections[name] for name in ("header", "shape", "code", "row_shifts", "offsets"))
-    return tables + padding + gaps + CHUNK_HEAD_BYTES * header.geometry.chunks
+    heads = header.runs if header.code is Code.COMPACT else CHUNK_HEAD_BYTES * header.geometry.chunks
+    return tables + padding + gaps + heads
 
 
 def anatomy(packed: Checkpoint, original: Checkpoint) -> Anatomy:

@@ -20,7 +20,7 @@ from tests.jobs.checkpoints import stored, write_folder
 from tests.jobs.test_jobs import compress
 
 CASES = {case.name: case for case in GOLDEN}
-PACKED = ("quad_row_shifts", "quad_patches", "quad_raw_chunks", "single_row_shifts", "single_flat")
+PACKED = ("quad_row_shifts", "quad_patches", "quad_raw_chunks", "single_row_shifts", "single_flat", "compact_escapes")
 UNCHANGED = {"norm.weight": torch.ones(64, dtype=torch.bfloat16), "steps": torch.arange(5)}
 
 
@@ -91,7 +91,7 @@ def flipped(path: Path, position: int, target: Path) -> Path:
 
 def test_the_file_has_all_sections(samebits: Command, packed: Path) -> None:
     entries = [Checkpoint.open(packed).entries[name] for name in PACKED]
-    assert {entry.header.code for entry in entries if entry.header} == {Code.QUAD, Code.SINGLE}
+    assert {entry.header.code for entry in entries if entry.header} == {Code.QUAD, Code.SINGLE, Code.COMPACT}
     assert any("row_shifts" in regions(entry) for entry in entries)
     assert samebits("verify", packed, "--against", packed.with_name("original.safetensors")).code == 0
 

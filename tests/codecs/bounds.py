@@ -8,7 +8,7 @@ from numba import njit
 import samebits
 from tests.codecs.malformed import MALFORMED
 from tests.codecs.surgery import Parts
-from tests.codecs.tensors import packed_of, tensor_of
+from tests.codecs.tensors import packed_of, tensor_of, without_compact
 from tests.codecs.zoo import ZOO
 
 
@@ -30,6 +30,8 @@ def main() -> None:
     rng = np.random.default_rng(0)
     for case in ZOO:
         samebits.decode(samebits.encode(tensor_of(case.words)))
+        with without_compact():
+            samebits.decode(samebits.encode(tensor_of(case.words)))
         samebits.decode(packed_of(case.packed))
         for fill in (rng.bytes, lambda size: b"\xff" * size, lambda size: b"\0\0\0\x01" * (size // 4)):
             parts = Parts.of(case.packed)

@@ -8,17 +8,20 @@ from typing import Any
 
 import numpy as np
 
+from samebits.codecs.reference import Reading
 from tests.codecs import zoo
+from tests.codecs.slow_compact import CompactChoices, compact_choices
 from tests.codecs.slow_encoder import Choices
 from tests.codecs.surgery import Parts, get, put
 
 
-def packed(words: zoo.Words, choose: Callable[[zoo.Words], Choices], **changes: Any) -> bytes:
+def packed(words: zoo.Words, choose: Callable[[zoo.Words], Choices | CompactChoices], **changes: Any) -> bytes:
     return zoo.case("", words, choose, **changes).packed
 
 
 QUAD = packed(zoo.scattered((9, 200), 1), zoo.quad_matrix)
 SINGLE = packed(zoo.normal((600,), 2), zoo.single_flat)
+COMPACT = packed(zoo.normal((600,), 3), compact_choices)
 ONE_SYMBOL = packed(np.full(600, 0x3F80, np.uint16), zoo.one_quad)
 ROW_SHIFTS = packed(zoo.scaled_rows((8, 64)), zoo.quad_with_row_shifts)
 CHUNKS = packed(zoo.normal((8, 320)), zoo.quad_matrix, chunk_stages=1)
@@ -229,9 +232,76 @@ def raw_chunk_too_short(parts: Parts) -> None:
 
 
 def gap_not_zero(data: bytes) -> bytes:
-    end = 64 + 16 + 32 + 2 * Parts.of(data)["symbol_count"]
-    assert end % 16, "choose a tensor with a gap after the code"
+    places = Reading(data).places
+    end = places["code"].stop
+    assert end < places["row_shifts"].start, "choose a tensor with a gap after the code"
     return data[:end] + b"\1" + data[end + 1 :]
+
+
+def too_many_words_for_the_compact_code(parts: Parts) -> None:
+    put(parts.shape, 0, (1 << 20) + 1, "<Q")
+
+
+def skip_of_no_exponents(parts: Parts) -> None:
+    parts.code[1] = 0
+
+
+def skip_beyond_the_last_exponent(parts: Parts) -> None:
+    parts.code[1] = 250
+
+
+def code_that_ends_in_a_skip(parts: Parts) -> None:
+    parts.code[-1] = 0
+
+
+def more_states_than_there_are(parts: Parts) -> None:
+    parts.code[-1] = 255
+
+
+def run_too_short(parts: Parts) -> None:
+    put(parts.offsets, 0, 7, "<H")
+
+
+def run_too_long(parts: Parts) -> None:
+    put(parts.offsets, 2, 8 + 16 * 88 + 1, "<H")
+
+
+def runs_longer_than_the_streams(parts: Parts) -> None:
+    put(parts.offsets, 0, get(parts.offsets, 0, "<H") + 32, "<H")
+
+
+def runs_shorter_than_the_streams(parts: Parts) -> None:
+    put(parts.offsets, 0, get(parts.offsets, 0, "<H") - 32, "<H")
+
+
+def bit_after_the_last_run(parts: Parts) -> None:
+    bits = sum(get(parts.offsets, run, "<H") for run in range(3))
+    assert bits % 32, "choose a tensor whose runs end within a word"
+    set_bit(parts.streams, bits)
+
+
+def run_that_ends_late(parts: Parts) -> None:
+    put(parts.offsets, 0, get(parts.offsets, 0, "<H") + 1, "<H")
+    put(parts.offsets, 1, get(parts.offsets, 1, "<H") - 1, "<H")
+
+
+def run_that_ends_early(parts: Parts) -> None:
+    put(parts.offsets, 0, get(parts.offsets, 0, "<H") - 1, "<H")
+    put(parts.offsets, 1, get(parts.offsets, 1, "<H") + 1, "<H")
+
+
+def runs_of_other_bits(parts: Parts) -> None:
+    parts.streams[:] = bytes(byte ^ 0x5A for byte in parts.streams[:-4]) + parts.streams[-4:]
+
+
+def only_ones_in_runs(parts: Parts) -> None:
+    bits = sum(get(parts.offsets, run, "<H") for run in range(3))
+    parts.streams[:] = ((1 << bits) - 1).to_bytes(len(parts.streams), "little")
+
+
+def last_state_not_0(parts: Parts) -> None:
+    """The last bit read goes into the last state as it is."""
+    parts.streams[(get(parts.offsets, 0, "<H") - 1) >> 3] ^= 1 << (get(parts.offsets, 0, "<H") - 1 & 7)
 
 
 MALFORMED = [
@@ -240,6 +310,7 @@ MALFORMED = [
     field("2.2", "version", 2),
     field("2.2", "code", 0),
     field("2.2", "code", 3),
+    field("2.2", "code", 4),
     field("2.2", "layout", 2),
     field("2.2", "ndim", 9),
     field("1.1", "ndim", 1),
@@ -260,6 +331,9 @@ MALFORMED = [
     field("2.2", "stream_words", 0),
     field("2.2", "stream_words", 1 << 40),
     field("2.2", "stream_words", (1 << 64) - 1),
+    *(field("2.2", name, 1, COMPACT) for name in ("layout", "columns", "chunk_stages", "max_code_length", "window")),
+    *(field("2.2", name, 1, COMPACT) for name in ("shift", "rows", "flags", "max_chunk_words", "stream_words")),
+    field("2.2", "symbol_count", 512, COMPACT),
     field("1.1", "layout", 1, SINGLE),
     field("3.1", "max_code_length", 2),
     field("3.4", "window", 121),
@@ -270,12 +344,16 @@ MALFORMED = [
     table("2.2", no_words),
     table("2.2", too_many_words, SINGLE),
     table("2.2", other_shape),
+    table("2.2", too_many_words_for_the_compact_code, COMPACT),
+    table("2.2", no_words, COMPACT),
     Malformed("cut in the header", "2.2", QUAD[:63], True),
     Malformed("cut in the shape", "2.1", QUAD[:79], True),
     Malformed("cut at its end", "2.2", QUAD[:-16], True),
     Malformed("too long", "2.2", QUAD + bytes(16), True),
     Malformed("empty", "2.2", b"", True),
     Malformed("gap_not_zero", "2.1", gap_not_zero(SINGLE), False),
+    Malformed("gap_not_zero", "2.1", gap_not_zero(COMPACT), False),
+    Malformed("cut at its end", "2.2", COMPACT[:-16], True),
     table("3.1", codeword_of_length_0),
     table("3.1", codeword_beyond_the_longest),
     table("3.1", unsorted_symbols),
@@ -288,6 +366,10 @@ MALFORMED = [
     table("3.2", symbol_twice),
     table("3.4", symbol_out_of_range),
     table("3.5", symbol_out_of_range, SINGLE),
+    table("3.6", skip_of_no_exponents, COMPACT),
+    table("3.6", skip_beyond_the_last_exponent, COMPACT),
+    table("3.6", code_that_ends_in_a_skip, COMPACT),
+    table("3.6", more_states_than_there_are, COMPACT),
     stream("3.2", other_bit_than_the_only_codeword, ONE_SYMBOL),
     field("4.2", "shift", 1, ROW_SHIFTS),
     field("4.3", "shift", 127),
@@ -315,4 +397,14 @@ MALFORMED = [
     stream("6.6", patch_beyond_the_chunk),
     stream("6.5", eight_bits_of_top7, RAW),
     stream("6.5", raw_chunk_too_short),
+    table("6.7", run_too_short, COMPACT),
+    table("6.7", run_too_long, COMPACT),
+    table("6.7", runs_longer_than_the_streams, COMPACT),
+    table("6.7", runs_shorter_than_the_streams, COMPACT),
+    stream("6.7", bit_after_the_last_run, COMPACT),
+    stream("6.8", run_that_ends_late, COMPACT),
+    stream("6.8", run_that_ends_early, COMPACT),
+    stream("6.8", runs_of_other_bits, COMPACT),
+    stream("6.8", only_ones_in_runs, COMPACT),
+    stream("6.8", last_state_not_0, COMPACT),
 ]

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from samebits.codecs.reference import digest_reference
+from tests.codecs.slow_compact import CompactChoices, compact_sections
 
 QUAD, SINGLE = 1, 2
 LONGEST = {QUAD: 13, SINGLE: 12}
@@ -23,7 +24,7 @@ Values = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Choices:
-    """What FORMAT.md leaves to the writer.
+    """What FORMAT.md leaves to the writer of a packed tensor in the quad or the single code.
 
     Attributes:
         code: QUAD or SINGLE.
@@ -72,8 +73,11 @@ class Choices:
         return [2 * (self.window + (symbol >> 3 * i & 7)) if self.code == QUAD else symbol for i in range(4)]
 
 
-def slow_encode(words: NDArray[np.uint16], choices: Choices) -> bytes:
+def slow_encode(words: NDArray[np.uint16], choices: Choices | CompactChoices) -> bytes:
     """``words`` (any shape with at least one word) as a packed tensor."""
+    if isinstance(choices, CompactChoices):
+        original = digest_reference(words.astype("<u2").tobytes())
+        return seal(join_sections(compact_sections(words, choices, original), multiple=4))
     return Writing(words, choices).packed()
 
 
@@ -245,11 +249,11 @@ def nearest_symbol(top7: tuple[int, ...], choices: Choices) -> int:
     return min(choices.symbols, key=lambda symbol: np.count_nonzero(differences(top7, symbol, choices.window)))
 
 
-def join_sections(sections: Iterable[bytes], *, wide: bool) -> bytearray:
+def join_sections(sections: Iterable[bytes], *, multiple: int = 16, wide: bool = False) -> bytearray:
     """2.1"""
     data = bytearray()
     for number, section in enumerate(sections):
-        data += bytes(-len(data) % (128 if number == 5 and wide else 16))
+        data += bytes(-len(data) % (128 if number == 5 and wide else multiple))
         data += section
     return data + bytes(-len(data) % 16)
 

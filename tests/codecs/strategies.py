@@ -8,6 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from tests.codecs import zoo
+from tests.codecs.slow_compact import COMPACT, CompactChoices
 from tests.codecs.slow_encoder import LONGEST, QUAD, SINGLE, Choices, quad_choices, shifted_exponents
 from tests.codecs.zoo import Words
 
@@ -68,11 +69,13 @@ def complete_lengths(count: int, longest: int, rng: np.random.Generator) -> list
 
 
 @st.composite
-def all_choices(draw: st.DrawFn, words: Words) -> Choices:
+def all_choices(draw: st.DrawFn, words: Words) -> Choices | CompactChoices:
     """Any legal way to pack ``words``."""
+    code = draw(st.sampled_from([QUAD, SINGLE, COMPACT]))
+    if code == COMPACT:
+        return draw(all_compact_choices(words))
     matrix = words.ndim >= 2 and draw(st.booleans())
     shifts = legal_shifts(draw, words, matrix)
-    code = draw(st.sampled_from([QUAD, SINGLE]))
     if code == QUAD:
         window = draw(st.integers(0, 7)) * 16 + draw(st.integers(0, 8))
         strange = st.lists(st.integers(0, 4095), min_size=1, max_size=12, unique=True)
@@ -95,6 +98,24 @@ def all_choices(draw: st.DrawFn, words: Words) -> Choices:
         least_unit=draw(st.integers(1, 63)),
         loose=draw(st.booleans()),
     )
+
+
+@st.composite
+def all_compact_choices(draw: st.DrawFn, words: Words) -> CompactChoices:
+    """Frequencies for any exponents; those that occur and have none are escaped, and some that have one too."""
+    used = np.unique(words >> 7 & 255).tolist()
+    exponents = draw(st.sets(st.sampled_from(used)))
+    exponents |= draw(st.sets(st.integers(0, 255), max_size=9))
+    escaped = draw(st.sets(st.sampled_from(used), max_size=2))
+    needs_escape = bool({*used} - exponents or escaped)
+    if needs_escape and len(exponents) == 256:
+        exponents.remove(draw(st.sampled_from(sorted(exponents))))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    spare = rng.integers(0, 256 - len(exponents) + (not needs_escape))
+    cuts = np.sort(rng.integers(0, spare + 1, len(exponents)))
+    frequencies = np.minimum(1 + np.diff(cuts, prepend=0), 255)
+    return CompactChoices(dict(zip(sorted(exponents), frequencies.tolist(), strict=True)), frozenset(escaped),
+                          draw(st.booleans()))  # fmt: skip
 
 
 def in_rows(words: Words, matrix: bool, shifts: int | tuple[int, ...]) -> tuple[Words, Words]:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
+import numpy as np
+
 from samebits.codecs.reference import Reading
+from tests.codecs.slow_compact import COMPACT
 from tests.codecs.slow_encoder import join_sections, seal
 
 FIELDS = {
@@ -57,7 +60,22 @@ class Parts:
     def joined(self) -> bytes:
         wide = self["rows"] * self["columns"] >= 65536
         sections = [self.header, self.shape, self.code, self.row_shifts, self.offsets, self.planes, self.streams]
-        return seal(join_sections(sections, wide=wide))
+        return seal(join_sections(sections, multiple=4 if self["code"] == COMPACT else 16, wide=wide))
+
+
+def hostile_runs(data: bytes, rng: np.random.Generator, random_code: bool, short: bool) -> bytes:
+    """A packed tensor in the compact code with random streams; its runs as short as may be, or of any length."""
+    parts = Parts.of(data)
+    words = len(parts.planes)
+    most = [8 if short else 8 + 16 * min(256, words - first) for first in range(0, words, 256)]
+    lengths = rng.integers(8, np.array(most) + 1)
+    parts.offsets[:] = lengths.astype("<u2").tobytes()
+    parts["stream_words"] = -(-int(lengths.sum()) // 32)
+    parts.streams[:] = rng.bytes(4 * parts["stream_words"])
+    if random_code:
+        parts.code[:] = rng.permutation(np.diff(np.sort(rng.integers(0, 128, 61))) + 1).astype(np.uint8).tobytes()
+        parts["symbol_count"] = 60
+    return parts.joined()
 
 
 def get(section: bytearray, index: int, layout: str = "<I") -> int:

@@ -1,11 +1,16 @@
-"""Words as BF16 tensors and back; packed tensors as bytes and back."""
+"""Words as BF16 tensors and back; packed tensors as bytes and back; and the codes that samebits may choose."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from samebits.codecs import plan
 from samebits.format.packed import PackedTensor
 
 
@@ -27,3 +32,10 @@ def packed_of(data: bytes) -> PackedTensor:
 
 def bytes_of(packed: PackedTensor) -> bytes:
     return packed.data.cpu().numpy().tobytes()
+
+
+@contextmanager
+def without_compact() -> Iterator[None]:
+    """samebits packs small tensors in the quad or the single code, as it does large ones."""
+    with mock.patch.multiple(plan, COMPACT_WORDS=0, MAX_COMPACT_WORDS=0):
+        yield

@@ -22,7 +22,7 @@ from samebits.errors import FormatError, VersionError
 from samebits.format.packed import PackedTensor
 from tests.codecs.malformed import MALFORMED, QUAD, SINGLE, Malformed
 from tests.codecs.slow_encoder import seal
-from tests.codecs.surgery import FIELDS, Parts, put
+from tests.codecs.surgery import FIELDS, Parts, hostile_runs, put
 from tests.codecs.tensors import bytes_of, packed_of, tensor_of, words_of
 from tests.codecs.zoo import ZOO, Case, normal, scaled_rows, scattered
 
@@ -30,6 +30,7 @@ CANARY = 0x5AA5
 ROOM = 4096
 SECTIONS = ["header", "shape", "code", "row_shifts", "offsets", "planes", "streams"]
 SMALL = {case.name: case for case in ZOO if len(case.packed) < 20_000}
+CHUNKED = {name for name, case in SMALL.items() if not case.is_compact}
 
 
 def decode_in_a_cage(packed: PackedTensor) -> torch.Tensor:
@@ -80,12 +81,13 @@ def test_another_version_is_named(version: int) -> None:
 
 @pytest.mark.parametrize("section", SECTIONS)
 @pytest.mark.parametrize(
-    "name", ["quad_row_shifts", "quad_patches", "quad_raw_chunks", "single_flat", "single_row_shifts"]
+    "name",
+    ["quad_row_shifts", "quad_patches", "quad_raw_chunks", "single_flat", "single_row_shifts", "compact_escapes"],
 )
 def test_flipped_bits_are_noticed(name: str, section: str) -> None:
     data = SMALL[name].packed
     reading = Reading(data)
-    start = section_start(reading, section)
+    start = reading.places[section].start
     size = len(reading.sections[section])
     rng = np.random.default_rng(len(section))
     for at in start + rng.integers(0, size, 40) if size else []:
@@ -94,16 +96,7 @@ def test_flipped_bits_are_noticed(name: str, section: str) -> None:
             assert tells(flipped)
 
 
-def section_start(reading: Reading, section: str) -> int:
-    start = 0
-    for name in SECTIONS[: SECTIONS.index(section) + 1]:
-        wide = name == "planes" and reading.rows * reading.columns >= 65536
-        start = -(-start // (128 if wide else 16)) * (128 if wide else 16)
-        start += len(reading.sections[name]) if name != section else 0
-    return start
-
-
-@pytest.mark.parametrize("name", ["quad_row_shifts", "single_flat"])
+@pytest.mark.parametrize("name", ["quad_row_shifts", "single_flat", "compact_escapes"])
 def test_every_cut_is_refused(name: str) -> None:
     data = SMALL[name].packed
     for length in [*range(200), *range(200, len(data), 61), len(data) - 1]:
@@ -136,7 +129,7 @@ def test_any_bytes_anywhere(name: str, section: str, data: st.DataObject) -> Non
 
 @pytest.mark.clause("6.6")
 @settings(max_examples=200)
-@given(st.sampled_from(sorted(SMALL)), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1))
+@given(st.sampled_from(sorted(CHUNKED)), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1))
 def test_hostile_streams(name: str, seed: int, first_word: int) -> None:
     """Random streams behind valid tables: any base, unit and patch count."""
     parts = Parts.of(SMALL[name].packed)
@@ -148,7 +141,7 @@ def test_hostile_streams(name: str, seed: int, first_word: int) -> None:
 
 @pytest.mark.clause("6.6")
 @pytest.mark.parametrize("fill", [b"\xff", b"\0"])
-@pytest.mark.parametrize("case", ZOO, ids=str)
+@pytest.mark.parametrize("case", [case for case in ZOO if not case.is_compact], ids=str)
 def test_chunks_of_one_word(case: Case, fill: bytes) -> None:
     """The shortest chunks there can be, whose streams and patches all lie beyond their end."""
     parts = Parts.of(case.packed)
@@ -158,6 +151,14 @@ def test_chunks_of_one_word(case: Case, fill: bytes) -> None:
     parts.offsets[:] = struct.pack(f"<{chunks + 1}I", *range(chunks + 1))
     parts.streams[:] = fill * (4 * chunks)
     assert survives(parts.joined())
+
+
+@pytest.mark.clause("6.8")
+@settings(max_examples=200)
+@given(st.sampled_from(sorted(SMALL.keys() - CHUNKED)), st.integers(0, 2**32 - 1), st.booleans(), st.booleans())
+def test_hostile_runs(name: str, seed: int, random_code: bool, short: bool) -> None:
+    """Random streams, runs of any legal length, and any frequencies."""
+    assert survives(hostile_runs(SMALL[name].packed, np.random.default_rng(seed), random_code, short))
 
 
 @pytest.mark.parametrize("words", [normal((64, 256)), scaled_rows((64, 512)), scattered((9000,))], ids=["a", "b", "c"])

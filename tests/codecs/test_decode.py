@@ -21,6 +21,7 @@ from tests.codecs.zoo import ZOO, Case, Words, scattered
 
 
 @pytest.mark.clause("1.3", "1.4", "1.5", "3.3", "4.3", "5.2", "5.3", "6.3", "6.4", "6.5")
+@pytest.mark.clause("1.6", "3.6", "3.7", "5.5", "6.7", "6.8")
 @pytest.mark.parametrize("case", ZOO, ids=str)
 def test_decodes_the_zoo(case: Case) -> None:
     decoded = words_of(samebits.decode(packed_of(case.packed)))
@@ -49,7 +50,9 @@ def test_ignores_what_padding_holds(choose: Callable[..., Choices], shape: tuple
     assert words_of(samebits.decode(packed_of(packed))).tobytes() == words.tobytes()
 
 
-@pytest.mark.parametrize("case", [case for case in ZOO if case.name in ("quad_matrix", "single_flat")], ids=str)
+@pytest.mark.parametrize(
+    "case", [case for case in ZOO if case.name in ("quad_matrix", "single_flat", "compact_escapes")], ids=str
+)
 def test_decodes_into_a_given_tensor(case: Case) -> None:
     out = torch.full(case.words.shape, torch.nan, dtype=torch.bfloat16)
     assert decode_cpu(packed_of(case.packed), out) is out

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -14,17 +13,27 @@ import samebits
 from samebits.bf16 import entropy, exponent_histogram
 from samebits.codecs.reference import Reading, decode_reference, digest_reference
 from samebits.errors import DtypeError
+from samebits.format.geometry import Code
 from samebits.format.packed import PackedTensor
 from tests.codecs import zoo
 from tests.codecs.slow_encoder import huffman_lengths
 from tests.codecs.strategies import words_of_any_shape
-from tests.codecs.tensors import bytes_of, packed_of, tensor_of, words_of
+from tests.codecs.tensors import bytes_of, packed_of, tensor_of, without_compact, words_of
 from tests.codecs.writer_rules import check_writer
 from tests.codecs.zoo import Words
 
 
 def check(tensor: torch.Tensor) -> PackedTensor:
-    """Encode, and hold the result against everything that must be true of it."""
+    """Encode, and hold the result against everything that must be true of it; also without the compact code."""
+    packed = check_encoded(tensor)
+    with without_compact():
+        other = check_encoded(tensor)
+    assert other.code is not Code.COMPACT
+    assert packed.nbytes <= other.nbytes
+    return packed
+
+
+def check_encoded(tensor: torch.Tensor) -> PackedTensor:
     before = words_of(tensor).tobytes()
     packed = samebits.encode(tensor)
     assert words_of(tensor).tobytes() == before
@@ -51,7 +60,7 @@ def check_packed(data: bytes, words: bytes) -> None:
     check_writer(data)
 
 
-@pytest.mark.clause("4.3", "5.4", "6.5", "7.5")
+@pytest.mark.clause("4.3", "5.4", "6.5", "6.8", "7.5")
 @settings(max_examples=250)
 @given(words_of_any_shape(6000))
 @example(np.zeros((0,), np.uint16))
@@ -161,14 +170,6 @@ def test_large_trained_tensors_get_the_fast_code(name: str) -> None:
 def test_large_tensors_come_back(name: str) -> None:
     words = zoo.large(name)
     assert words_of(samebits.decode(samebits.encode(tensor_of(words)))).tobytes() == words.tobytes()
-
-
-@pytest.mark.parametrize("shape", [(4096,), (8, 512), (64, 64), (5, 1024), (2048, 3), (16, 16, 32), (96, 128)], ids=str)
-@pytest.mark.parametrize("words", [zoo.normal, zoo.octaves])
-def test_size_of_small_tensors(words: Callable[..., Words], shape: tuple[int, ...]) -> None:
-    """From 4,096 weights on: at most half a bit beyond the entropy, or 9.5 bits, for whole row groups."""
-    tensor = tensor_of(words(shape))
-    assert samebits.encode(tensor).bits_per_weight <= max(8.5 + entropy(exponent_histogram(tensor)), 9.5)
 
 
 @settings(max_examples=200)

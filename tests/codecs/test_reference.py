@@ -15,6 +15,7 @@ from tests.codecs.zoo import ZOO, Case
     "1.1", "1.2", "1.3", "1.4", "1.5", "2.1", "2.2", "3.1", "3.2", "3.3", "3.4", "3.5", "4.1", "4.2", "4.3"
 )
 @pytest.mark.clause("5.1", "5.2", "5.3", "6.1", "6.2", "6.3", "6.4", "6.5")
+@pytest.mark.clause("1.6", "3.6", "3.7", "5.5", "6.7", "6.8")
 @pytest.mark.parametrize("case", ZOO, ids=str)
 def test_reads_all_the_format_allows(case: Case) -> None:
     words = decode_reference(case.packed)
@@ -23,7 +24,8 @@ def test_reads_all_the_format_allows(case: Case) -> None:
     assert words.tobytes() == case.words.tobytes()
 
 
-@pytest.mark.clause("1.1", "2.1", "2.2", "3.1", "3.2", "3.4", "3.5", "4.2", "5.2", "6.1", "6.3", "6.4", "6.5", "6.6")
+@pytest.mark.clause("1.1", "2.1", "2.2", "3.1", "3.2", "3.4", "3.5", "3.6", "4.2", "5.2", "6.1", "6.3", "6.4", "6.5")
+@pytest.mark.clause("6.6", "6.7", "6.8")
 @pytest.mark.parametrize("malformed", MALFORMED, ids=str)
 def test_refuses_what_breaks_a_clause(malformed: Malformed) -> None:
     with pytest.raises(FormatError, match=rf"\(FORMAT\.md {malformed.clause}\)"):
@@ -31,7 +33,8 @@ def test_refuses_what_breaks_a_clause(malformed: Malformed) -> None:
 
 
 def test_the_zoo_uses_the_whole_format() -> None:
-    chunks = [(reading, chunk) for reading in (Reading(case.packed) for case in ZOO) for chunk in reading.chunks]
+    readings = [Reading(case.packed) for case in ZOO if not case.is_compact]
+    chunks = [(reading, chunk) for reading in readings for chunk in reading.chunks]
     coded = [chunk for _, chunk in chunks if not chunk.is_raw]
     assert {reading.is_quad for reading, chunk in chunks if chunk.is_raw} == {True, False}
     assert {reading.is_quad for reading, chunk in chunks if not chunk.is_raw} == {True, False}
@@ -41,6 +44,15 @@ def test_the_zoo_uses_the_whole_format() -> None:
     assert {byte & 15 for chunk in coded for byte in chunk.stored[1:9].tobytes()} == set(range(16))
     lengths = {length for reading, _ in chunks for length, _ in reading.codewords}
     assert lengths == set(range(1, 14))
+
+
+def test_the_zoo_uses_the_whole_compact_code() -> None:
+    readings = [Reading(case.packed).compact for case in ZOO if case.is_compact]
+    assert {1, 257} <= {reading.count for reading in readings}
+    assert {0, 256} <= {reading.frequencies[256] for reading in readings}
+    assert {1, 255} <= {reading.frequencies[e] for reading in readings for e in reading.frequencies if e < 256}
+    assert {8, 8 + 16 * 256} <= {length for reading in readings for length in reading.lengths}
+    assert {len(reading.frequencies) for reading in readings} >= {1, 2, 257}
 
 
 @pytest.mark.clause("2.3")

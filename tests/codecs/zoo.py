@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tests.codecs.slow_compact import COMPACT, CompactChoices, compact_choices
 from tests.codecs.slow_encoder import LONGEST, Choices, quad_choices, single_choices, slow_encode
 
 Words = NDArray[np.uint16]
@@ -106,17 +107,21 @@ class Case:
 
     name: str
     words: Words
-    choose: Callable[[Words], Choices]
+    choose: Callable[[Words], Choices | CompactChoices]
 
     @cached_property
     def packed(self) -> bytes:
         return slow_encode(self.words, self.choose(self.words))
 
+    @property
+    def is_compact(self) -> bool:
+        return self.packed[5] == COMPACT
+
     def __str__(self) -> str:
         return self.name
 
 
-def case(name: str, words: Words, choose: Callable[[Words], Choices], **changes: Any) -> Case:
+def case(name: str, words: Words, choose: Callable[[Words], Choices | CompactChoices], **changes: Any) -> Case:
     """``choose``'s choices with some of them changed."""
     return Case(name, words, lambda words: replace(choose(words), **changes))
 
@@ -174,6 +179,11 @@ GOLDEN = [
     case("single_loose", normal((8, 256), 14), single_matrix, spare_base=11, least_unit=63, loose=True),
     case("single_every_exponent", every_exponent((128, 128)), single_matrix),
     case("single_all_words", all_words((256, 256)), single_matrix),
+    case("compact_normal", normal((13, 100), 15), compact_choices),
+    case("compact_escapes", scattered((777,), 16), partial(compact_choices, most=9)),
+    case("compact_sparse", nearly_constant((5, 3, 111), 17), partial(compact_choices, most=1)),
+    case("compact_loose", octaves((512,), 18), compact_choices, loose=True, escaped=frozenset({128})),
+    case("compact_every_exponent", every_exponent((16385,)), partial(compact_choices, most=250)),
 ]
 
 EVERY_SHIFT = every_shift()
@@ -206,6 +216,16 @@ ZOO = [
     case("equal_quads", normal((8, 4096)), quad_matrix, lengths=dict.fromkeys(range(4096), 12), chunk_stages=64),
     case("equal_singles", normal((8, 4096)), single_matrix, lengths=dict.fromkeys(range(256), 8), chunk_stages=64),
     case("unlike_its_code", normal((16, 128)), quad_matrix, lengths={0: 1, 4095: 2, 585: 2}, window=8),
+    case("all_words_compact", all_words(), lambda words: CompactChoices(dict.fromkeys(range(256), 1))),
+    case("one_word_compact", normal((1,)), compact_choices),
+    case("no_dimensions_compact", normal(()), compact_choices),
+    case("eight_dimensions_compact", normal((1, 2, 1, 3, 2, 1, 2, 25)), compact_choices),
+    case("specials_compact", np.resize(np.array(SPECIAL, np.uint16), 999), compact_choices),
+    case("constant_compact", np.full((9, 130), 0x3F80, np.uint16), lambda words: CompactChoices({127: 255})),
+    case("one_exponent_each_compact", np.repeat(all_words()[::64], 3), compact_choices),
+    case("only_escapes", scattered((512,)), lambda words: CompactChoices({})),
+    case("unlike_its_frequencies", normal((600,)), lambda words: CompactChoices({3: 255})),
+    case("longest_run", normal((257,)), lambda words: CompactChoices({3: 128, 2: 127}, escaped=frozenset({3}))),
     case("every_shift_quad", EVERY_SHIFT[0], partial(quad_choices, matrix=True, shifts=EVERY_SHIFT[1], book=600)),
 ]
 

@@ -18,8 +18,8 @@ from samebits.errors import FormatError, VersionError
 from samebits.format.container import Checkpoint
 from samebits.format.names import original_name, stored_name
 from samebits.format.packed import PackedTensor
-from tests.codecs.tensors import tensor_of
-from tests.codecs.zoo import Words, normal, octaves
+from tests.codecs.tensors import tensor_of, without_compact
+from tests.codecs.zoo import Words, normal, octaves, pruned
 
 TESTS = Path(__file__).resolve().parents[1]
 FORMAT = TESTS.parent / "FORMAT.md"
@@ -35,7 +35,7 @@ def marked_clauses(path: Path) -> Iterator[str]:
 
 def test_every_clause_has_a_test() -> None:
     clauses = set(CLAUSE.findall(FORMAT.read_text(encoding="utf-8")))
-    assert {"1.1", "2.3", "3.5", "4.3", "5.4", "6.6", "7.5"} <= clauses
+    assert {"1.6", "2.3", "3.7", "4.3", "5.5", "6.8", "7.5"} <= clauses
     assert {clause for path in TESTS.rglob("test_*.py") for clause in marked_clauses(path)} == clauses
 
 
@@ -57,7 +57,8 @@ def lane_of(row: int, column: int) -> tuple[int, int, int, int, int, int]:
 def test_where_a_word_lies_in_the_quad_code(columns: int) -> None:
     words = octaves((80, columns))
     words[::3, ::2] |= 0x8000
-    packed = samebits.encode(tensor_of(words))
+    with without_compact():
+        packed = samebits.encode(tensor_of(words))
     assert packed.code == 1
     planes = packed.section("planes").numpy()
     shift = packed.header.shift
@@ -76,7 +77,8 @@ def test_where_a_word_lies_in_the_quad_code(columns: int) -> None:
 @pytest.mark.clause("5.1", "5.3")
 def test_where_a_word_lies_in_the_single_code() -> None:
     words = normal((16, 256))
-    packed = samebits.encode(tensor_of(words))
+    with without_compact():
+        packed = samebits.encode(tensor_of(words))
     assert packed.code == 2
     planes = packed.section("planes").numpy()
     for row, column in places(words.shape):
@@ -88,7 +90,8 @@ def test_where_a_word_lies_in_the_single_code() -> None:
 def test_the_first_quad_of_a_stream() -> None:
     """Bit p of a chunk is bit p & 31 of its word p >> 5, and a codeword's most significant bit comes first."""
     words = normal((8, 1024))
-    packed = samebits.encode(tensor_of(words))
+    with without_compact():
+        packed = samebits.encode(tensor_of(words))
     assert (packed.code, packed.header.shift) == (2, 0)
     code = packed.array("code", "<u2").tolist()
     lengths = [length for length, count in enumerate(code[:16]) for _ in range(count)]
@@ -106,6 +109,49 @@ def test_the_first_quad_of_a_stream() -> None:
         row, column = stream // 8, 4 * (stream // 2 % 4) + 32 * (stream % 2)  # 1.3, 1.5
         quad = (words[row, column : column + 4] >> 7 & 255).tolist()
         assert chunk[start:].startswith("".join(codewords[exponent] for exponent in quad))
+
+
+@pytest.mark.clause("1.6", "3.3", "3.6", "3.7", "5.5", "6.7", "6.8")
+@pytest.mark.parametrize("words", [normal((3, 1000)), pruned((2500,), 0.8)], ids=["normal", "zeros"])
+def test_words_of_the_compact_code(words: Words) -> None:
+    """Each state's meaning from the frequencies, then each run's bits to its end."""
+    packed = samebits.encode(tensor_of(words))
+    assert packed.code == 3
+    symbols = ranges_of(packed.section("code").tolist())
+    streams = "".join(format(word, "032b")[::-1] for word in packed.array("streams", "<u4").tolist())
+    ends = np.cumsum(packed.array("offsets", "<u2")).tolist()
+    exponents: list[int] = []
+    for start, end, count in zip([0, *ends], ends, [256] * (words.size // 256) + [words.size % 256], strict=False):
+        bits = iter(streams[start:end])
+
+        def number(count: int, bits: Iterator[str] = bits) -> int:
+            return int("".join(next(bits) for _ in range(count))[::-1] or "0", 2)
+
+        state = number(8)
+        for _ in range(count):
+            mirrored = int(format(state, "08b")[::-1], 2)
+            (symbol,) = (symbol for symbol, interval in symbols.items() if mirrored in interval)
+            below = sum(int(format(other, "08b")[::-1], 2) < state for other in symbols[symbol])
+            y = len(symbols[symbol]) + below
+            exponents.append(number(8) if symbol == "escape" else symbol)
+            n = max(0, 9 - y.bit_length())
+            state = (y << n) - 256 + number(n)
+        assert (state, list(bits)) == (0, [])
+    assert exponents == (words.reshape(-1) >> 7 & 255).tolist()
+    assert packed.section("planes").tolist() == (words.reshape(-1) >> 8 & 128 | words.reshape(-1) & 127).tolist()
+    assert len(packed.array("streams", "<u4")) == -(-ends[-1] // 32)
+
+
+def ranges_of(section: list[int]) -> dict[int | str, range]:
+    """3.6, 3.7: each symbol's interval of 0 to 255."""
+    symbols: dict[int | str, range] = {}
+    exponent, first, content = 0, 0, iter(section)
+    for frequency in content:
+        if frequency:
+            symbols[exponent] = range(first, first + frequency)
+            first += frequency
+        exponent += 1 if frequency else next(content)
+    return symbols | {"escape": range(first, 256)}
 
 
 def folder_with(path: Path, tensors: dict[str, torch.Tensor], **metadata: str) -> Path:

@@ -15,7 +15,7 @@ from samebits.codecs.reference import Reading
 from samebits.errors import DtypeError, FormatError
 from samebits.format.geometry import Code, Layout
 from samebits.format.packed import Header, PackedTensor
-from tests.codecs.malformed import QUAD, SINGLE
+from tests.codecs.malformed import COMPACT, QUAD, SINGLE
 from tests.codecs.tensors import bytes_of, packed_of, tensor_of, words_of
 from tests.codecs.zoo import ZOO, Case, normal
 
@@ -95,6 +95,41 @@ def test_planes_of_large_tensors_start_at_cache_lines(rows: int, planes: int) ->
     assert header.sections["planes"].start == planes
 
 
+COMPACT_HEADER = Header.of_compact((7, 601), code_bytes=15, stream_words=345, original_digest=0x1122334455667788)
+COMPACT_BYTES = bytes.fromhex(
+    "53424954 01 03 00 02 0000000000000000 8877665544332211"  # magic, version, compact, two dimensions, digests
+    "00000000000000000000000000000000"  # 24  no geometry
+    "0f00 0000 00000000"  # 40  15 bytes of code
+    "5901000000000000 0000000000000000"  # 48  stream_words
+    "0700000000000000 5902000000000000"  # 64  shape
+)
+
+
+@pytest.mark.clause("2.1", "2.2")
+def test_header_of_the_compact_code() -> None:
+    """4,207 words in 17 runs."""
+    assert COMPACT_HEADER.to_bytes() == COMPACT_BYTES
+    assert Header.parse(COMPACT_BYTES) == COMPACT_HEADER
+    assert {name: (place.start, place.stop) for name, place in COMPACT_HEADER.sections.items()} == {
+        "header": (0, 64),
+        "shape": (64, 80),
+        "code": (80, 95),
+        "row_shifts": (96, 96),
+        "offsets": (96, 130),
+        "planes": (132, 132 + 4207),
+        "streams": (4340, 4340 + 4 * 345),
+    }
+    assert COMPACT_HEADER.nbytes == 5728
+
+
+@pytest.mark.clause("1.6", "2.2")
+def test_the_compact_code_has_an_end() -> None:
+    most = Header.of_compact((1 << 20,), 15, 345, 0)
+    assert Header.parse(most.to_bytes()) == most
+    with pytest.raises(FormatError, match="1048577 words in the compact code"):
+        Header.parse(Header.of_compact(((1 << 20) + 1,), 15, 345, 0).to_bytes())
+
+
 @pytest.mark.parametrize("case", ZOO, ids=str)
 def test_sections_are_the_references(case: Case) -> None:
     packed = packed_of(case.packed)
@@ -105,9 +140,9 @@ def test_sections_are_the_references(case: Case) -> None:
     assert packed.header.to_bytes() == case.packed[: 64 + 8 * case.words.ndim]
 
 
-@given(st.binary(min_size=0, max_size=200), st.booleans())
-def test_arbitrary_bytes_are_no_header(noise: bytes, with_magic: bool) -> None:
-    data = BYTES[: 8 * with_magic] + noise
+@given(st.binary(min_size=0, max_size=200), st.sampled_from([b"", BYTES[:8], COMPACT_BYTES[:40]]))
+def test_arbitrary_bytes_are_no_header(noise: bytes, start: bytes) -> None:
+    data = start + noise
     try:
         header = Header.parse(data)
     except FormatError:
@@ -127,7 +162,7 @@ def test_only_one_dimensional_bytes(data: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("offset", [1, 2, 4, 24])
-@pytest.mark.parametrize("data", [QUAD, SINGLE], ids=["quad", "single"])
+@pytest.mark.parametrize("data", [QUAD, SINGLE, COMPACT], ids=["quad", "single", "compact"])
 def test_bytes_at_any_address(data: bytes, offset: int) -> None:
     room = torch.zeros(offset + len(data), dtype=torch.uint8)
     room[offset:] = packed_of(data).data

@@ -10,6 +10,7 @@ from samebits.kernels import nvrtc
 CAPABILITIES = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
 KERNELS = {
     "decode.cu": ["decode_quad_whole", "decode_quad_clipped", "decode_single_whole", "decode_single_clipped"],
+    "compact.cu": ["decode_compact"],
     "encode.cu": ["row_statistics", "histogram", "quad_counts", "measure_quad", "write_single", "digest"],
 }
 

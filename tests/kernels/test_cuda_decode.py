@@ -11,18 +11,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import samebits
-from samebits.format.packed import PackedTensor
+from samebits.format.geometry import Code
+from samebits.format.packed import PackedTensor, Section
 from samebits.kernels.ops import fields_of
 from tests.codecs.malformed import MALFORMED, Malformed
 from tests.codecs.slow_encoder import slow_encode
 from tests.codecs.strategies import all_choices, words_of_any_shape
-from tests.codecs.surgery import Parts, put
-from tests.codecs.tensors import packed_of, tensor_of, words_of
-from tests.codecs.zoo import LARGE, ZOO, Case, Words, large, normal, octaves
+from tests.codecs.surgery import Parts, hostile_runs, put
+from tests.codecs.tensors import packed_of, tensor_of, without_compact, words_of
+from tests.codecs.zoo import LARGE, ZOO, Case, Words, large, normal, octaves, pruned
 from tests.vectors.make import FOLDER, path_of
 
 pytestmark = pytest.mark.gpu
 NAMES = sorted(path.stem for path in FOLDER.glob("*.bin"))
+CASES = {case.name: case for case in ZOO}
+CHUNKED = [case.name for case in ZOO if not case.is_compact]
+COMPACT = [case.name for case in ZOO if case.is_compact]
 SMALL = {case.name: case for case in ZOO if len(case.packed) < 20_000}
 
 
@@ -82,20 +86,47 @@ def test_malformed_streams_do_no_harm(malformed: Malformed) -> None:
 
 
 @settings(max_examples=200)
-@given(st.sampled_from([case.name for case in ZOO]), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1))
+@given(st.sampled_from(CHUNKED), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1))
 def test_hostile_streams_do_no_harm(name: str, seed: int, first_word: int) -> None:
     """Random streams behind valid tables: any base, unit and patch count."""
-    parts = Parts.of(next(case for case in ZOO if case.name == name).packed)
+    parts = Parts.of(CASES[name].packed)
     parts.streams[:] = np.random.default_rng(seed).bytes(len(parts.streams))
     for at in range(len(parts.offsets) // 4 - 1):
         put(parts.streams, struct.unpack_from("<I", parts.offsets, 4 * at)[0], first_word)
     survives(parts.joined())
 
 
+@settings(max_examples=200)
+@given(st.sampled_from(COMPACT), st.integers(0, 2**32 - 1), st.booleans(), st.booleans())
+def test_hostile_runs_do_no_harm(name: str, seed: int, random_code: bool, short: bool) -> None:
+    """Random streams, runs of any legal length, and any frequencies."""
+    survives(hostile_runs(CASES[name].packed, np.random.default_rng(seed), random_code, short))
+
+
+@pytest.mark.parametrize("section", ["code", "offsets", "streams"])
+@pytest.mark.parametrize("fill", [0x00, 0x01, 0x80, 0xFF])
+@pytest.mark.parametrize("name", COMPACT)
+def test_runs_changed_after_validation_do_no_harm(name: str, fill: int, section: Section) -> None:
+    packed = on_gpu(CASES[name].packed)
+    packed.section(section).fill_(fill)
+    samebits.decode(packed)
+    torch.cuda.synchronize()
+    assert decoded(on_gpu(CASES[name].packed)) == CASES[name].words.tobytes()
+
+
+def test_runs_behind_the_first_block() -> None:
+    """More than 32 runs, the last one short; the most there may be."""
+    for shape in ((8193,), (3, 50_001), (1 << 20,)):
+        words = pruned(shape, 0.85)
+        packed = samebits.encode(tensor_of(words))
+        assert packed.code is Code.COMPACT
+        assert decoded(packed.to("cuda")) == words.tobytes()
+
+
 @pytest.mark.parametrize("fill", [b"\xff", b"\0"])
-@pytest.mark.parametrize("case", ZOO, ids=str)
-def test_chunks_of_one_word_do_no_harm(case: Case, fill: bytes) -> None:
-    parts = Parts.of(case.packed)
+@pytest.mark.parametrize("name", CHUNKED)
+def test_chunks_of_one_word_do_no_harm(name: str, fill: bytes) -> None:
+    parts = Parts.of(CASES[name].packed)
     chunks = len(parts.offsets) // 4 - 1
     parts["stream_words"] = chunks
     parts["max_chunk_words"] = 1
@@ -125,7 +156,8 @@ def test_runs_on_the_current_stream() -> None:
 def test_is_captured_in_a_cuda_graph() -> None:
     """Replays decode what the bytes are then, without the host."""
     words = octaves((512, 512))
-    packed = samebits.encode(tensor_of(words)).to("cuda")
+    with without_compact():
+        packed = samebits.encode(tensor_of(words)).to("cuda")
     samebits.decode(packed)  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -14,15 +14,21 @@ from samebits.digest import digest
 from samebits.format.packed import PackedTensor
 from tests.codecs import zoo
 from tests.codecs.strategies import words_of_any_shape
-from tests.codecs.tensors import bytes_of, tensor_of, words_of
+from tests.codecs.tensors import bytes_of, tensor_of, without_compact, words_of
 from tests.codecs.zoo import Words
-from tests.vectors.make import FAST, path_of, stored_words
+from tests.vectors.make import FAST, path_of, stored_words, written
 
 pytestmark = pytest.mark.gpu
 
 
 def check(tensor: torch.Tensor) -> PackedTensor:
-    """Encode a tensor on the GPU, and hold the bytes against the CPU's."""
+    """Encode a tensor on the GPU, and hold the bytes against the CPU's; also without the compact code."""
+    with without_compact():
+        check_encoded(tensor)
+    return check_encoded(tensor)
+
+
+def check_encoded(tensor: torch.Tensor) -> PackedTensor:
     expected = samebits.encode(tensor.cpu())
     packed = samebits.encode(tensor)
     assert packed.device == tensor.device
@@ -67,7 +73,7 @@ def test_same_bytes_where_chunks_become_raw() -> None:
 @pytest.mark.parametrize("name", FAST)
 def test_same_bytes_as_the_golden_vectors(name: str) -> None:
     words = stored_words(name, FAST[name].shape)
-    assert bytes_of(samebits.encode(tensor_of(words).cuda())) == path_of(name, "bin").read_bytes()
+    assert written(name, tensor_of(words).cuda()) == path_of(name, "bin").read_bytes()
 
 
 VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -11,7 +11,8 @@ from samebits.kernels.ops import decode_packed, fields_of, header_of
 from tests.codecs.tensors import packed_of, tensor_of, words_of
 from tests.codecs.zoo import ZOO, Case, normal
 
-SOME = [case for case in ZOO if case.name in ("quad_matrix", "quad_row_shifts", "single_flat", "no_dimensions")]
+SOME_NAMES = ("quad_matrix", "quad_row_shifts", "single_flat", "no_dimensions", "compact_escapes")
+SOME = [case for case in ZOO if case.name in SOME_NAMES]
 
 
 @pytest.mark.parametrize("case", ZOO, ids=str)

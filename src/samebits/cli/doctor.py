@@ -110,16 +110,16 @@ def _compile() -> str:
     from samebits.kernels.nvrtc import architecture, compile_source
 
     target = architecture(torch.cuda.get_device_capability())
-    for name in ("decode.cu", "encode.cu"):
+    for name in ("decode.cu", "compact.cu", "encode.cu"):
         compile_source(name, target)
     return f"compiled for {target}"
 
 
 def _round_trip(device: str) -> str:
-    """Encode and decode every BF16 word and some trained-like weights."""
+    """Encode and decode every BF16 word and some trained-like weights, few enough for the compact code and more."""
     words = torch.arange(_WORDS, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     weights = torch.randn(256, 512, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    for tensor in (words, weights):
+    for tensor in (words, weights[:100], weights):
         packed = api.encode(tensor.to(device))
         if not torch.equal(api.decode(packed).cpu().view(torch.int16), tensor.view(torch.int16)):
             raise MismatchError("the decoded words differ", mend="report this as a bug")

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from samebits.codecs import decode_loops
+from samebits.codecs.compact import decode_compact
 from samebits.codecs.huffman import CanonicalCode
 from samebits.format.geometry import Code
 from samebits.format.packed import PackedTensor
@@ -33,8 +34,11 @@ def decode_cpu(packed: PackedTensor, out: torch.Tensor | None = None) -> torch.T
         out = torch.from_numpy(np.empty(packed.words, np.int16)).view(torch.bfloat16).view(packed.shape)
     if packed.is_raw:
         return out.copy_(packed.data.view(torch.bfloat16).reshape(packed.shape))
-    header, geometry = packed.header, packed.header.geometry
     output = out.reshape(-1).view(torch.int16).numpy().view(np.uint16)
+    if packed.code is Code.COMPACT:
+        decode_compact(packed, output)
+        return out
+    header, geometry = packed.header, packed.header.geometry
     shifts = packed.array("row_shifts", "i1") if header.has_row_shifts else np.array([header.shift], np.int8)
     quad = header.code is Code.QUAD
     table = _table(packed)

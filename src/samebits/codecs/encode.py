@@ -1,14 +1,15 @@
 """Encoding on the CPU: count, plan, streams, planes.
 
-Two passes write the output. The first makes the chunks' streams, whose sizes are unknown before; then the one output
-buffer is allocated, and the second pass writes the planes, whose places are known, straight into it.
+Two passes write the output. The first makes the streams, whose sizes are unknown before; of a small tensor also those
+in the compact code, and the smaller ones are taken. Then the one output buffer is allocated, and the second pass writes
+the planes, whose places are known, straight into it.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,7 +17,8 @@ import torch
 
 from samebits.bf16 import histogram_of_words, words_of
 from samebits.codecs import loops
-from samebits.codecs.plan import ALIGNED, FRACTIONS, Plan, RowStatistics, make_plan
+from samebits.codecs.compact import CompactWords
+from samebits.codecs.plan import ALIGNED, FRACTIONS, Plan, RowStatistics, make_plan, wants_compact
 from samebits.digest import digest
 from samebits.format.geometry import ROW_GROUP, Code, Geometry, Layout
 from samebits.format.packed import (
@@ -55,8 +57,15 @@ def encode_cpu(tensor: torch.Tensor, allocate: Allocate = allocate_memory) -> Pa
     shape = tuple(tensor.shape)
     original = digest(words)
     plan = make_plan(shape, CpuCounter(words, shape)) if words.size else None
-    packed = _pack(words, shape, plan, original, allocate) if plan else None
-    return packed or PackedTensor.raw(tensor, original)
+    ways: list[ChunkedWords | CompactWords] = [ChunkedWords.of(words, shape, plan, original)] if plan else []
+    if words.size and wants_compact(words.size, plan):
+        ways.append(CompactWords.of(words, shape, original))
+    best = min(ways, key=lambda way: way.header.nbytes, default=None)
+    if best is None or best.header.nbytes >= words.nbytes:
+        return PackedTensor.raw(tensor, original)
+    packed = PackedTensor(best.header, allocate(best.header.nbytes))
+    best.write(packed)
+    return seal(packed)
 
 
 class CpuCounter:
@@ -104,21 +113,34 @@ def _total(parts: list[NDArray[np.int64]]) -> NDArray[np.int64]:
     return total
 
 
-def _pack(
-    words: NDArray[np.uint16], shape: tuple[int, ...], plan: Plan, original: int, allocate: Allocate
-) -> PackedTensor | None:
-    """Both passes; None if the result is not smaller than the words."""
-    offsets, parts = _encode_chunks(words, plan)
-    header = header_of(plan, shape, int(np.diff(offsets).max()), int(offsets[-1]), original)
-    if header.nbytes >= words.nbytes:
-        return None
-    data = allocate(header.nbytes)
-    packed = PackedTensor(header, data)
-    write_tables(data, plan, header)
-    data[header.sections["offsets"]] = torch.from_numpy(offsets.astype("<u4").view(np.uint8))
-    np.concatenate(parts, out=packed.array("streams", "<u4"))
-    _write_planes(words, plan, packed)
-    return seal(packed)
+@dataclass(frozen=True)
+class ChunkedWords:
+    """The words of a tensor in the quad or the single code, not yet put together.
+
+    Attributes:
+        words: uint16, the tensor's.
+        offsets: int64 [chunks + 1], in 32-bit words.
+        parts: the chunks' contents, uint32 each.
+    """
+
+    words: NDArray[np.uint16]
+    plan: Plan
+    offsets: NDArray[np.int64]
+    parts: list[NDArray[np.uint32]]
+    header: Header
+
+    @classmethod
+    def of(cls, words: NDArray[np.uint16], shape: tuple[int, ...], plan: Plan, original: int) -> ChunkedWords:
+        offsets, parts = _encode_chunks(words, plan)
+        header = header_of(plan, shape, int(np.diff(offsets).max()), int(offsets[-1]), original)
+        return cls(words, plan, offsets, parts, header)
+
+    def write(self, packed: PackedTensor) -> None:
+        """Fill the bytes of ``packed``, whose header is ``self.header``."""
+        write_tables(packed.data, self.plan, self.header)
+        packed.array("offsets", "<u4")[:] = self.offsets
+        np.concatenate(self.parts, out=packed.array("streams", "<u4"))
+        _write_planes(self.words, self.plan, packed)
 
 
 def _encode_chunks(words: NDArray[np.uint16], plan: Plan) -> tuple[NDArray[np.int64], list[NDArray[np.uint32]]]:
@@ -164,12 +186,7 @@ def header_of(plan: Plan, shape: tuple[int, ...], max_chunk_words: int, stream_w
 
 def write_tables(data: torch.Tensor, plan: Plan, header: Header) -> None:
     """Write header, shape, code and row shifts into the output buffer (any device), and zeros between the sections."""
-    ends = [0, *(section.stop for section in header.sections.values())]
-    starts = [*(section.start for section in header.sections.values()), header.nbytes]
-    for end, start in zip(ends, starts, strict=True):
-        data[end:start] = 0
-    head = header.to_bytes()
-    data[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+    header.write(data)
     code = plan.table.to_section().astype("<u2").view(np.uint8)
     data[header.sections["code"]] = torch.from_numpy(code).to(data.device)
     if plan.has_row_shifts:

@@ -4,6 +4,7 @@
 2. Shifts: rows of different scale are moved by whole powers of two onto a common target, so that one code fits them
    all. The target's fraction also decides which exponents pair up in a quad code's top7, whose lowest bit goes uncoded.
 3. The quad code over a sample of rows, the single code over the whole histogram; quad unless single is much smaller.
+4. Whether the compact code is worth trying: for small tensors always.
 """
 
 from __future__ import annotations
@@ -17,7 +18,14 @@ from numba import njit
 from samebits.bf16 import entropy
 from samebits.codecs.huffman import CanonicalCode, code_lengths
 from samebits.format.geometry import STREAMS, Code, Geometry, Layout
-from samebits.format.packed import MAX_CODE_LENGTH, MAX_SHIFT, MAX_SINGLE_CODE_LENGTH, MAX_WINDOW, QUAD_SYMBOLS
+from samebits.format.packed import (
+    MAX_CODE_LENGTH,
+    MAX_COMPACT_WORDS,
+    MAX_SHIFT,
+    MAX_SINGLE_CODE_LENGTH,
+    MAX_WINDOW,
+    QUAD_SYMBOLS,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -36,6 +44,8 @@ PATCH_BITS = 48  # what a quad without codeword is charged: a patch and a half
 OUTSIDE_BITS = 44  # what a word outside the window is charged while the target is sought
 QUAD_PREMIUM = 0.10  # bits per weight a quad code may cost beyond the single code, for its speed
 QUAD_OVERHEAD = 0.195  # and beyond the entropy
+COMPACT_WORDS = 1 << 16  # smaller tensors take the compact code wherever it is the smallest
+COMPACT_EXCESS = 0.25  # larger ones where the others take so many bits more than 8 and the entropy
 BOOK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 640, 800, 1000, 1250, 1600)
 
 
@@ -140,6 +150,7 @@ class Plan:
     Attributes:
         shifts: int32 [rows] or [1]; one entry is the header's scalar shift.
         entropy: of the exponents, bits.
+        bits: what a weight takes, about.
     """
 
     code: Code
@@ -149,6 +160,7 @@ class Plan:
     window: int
     table: CanonicalCode
     entropy: float
+    bits: float
 
     @property
     def has_row_shifts(self) -> bool:
@@ -175,7 +187,16 @@ def make_plan(shape: tuple[int, ...], counter: Counter, chunk_stages: int = CHUN
         best = _single(statistics, geometry)
     if best.bits >= 16:
         return None
-    return Plan(best.code, layout, geometry, best.shifts, best.window, best.table, entropy(statistics.histogram))
+    return Plan(best.code, layout, geometry, best.shifts, best.window, best.table, entropy(statistics.histogram),
+                best.bits + _framing(geometry))  # fmt: skip
+
+
+def wants_compact(words: int, plan: Plan | None) -> bool:
+    """Whether to try the compact code for a tensor of ``words`` words, for which there is that plan otherwise."""
+    if words < COMPACT_WORDS:
+        return True
+    others_are_long = plan is None or plan.bits > 8 + plan.entropy + COMPACT_EXCESS
+    return words <= MAX_COMPACT_WORDS and others_are_long
 
 
 def _best_candidate(statistics: RowStatistics, counter: Counter, geometry: Geometry, stride: int) -> _Candidate:

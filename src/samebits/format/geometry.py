@@ -1,4 +1,4 @@
-"""FORMAT.md section 1: rows, row groups, stages, chunks and lanes. Pure arithmetic, no I/O."""
+"""FORMAT.md section 1: rows, row groups, stages, chunks, lanes and runs. Pure arithmetic, no I/O."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ SIGN_BYTES = 4 * LANES  # sign words of a pair of stages
 SLAB_BYTES = SIGN_BYTES + 2 * STAGE_WORDS
 FLAT_COLUMNS = 128
 MAX_CHUNK_STAGES = 64
+RUN_WORDS = 256  # words of a run, the compact code's unit; it has no other geometry
 MATRIX_PADDING_LIMIT = 0.005  # share of padding up to which the matrix layout is chosen
 
 
@@ -33,6 +34,7 @@ class Code(IntEnum):
     RAW = 0
     QUAD = 1
     SINGLE = 2
+    COMPACT = 3
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from samebits.errors import DtypeError, FormatError, VersionError
-from samebits.format.geometry import MAX_CHUNK_STAGES, STREAMS, Code, Geometry, Layout
+from samebits.format.geometry import MAX_CHUNK_STAGES, RUN_WORDS, STREAMS, Code, Geometry, Layout
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -28,6 +28,9 @@ MAX_SHIFT = 126
 QUAD_SYMBOLS = 4096
 EXPONENTS = 256
 COUNTS = 16  # entries of the code section's count array
+MAX_COMPACT_WORDS = 1 << 20
+STATES = 256  # of the compact code
+ESCAPE = EXPONENTS  # the compact code's symbol for exponents without a frequency of their own
 WIDE_ALIGNMENT_WORDS = 65536  # from this many words on, planes start at a multiple of 128 bytes
 STORED_DIGEST_END = 16  # the stored digest covers the bytes from here on
 ORIGINAL_DIGEST = slice(16, 24)
@@ -45,7 +48,11 @@ def align(offset: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class Header:
-    """The header and shape of a packed tensor, in the order of FORMAT.md 2.2."""
+    """The header and shape of a packed tensor, in the order of FORMAT.md 2.2.
+
+    The compact code has no geometry: of the fields from layout to max_chunk_words it uses shape and symbol_count alone,
+    the others are 0 (see ``of_compact``).
+    """
 
     code: Code
     layout: Layout
@@ -61,16 +68,35 @@ class Header:
     original_digest: int = 0
     stored_digest: int = 0
 
+    @classmethod
+    def of_compact(cls, shape: tuple[int, ...], code_bytes: int, stream_words: int, original_digest: int) -> Header:
+        """The header of a packed tensor in the compact code."""
+        return cls(Code.COMPACT, Layout.FLAT, shape, 0, 0, 0, 0, code_bytes, False, 0, stream_words, original_digest)
+
     @cached_property
     def geometry(self) -> Geometry:
+        """Of the quad and the single code."""
         return Geometry.of_layout(self.shape, self.layout, self.chunk_stages)
+
+    @property
+    def words(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def runs(self) -> int:
+        """Of the compact code (FORMAT.md 1.6)."""
+        return -(-self.words // RUN_WORDS)
 
     @cached_property
     def sections(self) -> dict[Section, slice]:
         """Where each section lies in the packed tensor, in bytes."""
+        return _places(self._compact_sizes() if self.code is Code.COMPACT else self._sizes())
+
+    def _sizes(self) -> list[tuple[Section, int, int]]:
+        """Each section's bytes and alignment."""
         geometry = self.geometry
         wide = geometry.rows * geometry.columns >= WIDE_ALIGNMENT_WORDS
-        sizes: list[tuple[Section, int, int]] = [
+        return [
             ("header", HEADER_BYTES, 16),
             ("shape", 8 * len(self.shape), 16),
             ("code", 2 * COUNTS + 2 * self.symbol_count, 16),
@@ -79,13 +105,17 @@ class Header:
             ("planes", geometry.plane_bytes(self.code), 128 if wide else 16),
             ("streams", 4 * self.stream_words, 16),
         ]
-        table: dict[Section, slice] = {}
-        end = 0
-        for name, size, alignment in sizes:
-            start = align(end, alignment)
-            end = start + size
-            table[name] = slice(start, end)
-        return table
+
+    def _compact_sizes(self) -> list[tuple[Section, int, int]]:
+        return [
+            ("header", HEADER_BYTES, 4),
+            ("shape", 8 * len(self.shape), 4),
+            ("code", self.symbol_count, 4),
+            ("row_shifts", 0, 4),
+            ("offsets", 2 * self.runs, 4),
+            ("planes", self.words, 4),
+            ("streams", 4 * self.stream_words, 4),
+        ]
 
     @cached_property
     def nbytes(self) -> int:
@@ -94,14 +124,27 @@ class Header:
 
     def to_bytes(self) -> bytes:
         """The header and shape sections."""
+        rows, columns = self._rows_and_columns()
         head = _HEADER.pack(
             MAGIC, VERSION, self.code, self.layout, len(self.shape),
             self.stored_digest, self.original_digest,
-            self.geometry.columns, self.chunk_stages, self.max_code_length, self.window, self.shift,
-            self.geometry.rows, self.symbol_count, _HAS_ROW_SHIFTS if self.has_row_shifts else 0, self.max_chunk_words,
+            columns, self.chunk_stages, self.max_code_length, self.window, self.shift,
+            rows, self.symbol_count, _HAS_ROW_SHIFTS if self.has_row_shifts else 0, self.max_chunk_words,
             self.stream_words, 0,
         )  # fmt: skip
         return head + struct.pack(f"<{len(self.shape)}Q", *self.shape)
+
+    def write(self, data: torch.Tensor) -> None:
+        """Write header and shape into a packed tensor's bytes (any device), and zeros between its sections."""
+        ends = [0, *(section.stop for section in self.sections.values())]
+        starts = [*(section.start for section in self.sections.values()), self.nbytes]
+        for end, start in zip(ends, starts, strict=True):
+            data[end:start] = 0
+        head = self.to_bytes()
+        data[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+
+    def _rows_and_columns(self) -> tuple[int, int]:
+        return (0, 0) if self.code is Code.COMPACT else (self.geometry.rows, self.geometry.columns)
 
     @classmethod
     def parse(cls, data: bytes) -> Header:
@@ -117,7 +160,7 @@ class Header:
         _need(magic == MAGIC, f"magic number {magic:#010x} instead of {MAGIC:#010x}")
         if version != VERSION:
             raise VersionError(f"packed tensor of version {version}", mend=f"this samebits reads version {VERSION}")
-        _need(code in (Code.QUAD, Code.SINGLE), f"unknown code {code}")
+        _need(code in (Code.QUAD, Code.SINGLE, Code.COMPACT), f"unknown code {code}")
         _need(layout in (Layout.FLAT, Layout.MATRIX), f"unknown layout {layout}")
         _need(ndim <= MAX_DIMENSIONS, f"{ndim} dimensions, at most {MAX_DIMENSIONS} are allowed")
         _need(len(data) >= HEADER_BYTES + 8 * ndim, "the shape is cut off")
@@ -129,14 +172,28 @@ class Header:
         return header
 
     def _check(self, rows: int, columns: int) -> None:
-        words = math.prod(self.shape)
-        _need(0 < words <= _MAX_WORDS, f"impossible shape {self.shape}")
+        _need(0 < self.words <= _MAX_WORDS, f"impossible shape {self.shape}")
+        if self.code is Code.COMPACT:
+            self._check_compact()
+        else:
+            self._check_geometry()
+            self._check_code()
+        fits = (rows, columns) == self._rows_and_columns()
+        _need(fits, f"{rows} x {columns} does not fit shape {self.shape}")
+        _need(self.stream_words < 1 << 32, "more than 2^32 stream words")
+
+    def _check_compact(self) -> None:
+        expected = Header.of_compact(self.shape, self.symbol_count, self.stream_words, self.original_digest)
+        _need(replace(expected, stored_digest=self.stored_digest) == self, "fields that the compact code does not have")
+        _need(self.words <= MAX_COMPACT_WORDS, f"{self.words} words in the compact code")
+
+    def _check_geometry(self) -> None:
         _need(self.layout is Layout.FLAT or len(self.shape) >= 2, f"matrix layout with shape {self.shape}")
         _need(1 <= self.chunk_stages <= MAX_CHUNK_STAGES, f"chunks of {self.chunk_stages} stages")
-        geometry = self.geometry
-        fits = (rows, columns) == (geometry.rows, geometry.columns)
-        _need(fits, f"{rows} x {columns} does not fit shape {self.shape}")
-        _need(geometry.stages * 16 < 1 << 32, f"{columns} columns are too many")
+        _need(self.geometry.stages * 16 < 1 << 32, f"{self.geometry.columns} columns are too many")
+        _need(self.max_chunk_words <= 1 + STREAMS * 2 * self.chunk_stages, f"chunks of {self.max_chunk_words} words")
+
+    def _check_code(self) -> None:
         quad = self.code is Code.QUAD
         limit, symbols = (MAX_CODE_LENGTH, QUAD_SYMBOLS) if quad else (MAX_SINGLE_CODE_LENGTH, EXPONENTS)
         _need(1 <= self.max_code_length <= limit, f"code length {self.max_code_length} is beyond {limit}")
@@ -145,8 +202,17 @@ class Header:
         _need(legal, f"window {self.window}")
         _need(not (self.has_row_shifts and self.shift), "both a shift and row shifts")
         _need(abs(self.shift) <= MAX_SHIFT, f"a shift of {self.shift}")
-        _need(self.max_chunk_words <= 1 + STREAMS * 2 * self.chunk_stages, f"chunks of {self.max_chunk_words} words")
-        _need(self.stream_words < 1 << 32, "more than 2^32 stream words")
+
+
+def _places(sizes: list[tuple[Section, int, int]]) -> dict[Section, slice]:
+    """Sections of the given bytes and alignments, one after the other."""
+    table: dict[Section, slice] = {}
+    end = 0
+    for name, size, alignment in sizes:
+        start = align(end, alignment)
+        end = start + size
+        table[name] = slice(start, end)
+    return table
 
 
 @dataclass(frozen=True)
@@ -186,7 +252,7 @@ class PackedTensor:
     @property
     def words(self) -> int:
         """Number of BF16 values."""
-        return math.prod(self.header.shape)
+        return self.header.words
 
     @property
     def bits_per_weight(self) -> float:
@@ -232,7 +298,9 @@ class PackedTensor:
         return packed
 
     def validate(self) -> None:
-        """Bound everything a decoder will trust: length, code tables, offsets, shifts (FORMAT.md 2.2, 3.2, 4.3, 6.1).
+        """Bound everything a decoder will trust: length, code tables, offsets, shifts.
+
+        These are FORMAT.md 2.2, 3.2, 3.6, 4.3, 6.1 and 6.7.
 
         Raises:
             FormatError: the first clause that is violated.
@@ -242,6 +310,10 @@ class PackedTensor:
             return
         header = self.header
         _need(self.nbytes == header.nbytes, f"{self.nbytes} bytes where the header asks for {header.nbytes}")
+        if header.code is Code.COMPACT:
+            frequencies_of(self.section("code").cpu().numpy())
+            self._validate_runs()
+            return
         self._validate_code()
         self._validate_offsets()
         shifts = self.section("row_shifts").view(torch.int8)
@@ -275,6 +347,32 @@ class PackedTensor:
         smallest, largest = (int(steps.min()), int(steps.max())) if len(steps) else (0, 0)
         _need(ends == [0, header.stream_words], "chunk offsets do not cover the streams")
         _need(smallest >= 1 and largest <= header.max_chunk_words, "a chunk offset out of range")
+
+    def _validate_runs(self) -> None:
+        lengths = self.section("offsets").cpu().numpy().view("<u2").astype(np.int64)
+        words = np.full(lengths.size, RUN_WORDS)
+        words[-1] = self.words - RUN_WORDS * (lengths.size - 1)
+        _need(bool(((lengths >= 8) & (lengths <= 8 + 16 * words)).all()), "a run's length out of range")
+        _need(-(-int(lengths.sum()) // 32) == self.header.stream_words, "the runs do not fill the streams")
+
+
+def frequencies_of(section: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """The compact code's frequencies as its code section stores them: int64 [257], the escape's last (FORMAT.md 3.6).
+
+    Raises:
+        FormatError: more exponents or states than there are, or the section ends within a skip.
+    """
+    frequencies = np.zeros(EXPONENTS + 1, np.int64)
+    exponent, content = 0, iter(section.tolist())
+    for byte in content:
+        skipped = 0 if byte else next(content, 0)
+        _need(byte > 0 or skipped > 0, "a skip of no exponents")
+        _need(exponent + max(1, skipped) <= EXPONENTS, "frequencies of more than 256 exponents")
+        frequencies[exponent] = byte
+        exponent += max(1, skipped)
+    frequencies[ESCAPE] = STATES - frequencies.sum()
+    _need(int(frequencies[ESCAPE]) >= 0, "the frequencies add up to more than 256")
+    return frequencies
 
 
 def _need(condition: bool, what: str) -> None:

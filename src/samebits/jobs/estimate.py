@@ -13,11 +13,11 @@ from samebits.codecs.encode import encode_cpu
 from samebits.format.container import Checkpoint, Entry
 from samebits.format.geometry import ROW_GROUP
 from samebits.format.mapping import scratch
-from samebits.format.packed import PackedTensor
+from samebits.format.packed import MAX_COMPACT_WORDS, PackedTensor
 from samebits.jobs.compress import check_source
 from samebits.jobs.options import CompressOptions, Progress, silent
 
-SAMPLE_WORDS = 1 << 20  # tensors up to this size are encoded whole
+SAMPLE_WORDS = 2 * MAX_COMPACT_WORDS  # tensors up to this size are encoded whole; a sample is too large to be compact
 _BLOCKS = 8
 
 
@@ -125,7 +125,7 @@ def _estimate(entry: Entry, exact: bool) -> TensorEstimate:
 
 
 def sample_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """About SAMPLE_WORDS words in evenly spread blocks of whole row groups: [rows, columns]; small tensors whole."""
+    """Over half of SAMPLE_WORDS in evenly spread blocks of whole row groups, [rows, columns]; small tensors whole."""
     if tensor.numel() <= SAMPLE_WORDS or tensor.dim() < 2:
         return tensor[:SAMPLE_WORDS] if tensor.dim() == 1 else tensor
     matrix = tensor.reshape(-1, tensor.shape[-1])

@@ -1,4 +1,4 @@
-"""Decoding on a CUDA device: csrc/decode.cu."""
+"""Decoding on a CUDA device: csrc/decode.cu, and csrc/compact.cu for the compact code."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from functools import cache
 import torch
 
 from samebits.errors import DeviceError
-from samebits.format.geometry import ROW_GROUP, STAGE, Code, Geometry
+from samebits.format.geometry import LANES, ROW_GROUP, STAGE, Code, Geometry
 from samebits.format.packed import Header, PackedTensor, align
 from samebits.kernels import nvrtc
-from samebits.kernels.structures import GeometryStructure, PackedStructure
+from samebits.kernels.structures import CompactStructure, GeometryStructure, PackedStructure
 
 MAX_WARPS = 16  # csrc/decode.cu: kMaxThreads
 _ALIGNMENT = 16  # bytes; what the kernel's loads need
@@ -25,23 +25,36 @@ def decode_cuda(packed: PackedTensor) -> torch.Tensor:
     Raises:
         DeviceError: the kernels cannot be built or launched, or the tensor is too large for them.
     """
-    geometry = packed.header.geometry
     output = torch.empty(packed.shape, dtype=torch.bfloat16, device=packed.device)
     if packed.is_raw:
         return output.copy_(packed.data.view(torch.bfloat16).view(packed.shape))
+    if packed.data.data_ptr() % _ALIGNMENT:
+        packed = PackedTensor(packed.header, packed.data.clone())
+    with torch.cuda.device(packed.device):
+        if packed.code is Code.COMPACT:
+            _decode_compact(packed, output)
+        else:
+            _decode_chunks(packed, output)
+    return output
+
+
+def _decode_compact(packed: PackedTensor, output: torch.Tensor) -> None:
+    function = nvrtc.kernel("compact.cu", "decode_compact", packed.device.index or 0)
+    nvrtc.launch(function, -(-packed.header.runs // LANES), LANES, 0, CompactStructure.of(packed),
+                 ctypes.c_void_p(output.data_ptr()))  # fmt: skip
+
+
+def _decode_chunks(packed: PackedTensor, output: torch.Tensor) -> None:
+    geometry = packed.header.geometry
     if max(geometry.rows, geometry.columns, geometry.chunks) >= 1 << 31:
         what = f"a tensor of shape {tuple(packed.shape)} is too large for the CUDA kernels"
         raise DeviceError(what, mend="decode it on the CPU")
-    if packed.data.data_ptr() % _ALIGNMENT:
-        packed = PackedTensor(packed.header, packed.data.clone())
     device = packed.device.index or 0
-    with torch.cuda.device(device):
-        block = _Block.of(packed.header, device)
-        function = nvrtc.kernel("decode.cu", _kernel_name(packed.header.code, geometry), device)
-        nvrtc.launch(function, block.grid, 32 * block.warps, block.shared_bytes, GeometryStructure.of(geometry),
-                     PackedStructure.of(packed), ctypes.c_void_p(output.data_ptr()), ctypes.c_int32(block.table_words),
-                     ctypes.c_int32(block.symbol_words), ctypes.c_int32(block.buffer_words), early=True)  # fmt: skip
-    return output
+    block = _Block.of(packed.header, device)
+    function = nvrtc.kernel("decode.cu", _kernel_name(packed.header.code, geometry), device)
+    nvrtc.launch(function, block.grid, 32 * block.warps, block.shared_bytes, GeometryStructure.of(geometry),
+                 PackedStructure.of(packed), ctypes.c_void_p(output.data_ptr()), ctypes.c_int32(block.table_words),
+                 ctypes.c_int32(block.symbol_words), ctypes.c_int32(block.buffer_words))  # fmt: skip
 
 
 def _kernel_name(code: Code, geometry: Geometry) -> str:

@@ -1,6 +1,7 @@
 """Encoding on a CUDA device: csrc/encode.cu counts, measures and writes; the host plans.
 
-The bytes are those of codecs/encode.py.
+The bytes are those of codecs/encode.py, which encodes itself what may take the compact code: tensors so small that they
+gain little from a GPU.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 
 from samebits.codecs import loops
-from samebits.codecs.encode import header_of, ranks_of, write_tables
-from samebits.codecs.plan import ALIGNED, FRACTIONS, Plan, RowStatistics, make_plan
+from samebits.codecs.encode import encode_cpu, header_of, ranks_of, write_tables
+from samebits.codecs.plan import ALIGNED, FRACTIONS, Plan, RowStatistics, make_plan, wants_compact
 from samebits.errors import DeviceError
 from samebits.format.geometry import Code, Geometry, Layout
 from samebits.format.packed import EXPONENTS, QUAD_SYMBOLS, STORED_DIGEST_END, PackedTensor
@@ -42,8 +43,10 @@ def encode_cuda(tensor: torch.Tensor) -> PackedTensor:
     if max(geometry.rows, geometry.columns, geometry.row_groups * geometry.stages) >= 1 << 31:
         raise DeviceError(f"a tensor of shape {shape} is too large for the CUDA kernels", mend="encode it on the CPU")
     with torch.cuda.device(tensor.device):
-        original = digest_cuda(tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8))
         plan = make_plan(shape, CudaCounter(tensor, layout, geometry)) if tensor.numel() else None
+        if tensor.numel() and wants_compact(tensor.numel(), plan):
+            return encode_cpu(tensor.cpu()).to(tensor.device)
+        original = digest_cuda(tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8))
         packed = _pack(tensor, plan, original) if plan else None
     return packed or PackedTensor.raw(tensor, original)
 

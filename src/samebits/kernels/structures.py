@@ -43,6 +43,23 @@ class PackedStructure(ctypes.Structure):
                    header.symbol_count, header.window, header.shift, header.has_row_shifts)  # fmt: skip
 
 
+class CompactStructure(ctypes.Structure):
+    """csrc/compact.cu: Compact."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p), ("code", ctypes.c_uint64), ("lengths", ctypes.c_uint64), ("raw", ctypes.c_uint64),
+        ("streams", ctypes.c_uint64), ("words", ctypes.c_int32), ("code_bytes", ctypes.c_int32),
+        ("runs", ctypes.c_int32), ("stream_words", ctypes.c_int32),
+    )  # fmt: skip
+
+    @classmethod
+    def of(cls, packed: PackedTensor) -> CompactStructure:
+        header = packed.header
+        starts = [header.sections[name].start for name in ("code", "offsets", "planes", "streams")]
+        return cls(packed.data.data_ptr(), *starts, header.words, header.symbol_count, header.runs,
+                   header.stream_words)  # fmt: skip
+
+
 class SourceStructure(ctypes.Structure):
     """csrc/encode.cu: Source."""
 
