@@ -66,6 +66,11 @@ class Header:
         return Geometry.of_layout(self.shape, self.layout, self.chunk_stages)
 
     @cached_property
+    def entry_words(self) -> int:
+        """Words of an entry: of what one index along the first dimension gives."""
+        return math.prod(self.shape[1:])
+
+    @cached_property
     def sections(self) -> dict[Section, slice]:
         """Where each section lies in the packed tensor, in bytes."""
         geometry = self.geometry
