@@ -47,7 +47,7 @@ def decode_entries(
     Each run has ``chunks_per_entry`` tasks, as many as it can have chunks; done are tasks [first, last).
     """
     room = _room(chunk_stages)
-    row_groups, stages = (rows + 7) // 8, (columns + 63) // 64
+    stages = (columns + 63) // 64
     for task in range(first, last):
         run = task // chunks_per_entry
         begin = entries[run] * entry_words

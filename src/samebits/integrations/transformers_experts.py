@@ -13,7 +13,7 @@ For any other, such as kernels of third parties, weights are decoded whole.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -30,7 +30,7 @@ class PackedExperts(PackedModule):
         read = self._sb_reader(args, kwargs)
         if read is None:
             return super().forward(*args, **kwargs)
-        return self.sb_base.forward(_Reading(self, read), *args, **kwargs)  # type: ignore[arg-type]
+        return self.sb_base.forward(_Reading(self, read), *args, **kwargs)
 
     def sb_weight(self, name: str) -> torch.Tensor:
         if self.sb_decoded is not None and self._sb_implementation() == "eager" and not torch.is_grad_enabled():
@@ -39,11 +39,11 @@ class PackedExperts(PackedModule):
 
     def _sb_implementation(self) -> str | None:
         """The name of the function that forward calls, if it is known how that reads weights."""
-        name = self.config._experts_implementation  # type: ignore[union-attr]
+        name = str(cast(Any, self.config)._experts_implementation)
         if getattr(self, "_is_expert_parallel", False):  # there are indices of no expert
             return None
         known = name == "eager" or _KNOWN.get(name) is moe.ALL_EXPERTS_FUNCTIONS.get(name, moe)
-        return str(name) if known else None
+        return name if known else None
 
     def _sb_reader(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[str], Any] | None:
         """What to give the function as the weight of a name; None: plain tensors, which autograd needs too."""

@@ -101,4 +101,5 @@ class _Block:
     @property
     def shared_bytes(self) -> int:
         division = self.division
-        return 4 * (division.table_words + division.symbol_words + 2 * self.warps * division.buffer_words)
+        words: int = division.table_words + division.symbol_words + 2 * self.warps * division.buffer_words
+        return 4 * words

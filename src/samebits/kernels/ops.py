@@ -10,8 +10,8 @@ alone, not on their values, and the host never waits for these, so that a CUDA g
 index that is negative or too large is an IndexError on the CPU and a failed device-side assertion on a GPU, as with
 torch's own embedding.
 
-Their arguments are the packed bytes and the fields of their header, so that a caller keeps the parsed header and no call
-ever reads the bytes back from a GPU.
+The first arguments are the packed bytes and the fields of their header, so that a caller keeps the parsed header and no
+call ever reads the bytes back from a GPU.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def decode_experts_cuda(packed: PackedTensor, routed: torch.Tensor) -> torch.Ten
     header = packed.header
     output = torch.empty(packed.shape, dtype=torch.bfloat16, device=packed.device)
     flags = torch.zeros(header.shape[0], dtype=torch.uint8, device=packed.device)
-    flags.index_fill_(0, routed.reshape(-1).long(), 1)
+    flags.scatter_(0, routed.reshape(-1).long(), 1)
     launch("rows.cu", "decode_experts", packed, output, header.geometry.chunks, is_whole(header.geometry),
            RoutedStructure(flags.data_ptr(), header.entry_words))  # fmt: skip
     return output
