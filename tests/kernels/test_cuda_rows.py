@@ -217,7 +217,7 @@ except RuntimeError as error:
 @pytest.mark.parametrize("wrong", [-1, 1024, 1 << 40])
 @pytest.mark.parametrize(("operator", "count"), [("decode_rows", 1), ("decode_rows", 500), ("decode_experts", 1)])
 def test_ids_out_of_range(operator: str, count: int, wrong: int) -> None:
-    """A failed assertion on the device, as torch's embedding answers. It ends all use of the GPU, so not in this process."""
+    """A failed assertion on the device, as torch's embedding answers. It ends a process's use of the GPU."""
     script = OUT_OF_RANGE.format(shape=(1024, 1024), count=count, wrong=wrong, operator=operator)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=300)
     assert "device-side assert triggered" in done.stdout, done.stderr
