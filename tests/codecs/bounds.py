@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 from numba import njit
 
 import samebits
+from samebits.codecs import decode
+from samebits.format.packed import PackedTensor
 from tests.codecs.malformed import MALFORMED
 from tests.codecs.surgery import Parts
 from tests.codecs.tensors import packed_of, tensor_of, without_compact
@@ -25,21 +28,30 @@ def prove_that_accesses_are_checked() -> None:
     raise AssertionError("NUMBA_BOUNDSCHECK is not set")
 
 
+def decode_in_every_way(packed: PackedTensor) -> None:
+    samebits.decode(packed)
+    if packed.shape:
+        ids = torch.tensor([0, packed.shape[0] - 1])
+        decode.decode_rows_cpu(packed, ids)
+        decode.decode_experts_cpu(packed, ids)
+
+
 def main() -> None:
     prove_that_accesses_are_checked()
+    decode.gathers = lambda header, count: True  # however small the tensor is
     rng = np.random.default_rng(0)
     for case in ZOO:
         samebits.decode(samebits.encode(tensor_of(case.words)))
         with without_compact():
             samebits.decode(samebits.encode(tensor_of(case.words)))
-        samebits.decode(packed_of(case.packed))
+        decode_in_every_way(packed_of(case.packed))
         for fill in (rng.bytes, lambda size: b"\xff" * size, lambda size: b"\0\0\0\x01" * (size // 4)):
             parts = Parts.of(case.packed)
             parts.streams[:] = fill(len(parts.streams))
-            samebits.decode(packed_of(parts.joined()))
+            decode_in_every_way(packed_of(parts.joined()))
     for malformed in MALFORMED:
         if not malformed.refused:
-            samebits.decode(packed_of(malformed.data))
+            decode_in_every_way(packed_of(malformed.data))
 
 
 if __name__ == "__main__":

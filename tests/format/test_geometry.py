@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -91,6 +92,29 @@ def test_chunks_cover_all_stages_in_order(rows: int, columns: int, chunk_stages:
 def test_chunks(rows: int, columns: int, chunk_stages: int, chunks: list[tuple[int, ...]]) -> None:
     geometry = Geometry(rows, columns, rows * columns, chunk_stages)
     assert [geometry.chunk(index) for index in range(geometry.chunks)] == chunks
+
+
+@given(st.integers(1, 60), st.integers(1, 300), st.integers(1, 64), st.integers(1, 400))
+def test_chunks_of_runs(rows: int, columns: int, chunk_stages: int, words: int) -> None:
+    """A bound for every run of words in the tensor, and reached if the tensor is long enough."""
+    geometry = Geometry(rows, columns, rows * columns, chunk_stages)
+    of_group = {
+        group: number
+        for number in range(geometry.chunks)
+        for group in range(geometry.chunk(number)[0], sum(geometry.chunk(number)[:2]))
+    }
+
+    def chunks(begin: int) -> int:
+        first, last = begin // columns // 8, (begin + words - 1) // columns // 8
+        several = geometry.chunks_per_row_group > 1
+        return (last - first + 1) * geometry.chunks_per_row_group if several else of_group[last] - of_group[first] + 1
+
+    found = [chunks(begin) for begin in range(0, rows * columns - words + 1, words)]
+    bound = geometry.chunks_of_runs(words)
+    assert all(number <= bound for number in found)
+    unit = 8 * columns * geometry.row_groups_per_chunk
+    if len(found) * words >= np.lcm(words, unit):
+        assert max(found) == bound
 
 
 @pytest.mark.clause("5.3")

@@ -47,13 +47,29 @@ def llama_folder(llama: Reference, config: samebits.SamebitsConfig, tmp_path: Pa
 
 @pytest.fixture
 def decodes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The shapes of packed tensors in the order in which modules decode them."""
+    """The shapes of packed tensors in the order in which modules decode them whole."""
+    return watched(monkeypatch, "decode_packed")
+
+
+@pytest.fixture
+def row_decodes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The same of those of which rows, or other entries of the first dimension, are decoded."""
+    return watched(monkeypatch, "decode_rows")
+
+
+@pytest.fixture
+def expert_decodes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The same of those of which the experts are decoded that are routed to."""
+    return watched(monkeypatch, "decode_experts")
+
+
+def watched(monkeypatch: pytest.MonkeyPatch, name: str) -> list[tuple[int, ...]]:
     shapes: list[tuple[int, ...]] = []
-    decode_packed = recipe.decode_packed
+    original = getattr(recipe, name)
 
-    def counting(packed):
+    def counting(packed, *args):
         shapes.append(tuple(packed.shape))
-        return decode_packed(packed)
+        return original(packed, *args)
 
-    monkeypatch.setattr(recipe, "decode_packed", counting)
+    monkeypatch.setattr(recipe, name, counting)
     return shapes

@@ -15,6 +15,7 @@ from tests.integrations.models import (
     assert_same_bits,
     assert_same_checkpoint,
     compress_folder,
+    make,
     open_reference,
     outputs,
 )
@@ -60,6 +61,56 @@ def test_experts_implementations(references, experts: str, tmp_path: Path) -> No
     expected = plain.load(device_map="cuda", experts_implementation=experts)
     tokens = plain.tokens.to("cuda")
     assert_same_bits(outputs(model, tokens)[0], outputs(expected, tokens)[0])
+
+
+@pytest.mark.parametrize("pieces", [False, True])
+@pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
+def test_experts_in_a_cuda_graph(config, implementation: str, pieces: bool, tmp_path: Path) -> None:
+    """Replays with other routings, and NaNs in all memory that is not written."""
+    options = {"num_local_experts": 32, "intermediate_size": 64, "experts_implementation": implementation}
+    plain = make("mixtral", tmp_path / "plain", **options)
+    source = (
+        {"folder": compress_folder(plain.folder, tmp_path / "packed")} if pieces else {"quantization_config": config}
+    )
+    model = plain.load(**source, device_map="cuda", experts_implementation=implementation)
+    dense = plain.load(device_map="cuda", experts_implementation=implementation).model.layers[0].mlp.experts
+    packed = model.model.layers[0].mlp.experts
+    assert isinstance(packed, PackedModule)
+    assert (len(packed.sb_slots) > 2) == pieces
+    hidden = torch.randn(3, 64, device="cuda", dtype=torch.bfloat16)
+    index = torch.zeros(3, 2, dtype=torch.int64, device="cuda")
+    weights = torch.full((3, 2), 0.5, device="cuda", dtype=torch.bfloat16)
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    torch.use_deterministic_algorithms(True, warn_only=True)  # and fills empty tensors with NaNs
+    try:
+        with torch.no_grad():
+            with torch.cuda.stream(side):
+                packed(hidden, index, weights)
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                output = packed(hidden, index, weights)
+            for _ in range(5):
+                index.copy_(torch.stack([torch.randperm(32)[:2] for _ in range(3)]))
+                hidden.normal_()
+                graph.replay()
+                assert_same_bits(output, dense(hidden, index, weights))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("experts", ["eager", "batched_mm", "grouped_mm"])
+def test_only_routed_experts(config, experts: str, decodes, row_decodes, expert_decodes, tmp_path: Path) -> None:
+    """Of 32, two tokens of two each."""
+    options = {"num_local_experts": 32, "intermediate_size": 64}
+    plain = make("mixtral", tmp_path, **options)
+    model = plain.load(quantization_config=config, device_map="cuda", experts_implementation=experts)
+    expected = plain.load(device_map="cuda", experts_implementation=experts)
+    tokens = plain.tokens[:1, :2].to("cuda")
+    with torch.no_grad():
+        assert_same_bits(model(tokens).logits, expected(tokens).logits)
+    assert not [shape for shape in decodes if len(shape) == 3]
+    partly = expert_decodes if experts == "grouped_mm" else row_decodes
+    assert {(32, 128, 64), (32, 64, 64)} <= set(partly)
 
 
 def test_dequantized_on_the_gpu(llama: Reference, llama_folder: Path) -> None:

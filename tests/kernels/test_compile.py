@@ -11,6 +11,12 @@ CAPABILITIES = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
 KERNELS = {
     "decode.cu": ["decode_quad_whole", "decode_quad_clipped", "decode_single_whole", "decode_single_clipped"],
     "compact.cu": ["decode_compact"],
+    "rows.cu": [
+        f"decode_{entries}_{code}_{variant}"
+        for entries in ("rows", "experts")
+        for code in ("quad", "single")
+        for variant in ("whole", "clipped")
+    ],
     "encode.cu": ["row_statistics", "histogram", "quad_counts", "measure_quad", "write_single", "digest"],
 }
 
@@ -26,7 +32,7 @@ def test_sources_compile(file: str, capability: tuple[int, int]) -> None:
 def test_headers_are_included_once() -> None:
     text = nvrtc.source("decode.cu")
     assert "#include" not in text
-    assert text.count("struct Geometry {") == 1
+    assert text.count("struct Geometry {") == text.count("struct Decoder {") == 1
 
 
 def test_a_compiler_error_names_the_source(monkeypatch: pytest.MonkeyPatch) -> None:

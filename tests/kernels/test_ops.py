@@ -1,13 +1,18 @@
-"""The operator samebits::decode as torch sees it; no GPU needed."""
+"""The operators samebits::decode, decode_rows and decode_experts as torch sees them; no GPU needed."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 import samebits
+from samebits.errors import DtypeError, InputError
+from samebits.format.packed import PackedTensor
 from samebits.kernels import nvrtc
-from samebits.kernels.ops import decode_packed, fields_of, header_of
+from samebits.kernels.ops import decode_experts, decode_packed, decode_rows, fields_of, header_of
 from tests.codecs.tensors import packed_of, tensor_of, words_of
 from tests.codecs.zoo import ZOO, Case, normal
 
@@ -48,6 +53,45 @@ def test_decode_goes_through_the_operator() -> None:
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
         fake = decode_packed(packed)
     assert (fake.shape, fake.dtype, fake.device) == (packed.shape, torch.bfloat16, packed.device)
+
+
+WITH_ROWS = [case for case in SOME if case.words.ndim]
+PARTIAL = [torch.ops.samebits.decode_rows.default, torch.ops.samebits.decode_experts.default]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("operator", PARTIAL, ids=str)
+@pytest.mark.parametrize("case", WITH_ROWS, ids=str)
+def test_operators_for_entries_keep_torchs_rules(case: Case, operator: Any, dtype: torch.dtype) -> None:
+    """All entries, so that nothing is left as the memory held it."""
+    packed = packed_of(case.packed)
+    ids = torch.arange(len(case.words), dtype=dtype)
+    torch.library.opcheck(operator, (packed.data, list(packed.shape), fields_of(packed.header), ids))
+
+
+def test_operators_for_entries_inside_torch_compile() -> None:
+    words = normal((96, 128))
+    packed = samebits.encode(tensor_of(words))
+
+    @torch.compile(backend="aot_eager", fullgraph=True, dynamic=True)
+    def both(data: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        found = PackedTensor(packed.header, data)
+        return decode_rows(found, ids), decode_experts(found, ids)[ids]
+
+    for ids in (torch.tensor([3]), torch.tensor([95, 0, 3]), torch.arange(96)):
+        for result in both(packed.data, ids):
+            assert words_of(result).tobytes() == words[ids.numpy()].tobytes()
+
+
+@pytest.mark.parametrize("operator", [decode_rows, decode_experts])
+def test_bad_indices(operator: Callable[[PackedTensor, torch.Tensor], torch.Tensor]) -> None:
+    packed = samebits.encode(tensor_of(normal((96, 128))))
+    with pytest.raises(DtypeError, match=r"int32 or int64, not torch\.float32"):
+        operator(packed, torch.zeros(2))
+    with pytest.raises(InputError, match="indices on meta for packed data on cpu"):
+        operator(packed, torch.zeros(2, dtype=torch.int64, device="meta"))
+    with pytest.raises(InputError, match="without dimensions"):
+        operator(samebits.encode(torch.tensor(1.0, dtype=torch.bfloat16)), torch.tensor([0]))
 
 
 @pytest.mark.parametrize(

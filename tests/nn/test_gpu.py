@@ -76,6 +76,26 @@ def test_inside_a_cuda_graph(pair: tuple[nn.Sequential, nn.Sequential]) -> None:
         assert_same(output, dense(tokens))
 
 
+def test_rows_of_an_embedding_inside_a_cuda_graph() -> None:
+    """So few that they are decoded alone; each replay those of the tokens then."""
+    dense = nn.Embedding(8192, 512).to("cuda", torch.bfloat16).requires_grad_(False)
+    packed = copy.deepcopy(dense)
+    samebits.compress(packed)
+    tokens = torch.zeros((2, 4), dtype=torch.int64, device="cuda")
+    packed(tokens)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    with torch.cuda.graph(graph):
+        output = packed(tokens)
+    assert torch.cuda.max_memory_allocated() - before < dense.weight.nbytes / 2
+    for _ in range(3):
+        tokens.copy_(torch.randint(0, 8192, (2, 4), device="cuda"))
+        graph.replay()
+        assert_same(output, dense(tokens))
+
+
 def test_on_another_stream(pair: tuple[nn.Sequential, nn.Sequential]) -> None:
     dense, packed = pair
     tokens = torch.randint(0, 512, (2, 16), device="cuda")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -11,7 +13,7 @@ from samebits.codecs import decode_loops
 from samebits.codecs.compact import decode_compact
 from samebits.codecs.huffman import CanonicalCode
 from samebits.format.geometry import Code
-from samebits.format.packed import PackedTensor
+from samebits.format.packed import Header, PackedTensor
 from samebits.parallel import run_ranges
 
 if TYPE_CHECKING:
@@ -31,22 +33,100 @@ def decode_cpu(packed: PackedTensor, out: torch.Tensor | None = None) -> torch.T
         ``out``, or a new tensor.
     """
     if out is None:
-        out = torch.from_numpy(np.empty(packed.words, np.int16)).view(torch.bfloat16).view(packed.shape)
+        out = _empty(packed.shape)
     if packed.is_raw:
         return out.copy_(packed.data.view(torch.bfloat16).reshape(packed.shape))
-    output = out.reshape(-1).view(torch.int16).numpy().view(np.uint16)
     if packed.code is Code.COMPACT:
-        decode_compact(packed, output)
+        decode_compact(packed, _words(out))
         return out
+    geometry = packed.header.geometry
+    run_ranges(decode_loops.decode_chunks, geometry.chunks, _grain(packed), _words(out), *_arguments(packed))
+    return out
+
+
+def decode_rows_cpu(packed: PackedTensor, ids: torch.Tensor) -> torch.Tensor:
+    """``decode_cpu(packed)[ids]``, decoding no more than that takes.
+
+    Args:
+        ids: int32 or int64, any shape, on the CPU.
+
+    Raises:
+        IndexError: an id is negative, or beyond the first dimension.
+    """
+    shape = (*ids.shape, *packed.shape[1:])
+    if not gathers(packed.header, ids.numel()):
+        return decode_cpu(packed).index_select(0, ids.reshape(-1)).view(shape)
+    out = _empty(shape)
+    entries = _checked(packed.header, ids)
+    _decode_entries(packed, out, entries, np.arange(len(entries)) * packed.header.entry_words)
+    return out
+
+
+def decode_experts_cpu(packed: PackedTensor, routed: torch.Tensor) -> torch.Tensor:
+    """A tensor of the packed shape in which entries of the first dimension are decoded if they occur in ``routed``.
+
+    Args:
+        routed: int32 or int64, any shape, on the CPU.
+
+    Returns:
+        Whatever the memory held, where not decoded.
+
+    Raises:
+        IndexError: as decode_rows_cpu.
+    """
+    if packed.is_raw:
+        return decode_cpu(packed)
+    out = _empty(packed.shape)
+    entries = np.unique(_checked(packed.header, routed))
+    _decode_entries(packed, out, entries, entries * packed.header.entry_words)
+    return out
+
+
+def gathers(header: Header, count: int) -> bool:
+    """Whether to decode ``count`` entries of the first dimension one by one: if that takes no more chunks than all."""
+    if header.code is Code.RAW:
+        return False
+    return count * header.geometry.chunks_of_runs(header.entry_words) <= header.geometry.chunks
+
+
+def _checked(header: Header, ids: torch.Tensor) -> NDArray[np.int64]:
+    numbers: NDArray[np.int64] = ids.reshape(-1).numpy().astype(np.int64)
+    wrong = numbers[(numbers < 0) | (numbers >= header.shape[0])]
+    if len(wrong):
+        raise IndexError(f"index {wrong[0]} is out of range for a packed tensor of shape {list(header.shape)}")
+    return numbers
+
+
+def _decode_entries(
+    packed: PackedTensor, out: torch.Tensor, entries: NDArray[np.int64], places: NDArray[np.int64]
+) -> None:
+    """Decode entries of the first dimension to ``out``, each from one of ``places`` on (in words)."""
+    words = packed.header.entry_words
+    chunks = packed.header.geometry.chunks_of_runs(words)
+    run_ranges(decode_loops.decode_entries, len(entries) * chunks, _grain(packed), _words(out), entries, places, words,
+               chunks, *_arguments(packed))  # fmt: skip
+
+
+def _empty(shape: Sequence[int]) -> torch.Tensor:
+    return torch.from_numpy(np.empty(math.prod(shape), np.int16)).view(torch.bfloat16).view(tuple(shape))
+
+
+def _words(tensor: torch.Tensor) -> NDArray[np.uint16]:
+    return tensor.reshape(-1).view(torch.int16).numpy().view(np.uint16)
+
+
+def _grain(packed: PackedTensor) -> int:
+    """Chunks for a thread to decode at a time."""
+    return max(1, _TASK_WORDS // (512 * packed.header.chunk_stages))
+
+
+def _arguments(packed: PackedTensor) -> tuple[Any, ...]:
+    """What the loops take of a packed tensor."""
     header, geometry = packed.header, packed.header.geometry
     shifts = packed.array("row_shifts", "i1") if header.has_row_shifts else np.array([header.shift], np.int8)
-    quad = header.code is Code.QUAD
-    table = _table(packed)
-    run_ranges(decode_loops.decode_chunks, geometry.chunks, max(1, _TASK_WORDS // (512 * geometry.chunk_stages)),
-               output, geometry.rows, geometry.columns, geometry.chunk_stages, quad, shifts, header.window, table,
-               header.max_code_length, packed.array("offsets", "<u4"), packed.array("planes", "<u4"),
-               packed.array("streams", "<u4"))  # fmt: skip
-    return out
+    return (geometry.rows, geometry.columns, geometry.chunk_stages, header.code is Code.QUAD, shifts, header.window,
+            _table(packed), header.max_code_length, packed.array("offsets", "<u4"), packed.array("planes", "<u4"),
+            packed.array("streams", "<u4"))  # fmt: skip
 
 
 def _table(packed: PackedTensor) -> NDArray[np.uint64]:

@@ -29,23 +29,77 @@ def decode_chunks(
     streams: NDArray[np.uint32], first: int, last: int,
 ) -> None:  # fmt: skip
     """Decode chunks [first, last) into ``output`` (the tensor's words, row-major)."""
-    row_groups, stages = (rows + 7) // 8, (columns + 63) // 64
-    buffer = np.empty(1 + 128 * chunk_stages + SLACK, np.uint32)
-    tops = np.empty(chunk_stages * 128, np.uint32)  # top7 or shifted exponent: four bytes per quad
-    row_words = np.empty(8 * 64, np.uint16)
+    room = _room(chunk_stages)
     for chunk in range(first, last):
-        group, groups, stage_from, stage_count = chunk_extent(chunk, row_groups, stages, chunk_stages)
-        size = min(np.int64(offsets[chunk + 1]) - np.int64(offsets[chunk]), buffer.size - SLACK)
-        start = np.int64(offsets[chunk])
-        buffer[:size] = streams[start : start + size]
-        buffer[size : size + SLACK] = 0
-        _decode_tops(buffer, size, groups * stage_count, quad, window, table, width, tops)
-        stage = 0
-        for row_group in range(group, group + groups):
-            for s in range(stage_from, stage_from + stage_count):
-                _assemble(row_words, tops, stage, planes, row_group, s, stages, quad)
-                _store(output, row_words, rows, columns, 8 * row_group, 64 * s, shifts)
-                stage += 1
+        _decode_chunk(output, 0, chunk, rows, columns, chunk_stages, quad, shifts, window, table, width, offsets,
+                      planes, streams, room)  # fmt: skip
+
+
+@njit(cache=True, nogil=True)
+def decode_entries(
+    output: NDArray[np.uint16], entries: NDArray[np.int64], places: NDArray[np.int64], entry_words: int,
+    chunks_per_entry: int, rows: int, columns: int, chunk_stages: int, quad: bool, shifts: NDArray[np.int8],
+    window: int, table: NDArray[np.uint64], width: int, offsets: NDArray[np.uint32], planes: NDArray[np.uint32],
+    streams: NDArray[np.uint32], first: int, last: int,
+) -> None:  # fmt: skip
+    """Decode runs of ``entry_words`` words, number ``entries[i]`` of the tensor to ``output`` from ``places[i]`` on.
+
+    Each run has ``chunks_per_entry`` tasks, as many as it can have chunks; done are tasks [first, last).
+    """
+    room = _room(chunk_stages)
+    stages = (columns + 63) // 64
+    for task in range(first, last):
+        run = task // chunks_per_entry
+        begin = entries[run] * entry_words
+        chunk = _chunk_of(begin, columns, stages, chunk_stages) + task % chunks_per_entry
+        end = _chunk_of(begin + entry_words - 1, columns, stages, chunk_stages) + max(1, -(-stages // chunk_stages))
+        if chunk < end:
+            into = output[places[run] : places[run] + entry_words]
+            _decode_chunk(into, begin, chunk, rows, columns, chunk_stages, quad, shifts, window, table, width, offsets,
+                          planes, streams, room)  # fmt: skip
+
+
+@njit(cache=True, nogil=True)
+def _chunk_of(word: int, columns: int, stages: int, chunk_stages: int) -> int:
+    """The chunk with a word of the tensor; where a row group has several chunks, the first."""
+    row_group = word // columns // 8
+    if stages > chunk_stages:
+        return row_group * ((stages + chunk_stages - 1) // chunk_stages)
+    return row_group // (chunk_stages // stages)
+
+
+@njit(cache=True, nogil=True)
+def _room(chunk_stages: int) -> tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint16]]:
+    """For one chunk: its words, its top7 values or shifted exponents (four bytes per quad), the words of a stage."""
+    buffer = np.empty(1 + 128 * chunk_stages + SLACK, np.uint32)
+    return buffer, np.empty(chunk_stages * 128, np.uint32), np.empty(8 * 64, np.uint16)
+
+
+@njit(cache=True, nogil=True)
+def _decode_chunk(
+    output: NDArray[np.uint16], begin: int, chunk: int, rows: int, columns: int, chunk_stages: int, quad: bool,
+    shifts: NDArray[np.int8], window: int, table: NDArray[np.uint64], width: int, offsets: NDArray[np.uint32],
+    planes: NDArray[np.uint32], streams: NDArray[np.uint32],
+    room: tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint16]],
+) -> None:  # fmt: skip
+    """Of a chunk what lies in ``output``: the tensor's words from ``begin`` on."""
+    buffer, tops, row_words = room
+    row_groups, stages = (rows + 7) // 8, (columns + 63) // 64
+    group, groups, stage_from, stage_count = chunk_extent(chunk, row_groups, stages, chunk_stages)
+    size = min(np.int64(offsets[chunk + 1]) - np.int64(offsets[chunk]), buffer.size - SLACK)
+    start = np.int64(offsets[chunk])
+    buffer[:size] = streams[start : start + size]
+    buffer[size : size + SLACK] = 0
+    _decode_tops(buffer, size, groups * stage_count, quad, window, table, width, tops)
+    stage = 0
+    for row_group in range(group, group + groups):
+        if 8 * (row_group + 1) * columns <= begin or 8 * row_group * columns >= begin + output.size:
+            stage += stage_count
+            continue
+        for s in range(stage_from, stage_from + stage_count):
+            _assemble(row_words, tops, stage, planes, row_group, s, stages, quad)
+            _store(output, begin, row_words, rows, columns, 8 * row_group, 64 * s, shifts)
+            stage += 1
 
 
 @njit(cache=True, nogil=True)
@@ -157,10 +211,10 @@ def _assemble(
 
 @njit(cache=True, nogil=True)
 def _store(
-    output: NDArray[np.uint16], row_words: NDArray[np.uint16], rows: int, columns: int, row: int, column: int,
-    shifts: NDArray[np.int8],
+    output: NDArray[np.uint16], begin: int, row_words: NDArray[np.uint16], rows: int, columns: int, row: int,
+    column: int, shifts: NDArray[np.int8],
 ) -> None:  # fmt: skip
-    """Take the shifts off (FORMAT.md 4.3) and copy what lies inside the tensor."""
+    """Take the shifts off (FORMAT.md 4.3) and copy what lies inside the tensor and in ``output``."""
     count = min(64, columns - column)
     quads = row_words.view(np.uint64)
     for r in range(min(8, rows - row)):
@@ -168,10 +222,11 @@ def _store(
         if shift != 0:
             for i in range(16 * r, 16 * r + 16):
                 quads[i] = _unshift(quads[i], shift)
-        start = (row + r) * columns + column
-        inside = min(count, output.size - start)
-        for i in range(inside):
-            output[start + i] = row_words[64 * r + i]
+        start = (row + r) * columns + column - begin
+        skipped = max(0, -start)
+        into, out_of = start + skipped, 64 * r + skipped
+        for i in range(min(count, output.size - start) - skipped):
+            output[into + i] = row_words[out_of + i]
 
 
 @njit(cache=True, nogil=True, inline="always")

@@ -84,6 +84,12 @@ class Geometry:
             return self.row_groups * self.chunks_per_row_group
         return -(-self.row_groups // self.row_groups_per_chunk)
 
+    def chunks_of_runs(self, words: int) -> int:
+        """The most chunks that ``words`` consecutive words lie in, if they start at a multiple of ``words``."""
+        unit = ROW_GROUP * self.columns * self.row_groups_per_chunk
+        latest = unit - math.gcd(words, unit)  # where in its first unit of row groups such a run may start
+        return -(-(latest + words) // unit) * self.chunks_per_row_group
+
     @cached_property
     def quad_plane_bytes(self) -> int:
         """Bytes of one row group's planes in the quad code (FORMAT.md 5.3)."""

@@ -88,6 +88,11 @@ class Header:
         return -(-self.words // RUN_WORDS)
 
     @cached_property
+    def entry_words(self) -> int:
+        """Words of an entry: of what one index along the first dimension gives."""
+        return math.prod(self.shape[1:])
+
+    @cached_property
     def sections(self) -> dict[Section, slice]:
         """Where each section lies in the packed tensor, in bytes."""
         return _places(self._compact_sizes() if self.code is Code.COMPACT else self._sizes())

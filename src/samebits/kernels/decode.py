@@ -1,4 +1,4 @@
-"""Decoding on a CUDA device: csrc/decode.cu, and csrc/compact.cu for the compact code."""
+"""Decoding on a CUDA device: csrc/decode.cu, csrc/compact.cu, and how kernels built on csrc/decoder.cuh are launched."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from samebits.errors import DeviceError
 from samebits.format.geometry import LANES, ROW_GROUP, STAGE, Code, Geometry
 from samebits.format.packed import Header, PackedTensor, align
 from samebits.kernels import nvrtc
-from samebits.kernels.structures import CompactStructure, GeometryStructure, PackedStructure
+from samebits.kernels.overlap import may_start_early
+from samebits.kernels.structures import CompactStructure, DivisionStructure, GeometryStructure, PackedStructure
 
-MAX_WARPS = 16  # csrc/decode.cu: kMaxThreads
+MAX_WARPS = 16  # csrc/decoder.cuh: kMaxThreads
 _ALIGNMENT = 16  # bytes; what the kernel's loads need
 _STATIC_SHARED = 1024  # room for the kernel's own variables
 
@@ -28,54 +29,67 @@ def decode_cuda(packed: PackedTensor) -> torch.Tensor:
     output = torch.empty(packed.shape, dtype=torch.bfloat16, device=packed.device)
     if packed.is_raw:
         return output.copy_(packed.data.view(torch.bfloat16).view(packed.shape))
-    if packed.data.data_ptr() % _ALIGNMENT:
-        packed = PackedTensor(packed.header, packed.data.clone())
-    with torch.cuda.device(packed.device):
-        if packed.code is Code.COMPACT:
-            _decode_compact(packed, output)
-        else:
-            _decode_chunks(packed, output)
+    if packed.code is Code.COMPACT:
+        _decode_compact(packed, output)
+    else:
+        geometry = packed.header.geometry
+        launch("decode.cu", "decode", packed, output, geometry.chunks, is_whole(geometry))
     return output
 
 
 def _decode_compact(packed: PackedTensor, output: torch.Tensor) -> None:
-    function = nvrtc.kernel("compact.cu", "decode_compact", packed.device.index or 0)
-    nvrtc.launch(function, -(-packed.header.runs // LANES), LANES, 0, CompactStructure.of(packed),
-                 ctypes.c_void_p(output.data_ptr()))  # fmt: skip
+    if packed.data.data_ptr() % _ALIGNMENT:
+        packed = PackedTensor(packed.header, packed.data.clone())
+    device = packed.device.index or 0
+    with torch.cuda.device(device):
+        function = nvrtc.kernel("compact.cu", "decode_compact", device)
+        nvrtc.launch(function, -(-packed.header.runs // LANES), LANES, 0, CompactStructure.of(packed),
+                     ctypes.c_void_p(output.data_ptr()))  # fmt: skip
 
 
-def _decode_chunks(packed: PackedTensor, output: torch.Tensor) -> None:
-    geometry = packed.header.geometry
+def is_whole(geometry: Geometry) -> bool:
+    """Whether nothing is padding."""
+    padded = geometry.columns % STAGE or geometry.rows % ROW_GROUP
+    return not padded and geometry.words == geometry.rows * geometry.columns
+
+
+def launch(
+    file: str, kernel: str, packed: PackedTensor, output: torch.Tensor, tasks: int, whole: bool,
+    *arguments: ctypes.Structure,
+) -> None:  # fmt: skip
+    """Launch a kernel that is built on csrc/decoder.cuh.
+
+    Args:
+        kernel: its name without code and variant.
+        tasks: how many it has; at least one.
+        whole: for the variant without a check of each word, where nothing is padding.
+        arguments: what it takes beyond the usual.
+
+    Raises:
+        DeviceError: as decode_cuda.
+    """
+    header, geometry = packed.header, packed.header.geometry
     if max(geometry.rows, geometry.columns, geometry.chunks) >= 1 << 31:
         what = f"a tensor of shape {tuple(packed.shape)} is too large for the CUDA kernels"
         raise DeviceError(what, mend="decode it on the CPU")
+    if packed.data.data_ptr() % _ALIGNMENT:
+        packed = PackedTensor(header, packed.data.clone())
     device = packed.device.index or 0
-    block = _Block.of(packed.header, device)
-    function = nvrtc.kernel("decode.cu", _kernel_name(packed.header.code, geometry), device)
-    nvrtc.launch(function, block.grid, 32 * block.warps, block.shared_bytes, GeometryStructure.of(geometry),
-                 PackedStructure.of(packed), ctypes.c_void_p(output.data_ptr()), ctypes.c_int32(block.table_words),
-                 ctypes.c_int32(block.symbol_words), ctypes.c_int32(block.buffer_words))  # fmt: skip
-
-
-def _kernel_name(code: Code, geometry: Geometry) -> str:
-    """The variant without bounds checks where nothing is padding."""
-    whole = (
-        geometry.columns % STAGE == 0
-        and geometry.rows % ROW_GROUP == 0
-        and geometry.words == geometry.rows * geometry.columns
-    )
-    return f"decode_{code.name.lower()}_{'whole' if whole else 'clipped'}"
+    with torch.cuda.device(device):
+        block = _Block.of(header, device)
+        name = f"{kernel}_{header.code.name.lower()}_{'whole' if whole else 'clipped'}"
+        grid = min(nvrtc.multiprocessors(device), tasks)
+        nvrtc.launch(nvrtc.kernel(file, name, device), grid, 32 * block.warps, block.shared_bytes,
+                     GeometryStructure.of(geometry), PackedStructure.of(packed), ctypes.c_void_p(output.data_ptr()),
+                     block.division, *arguments, early=may_start_early(packed.data))  # fmt: skip
 
 
 @dataclass(frozen=True)
 class _Block:
-    """How decode.cu is launched, and how it divides its shared memory (in 32-bit words)."""
+    """The blocks in which a tensor is decoded."""
 
-    grid: int
     warps: int
-    table_words: int
-    symbol_words: int
-    buffer_words: int  # of each of a warp's two staging buffers
+    division: DivisionStructure
 
     @classmethod
     @cache
@@ -90,15 +104,16 @@ class _Block:
         slack = -(-header.chunk_stages * codeword_bits // 32) + 4
         buffer_words = align(3 + header.max_chunk_words + slack, 4)
         table_words = max(4, 1 << header.max_code_length)
-        symbol_words = align(header.symbol_count, 4)
-        available = nvrtc.shared_memory(device) - _STATIC_SHARED - 4 * (table_words + symbol_words)
+        entry_words = align(header.symbol_count, 4)
+        available = nvrtc.shared_memory(device) - _STATIC_SHARED - 4 * (table_words + entry_words)
         warps = min(MAX_WARPS, available // (8 * buffer_words))
         if warps < 1:
             what = "the device has too little shared memory for chunks of this size"
             raise DeviceError(what, mend="decode on the CPU")
-        grid = min(nvrtc.multiprocessors(device), header.geometry.chunks)
-        return cls(grid, warps, table_words, symbol_words, buffer_words)
+        return cls(warps, DivisionStructure(table_words, entry_words, buffer_words))
 
     @property
     def shared_bytes(self) -> int:
-        return 4 * (self.table_words + self.symbol_words + 2 * self.warps * self.buffer_words)
+        division = self.division
+        words: int = division.table_words + division.entry_words + 2 * self.warps * division.buffer_words
+        return 4 * words

@@ -17,6 +17,7 @@ from samebits.errors import DeviceError
 from samebits.format.geometry import ROW_GROUP, SLAB_BYTES, STAGE, Code, Layout
 from samebits.format.packed import Header, PackedTensor, align
 from samebits.kernels import nvrtc
+from samebits.kernels.overlap import may_start_early
 from samebits.kernels.structures import GeometryStructure, JobStructure, PackedStructure
 
 MAX_TOKENS = 16
@@ -112,7 +113,7 @@ def fused_linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | Non
     with torch.cuda.device(device):
         function = nvrtc.kernel(launch.file, launch.name, device)
         nvrtc.launch(function, launch.grid, 32 * launch.warps, launch.shared_bytes, GeometryStructure.of(header.geometry),
-                     PackedStructure.of(packed), job, early=True)  # fmt: skip
+                     PackedStructure.of(packed), job, early=may_start_early(packed.data))  # fmt: skip
     return y
 
 

@@ -25,7 +25,7 @@ class GeometryStructure(ctypes.Structure):
 
 
 class PackedStructure(ctypes.Structure):
-    """csrc/decode.cu: Packed."""
+    """csrc/decoder.cuh: Packed."""
 
     _fields_ = (
         ("data", ctypes.c_void_p), ("code", ctypes.c_uint64), ("row_shifts", ctypes.c_uint64),
@@ -58,6 +58,27 @@ class CompactStructure(ctypes.Structure):
         starts = [header.sections[name].start for name in ("code", "offsets", "planes", "streams")]
         return cls(packed.data.data_ptr(), *starts, header.words, header.symbol_count, header.runs,
                    header.stream_words)  # fmt: skip
+
+
+class DivisionStructure(ctypes.Structure):
+    """csrc/decoder.cuh: Division."""
+
+    _fields_ = (("table_words", ctypes.c_int32), ("entry_words", ctypes.c_int32), ("buffer_words", ctypes.c_int32))
+
+
+class GatherStructure(ctypes.Structure):
+    """csrc/rows.cu: Gather."""
+
+    _fields_ = (
+        ("ids", ctypes.c_void_p), ("entries", ctypes.c_int64), ("entry_words", ctypes.c_int64),
+        ("wide", ctypes.c_int32), ("id_count", ctypes.c_int32), ("chunks_per_entry", ctypes.c_int32),
+    )  # fmt: skip
+
+
+class RoutedStructure(ctypes.Structure):
+    """csrc/rows.cu: Routed."""
+
+    _fields_ = (("flags", ctypes.c_void_p), ("entry_words", ctypes.c_int64))
 
 
 class SourceStructure(ctypes.Structure):

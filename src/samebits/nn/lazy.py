@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 class LazyWeight(torch.Tensor):
     """Stands for a packed weight: has its shape, dtype and device, and decodes anew for each operation.
 
+    Operations that take entries of it along the first dimension (embedding, weight[number], weight[ids]) decode these.
+
     It counts as an ``nn.Parameter``, as the weight that it stands for did. It has no gradient and cannot be written to.
 
     Attributes:
@@ -56,7 +58,8 @@ class LazyWeight(torch.Tensor):
         written = [value for argument, value in arguments if argument.is_write]
         if any(isinstance(value, LazyWeight) for value in tree_leaves((written, kwargs.get("out")))):
             _refuse(func.__name__)
-        return func(*_decoded(args), **_decoded(kwargs))
+        indexed = _indexed(func, args)
+        return indexed if indexed is not None else func(*_decoded(args), **_decoded(kwargs))
 
     @property
     def data(self) -> LazyWeight:
@@ -77,6 +80,25 @@ class LazyWeight(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.decode().__reduce_ex__(protocol)
+
+
+def _indexed(func: Any, args: Sequence[Any]) -> torch.Tensor | None:
+    """What ``func`` gives if it only takes entries of a weight along its first dimension: no others are decoded."""
+    weight, *rest = args
+    if not isinstance(weight, LazyWeight) or not weight.dim():
+        return None
+    recipe, packed = weight.recipe, weight.packed
+    first, aten = (0, -weight.dim()), torch.ops.aten
+    if func is aten.embedding.default:
+        return recipe.rows(packed, rest[0])
+    if func is aten.index_select.default and rest[0] in first and rest[1].dim() == 1:
+        return recipe.rows(packed, rest[1])
+    if func is aten.select.int and rest[0] in first:
+        return recipe.entry(packed, rest[1])
+    if func is aten.index.Tensor and len(rest[0]) == 1 and rest[0][0].dtype in (torch.int32, torch.int64):
+        ids = rest[0][0].to(weight.device)
+        return recipe.rows(packed, torch.where(ids < 0, ids + len(weight), ids))
+    return None
 
 
 def _decoded(values: Any) -> Any:

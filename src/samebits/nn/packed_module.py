@@ -2,7 +2,7 @@
 
 The bytes are parameters of the module, uint8 without gradient, one per packed tensor. Under its old name the weight is
 a property: a plain tensor while the module's own forward runs (decoded at its first use there, dropped when forward
-returns), and a LazyWeight elsewhere.
+returns), and a LazyWeight elsewhere. An embedding's forward decodes the rows that it looks up.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -68,7 +68,7 @@ class PackedModule(nn.Module):
         if torch.compiler.is_compiling():
             return self.sb_decode(name)
         decoded = self.sb_decoded
-        if decoded is None:
+        if decoded is None or (isinstance(self, nn.Embedding) and self.max_norm is None):
             return LazyWeight(self.sb_recipes[name], self.sb_data(name))
         if name not in decoded:
             decoded[name] = self.sb_decode(name)
@@ -81,6 +81,14 @@ class PackedModule(nn.Module):
     def sb_decode(self, name: str) -> torch.Tensor:
         """The weight ``name``, decoded anew."""
         return self.sb_recipes[name].decode(self.sb_data(name))
+
+    def sb_rows(self, name: str, ids: torch.Tensor) -> torch.Tensor:
+        """The weight ``name`` at the indices ``ids`` of its first dimension: see Recipe.rows."""
+        return self.sb_recipes[name].rows(self.sb_data(name), ids)
+
+    def sb_routed(self, name: str, ids: torch.Tensor) -> torch.Tensor:
+        """The weight ``name``, to be read at the indices ``ids`` of its first dimension only: see Recipe.routed."""
+        return self.sb_recipes[name].routed(self.sb_data(name), ids)
 
     @property
     def sb_slots(self) -> set[str]:
@@ -126,7 +134,23 @@ class PackedModule(nn.Module):
         return _new, (self.sb_base, tuple(self.sb_recipes)), self.__dict__
 
 
+class _EmbeddingRows(nn.Embedding):
+    """Stands behind an embedding's own class, in the place of nn.Embedding, where the others' forwards end too."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if self.max_norm is not None:  # it changes the weight
+            return super().forward(input)
+        return cast(PackedModule, self).sb_rows("weight", input)
+
+
+Kind = tuple[Callable[[type[nn.Module]], bool], type[PackedModule]]
 _CLASSES: dict[tuple[type[nn.Module], tuple[str, ...]], type[PackedModule]] = {}
+_KINDS: list[Kind] = []
+
+
+def register_kind(*kind: *Kind) -> None:
+    """Have modules whose class a function accepts become a subclass of PackedModule when they are packed."""
+    _KINDS.append(kind)
 
 
 def packed_class(base: type[nn.Module], names: tuple[str, ...]) -> type[PackedModule]:
@@ -135,7 +159,14 @@ def packed_class(base: type[nn.Module], names: tuple[str, ...]) -> type[PackedMo
         return _CLASSES[base, names]
     members: dict[str, Any] = {name: _property(name) for name in names}
     members |= {"sb_base": base, "__module__": __name__, "__doc__": f"{base.__name__} with packed weights."}
-    return _CLASSES.setdefault((base, names), type(f"Packed{base.__name__}", (PackedModule, base), members))
+    return _CLASSES.setdefault((base, names), type(f"Packed{base.__name__}", _bases(base, names), members))
+
+
+def _bases(base: type[nn.Module], names: tuple[str, ...]) -> tuple[type[nn.Module], ...]:
+    kind = next((kind for accepts, kind in _KINDS if accepts(base)), PackedModule)
+    if not issubclass(base, nn.Embedding) or WEIGHT[1:] not in names:
+        return kind, base
+    return (kind, _EmbeddingRows) if base is nn.Embedding else (kind, base, _EmbeddingRows)
 
 
 def _property(name: str) -> property:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from samebits.format.packed import Header, PackedTensor
-from samebits.kernels.ops import decode_packed
+from samebits.kernels.ops import decode_experts, decode_packed, decode_rows
 
 Index = tuple[int | slice, ...]
 
@@ -48,18 +48,87 @@ class Recipe:
     def slots(self) -> list[str]:
         return [piece.slot for piece in self.pieces]
 
-    def decode(self, data: Sequence[torch.Tensor]) -> torch.Tensor:
+    def decode(self, data: Sequence[torch.Tensor], entries: Container[int] | None = None) -> torch.Tensor:
         """The weight, a new tensor.
 
         Args:
             data: what the slots hold, in the order of ``pieces``: uint8 [nbytes], or unpacked words.
+            entries: indices of the first dimension at which the result is to be read. Pieces that are not needed for
+                them are not decoded, and whatever the memory held stays in their place.
         """
         if not self.pieces[0].index:
             return _decode(self.pieces[0], data[0]).to(self.dtype)
         weight = torch.empty(self.shape, dtype=torch.bfloat16, device=data[0].device)
         for piece, stored in zip(self.pieces, data, strict=True):
-            weight[piece.index] = _decode(piece, stored)
+            at = piece.index[0]
+            if entries is None or isinstance(at, slice) or at in entries:
+                weight[piece.index] = _decode(piece, stored)
         return weight.to(self.dtype)
+
+    def rows(self, data: Sequence[torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
+        """``decode(data)[ids]``, decoding no more than that takes.
+
+        Args:
+            ids: int32 or int64, any shape, on the device of the data, of indices of the first dimension; not negative.
+
+        Raises:
+            IndexError: an index out of range, on the CPU. On a GPU an assertion fails there.
+        """
+        piece = self.pieces[0]
+        if piece.index:
+            weight = self.decode(data, _values(ids, self.shape[0]))
+            return weight.index_select(0, ids.reshape(-1)).view((*ids.shape, *self.shape[1:]))
+        if piece.header is None:
+            return data[0].index_select(0, ids.reshape(-1)).view((*ids.shape, *self.shape[1:])).to(self.dtype)
+        return decode_rows(PackedTensor(piece.header, data[0]), ids).to(self.dtype)
+
+    def entry(self, data: Sequence[torch.Tensor], number: int) -> torch.Tensor:
+        """``decode(data)[number]``, decoding no more than that takes; ``number`` may be negative.
+
+        Raises:
+            IndexError: it is out of range.
+        """
+        size = self.shape[0]
+        if not -size <= number < size:
+            raise IndexError(f"index {number} is out of range for a weight of shape {list(self.shape)}")
+        number %= size
+        if not self.pieces[0].index:
+            return self.rows(data, torch.full((), number, device=data[0].device))
+        entry = torch.empty(self.shape[1:], dtype=torch.bfloat16, device=data[0].device)
+        for piece, stored in zip(self.pieces, data, strict=True):
+            at = piece.index[0]
+            if at == number:
+                entry[piece.index[1:]] = _decode(piece, stored)
+            elif isinstance(at, slice) and at.start <= number < at.stop:
+                entry[piece.index[1:]] = _decode(piece, stored)[number - at.start]
+        return entry.to(self.dtype)
+
+    def routed(self, data: Sequence[torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
+        """A tensor like ``decode(data)`` that is to be read at the indices ``ids`` of the first dimension only.
+
+        Args:
+            ids: as ``rows`` takes them.
+
+        Raises:
+            IndexError: as ``rows``.
+        """
+        piece = self.pieces[0]
+        if piece.index:
+            return self.decode(data, _values(ids, self.shape[0]))
+        if piece.header is None:
+            return data[0].to(self.dtype)
+        return decode_experts(PackedTensor(piece.header, data[0]), ids).to(self.dtype)
+
+
+def _values(ids: torch.Tensor, size: int) -> Container[int] | None:
+    """The different values of ``ids``; None where they cannot be read because a graph is made."""
+    if torch.compiler.is_compiling() or (ids.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return None
+    values = set(ids.unique().tolist())
+    wrong = [value for value in values if not 0 <= value < size]
+    if wrong:
+        raise IndexError(f"index {wrong[0]} is out of range for {size} entries")
+    return values
 
 
 def _decode(piece: Piece, data: torch.Tensor) -> torch.Tensor:

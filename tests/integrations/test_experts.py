@@ -1,0 +1,194 @@
+"""Mixtures of experts decode the experts that tokens are routed to, and say the same as the uncompressed model."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.backends.debugging import aot_eager
+from transformers.integrations import moe
+
+import samebits
+from samebits.codecs import decode
+from samebits.integrations.transformers_experts import PackedExperts
+from samebits.nn import recipe
+from tests.integrations.models import MIN_WEIGHTS, Reference, assert_same_bits, compress_folder, make, open_reference
+
+NAMES = ["mixtral", "qwen3-moe"]
+IMPLEMENTATIONS = ["eager", "batched_mm", "grouped_mm"]
+EXPERTS = 32
+# So large that a few experts have fewer chunks than all of them.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": EXPERTS, "intermediate_size": 64},
+    "qwen3-moe": {"num_experts": EXPERTS, "moe_intermediate_size": 64},
+}
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def plain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return make(request.param, tmp_path_factory.mktemp(request.param) / "plain", **OPTIONS[request.param])
+
+
+def load(plain: Reference, implementation: str, pieces: bool, folder: Path) -> tuple[Any, Any]:
+    """The uncompressed model and the compressed one, its experts fused or in pieces as in the folder."""
+    name = "mixtral" if "Mixtral" in type(plain.model).__name__ else "qwen3-moe"
+    reference = open_reference(name, plain.folder, experts_implementation=implementation)
+    if pieces:
+        options: dict[str, Any] = {"folder": compress_folder(plain.folder, folder / "compressed")}
+    else:
+        options = {"quantization_config": samebits.SamebitsConfig(min_weights=MIN_WEIGHTS)}
+    return reference, plain.load(**options, experts_implementation=implementation)
+
+
+def experts_of(model: nn.Module) -> list[PackedExperts]:
+    return [module for module in model.modules() if isinstance(module, PackedExperts)]
+
+
+def routed_of(model: nn.Module) -> Iterator[set[int]]:
+    """A hook on each layer's experts: the experts that its tokens were routed to."""
+    for module in experts_of(model):
+        found: set[int] = set()
+        module.register_forward_pre_hook(lambda _, args, found=found: found.update(args[1].flatten().tolist()))
+        yield found
+
+
+@pytest.mark.parametrize("pieces", [False, True])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_only_routed_experts_are_decoded(
+    plain: Reference, implementation: str, pieces: bool, tmp_path: Path, decodes, row_decodes, expert_decodes
+) -> None:
+    reference, model = load(plain, implementation, pieces, tmp_path)
+    routed = list(routed_of(model))
+    assert len(routed) == 2
+    tokens = plain.tokens[:1, :2]
+    for calls in (decodes, row_decodes, expert_decodes):
+        calls.clear()
+    with torch.no_grad():
+        logits, expected = model(tokens).logits, reference.model(tokens).logits
+    assert_same_bits(logits, expected)
+    assert all(2 <= len(found) <= 4 for found in routed)
+    number = sum(map(len, routed))
+    fused = {(EXPERTS, 128, 64), (EXPERTS, 64, 64)}
+    assert fused.isdisjoint(decodes)
+    if pieces:  # gate, up, down, all of this shape; so is o_proj and q_proj
+        dense = Counter(tuple(module.weight.shape) for module in model.modules() if isinstance(module, nn.Linear))
+        assert decodes.count((64, 64)) == 3 * number + dense[64, 64]
+    elif implementation == "grouped_mm":
+        assert Counter(expert_decodes) == Counter([*fused, *fused])
+    else:
+        times = number if implementation == "eager" else 2
+        assert Counter(shape for shape in row_decodes if shape in fused) == Counter(dict.fromkeys(fused, times))
+
+
+@pytest.mark.parametrize("pieces", [False, True])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_same_logits_and_tokens(plain: Reference, implementation: str, pieces: bool, tmp_path: Path) -> None:
+    reference, model = load(plain, implementation, pieces, tmp_path)
+    reference.assert_same(model)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_same_gradients(plain: Reference, implementation: str, tmp_path: Path) -> None:
+    reference, model = load(plain, implementation, False, tmp_path)
+    gradients = []
+    for each in (reference.model, model):
+        embedded = each.get_input_embeddings()(plain.tokens).detach().requires_grad_()
+        each(inputs_embeds=embedded).logits.float().sum().backward()
+        gradients.append(embedded.grad)
+    assert_same_bits(*gradients)
+
+
+@pytest.mark.parametrize("pieces", [False, True])
+@pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
+def test_compiled(plain: Reference, implementation: str, pieces: bool, tmp_path: Path) -> None:
+    """One graph, in which experts that are not in pieces are decoded by the operators for some of them."""
+    reference, model = load(plain, implementation, pieces, tmp_path)
+    operators: Counter[str] = Counter()
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graph.graph.eliminate_dead_code()
+        targets = [str(node.target) for node in graph.graph.nodes]
+        operators.update(target for target in targets if target.startswith("samebits.decode_"))
+        return aot_eager(graph, inputs)
+
+    torch.compiler.reset()
+    with torch.no_grad():
+        logits = torch.compile(model, backend=backend, fullgraph=True)(plain.tokens).logits
+    assert_same_bits(logits, reference.logits)
+    own = {"batched_mm": {"samebits.decode_rows": 4}, "grouped_mm": {"samebits.decode_experts": 4}}[implementation]
+    assert operators == Counter({} if pieces else own) + Counter({"samebits.decode_rows": 1})  # and the embedding
+
+
+@pytest.mark.parametrize("pieces", [False, True])
+def test_undecoded_experts_are_not_read(plain: Reference, pieces: bool, tmp_path: Path, monkeypatch) -> None:
+    """Their memory holds NaNs, and none gets into the logits."""
+
+    def not_a_number(*shape: Any, **options: Any) -> torch.Tensor:
+        return torch.full(shape[0], torch.nan, **{"dtype": torch.bfloat16, **options})
+
+    reference, model = load(plain, "grouped_mm", pieces, tmp_path)
+    monkeypatch.setattr(decode, "_empty", not_a_number)
+    monkeypatch.setattr(recipe.torch, "empty", not_a_number)
+    with torch.no_grad():
+        logits = model(plain.tokens).logits
+    assert_same_bits(logits, reference.logits)
+    experts = experts_of(model)[0]
+    assert experts.sb_routed("down_proj", torch.tensor([3])).isnan().sum() == (EXPERTS - 1) * 64 * 64
+
+
+def test_other_implementations_get_whole_weights(plain: Reference, tmp_path: Path, monkeypatch, decodes) -> None:
+    """One of its own, and one that took another's name."""
+
+    def dense(self: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        assert type(self.gate_up_proj) is torch.Tensor
+        return moe.grouped_mm_experts_forward(self, hidden, index, weights)
+
+    reference, model = load(plain, "grouped_mm", False, tmp_path)
+    for name in ("third_party", "grouped_mm"):
+        monkeypatch.setitem(moe.ALL_EXPERTS_FUNCTIONS._global_mapping, name, dense)
+        model.set_experts_implementation(name)
+        decodes.clear()
+        reference.assert_same(model)
+        assert (EXPERTS, 128, 64) in decodes
+
+
+def test_copies_and_pickles_of_experts(plain: Reference, tmp_path: Path) -> None:
+    _, model = load(plain, "grouped_mm", False, tmp_path)
+    experts = experts_of(model)[0]
+    hidden = torch.randn(3, 64).to(torch.bfloat16)
+    routing = torch.tensor([[1, 5], [0, 7], [1, 0]]), torch.full((3, 2), 0.5, dtype=torch.bfloat16)
+    with torch.no_grad():
+        expected = experts(hidden, *routing)
+        for other in (copy.deepcopy(experts), pickle.loads(pickle.dumps(experts))):
+            assert type(other) is type(experts)
+            assert_same_bits(other(hidden, *routing), expected)
+            assert_same_bits(other(hidden, top_k_index=routing[0], top_k_weights=routing[1]), expected)
+
+
+def test_gpt_oss(tmp_path: Path, expert_decodes, row_decodes) -> None:
+    """Its biases are packed too, and its matrices lie the other way round."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    torch.manual_seed(0)
+    config = GptOssConfig(
+        num_hidden_layers=2, num_local_experts=EXPERTS, vocab_size=300, hidden_size=64, intermediate_size=64,
+        head_dim=16, num_attention_heads=4, num_key_value_heads=2, layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+    plain = GptOssForCausalLM(config).to(torch.bfloat16).eval()
+    model = copy.deepcopy(plain)
+    samebits.compress(model, min_weights=MIN_WEIGHTS)
+    tokens = torch.tensor([[5, 7, 9]])
+    for implementation in IMPLEMENTATIONS:
+        plain.set_experts_implementation(implementation)
+        model.set_experts_implementation(implementation)
+        with torch.no_grad():
+            assert_same_bits(model(tokens).logits, plain(tokens).logits)
+    assert (EXPERTS, 128) in expert_decodes  # gate_up_proj_bias
+    assert (EXPERTS, 64, 128) in row_decodes
