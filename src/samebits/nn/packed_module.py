@@ -10,17 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 
 from samebits.errors import DtypeError, FormatError
 from samebits.format.names import BARE, PACKED, WEIGHT
 from samebits.format.packed import PackedTensor
+from samebits.kernels.ops import fields_of
 from samebits.nn.lazy import LazyWeight
 from samebits.nn.recipe import Piece, Recipe
+from samebits.plans.dispatch import linear
 
 
 class _Saved(NamedTuple):
@@ -126,6 +129,35 @@ class PackedModule(nn.Module):
         return _new, (self.sb_base, tuple(self.sb_recipes)), self.__dict__
 
 
+class PackedLinearModule(PackedModule):
+    """For classes whose forward is nn.Linear's: on a GPU the product need not decode the weight first."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        recipe, bias = self.sb_recipes["weight"], cast("torch.Tensor | None", self.bias)
+        header = recipe.matrix
+        if header is None or _is_watched() or not all(map(_is_plain, (input,) if bias is None else (input, bias))):
+            return super().forward(input)  # type: ignore[no-any-return]
+        data = cast(torch.Tensor, self._parameters[recipe.pieces[0].slot])
+        if torch.compiler.is_compiling():
+            return torch.ops.samebits.linear(input, data, bias, header.shape, fields_of(header))  # type: ignore[no-any-return]
+        return linear(input, PackedTensor(header, data), bias)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """A tensor of torch's own on a GPU, of which no gradient is wanted."""
+    is_own = type(tensor) in (torch.Tensor, nn.Parameter)
+    return is_own and tensor.is_cuda and not (tensor.requires_grad and torch.is_grad_enabled())
+
+
+def _is_watched() -> bool:
+    """Whether more than values is asked for: by autocast, forward-mode differentiation, torch.func or a mode."""
+    if torch.is_autocast_enabled("cuda") or forward_ad._current_level >= 0:
+        return True
+    if torch.compiler.is_compiling():  # the graph has the operator, which knows torch.vmap
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is not None or torch._C._len_torch_dispatch_stack() > 0
+
+
 _CLASSES: dict[tuple[type[nn.Module], tuple[str, ...]], type[PackedModule]] = {}
 
 
@@ -134,8 +166,12 @@ def packed_class(base: type[nn.Module], names: tuple[str, ...]) -> type[PackedMo
     if (base, names) in _CLASSES:
         return _CLASSES[base, names]
     members: dict[str, Any] = {name: _property(name) for name in names}
+    is_linear = base.forward is nn.Linear.forward and names == ("weight",)
     members |= {"sb_base": base, "__module__": __name__, "__doc__": f"{base.__name__} with packed weights."}
-    return _CLASSES.setdefault((base, names), type(f"Packed{base.__name__}", (PackedModule, base), members))
+    return _CLASSES.setdefault(
+        (base, names),
+        type(f"Packed{base.__name__}", (PackedLinearModule if is_linear else PackedModule, base), members),
+    )
 
 
 def _property(name: str) -> property:
