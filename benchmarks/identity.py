@@ -28,6 +28,7 @@ from samebits.kernels.ops import fields_of
 from samebits.plans.dispatch import plan_of
 from samebits.plans.probe import Probe
 
+DEVICE = "cuda"
 PROGRESS = 50  # combinations between two lines
 
 
@@ -47,7 +48,7 @@ class Combination:
 def placed(shape: tuple[int, ...], words: int = 0) -> torch.Tensor:
     """Room for a contiguous bfloat16 tensor, ``words`` behind an address that any allocation may have."""
     count = torch.Size(shape).numel()
-    return torch.empty(count + words, dtype=torch.bfloat16, device="cuda")[words:].view(shape)
+    return torch.empty(count + words, dtype=torch.bfloat16, device=DEVICE)[words:].view(shape)
 
 
 # How the activations [tokens, columns] lie in memory: the tensor that F.linear gets, still to be filled.
@@ -67,15 +68,15 @@ PLAIN = ("two dimensions", "batch", "sequence")  # half of all combinations
 
 
 def spread(words: torch.Tensor, octaves: int) -> torch.Tensor:
-    exponents = torch.randint(-octaves, octaves + 1, words.shape, device="cuda")
+    exponents = torch.randint(-octaves, octaves + 1, words.shape, device=DEVICE)
     return torch.ldexp(words.float(), exponents).to(torch.bfloat16)
 
 
 def special(words: torch.Tensor) -> torch.Tensor:
     """Infinities, NaN, zeros of both signs and subnormals here and there."""
-    rare = torch.tensor([0x7F80, 0xFF80, 0x7FC0, 0x0000, 0x8000, 0x0001, 0x8001], device="cuda").to(torch.int16)
-    chosen = rare[torch.randint(len(rare), words.shape, device="cuda")].view(torch.bfloat16)
-    return torch.where(torch.rand(words.shape, device="cuda") < 1e-3, chosen, words)
+    rare = torch.tensor([0x7F80, 0xFF80, 0x7FC0, 0x0000, 0x8000, 0x0001, 0x8001], device=DEVICE).to(torch.int16)
+    chosen = rare[torch.randint(len(rare), words.shape, device=DEVICE)].view(torch.bfloat16)
+    return torch.where(torch.rand(words.shape, device=DEVICE) < 1e-3, chosen, words)
 
 
 VALUES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -108,14 +109,14 @@ def combinations(count: int, seed: int) -> Iterator[Combination]:
 
 def compare(combination: Combination) -> tuple[bool, int]:
     """Whether the product was fused, and how many words of the result differ from F.linear's."""
-    case, device = combination, torch.device("cuda")
+    case, device = combination, torch.device(DEVICE)
     torch.manual_seed(case.seed)
     if case.values == "cancelling" and case.columns % 2 == 0:
         probe = Probe.make(case.rows, case.columns, device, case.seed)
         weight, words = probe.weight, probe.cancelling(case.tokens, case.seed)
     else:
-        weight = synthetic_matrix(case.rows, case.columns, seed=case.seed, device="cuda")
-        words = VALUES[case.values](torch.randn(case.tokens, case.columns, device="cuda").to(torch.bfloat16))
+        weight = synthetic_matrix(case.rows, case.columns, seed=case.seed, device=DEVICE)
+        words = VALUES[case.values](torch.randn(case.tokens, case.columns, device=DEVICE).to(torch.bfloat16))
     x = OPERANDS[case.operands](case.tokens, case.columns)
     x.copy_(words.view(x.shape))
     bias = placed((case.rows,), case.operands == "misaligned bias").normal_() if case.has_bias else None
