@@ -145,6 +145,14 @@ def test_onlookers_see_what_they_know(products: list[torch.Tensor]) -> None:
     assert not products
 
 
+def test_traces_are_left_alone(products: list[torch.Tensor]) -> None:
+    """What a trace does not see would be a constant in it."""
+    dense, packed = make()
+    traced = torch.jit.trace(packed, INPUT, check_trace=False)
+    assert same_bits(traced(INPUT * 2), dense(INPUT * 2))
+    assert not products
+
+
 def test_autocast_is_left_alone(products: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     _, packed = make()
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: device == "cuda")

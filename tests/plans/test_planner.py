@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from samebits.errors import InputError
+from samebits.errors import DeviceError, InputError
 from samebits.kernels.linear import LinearPlan
 from samebits.plans import planner
 from samebits.plans.environment import Environment
@@ -130,21 +130,28 @@ def test_an_unknown_switch(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> Non
         new_process().outcome(KEY)
 
 
-@pytest.mark.parametrize("where", ["calibrate", "confirm"])
-def test_too_little_memory(
-    gpu: FakeGpu, where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The product itself needs less: it goes on, and another process may have more room."""
+FAILURES = {
+    "not enough memory": torch.OutOfMemoryError("CUDA out of memory"),
+    "no such kernel": DeviceError("no such kernel"),
+}
 
-    def exhausted(*_: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+
+@pytest.mark.parametrize("reason", FAILURES)
+@pytest.mark.parametrize("where", ["calibrate", "confirm"])
+def test_failing_to_find_a_plan(
+    gpu: FakeGpu, where: str, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The product itself may still succeed, and another process in finding a plan."""
+
+    def fail(*_: object) -> None:
+        raise FAILURES[reason]
 
     if where == "confirm":
         new_process().outcome(KEY)
     with monkeypatch.context() as patch:
-        patch.setattr(planner, where, exhausted)
+        patch.setattr(planner, where, fail)
         assert new_process().outcome(KEY).plan is None
-    assert "not enough memory" in caplog.text
+    assert reason in caplog.text
     assert new_process().outcome(KEY).plan == RIGHT
 
 

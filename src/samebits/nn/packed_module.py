@@ -150,12 +150,16 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _is_watched() -> bool:
-    """Whether more than values is asked for: by autocast, forward-mode differentiation, torch.func or a mode."""
+    """Whether more than values is asked for: by autocast, forward-mode differentiation, torch.func, a mode, a trace."""
     if torch.is_autocast_enabled("cuda") or forward_ad._current_level >= 0:
         return True
     if torch.compiler.is_compiling():  # the graph has the operator, which knows torch.vmap
         return False
-    return torch._C._functorch.peek_interpreter_stack() is not None or torch._C._len_torch_dispatch_stack() > 0
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._get_tracing_state() is not None
+    )
 
 
 _CLASSES: dict[tuple[type[nn.Module], tuple[str, ...]], type[PackedModule]] = {}

@@ -78,7 +78,6 @@ def prepare(
 
     Raises:
         InputError: a batch size below 1.
-        DeviceError: the kernels cannot be built.
     """
     if any(size < 1 for size in batch_sizes):
         raise InputError(f"batch sizes {list(batch_sizes)}", mend="give whole numbers from 1 on")

@@ -76,7 +76,7 @@ def calibrate(key: PlanKey, device: torch.device) -> Outcome:
     """Try every split, and time the one that is right.
 
     Raises:
-        DeviceError: the kernels cannot be built.
+        DeviceError: the kernels cannot be built or launched.
         torch.OutOfMemoryError: the weight, and a packed copy, do not fit.
     """
     trial = Trial(key, device)
@@ -134,7 +134,8 @@ def _cold_copies(packed: PackedTensor) -> Iterator[PackedTensor]:
     if packed.device.type == "cuda":
         properties = torch.cuda.get_device_properties(packed.device)
         wanted = -(-_COLD * int(properties.L2_cache_size) // packed.nbytes)
-        room = torch.cuda.mem_get_info(packed.device)[0] // 4 // packed.nbytes
+        reserve = torch.cuda.memory_reserved(packed.device) - torch.cuda.memory_allocated(packed.device)
+        room = (torch.cuda.mem_get_info(packed.device)[0] + reserve) // 4 // packed.nbytes
     count = max(1, min(wanted, room, _MAX_COPIES))
     copies = [packed, *(replace(packed, data=packed.data.clone()) for _ in range(count - 1))]
     for i in range(max(count, _MIN_CALLS)):

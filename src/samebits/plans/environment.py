@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from samebits.kernels import nvrtc
+
 _DRIVER = Path("/proc/driver/nvidia/version")
 # Variables of torch and cuBLAS that are read at some unknown moment, mostly once.
 _VARIABLES = re.compile(
@@ -110,9 +112,8 @@ def _described(values: tuple[Any, ...]) -> str | None:
 
 
 def _driver() -> str:
-    version = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
     own = re.search(r"\d{3}(\.\d+)+", _DRIVER.read_text()) if _DRIVER.exists() else None
-    return f"{version // 1000}.{version % 1000 // 10}" + (f", {own[0]}" if own else "")
+    return nvrtc.driver_version() + (f", {own[0]}" if own else "")
 
 
 def _cublas() -> str:

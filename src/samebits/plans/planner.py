@@ -11,7 +11,7 @@ from threading import Lock
 
 import torch
 
-from samebits.errors import InputError
+from samebits.errors import DeviceError, InputError
 from samebits.plans.calibrate import calibrate, confirm
 from samebits.plans.environment import Environment
 from samebits.plans.key import PlanKey
@@ -81,9 +81,10 @@ class Planner:
     def _decided(self, key: PlanKey) -> Outcome:
         try:
             return self._stored(key) or self._found(key)
-        except torch.OutOfMemoryError:
-            _log.warning("%s: not enough memory to look for a plan, so the weight is decoded first", _words(key))
-            return Outcome(None, "not enough memory to look for a plan")
+        except (torch.OutOfMemoryError, DeviceError) as error:
+            reason = str(error) if isinstance(error, DeviceError) else "not enough memory to look for a plan"
+            _log.warning("%s: %s; the weight is decoded first", _words(key), reason)
+            return Outcome(None, reason)
 
     def _stored(self, key: PlanKey) -> Outcome | None:
         outcome = self._store.read().get(key)
