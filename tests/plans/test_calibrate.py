@@ -121,6 +121,13 @@ def test_more_probes_tell_splits_apart(gpu: FakeGpu) -> None:
     assert calls[2] == probes + 1
 
 
+def test_splits_that_the_kernel_cannot_do(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate, "variants", lambda header, m, split: [0, 1] if split > 2 else [])
+    assert found(key()).plan == LinearPlan(3, 1)
+    gpu.split = 2
+    assert found(key()).plan is None
+
+
 def test_a_wrong_variant_is_not_timed(gpu: FakeGpu) -> None:
     original = gpu.fused_linear
 

@@ -49,8 +49,9 @@ class Trial:
         return variants(self.packed.header, self.key.tokens, split)
 
     def first_plans(self) -> list[LinearPlan]:
-        """One for each split."""
-        return [LinearPlan(split, self.variants(split)[0]) for split in candidate_splits(self.key.columns)]
+        """One for each split that the kernel can do."""
+        splits = ((split, self.variants(split)) for split in candidate_splits(self.key.columns))
+        return [LinearPlan(split, variants[0]) for split, variants in splits if variants]
 
     def agreeing(self, plans: Sequence[LinearPlan], seed: int, *, cancelling: bool = True) -> list[LinearPlan]:
         """Those of ``plans`` that give every byte of F.linear, for one more input of two and of three dimensions."""
