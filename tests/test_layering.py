@@ -20,6 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("samebits.codecs",),
     ("samebits.kernels",),
     ("samebits.api",),
+    ("samebits.plans",),
     ("samebits.df11",),
     ("samebits.nn",),
     ("samebits.verify",),

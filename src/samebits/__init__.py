@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from samebits.format.packed import PackedTensor
     from samebits.integrations.transformers import SamebitsConfig
     from samebits.nn.convert import compress, decompress
+    from samebits.nn.prepare import prepare
 
 __version__ = "0.1.0"
-__all__ = ["PackedTensor", "SamebitsConfig", "__version__", "compress", "decode", "decompress", "encode"]
+__all__ = ["PackedTensor", "SamebitsConfig", "__version__", "compress", "decode", "decompress", "encode", "prepare"]
 
 _HOMES = {
     "encode": "samebits.api",
@@ -26,6 +27,7 @@ _HOMES = {
     "SamebitsConfig": "samebits.integrations.transformers",
     "compress": "samebits.nn.convert",
     "decompress": "samebits.nn.convert",
+    "prepare": "samebits.nn.prepare",
 }
 
 

@@ -165,8 +165,19 @@ def bench(path: Model = None, device: On = Device.AUTO, as_json: Json = False) -
 
 
 @app.command()
-def doctor(as_json: Json = False) -> None:
+def doctor(
+    plans: Annotated[bool, typer.Option("--plans", help="List the plans of fused products instead.")] = False,
+    clear: Annotated[bool, typer.Option("--clear", help="With --plans: delete them.")] = False,
+    as_json: Json = False,
+) -> None:
     """Check Python, packages, GPU, kernels and caches, and say how to mend what is missing."""
+    if clear and not plans:
+        raise typer.BadParameter("--clear goes with --plans")
+    if plans:
+        from samebits.cli.plans import clear_plans, show_plans
+
+        (clear_plans if clear else show_plans)(as_json)
+        return
     from samebits.cli.doctor import doctor
 
     doctor(as_json)

@@ -96,6 +96,16 @@ def multiprocessors(device: int) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+@cache
+def driver_version() -> str:
+    """The version of CUDA that the driver is made for."""
+    from cuda.bindings import driver
+
+    result, number = driver.cuDriverGetVersion()
+    _check((result,))
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
 def launch(
     function: Kernel, grid: int, threads: int, shared: int, *arguments: ctypes.Structure | ctypes._SimpleCData[Any],
     early: bool = False,

@@ -14,13 +14,16 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 
 from samebits.errors import DtypeError, FormatError
 from samebits.format.names import BARE, PACKED, WEIGHT
 from samebits.format.packed import PackedTensor
+from samebits.kernels.ops import fields_of
 from samebits.nn.lazy import LazyWeight
 from samebits.nn.recipe import Piece, Recipe
+from samebits.plans.dispatch import linear
 
 
 class _Saved(NamedTuple):
@@ -143,6 +146,39 @@ class _EmbeddingRows(nn.Embedding):
         return cast(PackedModule, self).sb_rows("weight", input)
 
 
+class PackedLinearModule(PackedModule):
+    """For classes whose forward is nn.Linear's: on a GPU the product need not decode the weight first."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        recipe, bias = self.sb_recipes["weight"], cast("torch.Tensor | None", self.bias)
+        header = recipe.matrix
+        if header is None or _is_watched() or not all(map(_is_plain, (input,) if bias is None else (input, bias))):
+            return super().forward(input)  # type: ignore[no-any-return]
+        data = cast(torch.Tensor, self._parameters[recipe.pieces[0].slot])
+        if torch.compiler.is_compiling():
+            return torch.ops.samebits.linear(input, data, bias, header.shape, fields_of(header))  # type: ignore[no-any-return]
+        return linear(input, PackedTensor(header, data), bias)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """A tensor of torch's own on a GPU, of which no gradient is wanted."""
+    is_own = type(tensor) in (torch.Tensor, nn.Parameter)
+    return is_own and tensor.is_cuda and not (tensor.requires_grad and torch.is_grad_enabled())
+
+
+def _is_watched() -> bool:
+    """Whether more than values is asked for: by autocast, forward-mode differentiation, torch.func, a mode, a trace."""
+    if torch.is_autocast_enabled("cuda") or forward_ad._current_level >= 0:
+        return True
+    if torch.compiler.is_compiling():  # the graph has the operator, which knows torch.vmap
+        return False
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._get_tracing_state() is not None
+    )
+
+
 Kind = tuple[Callable[[type[nn.Module]], bool], type[PackedModule]]
 _CLASSES: dict[tuple[type[nn.Module], tuple[str, ...]], type[PackedModule]] = {}
 _KINDS: list[Kind] = []
@@ -163,7 +199,8 @@ def packed_class(base: type[nn.Module], names: tuple[str, ...]) -> type[PackedMo
 
 
 def _bases(base: type[nn.Module], names: tuple[str, ...]) -> tuple[type[nn.Module], ...]:
-    kind = next((kind for accepts, kind in _KINDS if accepts(base)), PackedModule)
+    usual = PackedLinearModule if base.forward is nn.Linear.forward and names == (WEIGHT[1:],) else PackedModule
+    kind = next((kind for accepts, kind in _KINDS if accepts(base)), usual)
     if not issubclass(base, nn.Embedding) or WEIGHT[1:] not in names:
         return kind, base
     return (kind, _EmbeddingRows) if base is nn.Embedding else (kind, base, _EmbeddingRows)

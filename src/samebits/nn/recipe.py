@@ -48,6 +48,13 @@ class Recipe:
     def slots(self) -> list[str]:
         return [piece.slot for piece in self.pieces]
 
+    @property
+    def matrix(self) -> Header | None:
+        """The header, if the weight is one packed matrix and nothing else."""
+        piece = self.pieces[0]
+        is_matrix = not piece.index and len(self.shape) == 2 and self.dtype is torch.bfloat16
+        return piece.header if is_matrix else None
+
     def decode(self, data: Sequence[torch.Tensor], entries: Container[int] | None = None) -> torch.Tensor:
         """The weight, a new tensor.
 

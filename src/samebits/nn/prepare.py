@@ -1,0 +1,114 @@
+"""Find a model's plans ahead of its first run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from samebits.errors import InputError
+from samebits.format.packed import Header
+from samebits.kernels.linear import is_supported
+from samebits.nn.packed_module import PackedLinearModule
+from samebits.plans.calibrate import UNSUPPORTED
+from samebits.plans.environment import blas_state
+from samebits.plans.key import PlanKey
+from samebits.plans.planner import Planner
+from samebits.plans.store import Outcome
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """One kind of product in a model, and what was found for it.
+
+    Attributes:
+        rows, columns: of the weight.
+        tokens: rows of the activations.
+        modules: how many modules multiply so.
+    """
+
+    rows: int
+    columns: int
+    tokens: int
+    has_bias: bool
+    modules: int
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What ``prepare`` found."""
+
+    products: tuple[Prepared, ...]
+
+    @property
+    def fused(self) -> int:
+        """Kinds of products that have a plan."""
+        return sum(product.outcome.plan is not None for product in self.products)
+
+    @property
+    def fallback(self) -> int:
+        """Kinds of products whose weight is decoded first."""
+        return len(self.products) - self.fused
+
+    def __str__(self) -> str:
+        lines = [f"{self.fused} kinds of products fused, {self.fallback} decoded first"]
+        for product in self.products:
+            bias = ", bias" if product.has_bias else ""
+            shape = f"{product.rows} x {product.columns}, {product.tokens} tokens{bias}, {product.modules} modules"
+            lines.append(f"  {shape}: {product.outcome.plan or product.outcome.reason}")
+        return "\n".join(lines)
+
+
+_Kind = tuple[int, int, int, bool]  # index of the device, rows, columns, whether there is a bias
+
+
+def prepare(
+    model: nn.Module, batch_sizes: Sequence[int] = (1,), *, progress: Callable[[int, int], None] | None = None
+) -> Preparation:
+    """Find the plans of every packed linear layer on a GPU, with torch's settings as they are now.
+
+    Without this they are found at the first call of each kind, which takes a moment then, and not at all while a CUDA
+    graph is captured.
+
+    Args:
+        batch_sizes: numbers of tokens in one call of a layer. When text is generated: sequences in the batch.
+        progress: is called with the number of plans found and their total.
+
+    Raises:
+        InputError: a batch size below 1.
+    """
+    if any(size < 1 for size in batch_sizes):
+        raise InputError(f"batch sizes {list(batch_sizes)}", mend="give whole numbers from 1 on")
+    kinds = _kinds(model)
+    total = len(kinds) * len(batch_sizes)
+    products = []
+    for (device, rows, columns, has_bias), headers in kinds.items():
+        for tokens in batch_sizes:
+            supported = any(is_supported(header, tokens) for header in headers)
+            outcome = _outcome(device, rows, columns, tokens, has_bias) if supported else Outcome(None, UNSUPPORTED)
+            products.append(Prepared(rows, columns, tokens, has_bias, len(headers), outcome))
+            if progress:
+                progress(len(products), total)
+    return Preparation(tuple(products))
+
+
+def _kinds(model: nn.Module) -> dict[_Kind, list[Header]]:
+    """The weights that a product may be fused with, by kind."""
+    kinds: dict[_Kind, list[Header]] = {}
+    for module in model.modules():
+        if not isinstance(module, PackedLinearModule):
+            continue
+        header, data = module.sb_recipes["weight"].matrix, module.sb_data("weight")[0]
+        if header is not None and data.is_cuda:
+            rows, columns = header.shape
+            kinds.setdefault((data.get_device(), rows, columns, module.bias is not None), []).append(header)
+    return kinds
+
+
+def _outcome(device: int, rows: int, columns: int, tokens: int, has_bias: bool) -> Outcome:
+    state = blas_state()
+    if state is None:
+        return Outcome(None, "no plan is made while TunableOp or a changed workspace decides over cuBLAS")
+    return Planner.of(device).outcome(PlanKey(rows, columns, tokens, has_bias, state))

@@ -1,0 +1,147 @@
+"""Find the plan for a key: the one split whose bytes are cuBLAS's on every probe, if it is also faster than decoding.
+
+Nothing here guesses. A key without exactly one such split has no plan, and a plan from disk is tried before it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch.nn import functional as F
+
+from samebits.api import decode, encode
+from samebits.format.geometry import STAGE
+from samebits.format.packed import PackedTensor
+from samebits.kernels.linear import LinearPlan, fused_linear, is_supported, variants
+from samebits.plans.key import PlanKey
+from samebits.plans.probe import Probe
+from samebits.plans.store import Outcome
+from samebits.plans.timing import microseconds
+
+MAX_SPLIT = 8
+CANCELLING_PROBES = 2  # beside a plain one
+MORE_PROBES = 6  # at most, while several splits agree with all so far
+UNSUPPORTED = "the fused kernel does not take it"
+_COLD = 3  # the copies of a weight that are timed in turn are as large as so many second-level caches
+_MAX_COPIES = 48
+_MIN_CALLS = 12
+
+
+class Trial:
+    """One weight made for a key, and the products of it that were asked of cuBLAS.
+
+    Every product is made with the settings, on the stream and on the device that are current.
+    """
+
+    def __init__(self, key: PlanKey, device: torch.device) -> None:
+        self.key = key
+        self.probe = Probe.make(key.rows, key.columns, device)
+        self.packed = encode(self.probe.weight)
+
+    @property
+    def is_supported(self) -> bool:
+        return is_supported(self.packed.header, self.key.tokens)
+
+    def variants(self, split: int) -> list[int]:
+        return variants(self.packed.header, self.key.tokens, split)
+
+    def first_plans(self) -> list[LinearPlan]:
+        """One for each split that the kernel can do."""
+        splits = ((split, self.variants(split)) for split in candidate_splits(self.key.columns))
+        return [LinearPlan(split, variants[0]) for split, variants in splits if variants]
+
+    def agreeing(self, plans: Sequence[LinearPlan], seed: int, *, cancelling: bool = True) -> list[LinearPlan]:
+        """Those of ``plans`` that give every byte of F.linear, for one more input of two and of three dimensions."""
+        make = self.probe.cancelling if cancelling else self.probe.plain
+        x, weight, bias = make(self.key.tokens, seed), self.probe.weight, None
+        if self.key.has_bias:
+            bias = self.probe.bias(F.linear(x, weight).float().abs().mean(), seed)
+        expected = F.linear(x, weight, bias)
+        if not _same(F.linear(x.unsqueeze(1), weight, bias).squeeze(1), expected):
+            return []
+        return [plan for plan in plans if _same(fused_linear(x, self.packed, bias, plan), expected)]
+
+
+def candidate_splits(columns: int) -> list[int]:
+    """Splits of K that are not the same ranges under another number."""
+    stages = -(-columns // STAGE)
+    by_width = {-(-stages // split): split for split in range(min(stages, MAX_SPLIT), 0, -1)}
+    return sorted(by_width.values())
+
+
+@torch.no_grad()
+def calibrate(key: PlanKey, device: torch.device) -> Outcome:
+    """Try every split, and time the one that is right.
+
+    Raises:
+        DeviceError: the kernels cannot be built or launched.
+        torch.OutOfMemoryError: the weight, and a packed copy, do not fit.
+    """
+    trial = Trial(key, device)
+    if not trial.is_supported:
+        return Outcome(None, UNSUPPORTED)
+    plans = _right_ones(trial, trial.first_plans())
+    if len(plans) > 1:
+        return Outcome(None, f"splits {', '.join(str(plan.split) for plan in plans)} cannot be told apart")
+    plans = trial.agreeing([replace(plan, variant=v) for plan in plans for v in trial.variants(plan.split)], 0)
+    if not plans:
+        return Outcome(None, "no split gives cuBLAS's bits")
+    x, packed = trial.probe.plain(key.tokens, 0), trial.packed
+    bias = trial.probe.bias(x.abs().max(), 0) if key.has_bias else None
+    del trial  # and with it the weight: timing takes memory of its own
+    return _fastest(x, packed, bias, plans)
+
+
+@torch.no_grad()
+def confirm(key: PlanKey, plan: LinearPlan, device: torch.device) -> bool:
+    """Whether a plan that was found by another process is right here too: one probe."""
+    trial = Trial(key, device)
+    known = plan.split in candidate_splits(key.columns) and trial.is_supported
+    return known and plan.variant in trial.variants(plan.split) and bool(trial.agreeing([plan], 0))
+
+
+def _right_ones(trial: Trial, plans: list[LinearPlan]) -> list[LinearPlan]:
+    """Those right on all probes; more than one only if as many as MORE_PROBES could not tell them apart."""
+    plans = trial.agreeing(plans, 0, cancelling=False)
+    for seed in range(1, 1 + CANCELLING_PROBES + MORE_PROBES):
+        if not plans or (len(plans) == 1 and seed > CANCELLING_PROBES):
+            break
+        plans = trial.agreeing(plans, seed)
+    return plans
+
+
+def _fastest(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, plans: Sequence[LinearPlan]) -> Outcome:
+    """The fastest of plans that differ in nothing but speed, if it is faster than decoding."""
+    copies = list(_cold_copies(packed))
+    fused = [[partial(fused_linear, x, copy, bias, plan) for copy in copies] for plan in plans]
+    decoded = [partial(_decode_and_multiply, x, copy, bias) for copy in copies]
+    *times, decode_us = microseconds([*fused, decoded])
+    fused_us, best = min(zip(times, plans, strict=True), key=lambda timed: timed[0])
+    if fused_us < decode_us:
+        return Outcome(best, "", fused_us, decode_us)
+    return Outcome(None, "decoding first is faster", fused_us, decode_us)
+
+
+def _decode_and_multiply(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return F.linear(x, decode(packed), bias)
+
+
+def _cold_copies(packed: PackedTensor) -> Iterator[PackedTensor]:
+    """As many as keep each other out of the cache, and fit into a quarter of the free memory; in turn, then again."""
+    wanted, room = 1, 1
+    if packed.device.type == "cuda":
+        properties = torch.cuda.get_device_properties(packed.device)
+        wanted = -(-_COLD * int(properties.L2_cache_size) // packed.nbytes)
+        reserve = torch.cuda.memory_reserved(packed.device) - torch.cuda.memory_allocated(packed.device)
+        room = (torch.cuda.mem_get_info(packed.device)[0] + reserve) // 4 // packed.nbytes
+    count = max(1, min(wanted, room, _MAX_COPIES))
+    copies = [packed, *(replace(packed, data=packed.data.clone()) for _ in range(count - 1))]
+    for i in range(max(count, _MIN_CALLS)):
+        yield copies[i % count]
+
+
+def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return torch.equal(left.view(torch.int16), right.view(torch.int16))

@@ -1,0 +1,78 @@
+"""The operator samebits::linear: the fused product under a plan, or decode and cuBLAS; the same bits either way."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from samebits.format.packed import Header, PackedTensor
+from samebits.kernels.decode import decode_cuda
+from samebits.kernels.linear import LinearPlan, fused_linear, is_supported
+from samebits.kernels.ops import decode_packed, header_of
+from samebits.plans.key import ALIGNMENT, key_of
+from samebits.plans.planner import Planner
+
+_LIBRARY = torch.library.Library("samebits", "FRAGMENT")
+_LIBRARY.define("linear(Tensor x, Tensor data, Tensor? bias, int[] shape, int[] fields) -> Tensor")
+
+
+def plan_of(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> LinearPlan | None:
+    """The plan under which ``linear`` multiplies; None where it decodes first. Looked for at a key's first call."""
+    key = key_of(x, packed.header.shape, bias)
+    if key is None or not is_supported(packed.header, key.tokens):
+        return None
+    if packed.data.data_ptr() % ALIGNMENT or packed.data.get_device() != x.get_device():
+        return None
+    return Planner.of(x.get_device()).outcome(key).plan
+
+
+def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """``F.linear(x, decode(packed), bias)`` on a CUDA device, bit for bit.
+
+    Args:
+        x: any shape [..., K] and strides that F.linear takes.
+        packed: of a weight [N, K], on the device of ``x``.
+        bias: [N].
+
+    Returns:
+        [..., N]; without a gradient.
+    """
+    plan = plan_of(x, packed, bias)
+    if plan is None:
+        return F.linear(x, decode_cuda(packed), bias)
+    if x.dim() == 2:
+        return fused_linear(x, packed, bias, plan)
+    batch, length, columns = x.shape
+    return fused_linear(x.view(batch * length, columns), packed, bias, plan).view(batch, length, -1)
+
+
+def _packed(data: torch.Tensor, shape: list[int], fields: list[int]) -> PackedTensor:
+    return PackedTensor(_header(shape, fields), data)
+
+
+def _header(shape: list[int], fields: list[int]) -> Header:
+    return header_of(tuple(shape), tuple(fields))
+
+
+def _decode_and_multiply(
+    x: torch.Tensor, data: torch.Tensor, bias: torch.Tensor | None, shape: list[int], fields: list[int]
+) -> torch.Tensor:
+    return F.linear(x, decode_packed(_packed(data, shape, fields)), bias)
+
+
+def _linear_on_cuda(
+    x: torch.Tensor, data: torch.Tensor, bias: torch.Tensor | None, shape: list[int], fields: list[int]
+) -> torch.Tensor:
+    return linear(x, _packed(data, shape, fields), bias)
+
+
+def _linear_fake(
+    x: torch.Tensor, data: torch.Tensor, bias: torch.Tensor | None, shape: list[int], fields: list[int]
+) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], shape[0]))
+
+
+_LIBRARY.impl("linear", _decode_and_multiply, "CPU")
+_LIBRARY.impl("linear", _linear_on_cuda, "CUDA")
+_LIBRARY.impl("linear", _decode_and_multiply, "FuncTorchBatched")  # torch.vmap knows what to do with F.linear
+torch.library.register_fake("samebits::linear", _linear_fake, lib=_LIBRARY)

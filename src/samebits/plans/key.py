@@ -1,0 +1,67 @@
+"""What a plan is valid for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from samebits.plans.environment import blas_state
+
+ALIGNMENT = 16  # bytes; operands at other addresses make cuBLAS choose other algorithms
+
+
+class PlanKey(NamedTuple):
+    """One product as cuBLAS sees it, within one Environment.
+
+    Attributes:
+        rows: N, of the weight.
+        columns: K, of the weight.
+        tokens: M, rows of the activations; an input [batch, length, K] counts as [batch * length, K].
+        has_bias: torch computes with and without one in different ways.
+        state: settings of torch and cuBLAS that decide over algorithms.
+    """
+
+    rows: int
+    columns: int
+    tokens: int
+    has_bias: bool
+    state: str
+
+
+def key_of(x: torch.Tensor, weight_shape: Sequence[int], bias: torch.Tensor | None) -> PlanKey | None:
+    """The key of ``F.linear(x, weight, bias)``; None if it lies outside of what plans are made for.
+
+    Inside: bfloat16, two or three dimensions, no gaps between rows, no strides of another kind even where a dimension
+    is 1 (torch then calls another routine), every operand at a multiple of 16 bytes.
+    """
+    rows, columns = weight_shape
+    if x.dtype is not torch.bfloat16 or x.data_ptr() % ALIGNMENT:
+        return None
+    shape, strides = x.shape, x.stride()
+    if len(shape) == 3:
+        batch, length, width = shape
+        tokens = batch * length
+        if strides != (length * width, width, 1):
+            return None
+    elif len(shape) == 2:
+        tokens, width = shape
+        if strides != (width, 1):
+            return None
+    else:
+        return None
+    if width != columns or (bias is not None and not _is_plain(bias, rows, x)):
+        return None
+    state = blas_state()
+    return None if state is None else PlanKey(rows, columns, tokens, bias is not None, state)
+
+
+def _is_plain(bias: torch.Tensor, rows: int, x: torch.Tensor) -> bool:
+    return (
+        bias.dtype is torch.bfloat16
+        and bias.shape == (rows,)
+        and bias.stride() == (1,)
+        and not bias.data_ptr() % ALIGNMENT
+        and bias.get_device() == x.get_device()
+    )

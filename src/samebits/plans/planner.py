@@ -1,0 +1,110 @@
+"""Plans of one device: in memory, else on disk, else found now."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from enum import StrEnum
+from functools import cache
+from threading import Lock
+
+import torch
+
+from samebits.errors import DeviceError, InputError
+from samebits.plans.calibrate import calibrate, confirm
+from samebits.plans.environment import Environment
+from samebits.plans.key import PlanKey
+from samebits.plans.store import Outcome, PlanStore
+
+MODE_VARIABLE = "SAMEBITS_PLANS"
+LONG_SECONDS = 2.0  # a wait that a user wants to know the reason of
+_log = logging.getLogger(__name__)
+
+
+class Mode(StrEnum):
+    """What SAMEBITS_PLANS may say."""
+
+    ON = "on"
+    CACHED = "cached"  # use what is on disk, look for nothing
+    OFF = "off"  # always decode first
+
+
+@cache
+def mode() -> Mode:
+    """As the environment has it at the first product.
+
+    Raises:
+        InputError: SAMEBITS_PLANS is none of these.
+    """
+    text = os.environ.get(MODE_VARIABLE, Mode.ON)
+    if text not in list(Mode):
+        raise InputError(f"{MODE_VARIABLE}={text!r} is unknown", mend=f"set it to one of {', '.join(Mode)}")
+    return Mode(text)
+
+
+class Planner:
+    """The plans of one CUDA device.
+
+    Attributes:
+        known: what was decided in this process.
+    """
+
+    def __init__(self, device: torch.device, environment: Environment) -> None:
+        self.device = device
+        self.known: dict[PlanKey, Outcome] = {}
+        self._store = PlanStore(environment)
+        self._lock = Lock()
+
+    @classmethod
+    @cache
+    def of(cls, device: int) -> Planner:
+        """The one for a device's index."""
+        return cls(torch.device("cuda", device), Environment.of(device))
+
+    def outcome(self, key: PlanKey) -> Outcome:
+        """What is known of a key, or is found now."""
+        return self.known.get(key) or self._resolve(key)
+
+    def _resolve(self, key: PlanKey) -> Outcome:
+        """Decide for a key that is not known yet. During graph capture nothing is decided: the next call will."""
+        if mode() is Mode.OFF:
+            return self.known.setdefault(key, Outcome(None, f"{MODE_VARIABLE}=off"))
+        with torch.cuda.device(self.device):
+            if torch.cuda.is_current_stream_capturing():
+                return Outcome(None, "not decided during graph capture")
+            with self._lock, torch.autocast(self.device.type, enabled=False):
+                if key not in self.known:
+                    self.known[key] = self._decided(key)
+        return self.known[key]
+
+    def _decided(self, key: PlanKey) -> Outcome:
+        try:
+            return self._stored(key) or self._found(key)
+        except (torch.OutOfMemoryError, DeviceError) as error:
+            reason = str(error) if isinstance(error, DeviceError) else "not enough memory to look for a plan"
+            _log.warning("%s: %s; the weight is decoded first", _words(key), reason)
+            return Outcome(None, reason)
+
+    def _stored(self, key: PlanKey) -> Outcome | None:
+        outcome = self._store.read().get(key)
+        if outcome is None or outcome.plan is None or confirm(key, outcome.plan, self.device):
+            return outcome
+        _log.warning("%s: the plan on disk is not right here and is replaced", _words(key))
+        return None
+
+    def _found(self, key: PlanKey) -> Outcome:
+        if mode() is Mode.CACHED:
+            return Outcome(None, f"no plan on disk, and {MODE_VARIABLE}=cached")
+        start = time.monotonic()
+        outcome = calibrate(key, self.device)
+        seconds = time.monotonic() - start
+        hint = "; samebits.prepare(model) does this ahead" if seconds > LONG_SECONDS else ""
+        _log.log(logging.WARNING if hint else logging.INFO, "%s: %s, found in %.1f s%s", _words(key),
+                 outcome.plan or outcome.reason, seconds, hint)  # fmt: skip
+        self._store.add(key, outcome)
+        return outcome
+
+
+def _words(key: PlanKey) -> str:
+    return f"{key.tokens} x {key.columns} times {key.rows} x {key.columns}{' with bias' if key.has_bias else ''}"

@@ -1,0 +1,77 @@
+"""Products whose sums cancel: their bits are rounding errors, and these depend on the order of the sums.
+
+The columns of a weight are paired at random, far apart, and the two of a pair are each other's negative. Activations
+that are the same in both columns of each pair make every sum 0 but for the rounding of its partial sums: two orders
+then differ nearly everywhere, where ordinary activations may differ nowhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+_LARGEST = -6  # weights are below 2^-5
+_LIKELIHOODS = (0.5, 0.85, 0.97)  # that a weight lies in the first 2, 4, 6 octaves below: packs as trained weights do
+_BLOCK_WORDS = 1 << 22  # made at a time
+_OCTAVES = 3  # activations are multiplied by up to 2^3 and 2^-3
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A weight of paired columns.
+
+    Attributes:
+        weight: bfloat16 [rows, columns].
+        first, second: int64 [columns / 2], a column and its partner.
+    """
+
+    weight: torch.Tensor
+    first: torch.Tensor
+    second: torch.Tensor
+
+    @classmethod
+    def make(cls, rows: int, columns: int, device: torch.device, seed: int = 0) -> Probe:
+        """One for an even number of columns; the same at every call, in memory little more than the weight itself."""
+        generator = torch.Generator(device).manual_seed(seed)
+        first, second = torch.randperm(columns, generator=generator, device=device).chunk(2)
+        weight = torch.empty(rows, columns, dtype=torch.bfloat16, device=device)
+        for block in weight.split(max(1, _BLOCK_WORDS // columns)):
+            words = _weights(len(block), columns // 2, generator)
+            block[:, first] = words
+            block[:, second] = -words
+        return cls(weight, first, second)
+
+    def cancelling(self, tokens: int, seed: int) -> torch.Tensor:
+        """Activations bfloat16 [tokens, columns] under which every exact sum is 0."""
+        generator = torch.Generator(self.weight.device).manual_seed(seed)
+        half = _normal(tokens, len(self.first), generator)
+        octaves = torch.randint(-_OCTAVES, _OCTAVES + 1, half.shape, generator=generator, device=half.device)
+        words = torch.ldexp(half, octaves).to(torch.bfloat16)
+        x = torch.empty(tokens, self.weight.shape[1], dtype=torch.bfloat16, device=half.device)
+        x[:, self.first] = words
+        x[:, self.second] = words
+        return x
+
+    def plain(self, tokens: int, seed: int) -> torch.Tensor:
+        """Normal activations, bfloat16 [tokens, columns]."""
+        generator = torch.Generator(self.weight.device).manual_seed(seed)
+        return _normal(tokens, self.weight.shape[1], generator).to(torch.bfloat16)
+
+    def bias(self, scale: torch.Tensor, seed: int) -> torch.Tensor:
+        """Normal values, bfloat16 [rows], of a size at which adding them does not hide what the sums are."""
+        generator = torch.Generator(self.weight.device).manual_seed(seed)
+        return (_normal(1, len(self.weight), generator)[0] * scale).to(torch.bfloat16)
+
+
+def _weights(rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:
+    """Of either sign, in pairs of octaves of which both are as likely, so that the quad code suits them."""
+    random = torch.rand(2, rows, columns, dtype=torch.float32, generator=generator, device=generator.device)
+    bits = torch.randint(0, 4, (rows, columns), dtype=torch.int32, generator=generator, device=generator.device)
+    octaves = (bits & 1) + 2 * sum((random[0] > likelihood).to(bits.dtype) for likelihood in _LIKELIHOODS)
+    signed = (1 + random[1]) * ((bits & 2) - 1)
+    return torch.ldexp(signed, _LARGEST - octaves).to(torch.bfloat16)
+
+
+def _normal(rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(rows, columns, dtype=torch.float32, generator=generator, device=generator.device)

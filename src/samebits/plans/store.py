@@ -1,0 +1,139 @@
+"""Plans on disk: one JSON file for each environment, read and written by several processes at once.
+
+A file is replaced as a whole, under a lock, so that a reader sees it before or after a change. What cannot be read is
+ignored and written anew: the worst that can happen is that plans are found once more.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from samebits.kernels.linear import LinearPlan
+from samebits.plans.environment import Environment
+from samebits.plans.key import PlanKey
+
+CACHE_VARIABLE = "SAMEBITS_CACHE"
+_VERSION = 1
+_LOCK_SECONDS = 10.0
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was found for a key.
+
+    Attributes:
+        plan: None: decode, then cuBLAS.
+        reason: why there is no plan.
+        fused_us, decode_us: microseconds of the fused product under its best plan, and of decoding and cuBLAS.
+    """
+
+    plan: LinearPlan | None
+    reason: str = ""
+    fused_us: float | None = None
+    decode_us: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, entry: Mapping[str, Any]) -> Outcome:
+        """Raises KeyError, TypeError or ValueError for anything else than to_json's."""
+        plan = entry["plan"]
+        if plan is not None:
+            plan = LinearPlan(_count(plan["split"], 1), _count(plan["variant"], 0))
+        times = (None if value is None else float(value) for value in (entry["fused_us"], entry["decode_us"]))
+        return cls(plan, str(entry["reason"]), *times)
+
+
+def folder() -> Path:
+    """Where plans are kept: below SAMEBITS_CACHE, else in the user's cache folder."""
+    chosen = os.environ.get(CACHE_VARIABLE)
+    if chosen:
+        return Path(chosen) / "plans"
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(root) / "samebits" / "plans"
+
+
+class PlanStore:
+    """The plans of one environment. Nothing here raises because of the disk: without it plans live in memory."""
+
+    def __init__(self, environment: Environment, where: Path | None = None) -> None:
+        self.environment = environment
+        self.path = (where or folder()) / f"{environment.digest}.json"
+
+    def read(self) -> dict[PlanKey, Outcome]:
+        """All that is stored now."""
+        return read(self.path)[1]
+
+    def add(self, key: PlanKey, outcome: Outcome) -> None:
+        """Store one more outcome, beside what other processes have stored meanwhile."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(self.path.with_suffix(".lock"), timeout=_LOCK_SECONDS):
+                self._replace({**self.read(), key: outcome})
+        except (OSError, Timeout) as error:
+            _log.warning("plans are not kept on disk: %s; set %s to a writable folder", error, CACHE_VARIABLE)
+
+    def _replace(self, outcomes: Mapping[PlanKey, Outcome]) -> None:
+        entries = [{**key._asdict(), **outcome.to_json()} for key, outcome in outcomes.items()]
+        content = {"version": _VERSION, "environment": asdict(self.environment), "plans": entries}
+        with NamedTemporaryFile("w", dir=self.path.parent, suffix=".new", delete=False, encoding="utf-8") as file:
+            try:
+                json.dump(content, file, indent=1)
+                file.close()
+                os.replace(file.name, self.path)
+            except OSError:
+                os.unlink(file.name)
+                raise
+
+
+def read(path: Path) -> tuple[dict[str, Any], dict[PlanKey, Outcome]]:
+    """The environment that a file is for, and its plans; nothing, with a warning, if it cannot be used."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["version"] != _VERSION:
+            _log.warning("%s: plans of version %s are ignored", path, content["version"])
+            return {}, {}
+        return dict(content["environment"]), {_key(entry): Outcome.from_json(entry) for entry in content["plans"]}
+    except FileNotFoundError:
+        return {}, {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        _log.warning("%s: these plans cannot be read and are ignored (%r)", path, error)
+        return {}, {}
+
+
+def stored_files() -> Iterator[Path]:
+    """Every file of plans, of all environments."""
+    return iter(sorted(folder().glob("*.json")))
+
+
+def clear() -> int:
+    """Forget all plans on disk; returns how many files there were."""
+    files = list(stored_files())
+    for path in (*files, *folder().glob("*.lock")):
+        path.unlink(missing_ok=True)
+    return len(files)
+
+
+def _key(entry: Mapping[str, Any]) -> PlanKey:
+    has_bias, state = entry["has_bias"], entry["state"]
+    if not isinstance(has_bias, bool) or not isinstance(state, str):
+        raise TypeError("has_bias or state")
+    rows, columns, tokens = (_count(entry[name], 1) for name in ("rows", "columns", "tokens"))
+    return PlanKey(rows, columns, tokens, has_bias, state)
+
+
+def _count(value: Any, least: int) -> int:
+    if type(value) is not int or value < least:
+        raise ValueError(f"{value!r} is no whole number from {least} on")
+    return value

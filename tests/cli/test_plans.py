@@ -1,0 +1,77 @@
+"""samebits doctor --plans."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from samebits.kernels.linear import LinearPlan
+from samebits.plans.key import PlanKey
+from samebits.plans.store import Outcome, PlanStore, folder
+from tests.cli.conftest import Command
+from tests.plans.conftest import ENVIRONMENT
+
+KEY = PlanKey(4096, 1024, 8, True, "blas=Cublas")
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAMEBITS_CACHE", str(tmp_path))
+
+
+@pytest.fixture
+def stored() -> PlanStore:
+    plans = PlanStore(ENVIRONMENT)
+    plans.add(KEY, Outcome(LinearPlan(3, 1), "", 12.34, 30.0))
+    plans.add(KEY._replace(tokens=16), Outcome(None, "decoding first is faster", 31.0, 30.0))
+    plans.add(KEY._replace(state="blas=Cublaslt"), Outcome(None, "no split gives cuBLAS's bits"))
+    return plans
+
+
+def test_nothing_yet(samebits: Command) -> None:
+    assert samebits("doctor", "--plans").out == f"plans in {folder()}: 0\n"
+    assert samebits("doctor", "--plans", "--json").json == {"folder": str(folder()), "files": []}
+
+
+def test_list(samebits: Command, stored: PlanStore) -> None:
+    text = samebits("doctor", "--plans").out
+    assert f"plans in {folder()}: 3\n\n{stored.path}\n  device: a device\n" in text
+    assert "  cublas: 13.1.0\n" in text
+    rows = [[cell.strip() for cell in line.strip("│\n").split("│")] for line in text.splitlines() if "4096" in line]
+    assert rows == [
+        ["4096 x 1024", "8", "yes", "split 3, variant 1", "12.3", "30.0"],
+        ["4096 x 1024", "16", "yes", "decoding first is faster", "31.0", "30.0"],
+        ["4096 x 1024", "8", "yes", "no split gives cuBLAS's bits", "", ""],
+    ]
+    assert 0 < text.index("blas=Cublas ") < text.index("blas=Cublaslt ")
+
+
+def test_list_as_json(samebits: Command, stored: PlanStore) -> None:
+    (file,) = samebits("doctor", "--plans", "--json").json["files"]
+    assert file["path"] == str(stored.path)
+    assert file["environment"] == vars(ENVIRONMENT)
+    assert file["plans"][0] == {
+        "rows": 4096, "columns": 1024, "tokens": 8, "has_bias": True, "state": "blas=Cublas",
+        "plan": {"split": 3, "variant": 1}, "reason": "", "fused_us": 12.34, "decode_us": 30.0,
+    }  # fmt: skip
+    assert [plan["plan"] for plan in file["plans"][1:]] == [None, None]
+
+
+def test_a_file_that_cannot_be_read(samebits: Command, stored: PlanStore) -> None:
+    stored.path.write_text("{")
+    outcome = samebits("doctor", "--plans")
+    assert (outcome.code, f"plans in {folder()}: 0" in outcome.out) == (0, True)
+
+
+def test_clear(samebits: Command, stored: PlanStore) -> None:
+    assert samebits("doctor", "--plans", "--clear").out == f"plans in {folder()}: 1 files deleted\n"
+    assert stored.read() == {}
+    assert samebits("doctor", "--plans", "--clear", "--json").json == {"folder": str(folder()), "deleted_files": 0}
+
+
+def test_clear_alone_is_refused(samebits: Command, stored: PlanStore) -> None:
+    outcome = samebits("doctor", "--clear")
+    assert outcome.code == 2
+    assert "--clear goes with --plans" in outcome.error
+    assert len(stored.read()) == 3

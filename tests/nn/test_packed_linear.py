@@ -1,0 +1,214 @@
+"""Packed nn.Linear and its kin: which calls go to the fused product, and that all others stay as they were."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.utils.flop_counter import FlopCounterMode
+
+import samebits
+from samebits.format.packed import PackedTensor
+from samebits.kernels.ops import decode_packed
+from samebits.nn import packed_module
+from samebits.nn.packed_module import PackedLinearModule, PackedModule
+from tests.nn.modules import INPUT, same_bits
+
+
+class Subclass(nn.Linear):
+    """Another name, the same forward."""
+
+
+class Doubled(nn.Linear):
+    """Another forward."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * 2
+
+
+def make(kind: Callable[..., nn.Module] = nn.Linear, **options: object) -> tuple[nn.Module, nn.Module]:
+    """A dense module without gradients, and a packed copy of it."""
+    torch.manual_seed(0)
+    dense = kind(64, 96, **options).to(torch.bfloat16).requires_grad_(False)
+    packed = copy.deepcopy(dense)
+    samebits.compress(packed)
+    assert isinstance(packed, PackedModule)
+    return dense, packed
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Inputs that went to samebits.plans, on a CPU that is taken for a GPU."""
+    seen: list[torch.Tensor] = []
+
+    def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> torch.Tensor:
+        seen.append(x)
+        return nn.functional.linear(x, decode_packed(packed), bias)
+
+    original = packed_module._is_plain
+
+    def is_plain(tensor: torch.Tensor) -> bool:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "is_cuda", True)
+            return original(tensor)
+
+    monkeypatch.setattr(packed_module, "linear", linear)
+    monkeypatch.setattr(packed_module, "_is_plain", is_plain)
+    return seen
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("kind", [nn.Linear, Subclass])
+@pytest.mark.parametrize("bias", [True, False])
+def test_fused(products: list[torch.Tensor], kind: type[nn.Module], bias: bool, mode: Callable[[], object]) -> None:
+    dense, packed = make(kind, bias=bias)
+    with mode():
+        assert same_bits(packed(INPUT), dense(INPUT))
+        assert same_bits(packed(input=INPUT), dense(INPUT))
+    assert len(products) == 2
+    assert products[0] is INPUT
+
+
+def test_not_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    dense, packed = make()
+    monkeypatch.setattr(packed_module, "linear", None)
+    assert same_bits(packed(INPUT), dense(INPUT))
+
+
+def test_another_forward_is_left_alone(products: list[torch.Tensor]) -> None:
+    dense, packed = make(Doubled)
+    assert not isinstance(packed, PackedLinearModule)
+    assert same_bits(packed(INPUT), dense(INPUT))
+    assert not products
+
+
+def test_a_packed_bias_is_left_alone(products: list[torch.Tensor]) -> None:
+    torch.manual_seed(0)
+    dense = nn.Linear(64, 5000).to(torch.bfloat16).requires_grad_(False)
+    packed = copy.deepcopy(dense)
+    samebits.compress(packed)
+    assert packed.sb_recipes.keys() == {"weight", "bias"}
+    assert same_bits(packed(INPUT), dense(INPUT))
+    assert not products
+
+
+def test_float32_is_left_alone(products: list[torch.Tensor]) -> None:
+    """A model may ask for more than the stored bfloat16."""
+    from dataclasses import replace
+
+    dense, packed = make(bias=False)
+    packed.sb_recipes["weight"] = replace(packed.sb_recipes["weight"], dtype=torch.float32)
+    assert torch.equal(packed(INPUT.float()), dense.float()(INPUT.float()))
+    assert not products
+
+
+def test_gradients_are_left_alone(products: list[torch.Tensor]) -> None:
+    dense, packed = make()
+    first, second = (INPUT.clone().requires_grad_() for _ in range(2))
+    dense(first).float().sum().backward()
+    packed(second).float().sum().backward()
+    assert same_bits(second.grad, first.grad)
+    assert not products
+    packed.bias.requires_grad_()
+    packed(INPUT).float().sum().backward()
+    assert packed.bias.grad is not None
+    assert not products
+    with torch.no_grad():
+        packed(INPUT)
+    assert len(products) == 1
+
+
+def test_transformations_are_left_alone(products: list[torch.Tensor]) -> None:
+    dense, packed = make()
+    assert same_bits(torch.vmap(packed)(INPUT), torch.vmap(dense)(INPUT))
+    tangents = [torch.func.jvp(module, (INPUT,), (INPUT,))[1] for module in (dense, packed)]
+    assert same_bits(*tangents)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(INPUT, INPUT)
+        tangents = [forward_ad.unpack_dual(module(dual)).tangent for module in (dense, packed)]
+        assert same_bits(*tangents)
+    assert not products
+
+
+def test_onlookers_see_what_they_know(products: list[torch.Tensor]) -> None:
+    dense, packed = make()
+    counts = []
+    for module in (dense, packed):
+        with FlopCounterMode(display=False) as counter:
+            module(INPUT)
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
+    assert not products
+
+
+def test_traces_are_left_alone(products: list[torch.Tensor]) -> None:
+    """What a trace does not see would be a constant in it."""
+    dense, packed = make()
+    traced = torch.jit.trace(packed, INPUT, check_trace=False)
+    assert same_bits(traced(INPUT * 2), dense(INPUT * 2))
+    assert not products
+
+
+def test_autocast_is_left_alone(products: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    _, packed = make()
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: device == "cuda")
+    packed(INPUT)
+    assert not products
+
+
+def test_compiled(products: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One graph with the operator in it."""
+    dense, packed = make()
+    monkeypatch.setattr(packed_module, "_is_plain", lambda tensor: True)
+    graphs: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
+        graphs.append(graph.code)
+        return graph.forward
+
+    torch.compiler.reset()
+    with torch.no_grad():
+        assert same_bits(torch.compile(packed, backend=backend, fullgraph=True)(INPUT), dense(INPUT))
+    assert len(graphs) == 1
+    assert "samebits.linear" in graphs[0]
+    assert not products
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda module: torch.vmap(module),
+        lambda module: torch.vmap(module, in_dims=1, out_dims=1),
+        lambda module: lambda x: torch.func.jvp(module, (x,), (x,))[1],
+    ],
+    ids=["vmap", "vmap of another dimension", "jvp"],
+)
+def test_compiled_transformations(
+    transform: Callable[[nn.Module], Callable[..., torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dense, packed = make()
+    monkeypatch.setattr(packed_module, "_is_plain", lambda tensor: True)
+    torch.compiler.reset()
+    with torch.no_grad():
+        assert same_bits(torch.compile(transform(packed), backend="aot_eager")(INPUT), transform(dense)(INPUT))
+
+
+def test_hooks_run(products: list[torch.Tensor]) -> None:
+    _, packed = make()
+    seen: list[int] = []
+    packed.register_forward_pre_hook(lambda module, arguments: seen.append(1))
+    packed.register_forward_hook(lambda module, arguments, output: seen.append(2))
+    packed(INPUT)
+    assert seen == [1, 2]
+    assert len(products) == 1
+
+
+def test_wrong_inputs_fail_as_before(products: list[torch.Tensor]) -> None:
+    _, packed = make()
+    for wrong, error in ((INPUT[..., :5], RuntimeError), (INPUT.float(), RuntimeError), (None, TypeError)):
+        with pytest.raises(error):
+            packed(wrong)

@@ -1,0 +1,84 @@
+"""samebits.prepare: each kind of product once, whatever the model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import samebits
+from samebits.errors import InputError
+from samebits.kernels.linear import LinearPlan
+from samebits.nn import prepare as module
+from samebits.plans.calibrate import UNSUPPORTED
+from samebits.plans.key import PlanKey
+from samebits.plans.planner import Planner
+from samebits.plans.store import Outcome
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 128, bias=False), nn.Linear(128, 64, bias=True)
+        self.odd = nn.Linear(72, 96)
+        self.convolution = nn.Conv1d(64, 64, 3)
+
+
+class FakePlanner:
+    """Fuses one token at a time."""
+
+    def __init__(self) -> None:
+        self.keys: list[PlanKey] = []
+
+    def outcome(self, key: PlanKey) -> Outcome:
+        self.keys.append(key)
+        return Outcome(LinearPlan(2, 0), "", 1.0, 2.0) if key.tokens == 1 else Outcome(None, "decoding first is faster")
+
+
+@pytest.fixture
+def planner(monkeypatch: pytest.MonkeyPatch) -> FakePlanner:
+    fake = FakePlanner()
+    monkeypatch.setattr(Planner, "of", lambda device: fake)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(module, "is_supported", lambda header, m: header.shape[1] % 64 == 0 and m <= 128)
+    return fake
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    layers = nn.ModuleList(Layer().to(torch.bfloat16) for _ in range(3))
+    samebits.compress(layers)
+    return layers
+
+
+def test_every_kind_once(planner: FakePlanner) -> None:
+    steps: list[tuple[int, int]] = []
+    report = samebits.prepare(model(), batch_sizes=(1, 8), progress=lambda done, total: steps.append((done, total)))
+    shapes = [(key.rows, key.columns, key.tokens, key.has_bias) for key in planner.keys]
+    assert shapes == [(128, 64, 1, False), (128, 64, 8, False), (64, 128, 1, True), (64, 128, 8, True)]
+    assert (report.fused, report.fallback) == (2, 4)
+    assert {product.modules for product in report.products} == {3}
+    assert [product.outcome.reason for product in report.products if product.columns == 72] == [UNSUPPORTED] * 2
+    assert steps == [(done, 6) for done in range(1, 7)]
+    text = str(report)
+    assert text.startswith("2 kinds of products fused, 4 decoded first\n")
+    assert "64 x 128, 1 tokens, bias, 3 modules: LinearPlan(split=2, variant=0)" in text
+    assert "128 x 64, 8 tokens, 3 modules: decoding first is faster" in text
+
+
+def test_settings_without_plans(planner: FakePlanner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "blas_state", lambda: None)
+    report = samebits.prepare(model())
+    assert (report.fused, planner.keys) == (0, [])
+    assert "TunableOp" in str(report)
+
+
+def test_nothing_to_prepare_on_the_cpu() -> None:
+    assert samebits.prepare(model()).products == ()
+    assert samebits.prepare(nn.Linear(64, 64)).products == ()
+
+
+@pytest.mark.parametrize("sizes", [(0,), (1, -3)])
+def test_impossible_batch_sizes(sizes: tuple[int, ...]) -> None:
+    with pytest.raises(InputError, match="give whole numbers from 1 on"):
+        samebits.prepare(model(), sizes)

@@ -1,0 +1,85 @@
+"""A CPU that stands for the GPU: its F.linear sums as cuBLAS does, and its fused kernel really computes split sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import samebits
+from samebits.format.packed import Header, PackedTensor
+from samebits.kernels.linear import LinearPlan
+from samebits.plans import calibrate, dispatch, planner
+from samebits.plans.environment import Environment
+from samebits.plans.planner import Planner
+from tests.plans.sums import split_linear
+
+ENVIRONMENT = Environment("a device", 132, "13.0", "2.11.0", "13.1.0", "digest", {})
+
+
+class FakeGpu:
+    """What the code under test finds in place of torch's and samebits' kernels; a test changes what it likes.
+
+    Attributes:
+        split: F.linear's split; fused products have that of their plan.
+        linear, fused: the two kernels.
+        times: microseconds of every variant, then of decoding first.
+        fused_calls: plans of the fused products so far, in order.
+    """
+
+    def __init__(self) -> None:
+        self.split = 3
+        self.linear: Callable[..., torch.Tensor] = lambda x, w, b=None: split_linear(x, w, b, self.split)
+        self.fused: Callable[..., torch.Tensor] = split_linear
+        self.times = [5.0, 3.0, 9.0]
+        self.fused_calls: list[LinearPlan] = []
+        self.is_capturing = False
+
+    def fused_linear(
+        self, x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, plan: LinearPlan
+    ) -> torch.Tensor:
+        assert x.dim() == 2
+        assert x.is_contiguous()
+        self.fused_calls.append(plan)
+        return self.fused(x, samebits.decode(packed), bias, plan.split)
+
+    def microseconds(self, candidates: Sequence[Sequence[Callable[[], torch.Tensor]]]) -> list[float]:
+        assert len(candidates) == len(self.times)
+        first, *others = [calls[0]() for calls in candidates]
+        assert all(torch.equal(first.view(torch.int16), other.view(torch.int16)) for other in others)
+        return self.times
+
+
+def is_supported(header: Header, m: int) -> bool:
+    return len(header.shape) == 2 and header.shape[1] % 64 == 0 and header.shape[0] % 8 == 0 and 1 <= m <= 128
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeGpu:
+    """The fake, in place; plans are stored in an empty folder."""
+    fake = FakeGpu()
+    for module in (calibrate, dispatch):
+        monkeypatch.setattr(module, "F", SimpleNamespace(linear=lambda *arguments: fake.linear(*arguments)))
+        monkeypatch.setattr(module, "is_supported", is_supported)
+        monkeypatch.setattr(module, "fused_linear", fake.fused_linear)
+    monkeypatch.setattr(calibrate, "variants", lambda header, m, split: [0, 1])
+    monkeypatch.setattr(calibrate, "microseconds", fake.microseconds)
+    monkeypatch.setattr(dispatch, "decode_cuda", samebits.decode)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: fake.is_capturing)
+    monkeypatch.setenv("SAMEBITS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv(planner.MODE_VARIABLE, raising=False)
+    planner.mode.cache_clear()
+    monkeypatch.setattr(Planner, "of", new_planner())
+    yield fake
+    planner.mode.cache_clear()
+
+
+def new_planner(environment: Environment = ENVIRONMENT) -> Callable[[int], Planner]:
+    """``Planner.of`` in a new process: nothing in memory."""
+    made = Planner(torch.device("cpu"), environment)
+    return lambda device: made

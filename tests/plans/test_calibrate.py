@@ -1,0 +1,163 @@
+"""Finding plans: on a fake GPU whose kernels really sum in the order that is asked for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from samebits.kernels.linear import LinearPlan
+from samebits.plans import calibrate
+from samebits.plans.calibrate import UNSUPPORTED, candidate_splits, confirm
+from samebits.plans.key import PlanKey
+from samebits.plans.store import Outcome
+from tests.plans.conftest import FakeGpu
+from tests.plans.sums import split_linear
+
+CPU = torch.device("cpu")
+COLUMNS = 1024  # splits 5 and 6 of its 16 stages are 4 and 6
+
+
+def key(columns: int = COLUMNS, *, tokens: int = 2, has_bias: bool = False) -> PlanKey:
+    return PlanKey(64, columns, tokens, has_bias, "state")
+
+
+def found(key: PlanKey) -> Outcome:
+    return calibrate.calibrate(key, CPU)
+
+
+@pytest.mark.parametrize(
+    ("columns", "splits"),
+    [
+        (64, [1]),
+        (128, [1, 2]),
+        (256, [1, 2, 4]),
+        (1024, [1, 2, 3, 4, 6, 8]),
+        (4096, [1, 2, 3, 4, 5, 6, 7, 8]),
+        (9728, [1, 2, 3, 4, 5, 6, 7, 8]),
+    ],
+)
+def test_candidates_are_distinct(columns: int, splits: list[int]) -> None:
+    assert candidate_splits(columns) == splits
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("split", candidate_splits(COLUMNS))
+def test_finds_the_split(gpu: FakeGpu, split: int, has_bias: bool) -> None:
+    gpu.split = split
+    assert found(key(has_bias=has_bias)) == Outcome(LinearPlan(split, 1), "", 3.0, 9.0)
+
+
+def test_finds_a_split_under_its_smallest_number(gpu: FakeGpu) -> None:
+    gpu.split = 5
+    assert found(key()).plan == LinearPlan(4, 1)
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 128])
+def test_finds_it_for_many_tokens(gpu: FakeGpu, tokens: int) -> None:
+    assert found(key(tokens=tokens)).plan == LinearPlan(gpu.split, 1)
+
+
+def test_no_split_is_right(gpu: FakeGpu) -> None:
+    """cuBLAS may sum in any order: here from the end."""
+    gpu.linear = lambda x, w, b=None: split_linear(x.flip(-1), w.flip(-1), b, 2)
+    assert found(key()) == Outcome(None, "no split gives cuBLAS's bits")
+
+
+def test_a_bias_added_after_rounding_is_noticed(gpu: FakeGpu) -> None:
+    gpu.linear = lambda x, w, b=None: split_linear(x, w, None, 3) + (0 if b is None else b)
+    assert found(key(has_bias=False)).plan == LinearPlan(3, 1)
+    assert found(key(has_bias=True)).plan is None
+
+
+def test_a_bias_that_starts_the_sum_is_noticed(gpu: FakeGpu) -> None:
+    def bias_first(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None) -> torch.Tensor:
+        if b is None:
+            return split_linear(x, w, None, 1)
+        ones, column = torch.ones(*x.shape[:-1], 64), torch.zeros(len(w), 64)
+        column[:, 0] = b.float()
+        return split_linear(torch.cat([ones, x.float()], -1), torch.cat([column, w.float()], -1), None, 1)
+
+    gpu.linear = bias_first
+    assert found(key(has_bias=True)).plan is None
+
+
+def test_three_dimensions_that_differ_are_noticed(gpu: FakeGpu) -> None:
+    gpu.linear = lambda x, w, b=None: split_linear(x, w, b, x.dim())
+    assert found(key()).plan is None
+
+
+def test_one_wrong_word_is_enough(gpu: FakeGpu) -> None:
+    calls = []
+
+    def wrong_at_last(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None) -> torch.Tensor:
+        y = split_linear(x, w, b, 3)
+        calls.append(1)
+        if len(calls) >= 5:  # each probe asks twice: of the second cancelling one
+            y.view(torch.int16)[..., -1] ^= 1
+        return y
+
+    gpu.linear = wrong_at_last
+    assert found(key()).plan is None
+
+
+def test_splits_that_stay_alike_are_refused(gpu: FakeGpu) -> None:
+    gpu.fused = lambda x, w, b, split: split_linear(x, w, b, 3)
+    assert found(key()) == Outcome(None, "splits 1, 2, 3, 4, 6, 8 cannot be told apart")
+
+
+def test_more_probes_tell_splits_apart(gpu: FakeGpu) -> None:
+    """Two that are alike for so long."""
+    probes = calibrate.CANCELLING_PROBES + 3
+    calls = {2: 0, 3: 0}
+
+    def slowly_different(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, split: int) -> torch.Tensor:
+        if split == 2:
+            calls[2] += 1
+            split = 3 if calls[2] <= probes else 2
+        return split_linear(x, w, b, split)
+
+    gpu.fused = slowly_different
+    assert found(key()).plan == LinearPlan(3, 1)
+    assert calls[2] == probes + 1
+
+
+def test_splits_that_the_kernel_cannot_do(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate, "variants", lambda header, m, split: [0, 1] if split > 2 else [])
+    assert found(key()).plan == LinearPlan(3, 1)
+    gpu.split = 2
+    assert found(key()).plan is None
+
+
+def test_a_wrong_variant_is_not_timed(gpu: FakeGpu) -> None:
+    original = gpu.fused_linear
+
+    def fused_linear(x: torch.Tensor, packed: object, bias: torch.Tensor | None, plan: LinearPlan) -> torch.Tensor:
+        return original(x, packed, bias, plan) * (1 if plan.variant == 0 else 2)
+
+    gpu.times = [5.0, 9.0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibrate, "fused_linear", fused_linear)
+        assert found(key()) == Outcome(LinearPlan(3, 0), "", 5.0, 9.0)
+
+
+@pytest.mark.parametrize("times", [[9.0, 10.0, 9.0], [20.0, 10.0, 9.5]])
+def test_never_slower_than_decoding_first(gpu: FakeGpu, times: list[float]) -> None:
+    gpu.times = times
+    assert found(key()) == Outcome(None, "decoding first is faster", min(times[:2]), times[2])
+
+
+def test_what_the_kernel_does_not_take(gpu: FakeGpu) -> None:
+    assert found(key(tokens=129)) == Outcome(None, UNSUPPORTED)
+    assert not gpu.fused_calls
+
+
+def test_confirms_right_plans_only(gpu: FakeGpu) -> None:
+    plans = [LinearPlan(split, 0) for split in range(1, 9)]
+    right = [plan for plan in plans if confirm(key(), plan, CPU)]
+    assert right == [LinearPlan(3, 0)]
+    assert confirm(key(), LinearPlan(3, 1), CPU)
+    calls = len(gpu.fused_calls)
+    assert not confirm(key(), LinearPlan(3, 2), CPU)  # no such variant
+    assert not confirm(key(), LinearPlan(1 << 30, 0), CPU)
+    assert not confirm(key(tokens=129), LinearPlan(3, 0), CPU)
+    assert len(gpu.fused_calls) == calls

@@ -1,0 +1,127 @@
+"""The operator samebits::linear: which way each product takes, and that torch may do with it what it likes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import samebits
+from samebits.format.packed import PackedTensor
+from samebits.kernels.linear import LinearPlan
+from samebits.kernels.ops import fields_of
+from samebits.plans import dispatch
+from samebits.plans.planner import Planner
+from tests.plans.conftest import FakeGpu
+from tests.plans.sums import split_linear
+
+N, K = 64, 512
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
+
+
+WEIGHT = (normal(N, K) / 8).clone()
+BIAS = normal(N, seed=1)
+
+
+@pytest.fixture(scope="module")
+def packed() -> PackedTensor:
+    return samebits.encode(WEIGHT)
+
+
+def same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return left.shape == right.shape and torch.equal(left.view(torch.int16), right.view(torch.int16))
+
+
+@pytest.mark.parametrize("bias", [None, BIAS], ids=["plain", "bias"])
+@pytest.mark.parametrize("shape", [(1, K), (5, K), (1, 1, K), (4, 1, K), (2, 3, K)], ids=str)
+def test_fused_under_a_plan(gpu: FakeGpu, packed: PackedTensor, shape: tuple[int, ...], bias: torch.Tensor) -> None:
+    x = normal(*shape)
+    dispatch.linear(x, packed, bias)
+    gpu.fused_calls.clear()
+    assert same(dispatch.linear(x, packed, bias), split_linear(x, WEIGHT, bias, 3))
+    assert gpu.fused_calls == [LinearPlan(3, 1)]
+
+
+INPUTS: dict[str, Callable[[], torch.Tensor]] = {
+    "one dimension": lambda: normal(K),
+    "four dimensions": lambda: normal(1, 1, 2, K),
+    "too many tokens": lambda: normal(129, K),
+    "no tokens": lambda: normal(0, K),
+    "gaps": lambda: normal(3, 2 * K)[:, :K],
+    "last token": lambda: normal(1, 3, K)[:, -1:],
+    "misaligned": lambda: normal(2 * K + 1)[1:].view(2, K),
+}
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_decoded_first_outside_of_plans(gpu: FakeGpu, packed: PackedTensor, name: str) -> None:
+    """F.linear gets the very tensor, of the same shape and strides."""
+    seen: list[torch.Tensor] = []
+
+    def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        seen.append(x)
+        assert same(weight, WEIGHT)
+        assert bias is BIAS
+        return F.linear(x, weight, bias)
+
+    gpu.linear = linear
+    x = INPUTS[name]()
+    assert same(dispatch.linear(x, packed, BIAS), F.linear(x, WEIGHT, BIAS))
+    assert len(seen) == 1
+    assert seen[0] is x
+    assert not gpu.fused_calls
+
+
+def test_decoded_first_without_a_plan(gpu: FakeGpu, packed: PackedTensor) -> None:
+    gpu.times = [9.0, 9.0, 1.0]
+    x = normal(2, K)
+    dispatch.linear(x, packed, None)
+    gpu.fused_calls.clear()
+    assert same(dispatch.linear(x, packed, None), split_linear(x, WEIGHT, None, 3))
+    assert not gpu.fused_calls
+
+
+def test_misaligned_bytes_are_decoded_first(gpu: FakeGpu, packed: PackedTensor) -> None:
+    room = torch.empty(packed.nbytes + 16, dtype=torch.uint8)
+    start = -room.data_ptr() % 16 + 1
+    moved = PackedTensor(packed.header, room[start : start + packed.nbytes].copy_(packed.data))
+    assert dispatch.plan_of(normal(2, K), packed, None) is not None
+    assert dispatch.plan_of(normal(2, K), moved, None) is None
+
+
+def test_captured_calls_never_look_for_plans(gpu: FakeGpu, packed: PackedTensor) -> None:
+    gpu.is_capturing = True
+    x = normal(2, K)
+    assert same(dispatch.linear(x, packed, None), split_linear(x, WEIGHT, None, 3))
+    assert not gpu.fused_calls
+    assert not Planner.of(0).known
+
+
+def test_torchs_own_errors(packed: PackedTensor) -> None:
+    arguments = list(packed.shape), fields_of(packed.header)
+    for x, bias in ((normal(2, K + 64), None), (normal(2, K).float(), None), (normal(2, K), normal(N + 8))):
+        with pytest.raises(RuntimeError):
+            torch.ops.samebits.linear(x, packed.data, bias, *arguments)
+
+
+@pytest.mark.parametrize("bias", [None, BIAS], ids=["plain", "bias"])
+@pytest.mark.parametrize("shape", [(K,), (2, K), (2, 3, K)], ids=str)
+def test_operator_keeps_torchs_rules(packed: PackedTensor, shape: tuple[int, ...], bias: torch.Tensor | None) -> None:
+    x, arguments = normal(*shape), (packed.data, bias, list(packed.shape), fields_of(packed.header))
+    torch.library.opcheck(torch.ops.samebits.linear.default, (x, *arguments))
+    assert same(torch.ops.samebits.linear(x, *arguments), F.linear(x, WEIGHT, bias))
+
+
+def test_operator_inside_torch_compile(packed: PackedTensor) -> None:
+    shape, fields = packed.header.shape, fields_of(packed.header)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.samebits.linear(x, packed.data, BIAS, shape, fields) * 2
+
+    assert same(doubled(normal(2, 3, K)), F.linear(normal(2, 3, K), WEIGHT, BIAS) * 2)

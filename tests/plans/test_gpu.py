@@ -1,0 +1,205 @@
+"""Plans on a GPU: samebits::linear gives F.linear's bytes, whatever the operands and torch's settings are."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import samebits
+from samebits.kernels.linear import is_supported
+from samebits.kernels.ops import fields_of
+from samebits.plans import dispatch, planner
+from samebits.plans.environment import Environment
+from samebits.plans.planner import Planner
+from samebits.plans.probe import Probe
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import identity
+
+pytestmark = pytest.mark.gpu
+COMBINATIONS = int(os.environ.get("SAMEBITS_FUZZ", "60"))
+ROWS, COLUMNS = 4096, 4096
+
+
+def new_process() -> None:
+    """Forget what is in memory."""
+    Planner.of.__func__.cache_clear()
+    planner.mode.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def _own_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("SAMEBITS_CACHE", str(tmp_path))
+    monkeypatch.delenv("SAMEBITS_PLANS", raising=False)
+    new_process()
+    yield
+    monkeypatch.undo()
+    new_process()
+
+
+@pytest.fixture(scope="module")
+def weight() -> torch.Tensor:
+    """Its sums cancel under ``inputs``, so that another order of sums cannot hide."""
+    return Probe.make(ROWS, COLUMNS, torch.device("cuda"), 17).weight
+
+
+def inputs(tokens: int, seed: int = 0) -> torch.Tensor:
+    return Probe.make(8, COLUMNS, torch.device("cuda"), 17).cancelling(tokens, seed)
+
+
+def assert_same(left: torch.Tensor, right: torch.Tensor) -> None:
+    assert left.shape == right.shape
+    assert torch.equal(left.view(torch.int16), right.view(torch.int16))
+
+
+def product(x: torch.Tensor, packed: samebits.PackedTensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return torch.ops.samebits.linear(x, packed.data, bias, list(packed.shape), fields_of(packed.header))
+
+
+def test_random_products() -> None:
+    """More of them with SAMEBITS_FUZZ=1000, or by benchmarks/identity.py."""
+    rows = identity.run(COMBINATIONS, seed=1)
+    assert [row for row in rows if row["different"]] == []
+    assert rows[0]["fused"] + rows[0]["decoded_first"] == COMBINATIONS
+
+
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_some_products_are_fused(weight: torch.Tensor, tokens: int) -> None:
+    """Where the kernel takes the shape, a plan exists on the GPUs it was made for."""
+    packed = samebits.encode(weight)
+    if not is_supported(packed.header, tokens):
+        pytest.skip("no fused kernel for this shape")
+    outcome = samebits.prepare(_layer(weight), batch_sizes=(tokens,)).products[0].outcome
+    assert outcome.plan is not None, outcome.reason
+    assert outcome.fused_us < outcome.decode_us
+
+
+def _layer(weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Module:
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+    layer.weight = nn.Parameter(weight.clone(), requires_grad=False)
+    if bias is not None:
+        layer.bias = nn.Parameter(bias.clone(), requires_grad=False)
+    samebits.compress(layer)
+    return layer
+
+
+SETTINGS: dict[str, Callable[[], object]] = {
+    "cublaslt": lambda: torch.backends.cuda.preferred_blas_library("cublaslt"),
+    "no reduction": lambda: setattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False),
+    "carveout": lambda: torch._C._set_sm_carveout_experimental(40),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_settings_that_change_on_the_way(weight: torch.Tensor, setting: str) -> None:
+    packed, x, bias = samebits.encode(weight), inputs(4), torch.randn(ROWS, device="cuda").bfloat16() * 1e-6
+    library = torch.backends.cuda.preferred_blas_library()
+    assert_same(product(x, packed, bias), F.linear(x, weight, bias))
+    try:
+        SETTINGS[setting]()
+        for case in (None, bias):
+            assert_same(product(x, packed, case), F.linear(x, weight, case))
+            assert_same(product(x, packed, case), F.linear(x, weight, case))
+    finally:
+        torch.backends.cuda.preferred_blas_library(library)
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
+        torch._C._set_sm_carveout_experimental(None)
+    assert_same(product(x, packed, bias), F.linear(x, weight, bias))
+
+
+def test_a_workspace_configured_on_the_way(weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed, x = samebits.encode(weight), inputs(4)
+    assert_same(product(x, packed), F.linear(x, weight))
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    assert dispatch.plan_of(x, packed, None) is None
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert_same(product(x, packed), F.linear(x, weight))
+    torch.cuda.synchronize()
+
+
+def test_a_plan_from_disk(weight: torch.Tensor) -> None:
+    packed, x = samebits.encode(weight), inputs(1)
+    first = dispatch.plan_of(x, packed, None)
+    new_process()
+    assert dispatch.plan_of(x, packed, None) == first
+    assert_same(product(x, packed), F.linear(x, weight))
+
+
+def test_captured_before_and_after_a_plan_is_known(weight: torch.Tensor) -> None:
+    layer, x = _layer(weight), inputs(2)
+    samebits.decode(samebits.encode(weight))  # compiles
+    torch.cuda.synchronize()
+    for _ in range(2):  # at first nothing is known, and capture must not look for it
+        F.linear(x, weight)
+        graph = torch.cuda.CUDAGraph()
+        with torch.no_grad(), torch.cuda.graph(graph):
+            output = layer(x)
+        for seed in range(3):
+            x.copy_(inputs(2, seed))
+            graph.replay()
+            assert_same(output, F.linear(x, weight))
+        samebits.prepare(layer, batch_sizes=(2,))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled(weight: torch.Tensor, backend: str) -> None:
+    """An opaque operator in the graph: the same kernel as without the compiler."""
+    layer, x = _layer(weight), inputs(2)[None]
+    torch.compiler.reset()
+    with torch.no_grad():
+        assert_same(torch.compile(layer, backend=backend, fullgraph=True)(x), F.linear(x, weight))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(1,), (1, 1), (8, 1), (1, 16), (2, 100), (1, 1, 4)], ids=str)
+def test_modules(weight: torch.Tensor, shape: tuple[int, ...], bias: bool) -> None:
+    values = torch.randn(ROWS, device="cuda").bfloat16() * 1e-6 if bias else None
+    layer, x = _layer(weight, values), inputs(torch.Size(shape).numel()).view(*shape, COLUMNS)
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        with mode():
+            assert_same(layer(x), F.linear(x, weight, values))
+
+
+def test_vmap(weight: torch.Tensor) -> None:
+    layer, x = _layer(weight), inputs(6).view(2, 3, COLUMNS)
+    dense = nn.Linear(COLUMNS, ROWS, bias=False, dtype=torch.bfloat16, device="cuda").requires_grad_(False)
+    dense.weight.copy_(weight)
+    assert_same(torch.vmap(layer)(x), torch.vmap(dense)(x))
+
+
+def test_nothing_is_left_behind(weight: torch.Tensor) -> None:
+    """Looking for a plan leaves neither memory nor another random state."""
+    packed, x = samebits.encode(weight), inputs(3)
+    F.linear(x, weight)
+    state = torch.cuda.get_rng_state()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    dispatch.plan_of(x, packed, None)
+    assert torch.cuda.memory_allocated() == before
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+
+
+def test_the_environment_names_what_is_there() -> None:
+    here = Environment.of(0)
+    assert here.device.startswith(torch.cuda.get_device_name(0))
+    assert here.multiprocessors == torch.cuda.get_device_properties(0).multi_processor_count
+    assert here.torch == torch.__version__
+    assert here.cublas[0].isdigit() or here.cublas.startswith("linked")
+    assert here.driver[0].isdigit()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_each_device_has_plans_of_its_own(weight: torch.Tensor) -> None:
+    other = weight.to("cuda:1")
+    packed, x = samebits.encode(other), inputs(2).to("cuda:1")
+    assert_same(product(x, packed), F.linear(x, other))
+    assert torch.cuda.current_device() == 0
+    assert not Planner.of(0).known

@@ -1,0 +1,190 @@
+"""When plans are found, kept and used: memory, disk, switches, graph capture."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from samebits.errors import DeviceError, InputError
+from samebits.kernels.linear import LinearPlan
+from samebits.plans import planner
+from samebits.plans.environment import Environment
+from samebits.plans.key import PlanKey
+from samebits.plans.planner import Planner
+from samebits.plans.store import Outcome, PlanStore
+from tests.plans.conftest import ENVIRONMENT, FakeGpu, new_planner
+
+KEY = PlanKey(64, 1024, 2, False, "state")
+RIGHT = LinearPlan(3, 1)
+
+
+@pytest.fixture
+def calibrations(monkeypatch: pytest.MonkeyPatch) -> list[PlanKey]:
+    """The keys that were calibrated."""
+    seen: list[PlanKey] = []
+    original = planner.calibrate
+
+    def watched(key: PlanKey, device: torch.device) -> Outcome:
+        seen.append(key)
+        return original(key, device)
+
+    monkeypatch.setattr(planner, "calibrate", watched)
+    return seen
+
+
+def new_process(environment: Environment = ENVIRONMENT) -> Planner:
+    planner.mode.cache_clear()
+    return new_planner(environment)(0)
+
+
+def test_found_once_in_a_process(gpu: FakeGpu, calibrations: list[PlanKey]) -> None:
+    here = new_process()
+    assert [here.outcome(KEY).plan for _ in range(3)] == [RIGHT] * 3
+    assert here.outcome(KEY._replace(tokens=3)).plan == RIGHT
+    assert calibrations == [KEY, KEY._replace(tokens=3)]
+
+
+def test_found_once_on_a_machine(gpu: FakeGpu, calibrations: list[PlanKey]) -> None:
+    new_process().outcome(KEY)
+    gpu.fused_calls.clear()
+    assert new_process().outcome(KEY) == Outcome(RIGHT, "", 3.0, 9.0)
+    assert gpu.fused_calls == [RIGHT]  # tried once, not trusted
+    assert calibrations == [KEY]
+
+
+def test_that_there_is_no_plan_is_remembered_too(gpu: FakeGpu, calibrations: list[PlanKey]) -> None:
+    gpu.times = [9.0, 9.0, 1.0]
+    outcomes = [new_process().outcome(KEY) for _ in range(2)]
+    assert outcomes == [Outcome(None, "decoding first is faster", 9.0, 1.0)] * 2
+    assert calibrations == [KEY]
+
+
+@pytest.mark.parametrize("change", ["driver", "torch", "cublas", "kernels", "device"])
+def test_a_new_version_finds_anew(gpu: FakeGpu, calibrations: list[PlanKey], change: str) -> None:
+    new_process().outcome(KEY)
+    gpu.split = 2
+    newer = Environment(**{**vars(ENVIRONMENT), change: "newer"})
+    assert new_process(newer).outcome(KEY).plan == LinearPlan(2, 1)
+    assert len(calibrations) == 2
+
+
+def test_another_state_finds_anew(gpu: FakeGpu, calibrations: list[PlanKey]) -> None:
+    here = new_process()
+    here.outcome(KEY)
+    gpu.split = 2
+    assert here.outcome(KEY._replace(state="other")).plan == LinearPlan(2, 1)
+    assert here.outcome(KEY).plan == RIGHT
+
+
+def test_a_plan_on_disk_that_is_wrong_here_is_replaced(
+    gpu: FakeGpu, calibrations: list[PlanKey], caplog: pytest.LogCaptureFixture
+) -> None:
+    """cuBLAS changed, and nothing that the key or the environment knows of."""
+    new_process().outcome(KEY)
+    gpu.split = 2
+    assert new_process().outcome(KEY).plan == LinearPlan(2, 1)
+    assert "not right here and is replaced" in caplog.text
+    assert PlanStore(ENVIRONMENT).read()[KEY].plan == LinearPlan(2, 1)
+    assert len(calibrations) == 2
+
+
+def test_nothing_is_decided_during_capture(gpu: FakeGpu, calibrations: list[PlanKey]) -> None:
+    here = new_process()
+    gpu.is_capturing = True
+    assert here.outcome(KEY).plan is None
+    assert not calibrations
+    assert not gpu.fused_calls
+    gpu.is_capturing = False
+    assert here.outcome(KEY).plan == RIGHT
+    gpu.is_capturing = True
+    assert here.outcome(KEY).plan == RIGHT
+
+
+def test_switched_off(gpu: FakeGpu, calibrations: list[PlanKey], monkeypatch: pytest.MonkeyPatch) -> None:
+    new_process().outcome(KEY)
+    gpu.fused_calls.clear()
+    monkeypatch.setenv("SAMEBITS_PLANS", "off")
+    assert new_process().outcome(KEY) == Outcome(None, "SAMEBITS_PLANS=off")
+    assert not gpu.fused_calls
+    assert calibrations == [KEY]
+
+
+def test_only_what_is_on_disk(gpu: FakeGpu, calibrations: list[PlanKey], monkeypatch: pytest.MonkeyPatch) -> None:
+    new_process().outcome(KEY)
+    monkeypatch.setenv("SAMEBITS_PLANS", "cached")
+    here = new_process()
+    assert here.outcome(KEY).plan == RIGHT
+    assert here.outcome(KEY._replace(tokens=3)).plan is None
+    gpu.split = 2
+    assert new_process().outcome(KEY).plan is None  # wrong here, and no other is looked for
+    assert calibrations == [KEY]
+    assert PlanStore(ENVIRONMENT).read().keys() == {KEY}
+
+
+def test_an_unknown_switch(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAMEBITS_PLANS", "of")
+    with pytest.raises(InputError, match="SAMEBITS_PLANS='of' is unknown; set it to one of on, cached, off"):
+        new_process().outcome(KEY)
+
+
+FAILURES = {
+    "not enough memory": torch.OutOfMemoryError("CUDA out of memory"),
+    "no such kernel": DeviceError("no such kernel"),
+}
+
+
+@pytest.mark.parametrize("reason", FAILURES)
+@pytest.mark.parametrize("where", ["calibrate", "confirm"])
+def test_failing_to_find_a_plan(
+    gpu: FakeGpu, where: str, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The product itself may still succeed, and another process in finding a plan."""
+
+    def fail(*_: object) -> None:
+        raise FAILURES[reason]
+
+    if where == "confirm":
+        new_process().outcome(KEY)
+    with monkeypatch.context() as patch:
+        patch.setattr(planner, where, fail)
+        assert new_process().outcome(KEY).plan is None
+    assert reason in caplog.text
+    assert new_process().outcome(KEY).plan == RIGHT
+
+
+def test_without_a_disk(gpu: FakeGpu, calibrations: list[PlanKey], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAMEBITS_CACHE", "/dev/null")
+    here = new_process()
+    assert [here.outcome(KEY).plan for _ in range(2)] == [RIGHT] * 2
+    assert calibrations == [KEY]
+
+
+def test_threads_find_it_once(gpu: FakeGpu, calibrations: list[PlanKey]) -> None:
+    here = new_process()
+    with ThreadPoolExecutor(4) as pool:
+        plans = list(pool.map(lambda _: here.outcome(KEY).plan, range(8)))
+    assert plans == [RIGHT] * 8
+    assert calibrations == [KEY]
+
+
+def test_settings_of_the_caller_do_no_harm(gpu: FakeGpu) -> None:
+    with torch.autocast("cpu", torch.float16), torch.inference_mode():
+        assert new_process().outcome(KEY).plan == RIGHT
+
+
+@pytest.mark.parametrize(("seconds", "level"), [(0.1, logging.INFO), (5.0, logging.WARNING)])
+def test_says_what_took_long(
+    gpu: FakeGpu, seconds: float, level: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = iter([100.0, 100.0 + seconds])
+    monkeypatch.setattr(planner.time, "monotonic", lambda: next(now))
+    monkeypatch.setattr(planner, "calibrate", lambda key, device: Outcome(RIGHT, "", 3.0, 9.0))
+    with caplog.at_level(logging.INFO):
+        Planner(torch.device("cpu"), ENVIRONMENT)._found(KEY)
+    (record,) = caplog.records
+    assert record.levelno == level
+    assert "2 x 1024 times 64 x 1024: LinearPlan(split=3, variant=1), found in" in record.getMessage()
+    assert ("samebits.prepare" in record.getMessage()) is (level == logging.WARNING)

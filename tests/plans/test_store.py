@@ -1,0 +1,145 @@
+"""Plans on disk: what cannot be read does no harm, and several processes may write at once."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+from samebits.kernels.linear import LinearPlan
+from samebits.plans import store
+from samebits.plans.environment import Environment
+from samebits.plans.key import PlanKey
+from samebits.plans.store import Outcome, PlanStore
+from tests.plans.conftest import ENVIRONMENT
+
+KEY = PlanKey(4096, 1024, 1, False, "blas=Cublas reduction=(True,True)")
+OUTCOMES = {
+    KEY: Outcome(LinearPlan(3, 1), "", 12.25, 30.5),
+    KEY._replace(tokens=2, has_bias=True): Outcome(None, "decoding first is faster", 31.0, 30.5),
+    KEY._replace(state="other"): Outcome(None, "no split gives cuBLAS's bits"),
+}
+
+
+def filled(folder: Path) -> PlanStore:
+    plans = PlanStore(ENVIRONMENT, folder)
+    for key, outcome in OUTCOMES.items():
+        plans.add(key, outcome)
+    return plans
+
+
+def test_there_and_back(tmp_path: Path) -> None:
+    assert filled(tmp_path).read() == PlanStore(ENVIRONMENT, tmp_path).read() == OUTCOMES
+    assert [path.suffix for path in tmp_path.iterdir() if path.suffix != ".lock"] == [".json"]
+
+
+def test_a_later_outcome_replaces_an_earlier_one(tmp_path: Path) -> None:
+    plans = filled(tmp_path)
+    plans.add(KEY, Outcome(None, "later"))
+    assert plans.read() == {**OUTCOMES, KEY: Outcome(None, "later")}
+
+
+def test_another_environment_has_plans_of_its_own(tmp_path: Path) -> None:
+    filled(tmp_path)
+    newer = Environment(**{**vars(ENVIRONMENT), "cublas": "14.0.0"})
+    assert PlanStore(newer, tmp_path).read() == {}
+
+
+GOOD_ENTRY = {**KEY._asdict(), **Outcome(LinearPlan(3, 1), "", 12.25, 30.5).to_json()}
+BROKEN = {
+    "empty": "",
+    "cut off": json.dumps({"version": 1, "environment": {}, "plans": [GOOD_ENTRY]})[:-40],
+    "no object": "[1, 2]",
+    "a number": "3",
+    "no plans": json.dumps({"version": 1, "environment": {}}),
+    "plans of nothing": json.dumps({"version": 1, "environment": {}, "plans": [None]}),
+    "newer version": json.dumps({"version": 2, "environment": {}, "plans": [GOOD_ENTRY]}),
+    "not UTF-8": b"\xff\xfe{}",
+    **{
+        f"{name} {value!r}": json.dumps({"version": 1, "environment": {}, "plans": [{**GOOD_ENTRY, name: value}]})
+        for name, value in [
+            ("rows", 0), ("rows", "8"), ("columns", 1.5), ("tokens", True), ("has_bias", 1), ("state", None),
+            ("plan", 3), ("plan", {"split": 0, "variant": 0}), ("plan", {"split": 2, "variant": -1}),
+            ("plan", {"split": 2}), ("fused_us", "fast"),
+        ]
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_cannot_be_read_is_ignored_and_replaced(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plans, content = PlanStore(ENVIRONMENT, tmp_path), BROKEN[name]
+    plans.path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with caplog.at_level(logging.WARNING):
+        assert plans.read() == {}
+    assert str(plans.path) in caplog.text
+    plans.add(KEY, OUTCOMES[KEY])
+    assert plans.read() == {KEY: OUTCOMES[KEY]}
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    plans = PlanStore(ENVIRONMENT, tmp_path / "file" / "plans")
+    with caplog.at_level(logging.WARNING):
+        plans.add(KEY, OUTCOMES[KEY])
+    assert "plans are not kept on disk" in caplog.text
+    assert "SAMEBITS_CACHE" in caplog.text
+    assert plans.read() == {}
+
+
+def test_a_lock_that_is_not_given_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans = filled(tmp_path)
+    monkeypatch.setattr(store, "_LOCK_SECONDS", 0.05)
+    with FileLock(plans.path.with_suffix(".lock")), caplog.at_level(logging.WARNING):
+        plans.add(KEY, Outcome(None, "later"))
+        assert plans.read() == OUTCOMES
+    assert "plans are not kept on disk" in caplog.text
+
+
+def write_many(folder: Path, process: int) -> None:
+    plans = PlanStore(ENVIRONMENT, folder)
+    for tokens in range(1, 21):
+        plans.add(KEY._replace(rows=8 * process, tokens=tokens), Outcome(LinearPlan(process, tokens), "", 1.0, 2.0))
+        assert KEY._replace(rows=8 * process, tokens=tokens) in plans.read()
+
+
+def test_several_processes_at_once(tmp_path: Path) -> None:
+    """Nobody's plans are lost, and nobody reads half a file."""
+    context = multiprocessing.get_context("spawn")
+    workers = [context.Process(target=write_many, args=(tmp_path, process)) for process in (1, 2, 3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert [worker.exitcode for worker in workers] == [0, 0, 0]
+    stored = PlanStore(ENVIRONMENT, tmp_path).read()
+    assert {key.rows: stored[key].plan.split for key in stored} == {8: 1, 16: 2, 24: 3}
+    assert len(stored) == 60
+
+
+def test_where_plans_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("SAMEBITS_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert store.folder() == tmp_path / "home" / ".cache" / "samebits" / "plans"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert store.folder() == tmp_path / "xdg" / "samebits" / "plans"
+    monkeypatch.setenv("SAMEBITS_CACHE", str(tmp_path / "own"))
+    assert store.folder() == tmp_path / "own" / "plans"
+
+
+def test_clear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAMEBITS_CACHE", str(tmp_path))
+    assert store.clear() == 0
+    filled(store.folder())
+    (store.folder() / "notes.txt").write_text("mine")
+    assert store.clear() == 1
+    assert [path.name for path in store.folder().iterdir()] == ["notes.txt"]
