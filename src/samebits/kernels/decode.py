@@ -1,4 +1,4 @@
-"""Decoding on a CUDA device: csrc/decode.cu, csrc/compact.cu, and how kernels built on csrc/decoder.cuh are launched."""
+"""Decoding on a CUDA device: csrc/decode.cu and compact.cu, and how kernels built on decoder.cuh are launched."""
 
 from __future__ import annotations
 

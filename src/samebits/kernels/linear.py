@@ -7,7 +7,6 @@ order, with a number of ranges that depends on the shape and on much else (see s
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -87,7 +86,12 @@ def is_supported(header: Header, m: int) -> bool:
 def variants(header: Header, m: int, split: int) -> list[int]:
     """The variants of a supported launch that fit on the current device, as LinearPlan counts them."""
     device = torch.cuda.current_device()
-    return [i for i in range(len(VARIANTS)) if _Launch.of(header, m, LinearPlan(split, i), device) is not None]
+    return [i for i in range(len(VARIANTS)) if _Launch.of(header, m, LinearPlan(split, i), device)]
+
+
+def is_launchable(header: Header, m: int, plan: LinearPlan, device: int) -> bool:
+    """Whether a plan that was made for another tensor of this shape can be used; if need be in another variant."""
+    return is_supported(header, m) and _Launch.nearest(header, m, plan, device) is not None
 
 
 def fused_linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, plan: LinearPlan) -> torch.Tensor:
@@ -105,15 +109,15 @@ def fused_linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | Non
         DeviceError: the plan does not fit on the device, or the kernel cannot be built or launched.
     """
     header, device = packed.header, x.device.index or 0
-    launch = _Launch.of(header, x.shape[0], plan, device)
+    launch = _Launch.nearest(header, x.shape[0], plan, device)
     if launch is None:
-        raise DeviceError(f"{plan} does not fit on this device", mend="ask samebits.kernels.linear.variants")
+        raise DeviceError(f"{plan} does not fit on this device", mend="ask is_launchable first")
     y = torch.empty(x.shape[0], header.geometry.rows, dtype=torch.bfloat16, device=x.device)
     job = JobStructure(x.data_ptr(), bias.data_ptr() if bias is not None else None, y.data_ptr(), *launch.job)
     with torch.cuda.device(device):
         function = nvrtc.kernel(launch.file, launch.name, device)
-        nvrtc.launch(function, launch.grid, 32 * launch.warps, launch.shared_bytes, GeometryStructure.of(header.geometry),
-                     PackedStructure.of(packed), job, early=may_start_early(packed.data))  # fmt: skip
+        nvrtc.launch(function, launch.grid, 32 * launch.warps, launch.shared_bytes,
+                     GeometryStructure.of(header.geometry), PackedStructure.of(packed), job, early=may_start_early(packed.data))  # fmt: skip
     return y
 
 
@@ -127,6 +131,13 @@ class _Launch:
     warps: int
     shared_bytes: int
     job: tuple[int, ...]  # JobStructure's fields behind the pointers
+
+    @classmethod
+    @lru_cache(maxsize=65536)
+    def nearest(cls, header: Header, m: int, plan: LinearPlan, device: int) -> _Launch | None:
+        """The plan's variant, or the first that fits instead."""
+        candidates = (cls.of(header, m, LinearPlan(plan.split, i), device) for i in range(len(VARIANTS)))
+        return cls.of(header, m, plan, device) or next(filter(None, candidates), None)
 
     @classmethod
     @lru_cache(maxsize=65536)

@@ -107,7 +107,11 @@ def driver_version() -> str:
 
 
 def launch(
-    function: Kernel, grid: int, threads: int, shared: int, *arguments: ctypes.Structure | ctypes._SimpleCData[Any],
+    function: Kernel,
+    grid: int,
+    threads: int,
+    shared: int,
+    *arguments: ctypes.Structure | ctypes._SimpleCData[Any],
     early: bool = False,
 ) -> None:
     """Launch on torch's current stream.

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from samebits.format.packed import Header, PackedTensor
 from samebits.kernels.decode import decode_cuda
-from samebits.kernels.linear import LinearPlan, fused_linear, is_supported
+from samebits.kernels.linear import LinearPlan, fused_linear, is_launchable, is_supported
 from samebits.kernels.ops import decode_packed, header_of
 from samebits.plans.key import ALIGNMENT, key_of
 from samebits.plans.planner import Planner
@@ -23,7 +23,8 @@ def plan_of(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) ->
         return None
     if packed.data.data_ptr() % ALIGNMENT or packed.data.get_device() != x.get_device():
         return None
-    return Planner.of(x.get_device()).outcome(key).plan
+    plan = Planner.of(x.get_device()).outcome(key).plan
+    return plan if plan and is_launchable(packed.header, key.tokens, plan, x.get_device()) else None
 
 
 def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> torch.Tensor:
