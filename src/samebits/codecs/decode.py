@@ -74,17 +74,17 @@ def decode_experts_cpu(packed: PackedTensor, routed: torch.Tensor) -> torch.Tens
     Raises:
         IndexError: as decode_rows_cpu.
     """
-    if packed.is_raw:
+    entries = np.unique(_checked(packed.header, routed))
+    if not packed.header.is_chunked:
         return decode_cpu(packed)
     out = _empty(packed.shape)
-    entries = np.unique(_checked(packed.header, routed))
     _decode_entries(packed, out, entries, entries * packed.header.entry_words)
     return out
 
 
 def gathers(header: Header, count: int) -> bool:
     """Whether to decode ``count`` entries of the first dimension one by one: if that takes no more chunks than all."""
-    if header.code is Code.RAW:
+    if not header.is_chunked:
         return False
     return count * header.geometry.chunks_of_runs(header.entry_words) <= header.geometry.chunks
 

@@ -73,6 +73,11 @@ class Header:
         """The header of a packed tensor in the compact code."""
         return cls(Code.COMPACT, Layout.FLAT, shape, 0, 0, 0, 0, code_bytes, False, 0, stream_words, original_digest)
 
+    @property
+    def is_chunked(self) -> bool:
+        """Whether the words lie in row groups and chunks, so that some of them can be decoded alone."""
+        return self.code in (Code.QUAD, Code.SINGLE)
+
     @cached_property
     def geometry(self) -> Geometry:
         """Of the quad and the single code."""

@@ -116,8 +116,10 @@ def fused_linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | Non
     job = JobStructure(x.data_ptr(), bias.data_ptr() if bias is not None else None, y.data_ptr(), *launch.job)
     with torch.cuda.device(device):
         function = nvrtc.kernel(launch.file, launch.name, device)
-        nvrtc.launch(function, launch.grid, 32 * launch.warps, launch.shared_bytes,
-                     GeometryStructure.of(header.geometry), PackedStructure.of(packed), job, early=may_start_early(packed.data))  # fmt: skip
+        nvrtc.launch(
+            function, launch.grid, 32 * launch.warps, launch.shared_bytes, GeometryStructure.of(header.geometry),
+            PackedStructure.of(packed), job, early=may_start_early(packed.data),
+        )  # fmt: skip
     return y
 
 

@@ -1,0 +1,178 @@
+"""The fused linear layer: the bits of its order of summation, for every weight that it takes, in every variant."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import samebits
+from samebits.codecs import plan
+from samebits.format.geometry import Code
+from samebits.format.packed import PackedTensor
+from samebits.kernels import nvrtc
+from samebits.kernels.linear import LinearPlan, fused_linear, is_supported, variants
+from tests.codecs.tensors import without_compact
+
+pytestmark = pytest.mark.gpu
+PLAIN = Path(__file__).with_name("plain_linear.cu")
+TOKENS = (1, 2, 3, 7, 8, 9, 16)
+
+
+def weight_of(kind: str, rows: int, columns: int) -> torch.Tensor:
+    """bfloat16 [rows, columns] of a kind that packs with the quad code."""
+    generator = torch.Generator().manual_seed(rows * columns)
+    weight = torch.randn(rows, columns, generator=generator) * 0.02
+    if kind == "row scales":
+        weight *= torch.exp2(torch.randint(-30, 30, (rows, 1), generator=generator))
+    elif kind == "patches":
+        weight[torch.rand(rows, columns, generator=generator) < 0.004] = 0.0
+        weight[:, 100:132] *= 1e-4
+    elif kind == "raw chunks":
+        weight[8:16] = torch.exp2(torch.randint(-120, 120, (8, columns), generator=generator).float())
+    elif kind == "not finite":
+        weight[3, 5], weight[9, 70], weight[17, 1000] = float("nan"), float("inf"), -float("inf")
+    elif kind == "subnormal":
+        weight[4:6] *= 2.0**-124
+    return weight.bfloat16()
+
+
+@pytest.fixture(autouse=True)
+def _quad_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whatever the weight, it is packed with the code that the kernel takes."""
+    monkeypatch.setattr(plan, "QUAD_PREMIUM", 99.0)
+    monkeypatch.setattr(plan, "QUAD_OVERHEAD", 99.0)
+    with without_compact():
+        yield
+
+
+KINDS = ("normal", "row scales", "patches", "raw chunks", "not finite", "subnormal")
+SHAPES = ((64, 1024), (1064, 2880), (2048, 1088), (136, 6080), (4104, 1024))
+
+
+@cache
+def plain_kernel() -> Any:
+    from cuda.core import Device, Program, ProgramOptions
+
+    Device(0).set_current()
+    target = nvrtc.architecture(torch.cuda.get_device_capability(0))
+    program = Program(PLAIN.read_text(), "c++", ProgramOptions(arch=target, std="c++17"))
+    return program.compile("cubin").get_kernel("plain_linear")
+
+
+def plain_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, split: int) -> torch.Tensor:
+    (tokens, columns), rows = x.shape, weight.shape[0]
+    y = torch.empty(tokens, rows, dtype=torch.bfloat16, device=x.device)
+    pointers = (x.data_ptr(), weight.data_ptr(), bias.data_ptr() if bias is not None else None, y.data_ptr())
+    numbers = (tokens, rows, columns, -(-columns // 64 // split))
+    nvrtc.launch(plain_kernel(), rows // 8, 32, 0, *map(ctypes.c_void_p, pointers), *map(ctypes.c_int32, numbers))
+    return y
+
+
+def first_difference(left: torch.Tensor, right: torch.Tensor) -> tuple[int, ...] | None:
+    different = (left.view(torch.int16) != right.view(torch.int16)).nonzero()
+    return tuple(different[0].tolist()) if len(different) else None
+
+
+def inputs(tokens: int, columns: int, seed: int) -> torch.Tensor:
+    """Values of wide range, so that any other order of summation shows."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    scale = torch.exp2(torch.randint(-8, 8, (1, columns), device="cuda", generator=generator))
+    return (torch.randn(tokens, columns, device="cuda", generator=generator) * scale).bfloat16()
+
+
+def assert_all_alike(weight: torch.Tensor, packed: PackedTensor, tokens: int, splits: tuple[int, ...]) -> int:
+    """Compare every variant with the plain kernel; returns how many launches that were."""
+    rows, columns = weight.shape
+    x, launches = inputs(tokens, columns, tokens), 0
+    bias = torch.randn(rows, device="cuda").bfloat16()
+    for split in splits:
+        for added in (None, bias):
+            expected = plain_linear(x, weight, added, split)
+            for variant in variants(packed.header, tokens, split):
+                y = fused_linear(x, packed, added, LinearPlan(split, variant))
+                assert first_difference(y, expected) is None, f"split {split}, variant {variant}"
+                launches += 1
+    return launches
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_weight(kind: str, shape: tuple[int, int]) -> None:
+    weight = weight_of(kind, *shape)
+    packed = samebits.encode(weight).to("cuda")
+    assert packed.code is Code.QUAD
+    assert is_supported(packed.header, 1)
+    for tokens in (1, 5, 12):
+        assert assert_all_alike(weight.cuda(), packed, tokens, (1, 3)) >= 8
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_every_number_of_tokens_and_split(tokens: int) -> None:
+    weight = weight_of("row scales", 1032, 4096)
+    assert assert_all_alike(weight.cuda(), samebits.encode(weight).to("cuda"), tokens, (1, 2, 3, 4, 5, 7, 8)) >= 28
+
+
+def test_many_row_groups_of_a_block() -> None:
+    """More than a block keeps the sums of."""
+    weight = weight_of("normal", 132 * 8 * 65 + 8, 1024)
+    assert assert_all_alike(weight.cuda(), samebits.encode(weight).to("cuda"), 2, (1, 2)) >= 4
+
+
+def test_streams_and_graphs() -> None:
+    weight = weight_of("normal", 2048, 2048)
+    packed, halves = samebits.encode(weight).to("cuda"), LinearPlan(2)
+    x = inputs(1, 2048, 1)
+    expected = plain_linear(x, weight.cuda(), None, 2)
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    torch.cuda.synchronize()
+    results = []
+    for _ in range(8):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                results.append(fused_linear(x, packed, None, halves))
+    torch.cuda.synchronize()
+    assert all(first_difference(y, expected) is None for y in results)
+    graph, static = torch.cuda.CUDAGraph(), x.clone()
+    with torch.cuda.graph(graph):
+        chained = fused_linear(fused_linear(static, packed, None, halves), packed, None, halves)
+    for seed in range(3):
+        static.copy_(inputs(1, 2048, seed))
+        graph.replay()
+        first = plain_linear(static, weight.cuda(), None, 2)
+        assert first_difference(chained, plain_linear(first, weight.cuda(), None, 2)) is None
+
+
+def test_follows_the_kernel_that_wrote_the_bytes() -> None:
+    """The first launch on new bytes waits for whatever writes them."""
+    weights = [weight_of("normal", 2048, 2048) * 2.0**i for i in range(3)]
+    packed = [samebits.encode(weight).to("cuda") for weight in weights]
+    x = inputs(4, 2048, 2)
+    for _ in range(20):
+        for weight, each in zip(weights, packed, strict=True):
+            copy = PackedTensor(each.header, torch.empty_like(each.data).copy_(each.data))
+            y = fused_linear(x, copy, None, LinearPlan(1))
+            assert first_difference(y, plain_linear(x, weight.cuda(), None, 1)) is None
+
+
+@pytest.mark.parametrize("kind", ["normal", "patches", "raw chunks"])
+def test_hostile_contents_do_not_fault(kind: str) -> None:
+    """Sections that change after they were validated: nothing is read or written out of bounds, and nothing hangs."""
+    weight = weight_of(kind, 1024, 2048)
+    intact = samebits.encode(weight).to("cuda")
+    generator = torch.Generator("cuda").manual_seed(1)
+    for name in ("code", "offsets", "streams"):
+        for fill in (0x00, 0x01, 0x7F, 0xFF, None):
+            packed = PackedTensor(intact.header, intact.data.clone())
+            section = packed.section(name)
+            section.random_(0, 256, generator=generator) if fill is None else section.fill_(fill)
+            for tokens in (1, 16):
+                for variant in variants(packed.header, tokens, 3):
+                    fused_linear(inputs(tokens, 2048, 0), packed, None, LinearPlan(3, variant))
+            torch.cuda.synchronize()
+    assert assert_all_alike(weight.cuda(), intact, 1, (3,)) >= 4
