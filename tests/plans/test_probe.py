@@ -82,7 +82,7 @@ def test_made_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(blocks.weight.unique(dim=0)) == 100
 
 
-@pytest.mark.parametrize("shape", [(64, 512), (1024, 1024), (8, 4096)], ids=str)
+@pytest.mark.parametrize("shape", [(256, 512), (1024, 1024), (64, 4096)], ids=str)
 def test_packs_like_trained_weights(shape: tuple[int, int]) -> None:
     packed = samebits.encode(Probe.make(*shape, CPU).weight)
     assert (packed.code, packed.header.layout) == (Code.QUAD, Layout.MATRIX)
