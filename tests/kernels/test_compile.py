@@ -18,7 +18,7 @@ KERNELS = {
         for variant in ("whole", "clipped")
     ],
     **{
-        f"{stem}.cu": [f"{stem}_{form}" for form in ("8_pairs", "8_halves", "8_global", "16_pairs", "16_global")]
+        f"{stem}.cu": [f"{stem}_{form}" for form in ("8_halves", "8_global", "16_pairs", "16_global")]
         for stem in ("linear", "linear_ahead")
     },
     "encode.cu": ["row_statistics", "histogram", "quad_counts", "measure_quad", "write_single", "digest"],

@@ -25,7 +25,6 @@ MAX_SLOTS = 64  # row groups whose sums a block keeps
 CHUNK_STAGES = 16  # csrc: kChunkStages
 _MIN_WARPS = 4
 _OCTET = 8  # tokens that one mma instruction takes in half of its A operand
-_FEW_TOKENS = 2  # so many are kept in the larger form that mma takes as it is
 _STATIC_SHARED = 1024  # bytes; room for the kernels' own variables
 _ALIGNMENT = 16  # bytes
 
@@ -159,8 +158,8 @@ class _Launch:
         table_words, entry_words = max(4, 1 << header.max_code_length), align(header.symbol_count, 4)
         sums = slots * ranges if variant.ahead or ranges > 1 else 0
         words = table_words + entry_words + 64 * octets * sums + slots * (ranges + 2) + 32
-        kind = ("pairs" if octets == 2 or m <= _FEW_TOKENS else "halves") if variant.shared_x else "global"
-        words += {"pairs": 64 * min(m, _OCTET), "halves": 32 * m, "global": 0}[kind] * geometry.stages
+        kind = ("halves" if octets == 1 else "pairs") if variant.shared_x else "global"
+        words += {"halves": 32 * m, "pairs": 64 * _OCTET, "global": 0}[kind] * geometry.stages
         room = (nvrtc.shared_memory(device) - _STATIC_SHARED) // 4 - words
         warps = min(variant.warps, room // warp_words)
         if warps < _MIN_WARPS or (own > MAX_SLOTS and not variant.ahead and ranges > 1):

@@ -129,16 +129,17 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
 #pragma unroll 1
                     for (u32 i = kLanes; i < opened.patches; ++i) change(patch_words[i]);
                 }
+                const Tokens<kind, octets> here = tokens.from(stage + run);
                 if ((active & whole) == whole) {
 #pragma unroll
                     for (int s = 0; s < kRun; ++s) {
-                        multiply_stage(sums, tokens, stage + run + s, raw[s], upper[s], scale);
+                        multiply_stage(sums, here, s, raw[s], upper[s], scale);
                         load_stage(ahead, s);
                     }
                 } else {
 #pragma unroll
                     for (int s = 0; s < kRun; ++s) {
-                        if (active >> s & 1) multiply_stage(sums, tokens, stage + run + s, raw[s], upper[s], scale);
+                        if (active >> s & 1) multiply_stage(sums, here, s, raw[s], upper[s], scale);
                         load_stage(ahead, s);
                     }
                 }
@@ -157,7 +158,6 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
     extern "C" __global__ void __launch_bounds__(kMaxWarps * 32, 1) name(const Geometry geometry, const Packed packed, const Job job) { \
         linear<kind, octets>(geometry, packed, job);                                                                                 \
     }
-LINEAR_KERNEL(linear_8_pairs, kPairs, 1)
 LINEAR_KERNEL(linear_8_halves, kHalves, 1)
 LINEAR_KERNEL(linear_8_global, kGlobal, 1)
 LINEAR_KERNEL(linear_16_pairs, kPairs, 2)

@@ -42,6 +42,12 @@ struct Tasks {
     }
 };
 
+// Rare, and so out of line.
+__device__ __noinline__ void read_chunk(const u32* words, u32 upper, u32 signs, int count, int lane) {
+    for (int s = 0; s < count; ++s)
+        store_shared(upper + s * 512, read_stage(words, s, lane, load_shared(signs + s / 2 * kSignBytes + 4 * lane) << (4 * (s & 1))));
+}
+
 template <int kind, int octets>
 __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& packed, const Job& job) {
     extern __shared__ __align__(128) u32 shared[];
@@ -133,11 +139,10 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
             const u32 sign = load_shared(signs + s * 64 + 4 * lane);
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                Vec4 quads = decode_stage(streams, base, byte_mask, common, sign << 4 * i);
-                if (chunk.raw) quads = read_stage(chunk.words, min(s + i, count - 1), lane, sign << 4 * i);
-                store_shared(upper + (s + i) * 512, quads);
+                store_shared(upper + (s + i) * 512, decode_stage(streams, base, byte_mask, common, sign << 4 * i));
             }
         }
+        if (chunk.raw) read_chunk(chunk.words, upper, signs, count, lane);
         __syncwarp();
 #pragma unroll 1
         for (u32 i = lane; i < chunk.patches; i += kLanes) {
@@ -180,9 +185,9 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
 #pragma unroll 1
             for (int run = 0; run < count; run += kRun) {
                 ahead = run + kRun < count ? ahead + kRun / 2 * kSlabBytes : following;
-                auto step = [&](int s) {
-                    multiply_stage(sums, tokens, first_stage + run + s, raw[s], load_shared_vec4(upper + (run + s) * 512), scale);
-                };
+                const Tokens<kind, octets> here = tokens.from(first_stage + run);
+                const u32 run_upper = upper + run * 512;
+                auto step = [&](int s) { multiply_stage(sums, here, s, raw[s], load_shared_vec4(run_upper + s * 512), scale); };
                 constexpr u32 whole = (1u << kRun) - 1;
                 if ((active & whole) == whole) {
 #pragma unroll
@@ -226,7 +231,6 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
     extern "C" __global__ void __launch_bounds__(kMaxWarps * 32, 1) name(const Geometry geometry, const Packed packed, const Job job) { \
         linear<kind, octets>(geometry, packed, job);                                                                                 \
     }
-LINEAR_KERNEL(linear_ahead_8_pairs, kPairs, 1)
 LINEAR_KERNEL(linear_ahead_8_halves, kHalves, 1)
 LINEAR_KERNEL(linear_ahead_8_global, kGlobal, 1)
 LINEAR_KERNEL(linear_ahead_16_pairs, kPairs, 2)

@@ -156,7 +156,7 @@ struct StagedChunk {
         const int first = base + unit * int(steps & 15), second = base + unit * int(steps >> 4);
         int total;
         const int before = sum_before(first + second, lane, total);
-        const u32 start = kHeadWords * 32, end = u32(size) * 32;
+        const u32 start = kHeadWords * 32, end = u32(max(size, 1)) * 32;
         const u32 address = u32(__cvta_generic_to_shared(chunk));
         streams[0].start(address, min(start + before, end));
         streams[1].start(address, min(start + before + first, end));

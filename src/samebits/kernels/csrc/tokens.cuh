@@ -2,10 +2,9 @@
 #pragma once
 #include "common.cuh"
 
-// kPairs: for each g and stage 256 bytes of shared memory, [q ^ (g & 1)][t] 16 bytes, {token g low, token g + 8 low, token g high, token
-// g + 8 high}: what mma takes, as it is. kHalves, for eight tokens at most: for each token and stage 128 bytes, [half ^ (token & 1)][t] 16
-// bytes, {step 2 half low, step 2 half + 1 low, step 2 half high, step 2 half + 1 high}: half the bytes, and some moves. Both are free of
-// bank conflicts. kGlobal: where neither fits.
+// kHalves, up to eight tokens: for each token and stage 128 bytes of shared memory, [half ^ (token & 1)][t] 16 bytes, {step 2 half low,
+// step 2 half + 1 low, step 2 half high, step 2 half + 1 high}. kPairs, more tokens: for each g and stage 256 bytes, [q ^ (g & 1)][t] 16
+// bytes, {token g low, token g + 8 low, token g high, token g + 8 high}. Both are free of bank conflicts. kGlobal: where x does not fit.
 constexpr int kPairs = 0, kHalves = 1, kGlobal = 2;
 
 __device__ __forceinline__ void copy_async_4(u32 shared, const void* global) {
@@ -42,6 +41,13 @@ struct Tokens {
         eight = size_t(min(8, tokens - 1 - token)) * columns;
         parity = (kind == kHalves ? token : g) & 1;
         any = g < tokens;
+    }
+    // The same from a later stage on.
+    __device__ __forceinline__ Tokens from(int stage) const {
+        Tokens later = *this;
+        later.place += stage * (kind == kHalves ? 128 : 256);
+        later.source += stage * 64;
+        return later;
     }
     // The A operands of steps 2 half and 2 half + 1.
     __device__ __forceinline__ void load(int stage, int half, u32 x[2][4]) const {
