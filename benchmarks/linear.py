@@ -1,6 +1,6 @@
 """How fast samebits::linear is beside torch's F.linear in BF16, on the weight shapes of current models.
 
-    python benchmarks/linear.py [--name linear] [--shapes 4096x4096,...] [--tokens 1,8,...]    writes results/<name>.json
+    python benchmarks/linear.py [--name linear] [--shapes 4096x4096,...] [--tokens 1,8,...]  writes results/<name>.json
 
 Every product is compared with F.linear's as 16-bit words first. Times are medians of CUDA graph replays over more than
 900 MB of distinct weights, BF16 and packed in the same run; "decoded first" is the product without the fused kernel:
