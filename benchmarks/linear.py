@@ -62,10 +62,12 @@ def main() -> int:
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("no CUDA device")
-    rows = []
+    rows: list[dict[str, Any]] = []
     for shape in arguments.shapes:
-        tokens = arguments.tokens or (FEW_TOKENS + MANY_TOKENS if shape in MANY_SHAPES else FEW_TOKENS)
-        rows += measure(*shape, tokens)
+        few = arguments.tokens or FEW_TOKENS
+        measured = measure(*shape, few + (MANY_TOKENS if shape in MANY_SHAPES and not arguments.tokens else ()))
+        rows.append(few_row(shape, measured[: len(few)]))
+        rows += measured[len(few) :]
     print(write_results(arguments.name, device_name(), rows))
     return 0
 
@@ -75,7 +77,7 @@ def shapes(text: str) -> list[tuple[int, int]]:
 
 
 def measure(rows: int, columns: int, tokens: tuple[int, ...]) -> list[dict[str, Any]]:
-    """The rows of the table "linear" for one weight."""
+    """The products of one weight, as rows of the table "many"."""
     weight = synthetic_matrix(rows, columns, device="cuda")
     packed = encode_checked(weight)
     dense = [weight, *(weight.clone() for _ in range(int(DISTINCT_BYTES / weight.nbytes)))]
@@ -97,9 +99,8 @@ def measure_tokens(dense: list[torch.Tensor], copies: list[samebits.PackedTensor
     ours = timed([partial(linear, x, packed, None) for packed in copies])
     decoded = timed([partial(decode_first, x, packed) for packed in copies]) if plan else ours
     return {
-        "table": "linear",
+        "table": "many",
         "matrix": f"{rows} x {columns}",
-        "used_as": SHAPES.get((rows, columns), ""),
         "tokens": tokens,
         "path": "fused" if plan else "decoded first",
         "split": plan.split if plan else None,
@@ -109,6 +110,15 @@ def measure_tokens(dense: list[torch.Tensor], copies: list[samebits.PackedTensor
         **microseconds("decoded_first_microseconds", decoded),
         "speed": significant(bf16.median / ours.median),
     }
+
+
+def few_row(shape: tuple[int, int], measured: list[dict[str, Any]]) -> dict[str, Any]:
+    """One row of the table "few": a weight with each number of tokens."""
+    row: dict[str, Any] = {"table": "few", "matrix": "{} x {}".format(*shape), "used_as": SHAPES.get(shape, "")}
+    for product in measured:
+        values = {key: value for key, value in product.items() if key not in ("table", "matrix", "tokens")}
+        row |= {f"{key}_at_{product['tokens']}": value for key, value in values.items()}
+    return row
 
 
 def decode_first(x: torch.Tensor, packed: samebits.PackedTensor) -> torch.Tensor:

@@ -59,6 +59,24 @@ COLUMNS: dict[str, dict[str, Cell]] = {
         "of roof": percent("of_roof"),
         "encode, G weights/s": with_spread("encode_gweights_per_s", 1),
     },
+    "linear.few": {
+        "matrix": "matrix",
+        "used as": "used_as",
+        "BF16, µs": decimals("bf16_microseconds_at_1", 1),
+        "samebits, µs": decimals("samebits_microseconds_at_1", 1),
+        "decode, then BF16, µs": decimals("decoded_first_microseconds_at_1", 1),
+        **{
+            f"speed of BF16, {tokens} token{'s' * (tokens > 1)}": decimals(f"speed_at_{tokens}", 2)
+            for tokens in (1, 2, 4, 8, 16)
+        },
+    },
+    "linear.many": {
+        "matrix": "matrix",
+        "tokens": "tokens",
+        "BF16, µs": with_spread("bf16_microseconds", 1),
+        "samebits, µs": with_spread("samebits_microseconds", 1),
+        "speed of BF16": decimals("speed", 2),
+    },
     "cpu.codec": {
         "weights": "name",
         "matrix": "matrix",

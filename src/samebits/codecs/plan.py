@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -124,7 +125,7 @@ class RowStatistics:
         shifts = np.clip(shifts, np.maximum(1 - self.lowest, -MAX_SHIFT), np.minimum(254 - self.highest, MAX_SHIFT))
         return np.where(self.centers == PINNED, 0, shifts).astype(np.int32)
 
-    @property
+    @cached_property
     def center(self) -> int:
         """The median centre of the rows that may be shifted."""
         free = self.centers[self.centers != PINNED]
@@ -259,20 +260,31 @@ def _quad(statistics: RowStatistics, counter: Counter, geometry: Geometry, strid
 
 def _best_target(statistics: RowStatistics) -> tuple[int, float]:
     """The target (sixteenths) at which top7 costs least, and that cost in bits."""
-    targets = [statistics.center + step for step in range(0, 2 * FRACTIONS, 2)]
-    costs = [_top7_cost(statistics.shifted(target)) for target in targets]
+    targets = statistics.center + np.arange(0, 2 * FRACTIONS, 2)
+    costs = _top7_costs(statistics.aligned, statistics.pinned, targets)
     best = int(np.argmin(costs))
-    return targets[best], costs[best]
+    return int(targets[best]), float(costs[best])
 
 
-def _top7_cost(histogram: NDArray[np.int64]) -> float:
-    """Bits of coding top7 in its best window, legal or not (a further even shift makes it legal)."""
-    top7 = histogram.reshape(128, 2).sum(1)
-    sums = np.concatenate([[0], np.cumsum(top7)])
-    start = int(np.argmax(sums[CLASSES:] - sums[:-CLASSES]))
-    inside = top7[start : start + CLASSES]
-    outside = int(top7.sum() - inside.sum())
-    return entropy(inside) * int(inside.sum()) + OUTSIDE_BITS * outside
+@njit(cache=True, nogil=True)
+def _top7_costs(
+    aligned: NDArray[np.int64], pinned: NDArray[np.int64], targets: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """For each target, bits of coding top7 in its best window, legal or not (a further even shift makes it legal)."""
+    costs = np.empty(targets.size)
+    for i in range(targets.size):
+        histogram = _shift_histogram(aligned, pinned, targets[i])
+        top7 = histogram[0::2] + histogram[1::2]
+        covered, start = -1, 0
+        for first in range(top7.size - CLASSES + 1):
+            words = top7[first : first + CLASSES].sum()
+            if words > covered:
+                covered, start = words, first
+        costs[i] = OUTSIDE_BITS * (top7.sum() - covered)
+        for words in top7[start : start + CLASSES]:
+            if words > 0:
+                costs[i] += words * np.log2(covered / words)
+    return costs
 
 
 def _place_window(statistics: RowStatistics, target: int) -> tuple[NDArray[np.int32], int]:
@@ -306,17 +318,30 @@ def _quad_book(counts: NDArray[np.int64], words: int) -> tuple[CanonicalCode, fl
     sample = max(1, int(counts.sum()))
     scale = words / (4 * sample)
     best: tuple[float, CanonicalCode] | None = None
-    for size in BOOK_SIZES:
+    for bound, size in sorted(_book_bounds(inside[order], sample, scale)):
+        if best is not None and bound > best[0]:
+            break
         symbols = order[:size]
-        lengths = code_lengths(np.maximum(inside[symbols], 1), MAX_CODE_LENGTH)
+        lengths = code_lengths(inside[symbols], MAX_CODE_LENGTH)
         coded = int((lengths * inside[symbols]).sum())
         uncoded = sample - int(inside[symbols].sum())
         bits = (coded + (PATCH_BITS + 7) * uncoded) * scale + 16 * symbols.size
-        if best is not None and bits > best[0] * 1.05:
-            continue
         if best is None or bits < best[0]:
             best = bits, CanonicalCode.from_lengths(symbols, lengths)
-        if size >= order.size:
-            break
     assert best is not None
     return best[1], best[0]
+
+
+def _book_bounds(counts: NDArray[np.int64], sample: int, scale: float) -> list[tuple[float, int]]:
+    """For each size of a book the fewest bits that it can come to: no prefix code is shorter than the entropy.
+
+    Args:
+        counts: of the quads that occur, falling.
+    """
+    covered = np.cumsum(counts)
+    entropies = covered * np.log2(np.maximum(covered, 1)) - np.cumsum(counts * np.log2(np.maximum(counts, 1)))
+    sizes = sorted({min(size, max(1, counts.size)) for size in BOOK_SIZES})
+    bits = [
+        (entropies[size - 1] + (PATCH_BITS + 7) * (sample - covered[size - 1])) * scale + 16 * size for size in sizes
+    ]
+    return [(float(bound) * (1 - 1e-9), size) for bound, size in zip(bits, sizes, strict=True)]
