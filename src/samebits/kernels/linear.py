@@ -20,7 +20,6 @@ from samebits.kernels.overlap import may_start_early
 from samebits.kernels.structures import GeometryStructure, JobStructure, PackedStructure
 
 MAX_TOKENS = 16
-MAX_WARPS = 12  # csrc: kMaxWarps
 MAX_SLOTS = 64  # row groups whose sums a block keeps
 CHUNK_STAGES = 16  # csrc: kChunkStages
 _MIN_WARPS = 4
@@ -49,7 +48,7 @@ class Variant:
     Attributes:
         ahead: decode chunks ahead of their chains (csrc/linear_ahead.cu).
         shared_x: keep x in shared memory.
-        warps: of a block, at most.
+        warps: of a block, at most (csrc: kMaxWarps).
     """
 
     ahead: bool
@@ -58,12 +57,12 @@ class Variant:
 
 
 VARIANTS = (
-    Variant(ahead=True, shared_x=True, warps=12),
-    Variant(ahead=True, shared_x=False, warps=12),
+    Variant(ahead=True, shared_x=True, warps=16),
+    Variant(ahead=True, shared_x=False, warps=16),
     Variant(ahead=False, shared_x=True, warps=12),
     Variant(ahead=False, shared_x=False, warps=12),
     Variant(ahead=False, shared_x=True, warps=8),
-    Variant(ahead=True, shared_x=True, warps=8),
+    Variant(ahead=True, shared_x=True, warps=10),
 )
 
 

@@ -5,7 +5,7 @@
 // together, and a task only waits for tasks of lower number. See linear.cuh.
 #include "linear.cuh"
 
-constexpr int kMaxWarps = 12;
+constexpr int kMaxWarps = 16;
 constexpr int kUpperWords = kChunkStages * 128;         // of a decoded chunk: [stage][lane][step], a quad's upper bytes
 constexpr int kSignWords = kChunkStages / 2 * kLanes;   // a chunk's sign words
 
@@ -187,20 +187,20 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
                 ahead = run + kRun < count ? ahead + kRun / 2 * kSlabBytes : following;
                 const Tokens<kind, octets> here = tokens.from(first_stage + run);
                 const u32 run_upper = upper + run * 512;
-                auto step = [&](int s) { multiply_stage(sums, here, s, raw[s], load_shared_vec4(run_upper + s * 512), scale); };
+                auto step = [&](int s, Vec4 bytes) { multiply_stage(sums, here, s, bytes, load_shared_vec4(run_upper + s * 512), scale); };
                 constexpr u32 whole = (1u << kRun) - 1;
                 if ((active & whole) == whole) {
 #pragma unroll
                     for (int s = 0; s < kRun; ++s) {
-                        step(s);
+                        step(s, raw[s]);
                         raw[s] = load_raw(ahead, s, lane);
                     }
-                } else {
+                } else {   // a range begins or ends here; rare, and so kept short
+#pragma unroll 1
+                    for (int s = 0; s < kRun; ++s)
+                        if (active >> s & 1) step(s, load_raw(slab, run + s, lane));
 #pragma unroll
-                    for (int s = 0; s < kRun; ++s) {
-                        if (active >> s & 1) step(s);
-                        raw[s] = load_raw(ahead, s, lane);
-                    }
+                    for (int s = 0; s < kRun; ++s) raw[s] = load_raw(ahead, s, lane);
                 }
                 active >>= kRun;
             }
