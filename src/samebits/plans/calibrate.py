@@ -21,7 +21,7 @@ from samebits.plans.probe import Probe
 from samebits.plans.store import Outcome
 from samebits.plans.timing import microseconds
 
-MAX_SPLIT = 8
+MAX_SPLIT = 16
 CANCELLING_PROBES = 2  # beside a plain one
 MORE_PROBES = 6  # at most, while several splits agree with all so far
 UNSUPPORTED = "the fused kernel does not take it"
