@@ -102,7 +102,9 @@ def test_one_wrong_word_is_enough(gpu: FakeGpu) -> None:
 
 def test_splits_that_stay_alike_are_refused(gpu: FakeGpu) -> None:
     gpu.fused = lambda x, w, b, split: split_linear(x, w, b, 3)
-    assert found(key()) == Outcome(None, f"splits {', '.join(map(str, candidate_splits(COLUMNS)))} cannot be told apart")
+    assert found(key()) == Outcome(
+        None, f"splits {', '.join(map(str, candidate_splits(COLUMNS)))} cannot be told apart"
+    )
 
 
 def test_more_probes_tell_splits_apart(gpu: FakeGpu) -> None:
