@@ -185,39 +185,41 @@ def nearest_quads(ranks: NDArray[np.int64]) -> NDArray[np.int64]:
     Args:
         ranks: int64 [4096], place in the code section or -1.
     """
+    quads = np.empty(QUAD_SYMBOLS, np.int64)  # by rank
+    free = np.empty((16, QUAD_SYMBOLS), np.int64)  # [positions]: the best rank where these words may be any
+    for quad in range(QUAD_SYMBOLS):
+        free[0, quad] = ranks[quad] if ranks[quad] >= 0 else QUAD_SYMBOLS
+        if ranks[quad] >= 0:
+            quads[ranks[quad]] = quad
+    for positions in range(1, 16):
+        freed = 0
+        while not positions >> freed & 1:
+            freed += 1
+        _free_word(free[positions & (positions - 1)], 3 * freed, free[positions])
     nearest = np.empty(QUAD_SYMBOLS, np.int64)
     for quad in range(QUAD_SYMBOLS):
-        nearest[quad] = quad if ranks[quad] >= 0 else _nearest(ranks, quad)
+        best = QUAD_SYMBOLS
+        for changes in range(5):
+            for positions in range(16):
+                size = (positions & 1) + (positions >> 1 & 1) + (positions >> 2 & 1) + (positions >> 3 & 1)
+                if size == changes:
+                    best = min(best, free[positions, quad])
+            if best < QUAD_SYMBOLS:
+                break
+        nearest[quad] = quads[best] if best < QUAD_SYMBOLS else -1
     return nearest
 
 
 @njit(cache=True, nogil=True)
-def _nearest(ranks: NDArray[np.int64], quad: int) -> int:
-    for changes in range(1, 5):
-        best = -1
-        for positions in range(16):
-            size = (positions & 1) + (positions >> 1 & 1) + (positions >> 2 & 1) + (positions >> 3 & 1)
-            if size == changes:
-                best = _best_variant(ranks, quad, positions, best)
-        if best >= 0:
-            return best
-    return -1
-
-
-@njit(cache=True, nogil=True)
-def _best_variant(ranks: NDArray[np.int64], quad: int, positions: int, best: int) -> int:
-    """The best ranked quad that equals ``quad`` outside ``positions`` (a set of words as bits), or ``best``."""
-    mask = 0
-    for i in range(4):
-        mask |= (7 * (positions >> i & 1)) << (3 * i)
-    variant = 0
-    while True:  # all subsets of mask, ascending
-        candidate = (quad & ~mask) | variant
-        if ranks[candidate] >= 0 and (best < 0 or ranks[candidate] < ranks[best]):
-            best = candidate
-        variant = (variant - mask) & mask
-        if variant == 0:
-            return best
+def _free_word(ranks: NDArray[np.int64], shift: int, result: NDArray[np.int64]) -> None:
+    """The best of ``ranks`` over all values of the word at bit ``shift``."""
+    for quad in range(QUAD_SYMBOLS):
+        if quad >> shift & 7 == 0:
+            best = ranks[quad]
+            for value in range(1, 8):
+                best = min(best, ranks[quad | value << shift])
+            for value in range(8):
+                result[quad | value << shift] = best
 
 
 @njit(cache=True, nogil=True, inline="always")

@@ -95,14 +95,6 @@ __device__ __forceinline__ Vec4 load_shared_vec4(u32 address) {
     return v;
 }
 
-// Lanes without a condition get anything, and take no part of the memory's time.
-__device__ __forceinline__ Vec4 load_shared_vec4_if(bool condition, u32 address) {
-    Vec4 v;
-    asm volatile("{ .reg .pred p; setp.ne.u32 p, %5, 0; @p ld.shared.v4.u32 {%0,%1,%2,%3}, [%4]; }"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address), "r"(u32(condition)));
-    return v;
-}
-
 __device__ __forceinline__ void store_shared(u32 address, Vec4 v) {
     asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
