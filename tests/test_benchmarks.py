@@ -42,16 +42,6 @@ def test_dfloat11_leaves_a_unit_with_high_exponents_uncompressed() -> None:
     assert dfloat11.unit_bytes(histogram(HEAD | {240: 1}), 1) == 2 * (sum(HEAD.values()) + 1)
 
 
-def test_dfloat11_codes_are_limited() -> None:
-    fibonacci = {0: 1, 1: 1}
-    for symbol in range(2, 45):
-        fibonacci[symbol] = fibonacci[symbol - 1] + fibonacci[symbol - 2]
-    assert max(map(len, dfloat11.huffman_codes(fibonacci).values())) == 44
-    limited = dfloat11.limited_codes(fibonacci).values()
-    assert max(map(len, limited)) == 32
-    assert sum(2.0 ** -len(code) for code in limited) == 1
-
-
 @pytest.mark.parametrize("path", sorted((BENCHMARKS / "results").glob("*.json")), ids=lambda path: path.stem)
 def test_result_files_have_the_form_of_common(path: Path) -> None:
     content = json.loads(path.read_text())

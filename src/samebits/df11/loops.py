@@ -1,0 +1,103 @@
+"""The compiled loops of the DFloat11 codec, over ranges that threads share. Streams are most significant bit first."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numba import njit
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+WINDOW_BITS = 64  # of the stream to a gap: the first code that starts in a window
+BLOCK_BITS = 8 * 4096  # of the stream to a position
+_FIRST_POINTER = 240
+_LEVELS = 4
+
+
+@njit(cache=True, nogil=True)
+def count_bits(words: NDArray[np.uint16], lengths: NDArray[np.uint8], first: int, last: int) -> int:
+    """Bits of the codes of words [first, last)."""
+    bits = 0
+    for i in range(first, last):
+        bits += lengths[words[i] >> 7 & 0xFF]
+    return bits
+
+
+@njit(cache=True, nogil=True)
+def write_codes(
+    words: NDArray[np.uint16], codes: NDArray[np.uint32], lengths: NDArray[np.uint8], start: int,
+    stream: NDArray[np.uint8], gaps: NDArray[np.uint8], positions: NDArray[np.uint32], first: int, last: int,
+) -> None:  # fmt: skip
+    """Write the codes of words [first, last), and the gaps and positions of what starts there.
+
+    Args:
+        start: bit of the whole stream at which the first one starts.
+        stream: from the byte of that bit on; its other bits stay 0.
+    """
+    bit = start
+    held, count = np.uint64(0), start & 7  # bits not written yet: those of a byte that another range begins are 0
+    byte = 0
+    before = bit - lengths[words[first - 1] >> 7 & 0xFF] if first else -1
+    for i in range(first, last):
+        note_start(bit, before, i, gaps, positions)
+        exponent = words[i] >> 7 & 0xFF
+        length = int(lengths[exponent])
+        held = held << np.uint64(length) | np.uint64(codes[exponent])
+        count += length
+        before = bit
+        bit += length
+        while count >= 8:
+            count -= 8
+            stream[byte] |= np.uint8(held >> np.uint64(count) & np.uint64(0xFF))
+            byte += 1
+    if count:
+        stream[byte] |= np.uint8(held << np.uint64(8 - count) & np.uint64(0xFF))
+
+
+@njit(cache=True, nogil=True)
+def note_start(bit: int, before: int, index: int, gaps: NDArray[np.uint8], positions: NDArray[np.uint32]) -> None:
+    """Code ``index`` starts at ``bit``; the one before it at ``before`` (-1: it is the first)."""
+    window = bit // WINDOW_BITS
+    if before < 0 or before // WINDOW_BITS != window:
+        gaps[window] = bit % WINDOW_BITS
+    if before < 0 or before // BLOCK_BITS != bit // BLOCK_BITS:
+        positions[bit // BLOCK_BITS] = index
+
+
+@njit(cache=True, nogil=True)
+def decode_blocks(
+    stream: NDArray[np.uint8], sign_mantissa: NDArray[np.uint8], luts: NDArray[np.uint8], gaps: NDArray[np.uint8],
+    positions: NDArray[np.int64], output: NDArray[np.uint16], first: int, last: int,
+) -> int:  # fmt: skip
+    """Decode the words whose codes start in blocks [first, last) of the stream.
+
+    Returns:
+        -1, or the first word whose code does not fit the tables, the stream or the positions.
+    """
+    lengths = luts.shape[0] - 1
+    bits = 8 * stream.size
+    for block in range(first, last):
+        bit = block * BLOCK_BITS + gaps[block * (BLOCK_BITS // WINDOW_BITS)]
+        for i in range(positions[block], positions[block + 1]):
+            byte = bit >> 3
+            window = np.uint64(0)
+            for ahead in range(5):
+                window = window << np.uint64(8) | np.uint64(stream[byte + ahead] if byte + ahead < stream.size else 0)
+            window = window << np.uint64(24 + (bit & 7))
+            table, entry = 0, _FIRST_POINTER
+            for level in range(_LEVELS):
+                entry = luts[table, window >> np.uint64(56 - 8 * level) & np.uint64(0xFF)]
+                if entry < _FIRST_POINTER:
+                    break
+                table = 256 - entry
+            if entry >= _FIRST_POINTER or bit // BLOCK_BITS != block:
+                return i
+            length = int(luts[lengths, entry])
+            bit += length
+            if length == 0 or bit > bits:
+                return i
+            rest = np.uint16(sign_mantissa[i])
+            output[i] = (rest & 0x80) << 8 | np.uint16(entry) << 7 | rest & 0x7F
+    return -1
