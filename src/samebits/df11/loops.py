@@ -36,32 +36,36 @@ def write_codes(
         start: bit of the whole stream at which the first one starts.
         stream: from the byte of that bit on; its other bits stay 0.
     """
-    bit = start
+    bit, byte = start, 0
     held, count = np.uint64(0), start & 7  # bits not written yet: those of a byte that another range begins are 0
-    byte = 0
     before = bit - lengths[words[first - 1] >> 7 & 0xFF] if first else -1
     for i in range(first, last):
-        note_start(bit, before, i, gaps, positions)
+        if before < 0 or before >> 6 != bit >> 6:
+            note_start(bit, before, i, gaps, positions)
         exponent = words[i] >> 7 & 0xFF
         length = int(lengths[exponent])
         held = held << np.uint64(length) | np.uint64(codes[exponent])
         count += length
         before = bit
         bit += length
-        while count >= 8:
-            count -= 8
-            stream[byte] |= np.uint8(held >> np.uint64(count) & np.uint64(0xFF))
-            byte += 1
-    if count:
-        stream[byte] |= np.uint8(held << np.uint64(8 - count) & np.uint64(0xFF))
+        if count >= 32:
+            count -= 32
+            whole = held >> np.uint64(count)
+            for part in range(4):  # the first byte may be shared: what another range wrote is in its own array
+                stream[byte + part] = np.uint8(whole >> np.uint64(24 - 8 * part) & np.uint64(0xFF))
+            byte += 4
+    while count > 0:
+        shifted = held >> np.uint64(count - 8) if count >= 8 else held << np.uint64(8 - count)
+        stream[byte] = np.uint8(shifted & np.uint64(0xFF))
+        byte += 1
+        count -= 8
 
 
 @njit(cache=True, nogil=True)
 def note_start(bit: int, before: int, index: int, gaps: NDArray[np.uint8], positions: NDArray[np.uint32]) -> None:
     """Code ``index`` starts at ``bit``; the one before it at ``before`` (-1: it is the first)."""
-    window = bit // WINDOW_BITS
-    if before < 0 or before // WINDOW_BITS != window:
-        gaps[window] = bit % WINDOW_BITS
+    if before < 0 or before // WINDOW_BITS != bit // WINDOW_BITS:
+        gaps[bit // WINDOW_BITS] = bit % WINDOW_BITS
     if before < 0 or before // BLOCK_BITS != bit // BLOCK_BITS:
         positions[bit // BLOCK_BITS] = index
 
@@ -76,28 +80,32 @@ def decode_blocks(
     Returns:
         -1, or the first word whose code does not fit the tables, the stream or the positions.
     """
-    lengths = luts.shape[0] - 1
-    bits = 8 * stream.size
+    lengths = luts[luts.shape[0] - 1]
     for block in range(first, last):
         bit = block * BLOCK_BITS + gaps[block * (BLOCK_BITS // WINDOW_BITS)]
+        end = min((block + 1) * BLOCK_BITS, 8 * stream.size)  # no code of this block starts behind it
+        byte, window, held = bit >> 3, np.uint64(0), -(bit & 7)  # `held` bits of the stream on top of `window`
         for i in range(positions[block], positions[block + 1]):
-            byte = bit >> 3
-            window = np.uint64(0)
-            for ahead in range(5):
-                window = window << np.uint64(8) | np.uint64(stream[byte + ahead] if byte + ahead < stream.size else 0)
-            window = window << np.uint64(24 + (bit & 7))
-            table, entry = 0, _FIRST_POINTER
-            for level in range(_LEVELS):
-                entry = luts[table, window >> np.uint64(56 - 8 * level) & np.uint64(0xFF)]
+            while held <= 56:
+                if byte < stream.size:
+                    ahead = np.uint64(stream[byte])
+                    window |= ahead << np.uint64(56 - held)
+                byte += 1
+                held += 8
+            table, entry = 0, luts[0, window >> np.uint64(56)]
+            for level in range(1, _LEVELS):
                 if entry < _FIRST_POINTER:
                     break
                 table = 256 - entry
-            if entry >= _FIRST_POINTER or bit // BLOCK_BITS != block:
+                entry = luts[table, window >> np.uint64(56 - 8 * level) & np.uint64(0xFF)]
+            length = int(lengths[entry]) if entry < _FIRST_POINTER else 0
+            if length == 0 or bit >= end:
                 return i
-            length = int(luts[lengths, entry])
             bit += length
-            if length == 0 or bit > bits:
-                return i
+            held -= length
+            window <<= np.uint64(length)
             rest = np.uint16(sign_mantissa[i])
             output[i] = (rest & 0x80) << 8 | np.uint16(entry) << 7 | rest & 0x7F
+        if bit > 8 * stream.size:
+            return positions[block + 1] - 1
     return -1
