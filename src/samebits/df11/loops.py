@@ -28,9 +28,10 @@ def count_bits(words: NDArray[np.uint16], lengths: NDArray[np.uint8], first: int
 @njit(cache=True, nogil=True)
 def write_codes(
     words: NDArray[np.uint16], codes: NDArray[np.uint32], lengths: NDArray[np.uint8], start: int,
-    stream: NDArray[np.uint8], gaps: NDArray[np.uint8], positions: NDArray[np.uint32], first: int, last: int,
+    stream: NDArray[np.uint8], sign_mantissa: NDArray[np.uint8], gaps: NDArray[np.uint8],
+    positions: NDArray[np.uint32], first: int, last: int,
 ) -> None:  # fmt: skip
-    """Write the codes of words [first, last), and the gaps and positions of what starts there.
+    """Write the codes of words [first, last), their other bits, and the gaps and positions of what starts there.
 
     Args:
         start: bit of the whole stream at which the first one starts.
@@ -42,6 +43,7 @@ def write_codes(
     for i in range(first, last):
         if before < 0 or before >> 6 != bit >> 6:
             note_start(bit, before, i, gaps, positions)
+        sign_mantissa[i] = words[i] >> 8 & 0x80 | words[i] & 0x7F
         exponent = words[i] >> 7 & 0xFF
         length = int(lengths[exponent])
         held = held << np.uint64(length) | np.uint64(codes[exponent])

@@ -118,7 +118,8 @@ class Unit:
             raise InputError(f"its stream takes {stream_bytes} bytes, the layout has room for {MAX_STREAM_BYTES}")
         blocks = -(-stream_bytes // BLOCK_BYTES)
         gaps, positions = np.zeros(blocks * BLOCK_WINDOWS, np.uint8), np.zeros(blocks + 1, np.uint32)
-        parts = run_ranges(_encode_range, words.size, _TASK_WORDS, words, code, starts, gaps, positions)
+        sign_mantissa = np.empty(words.size, np.uint8)
+        parts = run_ranges(_encode_range, words.size, _TASK_WORDS, words, code, starts, sign_mantissa, gaps, positions)
         stream = np.zeros(stream_bytes, np.uint8)
         for start, part in zip(starts, parts, strict=False):
             stream[start // 8 : start // 8 + part.size] |= part
@@ -131,7 +132,6 @@ class Unit:
         positions[counted] = words.size
         bits_of_gaps = np.unpackbits(gaps[:, None] << np.uint8(8 - GAP_BITS), axis=1)[:, :GAP_BITS]
         split = np.cumsum(sizes)[:-1].astype(np.int64)
-        sign_mantissa = (words >> 8 & 0x80 | words & 0x7F).astype(np.uint8)
         return cls(luts, stream, sign_mantissa, positions[: counted + 1].astype("<u4").view(np.uint8),
                    np.packbits(bits_of_gaps.ravel()), split)  # fmt: skip
 
@@ -142,14 +142,14 @@ def _top_bits(code: int, length: int, count: int) -> int:
 
 
 def _encode_range(
-    words: NDArray[np.uint16], code: UnitCode, starts: NDArray[np.int64], gaps: NDArray[np.uint8],
-    positions: NDArray[np.uint32], first: int, last: int,
+    words: NDArray[np.uint16], code: UnitCode, starts: NDArray[np.int64], sign_mantissa: NDArray[np.uint8],
+    gaps: NDArray[np.uint8], positions: NDArray[np.uint32], first: int, last: int,
 ) -> NDArray[np.uint8]:  # fmt: skip
     """The bytes of a range's codes, from the byte in which the first one starts."""
     task = first // _TASK_WORDS
     start, stop = int(starts[task]), int(starts[task + 1])
     part = np.zeros(-(-stop // 8) - start // 8, np.uint8)
-    loops.write_codes(words, code.codes, code.lengths, start, part, gaps, positions, first, last)
+    loops.write_codes(words, code.codes, code.lengths, start, part, sign_mantissa, gaps, positions, first, last)
     return part
 
 
