@@ -6,9 +6,13 @@ touches anything but the packed bytes. So nobody may be writing these: that is k
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 
-_MARK = "_samebits_settled"  # a packed tensor's bytes carry the version at which a kernel has been launched on them
+# By id, the tensors on which a kernel has been launched, and their version then. Not as an attribute of the tensor: it
+# would be copied and pickled with it, and say of other bytes what holds for these.
+_settled: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
 
 
 def may_start_early(data: torch.Tensor) -> bool:
@@ -18,9 +22,10 @@ def may_start_early(data: torch.Tensor) -> bool:
     """
     if data.is_inference():  # has no version
         return False
-    version = data._version
-    if getattr(data, _MARK, None) == version:
+    key, version = id(data), data._version
+    known = _settled.get(key)
+    if known and known[0]() is data and known[1] == version:
         return True
     if not torch.cuda.is_current_stream_capturing():  # a captured launch has not happened yet
-        setattr(data, _MARK, version)
+        _settled[key] = weakref.ref(data, lambda _: _settled.pop(key, None)), version
     return False

@@ -1,0 +1,62 @@
+"""Only bytes that were there before may be read while the kernel in front still runs."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+
+import pytest
+import torch
+
+from samebits.kernels import overlap
+from samebits.kernels.overlap import may_start_early
+
+
+@pytest.fixture(autouse=True)
+def _no_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU; torch without CUDA cannot be asked."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+
+def test_from_the_second_launch_on() -> None:
+    data = torch.zeros(8, dtype=torch.uint8)
+    assert [may_start_early(data) for _ in range(3)] == [False, True, True]
+
+
+def test_not_after_the_bytes_changed() -> None:
+    data = torch.zeros(8, dtype=torch.uint8)
+    may_start_early(data)
+    data.fill_(1)
+    assert [may_start_early(data) for _ in range(2)] == [False, True]
+
+
+def test_copies_start_anew() -> None:
+    data = torch.nn.Parameter(torch.zeros(8, dtype=torch.uint8), requires_grad=False)
+    before = pickle.dumps(data)
+    may_start_early(data)
+    assert pickle.dumps(data) == before
+    for other in (copy.deepcopy(data), pickle.loads(before), data.clone(), data.detach()):
+        assert not may_start_early(other)
+
+
+def test_a_captured_launch_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = torch.zeros(8, dtype=torch.uint8)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert [may_start_early(data) for _ in range(2)] == [False, False]
+
+
+def test_inference_tensors_have_no_version() -> None:
+    with torch.inference_mode():
+        data = torch.zeros(8, dtype=torch.uint8)
+    assert [may_start_early(data) for _ in range(2)] == [False, False]
+
+
+def test_forgets_tensors_that_are_gone() -> None:
+    data = torch.zeros(8, dtype=torch.uint8)
+    may_start_early(data)
+    key = id(data)
+    assert key in overlap._settled
+    del data
+    gc.collect()
+    assert key not in overlap._settled
