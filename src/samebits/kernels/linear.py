@@ -25,7 +25,6 @@ CHUNK_STAGES = 16  # csrc: kChunkStages
 _MIN_WARPS = 4
 _OCTET = 8  # tokens that one mma instruction takes in half of its A operand
 _STATIC_SHARED = 1024  # bytes; room for the kernels' own variables
-_ALIGNMENT = 16  # bytes
 
 
 @dataclass(frozen=True)

@@ -106,6 +106,11 @@ def driver_version() -> str:
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
+@cache
+def _starts_early(device: int) -> bool:
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def launch(
     function: Kernel,
     grid: int,
@@ -119,13 +124,13 @@ def launch(
     Args:
         arguments: ctypes values, structures by value.
         early: the kernel may start before the one in front of it has ended (programmatic dependent launch); it waits
-            itself before it touches what that kernel may write or read.
+            itself before it touches what that kernel may write or read. Older devices than Hopper cannot.
     """
     from cuda.bindings import driver
 
     stream = torch.cuda.current_stream().cuda_stream
     pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
-    if early:
+    if early and _starts_early(torch.cuda.current_device()):
         attribute = driver.CUlaunchAttribute()
         attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         attribute.value.programmaticStreamSerializationAllowed = 1
