@@ -192,9 +192,14 @@ def make_plan(shape: tuple[int, ...], counter: Counter, chunk_stages: int = CHUN
                 best.bits + _framing(geometry))  # fmt: skip
 
 
+def is_small(words: int) -> bool:
+    """Whether a tensor of ``words`` words tries the compact code whatever its plan is."""
+    return words < COMPACT_WORDS
+
+
 def wants_compact(words: int, plan: Plan | None) -> bool:
     """Whether to try the compact code for a tensor of ``words`` words, for which there is that plan otherwise."""
-    if words < COMPACT_WORDS:
+    if is_small(words):
         return True
     others_are_long = plan is None or plan.bits > 8 + plan.entropy + COMPACT_EXCESS
     return words <= MAX_COMPACT_WORDS and others_are_long

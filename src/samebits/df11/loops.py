@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numba import njit
 
+from samebits.df11.code import FIRST_POINTER, MAX_LEVELS
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 WINDOW_BITS = 64  # of the stream to a gap: the first code that starts in a window
 BLOCK_BITS = 8 * 4096  # of the stream to a position
-_FIRST_POINTER = 240
-_LEVELS = 4
 
 
 @njit(cache=True, nogil=True)
@@ -41,8 +41,7 @@ def write_codes(
     held, count = np.uint64(0), start & 7  # bits not written yet: those of a byte that another range begins are 0
     before = bit - lengths[words[first - 1] >> 7 & 0xFF] if first else -1
     for i in range(first, last):
-        if before < 0 or before >> 6 != bit >> 6:
-            note_start(bit, before, i, gaps, positions)
+        note_start(bit, before, i, gaps, positions)
         sign_mantissa[i] = words[i] >> 8 & 0x80 | words[i] & 0x7F
         exponent = words[i] >> 7 & 0xFF
         length = int(lengths[exponent])
@@ -95,12 +94,12 @@ def decode_blocks(
                 byte += 1
                 held += 8
             table, entry = 0, luts[0, window >> np.uint64(56)]
-            for level in range(1, _LEVELS):
-                if entry < _FIRST_POINTER:
+            for level in range(1, MAX_LEVELS):
+                if entry < FIRST_POINTER:
                     break
                 table = 256 - entry
                 entry = luts[table, window >> np.uint64(56 - 8 * level) & np.uint64(0xFF)]
-            length = int(lengths[entry]) if entry < _FIRST_POINTER else 0
+            length = int(lengths[entry]) if entry < FIRST_POINTER else 0
             if length == 0 or bit >= end:
                 return i
             bit += length

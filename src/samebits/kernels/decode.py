@@ -17,7 +17,7 @@ from samebits.kernels.structures import CompactStructure, DivisionStructure, Geo
 
 MAX_WARPS = 16  # csrc/decoder.cuh: kMaxThreads
 _ALIGNMENT = 16  # bytes; what the kernel's loads need
-_STATIC_SHARED = 1024  # room for the kernel's own variables
+STATIC_SHARED = 1024  # bytes; room for a kernel's own variables
 
 
 def decode_cuda(packed: PackedTensor) -> torch.Tensor:
@@ -84,6 +84,17 @@ def launch(
                      block.division, *arguments, early=may_start_early(packed.data))  # fmt: skip
 
 
+def staging_words(header: Header) -> int:
+    """32-bit words of the buffer in shared memory that a warp decodes a chunk from.
+
+    It holds the longest chunk, up to three words before it (copies are 16 bytes wide), and behind it what a stream can
+    read beyond the chunk's end whatever its contents (FORMAT.md 6.6): its codewords, and three words ahead.
+    """
+    codeword_bits = 2 * 13 if header.code is Code.QUAD else 8 * 12
+    slack = -(-header.chunk_stages * codeword_bits // 32) + 4
+    return align(3 + header.max_chunk_words + slack, 4)
+
+
 @dataclass(frozen=True)
 class _Block:
     """The blocks in which a tensor is decoded."""
@@ -94,18 +105,11 @@ class _Block:
     @classmethod
     @cache
     def of(cls, header: Header, device: int) -> _Block:
-        """As many warps as fit.
-
-        A staging buffer holds the longest chunk, up to three words before it (copies are 16 bytes wide), and behind it
-        what a stream can read beyond the chunk's end whatever its contents (FORMAT.md 6.6): its codewords, and three
-        words ahead.
-        """
-        codeword_bits = 2 * 13 if header.code is Code.QUAD else 8 * 12
-        slack = -(-header.chunk_stages * codeword_bits // 32) + 4
-        buffer_words = align(3 + header.max_chunk_words + slack, 4)
+        """As many warps as fit."""
+        buffer_words = staging_words(header)
         table_words = max(4, 1 << header.max_code_length)
         entry_words = align(header.symbol_count, 4)
-        available = nvrtc.shared_memory(device) - _STATIC_SHARED - 4 * (table_words + entry_words)
+        available = nvrtc.shared_memory(device) - STATIC_SHARED - 4 * (table_words + entry_words)
         warps = min(MAX_WARPS, available // (8 * buffer_words))
         if warps < 1:
             what = "the device has too little shared memory for chunks of this size"

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from samebits.codecs import loops
 from samebits.codecs.encode import encode_cpu, header_of, ranks_of, write_tables
-from samebits.codecs.plan import ALIGNED, FRACTIONS, Plan, RowStatistics, make_plan, wants_compact
+from samebits.codecs.plan import ALIGNED, FRACTIONS, Plan, RowStatistics, is_small, make_plan, wants_compact
 from samebits.errors import DeviceError
 from samebits.format.geometry import Code, Geometry, Layout
 from samebits.format.packed import EXPONENTS, QUAD_SYMBOLS, STORED_DIGEST_END, PackedTensor
@@ -43,7 +43,8 @@ def encode_cuda(tensor: torch.Tensor) -> PackedTensor:
     if max(geometry.rows, geometry.columns, geometry.row_groups * geometry.stages) >= 1 << 31:
         raise DeviceError(f"a tensor of shape {shape} is too large for the CUDA kernels", mend="encode it on the CPU")
     with torch.cuda.device(tensor.device):
-        plan = make_plan(shape, CudaCounter(tensor, layout, geometry)) if tensor.numel() else None
+        needs_plan = tensor.numel() and not is_small(tensor.numel())
+        plan = make_plan(shape, CudaCounter(tensor, layout, geometry)) if needs_plan else None
         if tensor.numel() and wants_compact(tensor.numel(), plan):
             return encode_cpu(tensor.cpu()).to(tensor.device)
         original = digest_cuda(tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8))

@@ -13,9 +13,10 @@ from functools import lru_cache
 import torch
 
 from samebits.errors import DeviceError
-from samebits.format.geometry import ROW_GROUP, SLAB_BYTES, STAGE, Code, Layout
+from samebits.format.geometry import ROW_GROUP, SIGN_BYTES, SLAB_BYTES, STAGE, STAGE_WORDS, Code, Layout
 from samebits.format.packed import Header, PackedTensor, align
 from samebits.kernels import nvrtc
+from samebits.kernels.decode import STATIC_SHARED, staging_words
 from samebits.kernels.overlap import may_start_early
 from samebits.kernels.structures import GeometryStructure, JobStructure, PackedStructure
 
@@ -24,7 +25,6 @@ MAX_SLOTS = 64  # row groups whose sums a block keeps
 CHUNK_STAGES = 16  # csrc: kChunkStages
 _MIN_WARPS = 4
 _OCTET = 8  # tokens that one mma instruction takes in half of its A operand
-_STATIC_SHARED = 1024  # bytes; room for the kernels' own variables
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,8 @@ def variants(header: Header, m: int, split: int) -> list[int]:
 
 
 def is_launchable(header: Header, m: int, plan: LinearPlan, device: int) -> bool:
-    """Whether a plan that was made for another tensor of this shape can be used; if need be in another variant."""
-    return is_supported(header, m) and _Launch.nearest(header, m, plan, device) is not None
+    """Whether a supported launch can use a plan made for another tensor of its shape, if need be in another variant."""
+    return _Launch.nearest(header, m, plan, device) is not None
 
 
 def fused_linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, plan: LinearPlan) -> torch.Tensor:
@@ -150,15 +150,15 @@ class _Launch:
         own = -(-geometry.row_groups // grid)  # row groups of a block
         batches = -(-own // MAX_SLOTS) if variant.ahead else 1
         slots = -(-own // batches)
-        # A staging buffer holds the longest chunk, up to three words before it, and what streams can read behind it.
-        buffer_words = align(3 + header.max_chunk_words + -(-CHUNK_STAGES * 26 // 32) + 4, 4)
-        warp_words = buffer_words + 144 * CHUNK_STAGES if variant.ahead else 2 * buffer_words
+        buffer_words = staging_words(header)
+        decoded = CHUNK_STAGES * (STAGE_WORDS + SIGN_BYTES // 2) // 4  # a byte a weight, and the sign words
+        warp_words = buffer_words + decoded if variant.ahead else 2 * buffer_words
         table_words, entry_words = max(4, 1 << header.max_code_length), align(header.symbol_count, 4)
         sums = slots * ranges if variant.ahead or ranges > 1 else 0
         words = table_words + entry_words + 64 * octets * sums + slots * (ranges + 2) + 32
         kind = ("halves" if octets == 1 else "pairs") if variant.shared_x else "global"
         words += {"halves": 32 * m, "pairs": 64 * _OCTET, "global": 0}[kind] * geometry.stages
-        room = (nvrtc.shared_memory(device) - _STATIC_SHARED) // 4 - words
+        room = (nvrtc.shared_memory(device) - STATIC_SHARED) // 4 - words
         warps = min(variant.warps, room // warp_words)
         if warps < _MIN_WARPS or (own > MAX_SLOTS and not variant.ahead and ranges > 1):
             return None

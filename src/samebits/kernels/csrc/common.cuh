@@ -19,7 +19,7 @@ constexpr u32 kFull = 0xffffffffu;
 struct alignas(16) Vec4 { u32 x, y, z, w; };
 struct alignas(8) Vec2 { u32 x, y; };
 
-// 1.1 to 1.4. Filled by kernels/launch.py, which knows the same fields by name; keep both in this order.
+// 1.1 to 1.4. Filled by kernels/structures.py, which knows the same fields by name; keep both in this order.
 struct Geometry {
     i64 words;          // of the tensor
     int rows, columns, stages, chunk_stages;
