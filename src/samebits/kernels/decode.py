@@ -91,7 +91,7 @@ def staging_words(header: Header) -> int:
     read beyond the chunk's end whatever its contents (FORMAT.md 6.6): its codewords, and three words ahead.
     """
     codeword_bits = 2 * 13 if header.code is Code.QUAD else 8 * 12
-    slack = -(-header.chunk_stages * codeword_bits // 32) + 4
+    slack = -(-(header.chunk_stages + 8) * codeword_bits // 32) + 4
     return align(3 + header.max_chunk_words + slack, 4)
 
 

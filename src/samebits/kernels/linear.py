@@ -45,23 +45,24 @@ class Variant:
     """One way to run the fused kernel.
 
     Attributes:
-        ahead: decode chunks ahead of their chains (csrc/linear_ahead.cu).
+        kernel: "ahead", "owned" or "pairs".
         shared_x: keep x in shared memory.
         warps: of a block, at most (csrc: kMaxWarps).
     """
 
-    ahead: bool
+    kernel: str
     shared_x: bool
     warps: int
 
 
 VARIANTS = (
-    Variant(ahead=True, shared_x=True, warps=16),
-    Variant(ahead=True, shared_x=False, warps=16),
-    Variant(ahead=False, shared_x=True, warps=12),
-    Variant(ahead=False, shared_x=False, warps=12),
-    Variant(ahead=False, shared_x=True, warps=8),
-    Variant(ahead=True, shared_x=True, warps=10),
+    Variant(kernel="ahead", shared_x=True, warps=16),
+    Variant(kernel="ahead", shared_x=False, warps=16),
+    Variant(kernel="deep", shared_x=True, warps=12),
+    Variant(kernel="wide", shared_x=True, warps=20),
+    Variant(kernel="wide", shared_x=True, warps=14),
+    Variant(kernel="deep", shared_x=False, warps=12),
+    Variant(kernel="wide", shared_x=False, warps=20),
 )
 
 
@@ -146,24 +147,47 @@ class _Launch:
         stages_per_range = -(-geometry.stages // plan.split)
         ranges = -(-geometry.stages // stages_per_range)
         octets = -(-m // _OCTET)
+        if variant.kernel != "ahead":
+            return cls._chains(header, m, variant, ranges, stages_per_range, device)
         grid = min(nvrtc.multiprocessors(device), geometry.row_groups)
         own = -(-geometry.row_groups // grid)  # row groups of a block
-        batches = -(-own // MAX_SLOTS) if variant.ahead else 1
+        batches = -(-own // MAX_SLOTS) if variant.kernel == 'ahead' else 1
         slots = -(-own // batches)
         buffer_words = staging_words(header)
         decoded = CHUNK_STAGES * (STAGE_WORDS + SIGN_BYTES // 2) // 4  # a byte a weight, and the sign words
-        warp_words = buffer_words + decoded if variant.ahead else 2 * buffer_words
+        warp_words = buffer_words + decoded if variant.kernel == 'ahead' else 2 * buffer_words
         table_words, entry_words = max(4, 1 << header.max_code_length), align(header.symbol_count, 4)
-        sums = slots * ranges if variant.ahead or ranges > 1 else 0
+        sums = slots * ranges if variant.kernel == 'ahead' or ranges > 1 else 0
         words = table_words + entry_words + 64 * octets * sums + slots * (ranges + 2) + 32
         kind = ("halves" if octets == 1 else "pairs") if variant.shared_x else "global"
         words += {"halves": 32 * m, "pairs": 64 * _OCTET, "global": 0}[kind] * geometry.stages
         room = (nvrtc.shared_memory(device) - STATIC_SHARED) // 4 - words
         warps = min(variant.warps, room // warp_words)
-        if warps < _MIN_WARPS or (own > MAX_SLOTS and not variant.ahead and ranges > 1):
+        if warps < _MIN_WARPS or (own > MAX_SLOTS and not variant.kernel == 'ahead' and ranges > 1):
             return None
         words += warps * warp_words
         job = (m, ranges, stages_per_range, slots, batches, warps // slots, warps % slots,
                table_words, entry_words, buffer_words)  # fmt: skip
-        stem = "linear_ahead" if variant.ahead else "linear"
+        stem = "linear_ahead" if variant.kernel == 'ahead' else "linear"
         return cls(f"{stem}.cu", f"{stem}_{_OCTET * octets}_{kind}", grid, warps, 4 * words, job)
+
+    @classmethod
+    def _chains(cls, header, m, variant, ranges, stages_per_range, device):
+        geometry, octets = header.geometry, -(-m // _OCTET)
+        grid = min(nvrtc.multiprocessors(device), geometry.row_groups)
+        own = -(-geometry.row_groups // grid)
+        buffer_words = staging_words(header)
+        warp_words = 2 * buffer_words + 64 * octets + 1 + 40
+        table_words, entry_words = max(4, 1 << header.max_code_length), align(header.symbol_count, 4)
+        words = table_words + entry_words + own + 32 + (own * ranges * 64 * octets if ranges > 1 else 0)
+        if variant.shared_x:
+            words += 32 * m * geometry.stages
+        room = (nvrtc.shared_memory(device) - STATIC_SHARED) // 4 - words
+        wanted = min(variant.warps if variant.kernel == 'deep' or octets == 1 else 16, own * ranges)
+        warps = min(wanted, room // warp_words)
+        if warps < min(wanted, _MIN_WARPS):
+            return None
+        words += warps * warp_words
+        job = (m, ranges, stages_per_range, own, 1, 0, 0, table_words, entry_words, buffer_words)
+        kind = "shared" if variant.shared_x else "global"
+        return cls("linear_chains.cu", f"linear_{variant.kernel}_{_OCTET * octets}_{kind}", grid, warps, 4 * words, job)

@@ -5,7 +5,6 @@
 #pragma once
 #include "packed.cuh"
 #include "streams.cuh"
-#include "tokens.cuh"
 
 constexpr int kChunkStages = 16;
 constexpr int kRun = 4;              // stages whose raw bytes are in a warp's registers, or on their way there
@@ -28,21 +27,11 @@ __device__ __forceinline__ void multiply(float sums[4], const u32 x[4], u32 low,
         : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(low), "r"(high));
 }
 
-// Two words of the B operand: raw bytes and upper bytes (sign and top7) of a quad, shifted back (4.3).
-__device__ __forceinline__ void multiply_quad(float sums[4], const u32 x[4], u32 raw, u32 upper, u32 scale) {
-    multiply(sums, x, unshift(__byte_perm(raw, upper, 0x5140), scale), unshift(__byte_perm(raw, upper, 0x7362), scale));
-}
-
-// A stage: four quads.
-template <int kind, int octets>
-__device__ __forceinline__ void multiply_stage(float sums[4], const Tokens<kind, octets>& tokens, int stage, Vec4 raw, Vec4 upper, u32 scale) {
-    u32 x[2][4];
-    tokens.load(stage, 0, x);
-    multiply_quad(sums, x[0], raw.x, upper.x, scale);
-    multiply_quad(sums, x[1], raw.y, upper.y, scale);
-    tokens.load(stage, 1, x);
-    multiply_quad(sums, x[0], raw.z, upper.z, scale);
-    multiply_quad(sums, x[1], raw.w, upper.w, scale);
+// (a & mask) | c, which the compiler would make of two instructions.
+__device__ __forceinline__ u32 and_or(u32 a, u32 mask, u32 c) {
+    u32 result;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(a), "r"(mask), "r"(c));
+    return result;
 }
 
 // A stage's upper bytes from the lane's streams; `sign` has the stage's half of the sign word on top (5.2).
@@ -50,7 +39,7 @@ __device__ __forceinline__ Vec4 decode_stage(Stream streams[2], u32 table, u32 b
     Vec4 quads;
     decode_two(streams[0], table, byte_mask, quads.x, quads.y);
     decode_two(streams[1], table, byte_mask, quads.z, quads.w);
-    auto complete = [&](u32 quad, int q) { return (sign << q & kSignMask) | ((quad & kNibbles) | common); };
+    auto complete = [&](u32 quad, int q) { return and_or(quad, kNibbles, and_or(sign << q, kSignMask, common)); };
     return {complete(quads.x, 0), complete(quads.y, 1), complete(quads.z, 2), complete(quads.w, 3)};
 }
 
@@ -121,14 +110,17 @@ __device__ __forceinline__ bool join_ranges(float sums[4], float* parts, u32 don
     return true;
 }
 
-// Brings the planes of a chunk from memory to L2, ahead of the loads to registers.
-__device__ __forceinline__ void prefetch_planes(const u8* planes, int stages, int lane) {
-    const int bytes = stages * (kSlabBytes / 2);
+// Brings bytes from memory to L2, ahead of the loads to registers. By one thread.
+__device__ __forceinline__ void prefetch(const u8* data, int bytes) {
 #if __CUDA_ARCH__ >= 900
-    if (lane == 0) asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(planes), "r"(bytes & ~15));
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(data), "r"(bytes & ~15));
 #else
-    for (int byte = 128 * lane; byte < bytes; byte += 128 * kLanes) asm volatile("prefetch.global.L2 [%0];" ::"l"(planes + byte));
+    for (int byte = 0; byte < bytes; byte += 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(data + byte));
 #endif
+}
+
+__device__ __forceinline__ void prefetch_planes(const u8* planes, int stages, int lane) {
+    if (lane == 0) prefetch(planes, stages * (kSlabBytes / 2));
 }
 
 __device__ __forceinline__ Vec4 load_raw(const u8* slab, int stage, int lane) {
@@ -143,9 +135,13 @@ __device__ __forceinline__ StagedPlace stage_streams(const Packed& packed, u32* 
     start = min(start, packed.stream_words);
     stop = min(stop, packed.stream_words);
     const int begin = start & 3, size = min(stop > start ? int(stop - start) : 0, packed.max_chunk_words), units = (begin + size + 3) >> 2;
-    const u32* source = reinterpret_cast<const u32*>(packed.data + packed.streams) + (start - begin);
-    const u32 target = u32(__cvta_generic_to_shared(buffer));
+    const u8* source = packed.data + packed.streams + 4 * size_t(start - begin) + 16 * lane;
+    const u32 target = u32(__cvta_generic_to_shared(buffer)) + 16 * lane;
+    constexpr int bytes = 16 * kLanes;
+#pragma unroll
+    for (int i = 0; i < 4; ++i)                                // as long as chunks usually are
+        if (lane + kLanes * i < units) copy_async(target + bytes * i, source + bytes * i);
 #pragma unroll 1
-    for (int unit = lane; unit < units; unit += kLanes) copy_async(target + 16 * unit, source + 4 * unit);
+    for (int i = 4; lane + kLanes * i < units; ++i) copy_async(target + bytes * i, source + bytes * i);
     return {begin, size};
 }

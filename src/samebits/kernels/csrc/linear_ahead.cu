@@ -3,7 +3,7 @@
 //   2. takes over the sums that the chunk before left in shared memory, multiplies, and leaves them for the chunk behind,
 // while the streams of its next task are copied to shared memory. Tasks are numbered chunk by chunk through all slots: chains advance
 // together, and a task only waits for tasks of lower number. See linear.cuh.
-#include "linear.cuh"
+#include "tokens.cuh"
 
 constexpr int kMaxWarps = 16;
 constexpr int kUpperWords = kChunkStages * 128;         // of a decoded chunk: [stage][lane][step], a quad's upper bytes

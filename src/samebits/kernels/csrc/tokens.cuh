@@ -1,6 +1,6 @@
 // The tokens' side of the fused linear layer: x as mma's A operand, from shared memory or straight from global memory.
 #pragma once
-#include "common.cuh"
+#include "linear.cuh"
 
 // kHalves, up to eight tokens: for each token and stage 128 bytes of shared memory, [half ^ (token & 1)][t] 16 bytes, {step 2 half low,
 // step 2 half + 1 low, step 2 half high, step 2 half + 1 high}. kPairs, more tokens: for each g and stage 256 bytes, [q ^ (g & 1)][t] 16
@@ -74,3 +74,20 @@ struct Tokens {
         }
     }
 };
+
+// Two words of the B operand: raw bytes and upper bytes (sign and top7) of a quad, shifted back (4.3).
+__device__ __forceinline__ void multiply_quad(float sums[4], const u32 x[4], u32 raw, u32 upper, u32 scale) {
+    multiply(sums, x, unshift(__byte_perm(raw, upper, 0x5140), scale), unshift(__byte_perm(raw, upper, 0x7362), scale));
+}
+
+// A stage: four quads.
+template <int kind, int octets>
+__device__ __forceinline__ void multiply_stage(float sums[4], const Tokens<kind, octets>& tokens, int stage, Vec4 raw, Vec4 upper, u32 scale) {
+    u32 x[2][4];
+    tokens.load(stage, 0, x);
+    multiply_quad(sums, x[0], raw.x, upper.x, scale);
+    multiply_quad(sums, x[1], raw.y, upper.y, scale);
+    tokens.load(stage, 1, x);
+    multiply_quad(sums, x[0], raw.z, upper.z, scale);
+    multiply_quad(sums, x[1], raw.w, upper.w, scale);
+}

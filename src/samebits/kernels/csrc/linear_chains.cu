@@ -1,0 +1,383 @@
+// The fused linear layer where chains are many: a warp walks a row group as rows of mma's A operand, and decodes the stage behind while it
+// multiplies the one at hand. It does with few registers, so that many warps are at work, or the next kernel starts beside this one. See
+// linear.cuh, and linear_ahead.cu for few chains.
+//
+// A block's chains (row group, range) stand behind each other, and each of its warps has an equal *segment* of them, in
+// stages. Where a segment ends inside a chain, the warp behind goes on with its sums. So a warp starts with its last chain and ends with its
+// first: what it takes over has long been left for it.
+#include "columns.cuh"
+#include "linear.cuh"
+
+
+// Chunk `chunk` of the block's row group `slot`, of which stages [first, last) belong to the part of a chain at hand.
+struct Place { int slot, first, last, chunk; };
+
+// A warp's chunks in their order: its last part of a chain, whole chains, its first part.
+struct Walk {
+    int stages, per_range;
+    int begin, first_end, last_begin;   // of the segment: the first part is [begin, first_end), the last starts at last_begin
+    int position, limit;
+    Place place;
+
+    Walk() = default;
+    __device__ __forceinline__ Walk(int stages, int per_range, int begin, int end) : stages(stages), per_range(per_range), begin(begin) {
+        last_begin = max(begin, chain_of(end - 1));
+        first_end = min(chain_of(begin) + range_stages(begin), last_begin);
+        position = last_begin;
+        limit = end;
+        open();
+    }
+    __device__ __forceinline__ int chain_of(int position) const {           // where it begins
+        const int stage = position % stages;
+        return position - stage % per_range;
+    }
+    __device__ __forceinline__ int range_stages(int position) const {
+        const int first = position % stages / per_range * per_range;
+        return min(per_range, stages - first);
+    }
+    __device__ __forceinline__ void open() {
+        place.slot = position / stages;
+        place.first = position - place.slot * stages;
+        const int stop = min(chain_of(position) + range_stages(position), limit);
+        place.last = stop - place.slot * stages;
+        place.chunk = place.first / kChunkStages;
+        position = stop;
+    }
+    __device__ __forceinline__ bool next() {
+        if ((place.chunk + 1) * kChunkStages < place.last) {
+            ++place.chunk;
+            return true;
+        }
+        if (position >= limit) {
+            if (limit > last_begin && first_end < last_begin) position = first_end, limit = last_begin;
+            else if (limit > first_end && begin < first_end) position = begin, limit = first_end;
+            else return false;
+        }
+        open();
+        return true;
+    }
+};
+
+// What a warp keeps in shared memory of the chunks on their way.
+struct alignas(16) Ahead {
+    u32 shifts[2][2];              // [buffer]: of its eight rows
+    Walk walk;                     // at the chunk behind the staged one, whose offsets are on their way
+    Place staged;
+    Place opened, part;            // the chunk at the streams, and the first of the part of a chain at hand
+    u32 opened_at;                 // shared address of the opened chunk's first word
+    int opened_stages;
+    u32 offsets[2];                // start and stop
+    int begins[2], sizes[2];       // [buffer]: where the staged chunk is in its buffer, in words
+    int walk_valid, staged_valid;
+};
+
+__device__ __forceinline__ void change_if(u32& value, u32 place, u32 here, u32 change) {
+    asm("{ .reg .pred hit;\n"
+        "  setp.eq.u32 hit, %1, %2;\n"
+        "  @hit xor.b32 %0, %0, %3; }" : "+r"(value) : "r"(place), "r"(here), "r"(change));
+}
+
+// A chunk at the streams.
+struct Opened {
+    Stream streams[2];
+    u32 patch, next_patch;         // the next patch, and where it is; of a raw chunk (6.5) 0 and 0, so that each stage sees to it
+
+    // 6.2, 6.3. As StagedChunk::open: whatever the contents, nothing behind the chunk's end starts a stream or a patch.
+    __device__ __forceinline__ void open(u32 at, int size, int stages, int lane) {
+        const u32 head = load_shared(at), steps = load_shared(at + 4 + (lane & ~3)) >> (8 * (lane & 3));
+        if (lane == 0) store_shared_u32(at + 4 * size, kNoPatch);   // ends the patches
+        const u32 base = head & 8191, unit = head >> 13 & 63, first = base + unit * (steps & 15);
+        int total;
+        const u32 start = kHeadWords * 32, end = u32(max(size, 1)) * 32;
+        const u32 own = start + sum_before(int(first + base + unit * (steps >> 4 & 15)), lane, total);
+        streams[0].start(at, min(own, end));
+        streams[1].start(at, min(own + first, end));
+        __syncwarp();
+        const bool raw = head == 0 && size >= 1 + 128 * stages;
+        next_patch = raw ? 0 : at + 4 * u32(size - min(int(head >> 19), max(size - kHeadWords, 0)));
+        patch = raw ? 0 : load_shared(next_patch);
+    }
+    // What decoding leaves to do for a stage's upper bytes, rarely.
+    __device__ __forceinline__ void mend(Vec4& upper, int stage, const Ahead& ahead, int lane) {
+        if (patch >> 16 > u32(stage)) return;
+        if (next_patch == 0) {
+            const u32 tops = ahead.opened_at + 4 + 512 * min(stage, ahead.opened_stages - 1) + 16 * lane;
+            upper = {load_shared(tops) & ~kSignMask, load_shared(tops + 4) & ~kSignMask, load_shared(tops + 8) & ~kSignMask,
+                     load_shared(tops + 12) & ~kSignMask};
+            return;
+        }
+        do {
+            const u32 change = lane == (patch >> 9 & 31) ? (patch & 127) << (8 * (patch >> 7 & 3)) : 0, step = patch >> 14 & 3;
+            next_patch += 4;
+            patch = load_shared(next_patch);
+            change_if(upper.x, step, 0, change);
+            change_if(upper.y, step, 1, change);
+            change_if(upper.z, step, 2, change);
+            change_if(upper.w, step, 3, change);
+        } while (patch >> 16 <= u32(stage));
+    }
+};
+
+template <int octets>
+struct Sums { float of[octets][4]; };
+
+// Where the ranges' sums of a row group meet: the warp that brings the last gets their total.
+template <int octets>
+__device__ __forceinline__ bool join(Sums<octets>& sums, float* parts, u32 done, int range, int ranges, int lane) {
+    constexpr int count = 2 * octets;
+#pragma unroll
+    for (int i = 0; i < count; ++i) parts[(range * count + i) * kLanes + lane] = sums.of[i >> 1][i & 1];
+    __syncwarp();
+    u32 before = 0;
+    if (lane == 0) before = add_to_flag(done, 1);
+    if (int(__shfl_sync(kFull, before, 0)) + 1 < ranges) return false;
+#pragma unroll
+    for (int i = 0; i < count; ++i) sums.of[i >> 1][i & 1] = parts[i * kLanes + lane];
+#pragma unroll 1
+    for (int part = 1; part < ranges; ++part)
+#pragma unroll
+        for (int i = 0; i < count; ++i) sums.of[i >> 1][i & 1] += parts[(part * count + i) * kLanes + lane];
+    return true;
+}
+
+// A row group's sums to y: lane (g, t) holds tokens 2 t and 2 t + 1 (and 8 more) of row g.
+template <int octets>
+__device__ __forceinline__ void finish(const Geometry& geometry, const Job& job, int group, int lane, const Sums<octets>& sums) {
+    const int row = 8 * group + (lane >> 2);
+    const float bias = job.bias ? __uint_as_float(u32(job.bias[row]) << 16) : 0.0f;
+#pragma unroll
+    for (int i = 0; i < 2 * octets; ++i) {
+        const int token = 8 * (i >> 1) + 2 * (lane & 3) + (i & 1);
+        float sum = sums.of[i >> 1][i & 1];
+        if (job.bias) sum += bias;
+        if (token < job.tokens) job.y[size_t(token) * geometry.rows + row] = u16(to_bf16x2(sum, 0.0f));
+    }
+}
+
+template <Kind kind, int octets, int depth>
+__device__ __forceinline__ void linear(const Geometry& geometry, const Packed& packed, const Job& job) {
+    extern __shared__ __align__(128) u32 memory[];
+    constexpr int kSums = 2 * octets;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, block_warps = blockDim.x >> 5;
+    const int own = (geometry.row_groups - int(blockIdx.x) + int(gridDim.x) - 1) / int(gridDim.x), warps = min(block_warps, own * job.ranges);
+
+    // Shared memory: table, its entries, for each warp two staging buffers, its state, sums, flags, x.
+    const u32 base = u32(__cvta_generic_to_shared(memory));
+    u32* buffers = memory + job.table_words + job.entry_words + warp * 2 * job.buffer_words;
+    u32* behind = memory + job.table_words + job.entry_words + block_warps * 2 * job.buffer_words;
+    Ahead& ahead = reinterpret_cast<Ahead*>(behind)[warp];
+    float* handed = reinterpret_cast<float*>(behind + block_warps * sizeof(Ahead) / 4);
+    float* parts = handed + block_warps * kSums * kLanes;
+    u32* flags = reinterpret_cast<u32*>(parts + (job.ranges > 1 ? job.slots * job.ranges * kSums * kLanes : 0));
+    const u32 ready = u32(__cvta_generic_to_shared(flags));        // [warps]: sums handed to this warp
+    const u32 done = ready + 4 * block_warps;                      // [slots]: ranges finished
+    const u32 x_shared = base + ((done + 4 * job.slots - base + 127) & ~127u);
+
+    auto group_of = [&](int slot) { return slot * int(gridDim.x) + int(blockIdx.x); };
+    auto slab_of = [&](const Place& place) {
+        return packed.data + packed.planes + slab_offset(geometry.stages, group_of(place.slot), place.chunk * kChunkStages);
+    };
+    auto stages_of = [&](const Place& place) { return min(kChunkStages, geometry.stages - place.chunk * kChunkStages); };
+    auto fetch_offsets = [&](const Place& place) {
+        if (lane < 2) {
+            const size_t chunk = size_t(group_of(place.slot)) * geometry.chunks_per_row_group + place.chunk;
+            copy_async_4(u32(__cvta_generic_to_shared(ahead.offsets + lane)), packed.data + packed.offsets + 4 * (chunk + lane));
+        }
+    };
+    auto stage_chunk = [&](const Place& place, int buffer) {
+        const StagedPlace at = stage_streams(packed, buffers + buffer * job.buffer_words, ahead.offsets[0], ahead.offsets[1], lane);
+        if (lane == 0) {
+            ahead.begins[buffer] = at.begin;
+            ahead.sizes[buffer] = at.size;
+            if (packed.has_row_shifts)
+                copy_async_8(u32(__cvta_generic_to_shared(ahead.shifts[buffer])), packed.data + packed.row_shifts + 8 * group_of(place.slot));
+        }
+    };
+    auto cut = [&](int warp) {
+        const int position = int(i64(own) * geometry.stages * warp / warps), slot = position / geometry.stages, stage = position - slot * geometry.stages;
+        return slot * geometry.stages + max(stage & -kChunkStages, stage / job.stages_per_range * job.stages_per_range);
+    };
+
+    // What decoding needs first comes first from memory.
+    let_kernel_behind_start();
+    const int begin = warp < warps ? cut(warp) : 0, end = warp < warps ? cut(warp + 1) : 0;
+    const bool busy = begin < end;
+    Place place{};
+    if (busy) {
+        Walk walk(geometry.stages, job.stages_per_range, begin, end);
+        place = walk.place;
+        fetch_offsets(place);
+        if (lane == 0) {
+            ahead.staged = place;
+            ahead.walk_valid = walk.next();
+            ahead.walk = walk;
+            ahead.staged_valid = 1;
+        }
+    }
+    copy_commit();
+    const CodeSection section(packed.data + packed.code, packed.symbols);
+    for (int i = threadIdx.x; i < job.slots + block_warps; i += blockDim.x) flags[i] = 0;
+
+    // The planes of `depth` stages on their way, each in place of what it follows.
+    Vec4 raw[depth];
+    u32 signs[depth / 2];
+    const u8* slab = packed.data + packed.planes;   // of the stages at hand
+    auto load_stage = [&](const u8* slab, int stage) {
+        raw[stage] = load_once(slab + (stage >> 1) * kSlabBytes + kSignBytes + (stage & 1) * kStageBytes + 16 * lane);
+        if (stage & 1) signs[stage >> 1] = load_once_u32(slab + (stage >> 1) * kSlabBytes + 4 * lane);
+    };
+    if (busy) {
+        slab = slab_of(place);
+#pragma unroll
+        for (int stage = 0; stage < depth; ++stage) load_stage(slab, stage);
+        copy_wait<0>();
+        __syncwarp();
+        stage_chunk(place, 0);
+        __syncwarp();
+        if (ahead.walk_valid) fetch_offsets(ahead.walk.place);
+    }
+    copy_commit();
+    build_table<true>(memory, memory + job.table_words, section, packed.width, packed.symbols, packed.window);
+    await_kernel_before();
+    stage_columns<kind>(job.x, x_shared, job.tokens, geometry.columns);
+    copy_commit();
+    copy_wait<0>();
+    __syncthreads();
+    if (!busy) return;
+
+    const u32 byte_mask = ((1u << packed.width) - 1) << 2, common = u32(packed.window >> 4) * 0x10101010u;
+    Opened chunk;
+    int buffer = 0;                     // of the chunk at hand
+
+    // The staged chunk goes to the streams; the chunk behind it is staged, and the offsets of the one behind that are fetched.
+    auto open_staged = [&](int from) {
+        copy_wait<0>();
+        __syncwarp();
+        const u32 at = u32(__cvta_generic_to_shared(buffers + from * job.buffer_words + ahead.begins[from]));
+        const int size = ahead.sizes[from];
+        const int stages = stages_of(ahead.staged);
+        const bool valid = ahead.walk_valid;
+        if (valid) stage_chunk(ahead.walk.place, from ^ 1);
+        chunk.open(at, size, stages, lane);
+        if (lane == 0) {
+            ahead.opened = ahead.staged;
+            ahead.opened_at = at;
+            ahead.opened_stages = stages;
+            ahead.staged_valid = valid;
+            if (valid) {
+                ahead.staged = ahead.walk.place;
+                ahead.walk_valid = ahead.walk.next();
+            }
+        }
+        __syncwarp();
+        if (valid && ahead.walk_valid) fetch_offsets(ahead.walk.place);
+        copy_commit();
+    };
+    Sums<octets> sums = {};
+    u32 scale = kNoShift, active = 0;
+    Vec4 upper[2];                      // all but the signs, of the stage at hand and the one behind
+    auto decode = [&](Vec4& upper) {
+        decode_two(chunk.streams[0], base, byte_mask, upper.x, upper.y);
+        decode_two(chunk.streams[1], base, byte_mask, upper.z, upper.w);
+        upper = {and_or(upper.x, kNibbles, common), and_or(upper.y, kNibbles, common), and_or(upper.z, kNibbles, common), and_or(upper.w, kNibbles, common)};
+    };
+    auto multiply_stage = [&](const Columns<kind, octets>& columns, int stage) {
+        const Vec4 &bytes = raw[stage], &tops = upper[stage & 1];
+        const u32 sign = signs[stage >> 1] << 4 * (stage & 1);
+        auto step = [&](int q, u32 raw, u32 top, const Vec4 (&x)[octets]) {
+            const u32 complete = and_or(sign << q, kSignMask, top);
+            u32 weights[4];                     // the lower rows of A hold anything, and nobody reads their sums
+            weights[0] = unshift(__byte_perm(raw, complete, 0x5140), scale);
+            weights[2] = unshift(__byte_perm(raw, complete, 0x7362), scale);
+#pragma unroll
+            for (int octet = 0; octet < octets; ++octet)
+                multiply(sums.of[octet], weights, q & 1 ? x[octet].z : x[octet].x, q & 1 ? x[octet].w : x[octet].y);
+        };
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            Vec4 x[octets];
+#pragma unroll
+            for (int octet = 0; octet < octets; ++octet) x[octet] = columns.load(stage, half, octet);
+            step(2 * half, half ? bytes.z : bytes.x, half ? tops.z : tops.x, x);
+            step(2 * half + 1, half ? bytes.w : bytes.y, half ? tops.w : tops.y, x);
+        }
+    };
+
+    // The first chunk's first stage; from here on decoding is a stage ahead.
+    open_staged(0);
+    decode(upper[0]);
+    chunk.mend(upper[0], 0, ahead, lane);
+
+    for (;;) {
+        // Part of a chain, from here to its last chunk.
+        const Place first = ahead.opened;
+        if (lane == 0) ahead.part = first;
+        __syncwarp();
+        const bool opens = first.first % job.stages_per_range == 0;
+        scale = scale_of(packed.has_row_shifts ? reinterpret_cast<const i8*>(ahead.shifts[buffer])[lane >> 2] : packed.shift);
+        if (!opens) wait_until(ready + 4 * warp, 1);
+#pragma unroll
+        for (int i = 0; i < kSums; ++i) sums.of[i >> 1][i & 1] = opens ? 0.0f : handed[(warp * kSums + i) * kLanes + lane];
+        bool more = true;                // chunks of this warp
+        int low = first.first - first.chunk * kChunkStages, chunk_first = first.chunk * kChunkStages;
+        Columns<kind, octets> columns(job.x, x_shared, job.tokens, geometry.columns, lane, chunk_first);
+        do {
+            active = ((1u << min(ahead.part.last - chunk_first, kChunkStages)) - 1) & ~((1u << low) - 1);
+            low = 0;
+            const int count = min(kChunkStages, geometry.stages - chunk_first);
+            more = ahead.staged_valid;
+            const u8* next_slab = more ? slab_of(ahead.staged) : slab;
+#pragma unroll 1
+            for (int run = 0; run < count; run += depth) {
+                const bool last = run + depth >= count;
+                const u8* following = last ? next_slab : slab + depth / 2 * kSlabBytes;
+                auto turn = [&](bool whole) {
+#pragma unroll
+                    for (int stage = 0; stage < depth; ++stage) {
+                        const bool wraps = stage == depth - 1;
+                        if (wraps && last && more) open_staged(buffer ^ 1);
+                        decode(upper[(stage + 1) & 1]);
+                        if (whole || (active >> stage & 1)) multiply_stage(columns, stage);
+                        load_stage(following, stage);
+                        chunk.mend(upper[(stage + 1) & 1], wraps && last ? 0 : run + stage + 1, ahead, lane);
+                    }
+                };
+                if ((active & ((1u << depth) - 1)) == (1u << depth) - 1) turn(true);
+                else turn(false);
+                slab = following;
+                active >>= depth;
+                columns.advance(depth);
+            }
+            buffer ^= 1;
+            chunk_first += kChunkStages;
+        } while (chunk_first < ahead.part.last);
+        const Place part = ahead.part;
+        const int slot = part.slot, range = part.first / job.stages_per_range;
+        if (part.last < min((range + 1) * job.stages_per_range, geometry.stages)) {
+            int behind = warp + 1;       // the next warp that has a segment
+            while (cut(behind + 1) == cut(behind)) ++behind;
+#pragma unroll
+            for (int i = 0; i < kSums; ++i) handed[(behind * kSums + i) * kLanes + lane] = sums.of[i >> 1][i & 1];
+            __syncwarp();
+            if (lane == 0) set_flag(ready + 4 * behind, 1);
+        } else if (job.ranges == 1 || join(sums, parts + size_t(slot) * job.ranges * kSums * kLanes, done + 4 * slot, range, job.ranges, lane)) {
+            finish(geometry, job, group_of(slot), lane, sums);
+        }
+        if (!more) return;
+    }
+}
+
+// Many stages on their way for few warps, few for many.
+#define LINEAR_KERNEL(tokens, kind, depth, warps)                                                                                \
+    extern "C" __global__ void __launch_bounds__(warps * 32, 1)                                                                  \
+        linear_chains_##tokens##_##kind##_##depth(const Geometry geometry, const Packed packed, const Job job) {                 \
+        linear<kind, tokens / 8, depth>(geometry, packed, job);                                                                  \
+    }
+LINEAR_KERNEL(8, shared, 8, 12)
+LINEAR_KERNEL(8, global, 8, 12)
+LINEAR_KERNEL(16, shared, 8, 12)
+LINEAR_KERNEL(16, global, 8, 12)
+LINEAR_KERNEL(8, shared, 4, 20)
+LINEAR_KERNEL(8, global, 4, 20)
+LINEAR_KERNEL(16, shared, 4, 16)
+LINEAR_KERNEL(16, global, 4, 16)
