@@ -126,6 +126,21 @@ class Timing:
         }
 
 
+@dataclass(frozen=True)
+class Measured:
+    """A decoder's work on some matrices.
+
+    Attributes:
+        nbytes: what they take in its form.
+        timing: of decoding all of them.
+        timed_by: how the time was taken.
+    """
+
+    nbytes: int
+    timing: Timing
+    timed_by: str
+
+
 def significant(value: float) -> float:
     """Four significant digits: more would only record noise."""
     return float(f"{value:.4g}")
