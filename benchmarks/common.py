@@ -181,5 +181,7 @@ def write_results(name: str, device: str, rows: list[dict[str, Any]]) -> Path:
 
 
 def read_results(name: str) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    """What ``results/<name>.json`` holds; no rows where it does not exist."""
+    path = RESULTS / f"{name}.json"
+    content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"rows": []}
     return content

@@ -20,7 +20,9 @@ from samebits.df11.unit import BLOCK_BYTES, Unit
 from samebits.kernels import nvrtc
 
 PACKAGE = "dfloat11"
-THREADS = 512
+THREADS = BLOCK_BYTES // 8
+# The kernel's pointers in their order, the output's excepted.
+ARGUMENTS = ("luts", "encoded_exponent", "sign_mantissa", "output_positions", "gaps")
 
 
 class DFloat11:
@@ -49,7 +51,7 @@ class DFloat11:
         """
         device, sizes = weights[0].device, [weight.numel() for weight in weights]
         unit = Unit.encode(np.concatenate([words_of(weight.cpu()).ravel() for weight in weights]), sizes)
-        tensors = [torch.from_numpy(array).to(device) for name, array in unit.tensors().items() if name in ARGUMENTS]
+        tensors = [torch.from_numpy(getattr(unit, name)).to(device) for name in ARGUMENTS]
         nbytes = sum(tensor.nbytes for tensor in tensors)
         copies = [tensors, *([t.clone() for t in tensors] for _ in range(int(DISTINCT_BYTES / nbytes)))]
         outputs = [torch.zeros(unit.words, dtype=torch.bfloat16, device=device) for _ in range(OUTPUTS)]
@@ -72,14 +74,7 @@ class DFloat11:
         nvrtc.launch(self.kernel, unit.blocks, THREADS, shared_bytes(unit), *pointers, *counts)
 
 
-# The kernel's pointers, the output's excepted; in the order in which Unit.tensors has them.
-ARGUMENTS = ("luts", "encoded_exponent", "sign_mantissa", "output_positions", "gaps")
-
-
 def shared_bytes(unit: Unit) -> int:
     """A counter for each thread, one for the block, and the most words that one block decodes."""
     positions = unit.output_positions.view("<u4").astype(np.int64)
     return 4 * THREADS + 4 + 2 * int(np.diff(positions).max())
-
-
-assert BLOCK_BYTES == 8 * THREADS  # the kernel's blocks are the layout's

@@ -2,8 +2,8 @@
 
     python benchmarks/linear.py [--name linear] [--shapes 4096x4096,...] [--tokens 1,8,...] [--prefill 512,...]
 
-It writes results/<name>.json. Every shape is measured with few tokens, MANY_SHAPES also with many; ``--tokens`` takes the
-place of both.
+It writes results/<name>.json. Every shape is measured with few tokens, MANY_SHAPES also with many; ``--tokens`` takes
+the place of both.
 
 Every product is compared with F.linear's as 16-bit words first. Times are medians of CUDA graph replays over more than
 900 MB of distinct weights, BF16 and packed in the same run; "decoded first" is the product without the fused kernel:

@@ -14,6 +14,7 @@ import torch
 from common import Measured, Timing
 from gpu import DISTINCT_BYTES, OUTPUTS
 
+PACKAGE = "nvidia.nvcomp"
 POLICIES = ("CONCURRENCY", "LATENCY")
 PAUSE_CYCLES = 50_000_000  # some 25 ms, in which the host puts all calls on the stream
 
@@ -30,9 +31,12 @@ class NvcompAns:
 
     @classmethod
     def installed(cls) -> NvcompAns | None:
+        """None without the package; one that is there and cannot be loaded is an error."""
         try:
-            return cls(import_module("nvidia.nvcomp"))
-        except ModuleNotFoundError:
+            return cls(import_module(PACKAGE))
+        except ModuleNotFoundError as error:
+            if not f"{PACKAGE}.".startswith(f"{error.name}."):
+                raise
             return None
 
     def measure(self, weights: Sequence[torch.Tensor], repeats: int) -> Measured:

@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,6 @@ class Panel:
 
 def rows_of(name: str, table: str, *needed: str) -> list[Row]:
     """The rows of a table that have these keys; none without results."""
-    if not (common.RESULTS / f"{name}.json").exists():
-        return []
     rows = common.read_results(name)["rows"]
     return [row for row in rows if row["table"] == table and all(row.get(key) is not None for key in needed)]
 
@@ -71,9 +70,9 @@ def rows_of(name: str, table: str, *needed: str) -> list[Row]:
 def speed_by_tokens() -> list[Panel]:
     many = rows_of("linear", "many")
     matrices = {row["matrix"] for row in many}
-    few = [few_as_many(row) for row in rows_of("linear", "few") if row["matrix"] in matrices]
+    few = [row for row in rows_of("linear", "few") if row["matrix"] in matrices]
     return [
-        Panel(draw_speeds, sum(few, []) + many),
+        Panel(draw_speeds, [*chain.from_iterable(map(few_as_many, few)), *many]),
         Panel(draw_overhead, rows_of("linear", "prefill")),
     ]
 
@@ -105,7 +104,9 @@ def draw_overhead(axes: Axes, rows: list[Row]) -> None:
 def bytes_by_matrix() -> list[Panel]:
     return [
         Panel(draw_decode_bytes, rows_of("h200", "codec", "roof_tb_per_s")),
-        Panel(draw_product_bytes, rows_of("linear", "few", "packed_bytes", "read_tb_per_s", "samebits_microseconds_at_1")),
+        Panel(
+            draw_product_bytes, rows_of("linear", "few", "packed_bytes", "read_tb_per_s", "samebits_microseconds_at_1")
+        ),
         Panel(draw_peers, rows_of("peers", "decode", "decode_tb_per_s")),
     ]
 
@@ -115,15 +116,17 @@ def draw_decode_bytes(axes: Axes, rows: list[Row]) -> None:
     moved = [1 + row["bits_per_weight"] / 16 for row in rows]
     achieved = [share * row["decode_tb_per_s"] for share, row in zip(moved, rows, strict=True)]
     roofs = [share * row["roof_tb_per_s"] for share, row in zip(moved, rows, strict=True)]
-    bars(axes, [row["matrix"] for row in rows], achieved, roofs, "roof: fill the output, read the packed bytes")
-    label(axes, "Decode to memory: bytes read and written", "TB/s", "")
+    bars(axes, [row["matrix"] for row in rows], achieved, roofs)
+    label(
+        axes, "Decode to memory: bytes read and written", "TB/s; blue: filling the output, reading the packed bytes", ""
+    )
 
 
 def draw_product_bytes(axes: Axes, rows: list[Row]) -> None:
     achieved = [row["packed_bytes"] / row["samebits_microseconds_at_1"] / 1e6 for row in rows]
     roofs = [row["read_tb_per_s"] for row in rows]
-    bars(axes, [row["matrix"] for row in rows], achieved, roofs, "roof: read the packed bytes")
-    label(axes, "Linear layer, one token: packed bytes read", "TB/s", "")
+    bars(axes, [row["matrix"] for row in rows], achieved, roofs)
+    label(axes, "Linear layer, one token: packed bytes read", "TB/s; blue: reading the packed bytes", "")
 
 
 def draw_peers(axes: Axes, rows: list[Row]) -> None:
@@ -132,21 +135,21 @@ def draw_peers(axes: Axes, rows: list[Row]) -> None:
     decoders = [row for row in rows if not row["decoder"].startswith("roof")]
     names = [f"{row['matrix']}: {row['decoder'].split(',')[0]}" for row in decoders]
     achieved = [row["decode_tb_per_s"] for row in decoders]
-    bars(axes, names, achieved, [roofs[row["matrix"]] for row in decoders], "roof of samebits")
-    label(axes, "Decoders on the same GPU: BF16 written", "TB/s", "")
+    bars(axes, names, achieved, [roofs[row["matrix"]] for row in decoders])
+    label(axes, "Decoders on the same GPU: BF16 written", "TB/s; blue: filling the output, reading samebits' bytes", "")
 
 
-def bars(axes: Axes, names: Sequence[str], achieved: Sequence[float], roofs: Sequence[float], roof: str) -> None:
+def bars(axes: Axes, names: Sequence[str], achieved: Sequence[float], roofs: Sequence[float]) -> None:
     """Horizontal bars from the top down, each with its roof as a line across."""
     places = range(len(names))
-    axes.barh(places, achieved, height=0.62, color=COLORS[0], label="achieved")
-    axes.vlines(roofs, [p - 0.42 for p in places], [p + 0.42 for p in places], color=COLORS[1], linewidth=2.5, label=roof)
-    for place, value, top in zip(places, achieved, roofs, strict=True):
-        axes.text(0.02 * max(roofs), place, f"{value:.2f}, {100 * value / top:.0f} %", va="center", color="#ffffff", fontsize=8)
+    axes.barh(places, achieved, height=0.62, color=COLORS[0])
+    axes.vlines(roofs, [p - 0.4 for p in places], [p + 0.4 for p in places], color=COLORS[1], linewidth=2.5)
+    for place, value, roof in zip(places, achieved, roofs, strict=True):
+        note = f"{value:.2f}, {100 * value / roof:.0f} %"
+        axes.text(max(value, roof) + 0.015 * max(roofs), place, note, va="center", fontsize=8)
     axes.set_yticks(places, names)
-    axes.invert_yaxis()
+    axes.set(xlim=(0, 1.2 * max(*achieved, *roofs)), ylim=(len(names) - 0.4, -0.6))
     axes.grid(visible=False, axis="y")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16 - 0.3 / len(names)), ncols=2)
 
 
 def growth() -> list[Panel]:

@@ -3,8 +3,8 @@
 python benchmarks/tables.py            rewrite the tables
 python benchmarks/tables.py --check    exit code 1 if README.md says something else than the results
 
-Between ``<!-- plot: name -->`` and ``<!-- end -->`` comes docs/name.svg, which plots.py draws. What has not been measured
-leaves nothing between its markers.
+Between ``<!-- plot: name -->`` and ``<!-- end -->`` comes docs/name.svg, which plots.py draws. What has not been
+measured leaves nothing between its markers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, read_results
+from common import read_results
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
@@ -128,9 +128,9 @@ COLUMNS: dict[str, dict[str, Cell]] = {
 # What is said above a table, where it stands or falls with its numbers.
 CAPTIONS = {
     "peers.decode": """\
-Beside others on the same GPU, in one run, every output compared first: DFloat11's released kernel, and nvCOMP's ANS, which
-decodes the exponents alone (its rate is that of the BF16 weights they belong to, its bits have sign and mantissa added). DFloat11
-decodes the seven matrices of a block in one launch, samebits in seven:""",
+Beside others on the same GPU, in one run, every output compared first: DFloat11's released kernel, and nvCOMP's ANS,
+which decodes the exponents alone (its rate is that of the BF16 weights they belong to, its bits have sign and mantissa
+added). DFloat11 decodes the seven matrices of a block in one launch, samebits in seven:""",
     "linear.prefill": "All seven products of a decoder layer of Llama 3.1 8B's shapes, one after the other:",
 }
 PLOTS = {
@@ -149,7 +149,7 @@ def cell_text(cell: Cell, row: Row) -> str:
 
 def table_text(name: str, table: str) -> str:
     """The table as Markdown, and a line that says where its numbers come from; nothing without results."""
-    results = read_results(name) if (RESULTS / f"{name}.json").exists() else {"rows": []}
+    results = read_results(name)
     rows = [row for row in results["rows"] if row["table"] == table]
     if not rows:
         return ""
