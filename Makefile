@@ -2,7 +2,7 @@
 #
 # TORCH_SPEC  which torch `make setup` installs         make setup TORCH_SPEC="torch==2.13.0+cpu"
 # PIP_ARGS    further arguments for pip                 make setup PIP_ARGS="--find-links /wheels"
-# PYTHON      the interpreter that makes .venv, and that test-gpu uses as it is
+# PYTHON      the interpreter that makes .venv, and that test-gpu and bench-gpu use as it is
 
 PYTHON ?= python3
 TORCH_SPEC ?= torch==2.13.0
@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.samebits-ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check test-gpu bench tables clean
+.PHONY: help setup demo test check test-gpu bench bench-gpu tables clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -47,7 +47,12 @@ bench: setup  ## measure sizes and CPU speed again, and put them into README.md
 	$(BIN)/python benchmarks/cpu.py
 	$(BIN)/python benchmarks/tables.py
 
-tables: setup  ## README.md's tables from benchmarks/results/
+bench-gpu:  ## measure speed on the GPU, with PYTHON as it is; PEERS is a folder with the other decoders (peers.py)
+	for file in gpu linear growth; do PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) benchmarks/$$file.py || exit; done
+	PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) benchmarks/peers.py $(if $(PEERS),--dfloat11 $(PEERS) --nvcomp $(PEERS))
+
+tables: setup  ## README.md's tables and pictures from benchmarks/results/
+	$(BIN)/python benchmarks/plots.py
 	$(BIN)/python benchmarks/tables.py
 
 clean:  ## remove caches and outputs; .venv stays

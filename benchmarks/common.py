@@ -126,6 +126,21 @@ class Timing:
         }
 
 
+@dataclass(frozen=True)
+class Measured:
+    """A decoder's work on some matrices.
+
+    Attributes:
+        nbytes: what they take in its form.
+        timing: of decoding all of them.
+        timed_by: how the time was taken.
+    """
+
+    nbytes: int
+    timing: Timing
+    timed_by: str
+
+
 def significant(value: float) -> float:
     """Four significant digits: more would only record noise."""
     return float(f"{value:.4g}")
@@ -166,5 +181,7 @@ def write_results(name: str, device: str, rows: list[dict[str, Any]]) -> Path:
 
 
 def read_results(name: str) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    """What ``results/<name>.json`` holds; no rows where it does not exist."""
+    path = RESULTS / f"{name}.json"
+    content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"rows": []}
     return content

@@ -14,7 +14,8 @@ import argparse
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -44,47 +45,82 @@ def main() -> int:
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("no CUDA device")
-    rows = [measure(rows, columns, arguments.repeats) for rows, columns in SHAPES]
+    rows = [measure(synthetic_matrix(*shape, device="cuda"), arguments.repeats) for shape in SHAPES]
     print(write_results(arguments.name, device_name(), rows))
     return 0
 
 
-def measure(rows: int, columns: int, repeats: int) -> dict[str, Any]:
-    """One row of the table "codec"."""
-    weights = synthetic_matrix(rows, columns, device="cuda")
+def measure(weights: torch.Tensor, repeats: int) -> dict[str, Any]:
+    """One row of the table "codec", of a matrix."""
     packed = encode_checked(weights)
-    copies = [packed] + [
-        samebits.PackedTensor(packed.header, packed.data.clone()) for _ in range(int(DISTINCT_BYTES / packed.nbytes))
-    ]
+    copies = [copy for (copy,) in distinct([packed])]
     outputs: list[torch.Tensor | None] = [None] * OUTPUTS
-    nbytes = 2 * weights.numel()
 
     def decode(i: int) -> None:
         outputs[i % OUTPUTS] = samebits.decode(copies[i])
 
     decoding = time_graph([partial(decode, i) for i in range(len(copies))], repeats)
     assert all(torch.equal(out.view(torch.int16), weights.view(torch.int16)) for out in outputs if out is not None)
-    targets = [torch.empty_like(weights) for _ in range(OUTPUTS)]
-    filling = time_graph([partial(out.fill_, 1.5) for out in targets], repeats)
-    words = [copy.data.view(torch.int64) for copy in copies]
-    reading = time_graph([torch.cat(words).sum], repeats)
-    read_rate = len(copies) * packed.nbytes / reading.median
-    roof = filling.median + packed.nbytes / read_rate
+    roofs = measure_roofs([copy.data for copy in copies], weights.numel(), repeats)
+    roof = roofs.decode_seconds(packed.nbytes)
     encoding = time_clock(lambda: samebits.encode(weights), repeats)
     row = {
         "table": "codec",
-        "matrix": f"{rows} x {columns}",
+        "matrix": "{} x {}".format(*weights.shape),
         "bits_per_weight": round(packed.bits_per_weight, 4),
-        **decoding.rates("decode_tb_per_s", nbytes / 1e12),
+        **decoding.rates("decode_tb_per_s", weights.nbytes / 1e12),
         "decode_microseconds": significant(decoding.median * 1e6),
-        "roof_tb_per_s": significant(nbytes / roof / 1e12),
+        "roof_tb_per_s": significant(weights.nbytes / roof / 1e12),
         "of_roof": significant(roof / decoding.median),
-        "fill_tb_per_s": significant(nbytes / filling.median / 1e12),
-        "read_tb_per_s": significant(read_rate / 1e12),
+        "fill_tb_per_s": significant(weights.nbytes / roofs.fill_seconds / 1e12),
+        "read_tb_per_s": significant(roofs.read_rate / 1e12),
         **encoding.rates("encode_gweights_per_s", weights.numel() / 1e9),
     }
     print(row, flush=True)
     return row
+
+
+def distinct(packed: Sequence[samebits.PackedTensor]) -> list[list[samebits.PackedTensor]]:
+    """Some packed tensors, and as many copies of all of them as make up more than DISTINCT_BYTES."""
+    count = int(DISTINCT_BYTES / sum(tensor.nbytes for tensor in packed))
+    copies = [[replace(tensor, data=tensor.data.clone()) for tensor in packed] for _ in range(count)]
+    return [list(packed), *copies]
+
+
+@dataclass(frozen=True)
+class Roofs:
+    """What the memory allows, measured with plain kernels.
+
+    Attributes:
+        fill_seconds: to write an output in BF16.
+        read_rate: bytes a second, of packed weights.
+        read_write_rate: bytes a second, read and written, where as much is read as written.
+    """
+
+    fill_seconds: float
+    read_rate: float
+    read_write_rate: float
+
+    def decode_seconds(self, packed_bytes: int) -> float:
+        """To read the packed bytes of an output, and to write it."""
+        return self.fill_seconds + packed_bytes / self.read_rate
+
+
+def measure_roofs(packed: Sequence[torch.Tensor], weights: int, repeats: int) -> Roofs:
+    """Of outputs of so many weights, and of reading what is packed, contiguous uint8."""
+    targets = [torch.empty(weights, dtype=torch.bfloat16, device=packed[0].device) for _ in range(OUTPUTS)]
+    filling = time_graph([partial(target.fill_, 1.5) for target in targets], repeats)
+    words = [target.view(torch.int16) for target in targets]
+    sources = words[OUTPUTS // 2 :] + words[: OUTPUTS // 2]  # far from what has just been written
+    adding = [partial(torch.add, source, 1, out=word) for source, word in zip(sources, words, strict=True)]
+    moving = time_graph(adding, repeats)
+    return Roofs(filling.median, measure_read_rate(packed, repeats), 4 * weights / moving.median)
+
+
+def measure_read_rate(packed: Sequence[torch.Tensor], repeats: int) -> float:
+    """Bytes a second, from a sum over all of them; contiguous uint8, each a multiple of 8 bytes long."""
+    words = torch.cat([data.view(torch.int64) for data in packed])
+    return words.nbytes / time_graph([words.sum], repeats).median
 
 
 def time_graph(calls: list[Callable[[], object]], repeats: int) -> Timing:

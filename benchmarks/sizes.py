@@ -4,7 +4,7 @@
 
 Each tensor's round trip is checked before it counts; the smallest stay as they are, as in `samebits compress`. The
 limit is 8 bits of sign and mantissa and the entropy of the exponents, tensor by tensor. DFloat11's size is counted from
-its layout (dfloat11.py), one unit a layer, as it groups them.
+its layout (dfloat11_size.py), one unit a layer, as it groups them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-import dfloat11
+import dfloat11_size
 from common import (
     DECODER_LAYERS,
     EXAMPLE_MODEL,
@@ -89,7 +89,7 @@ def size_of_unit(tensors: NamedTensors) -> Size:
         matrices += tensor.dim() >= 2
         (unit if tensor.dim() >= 2 else vectors).add_tensor(tensor)
     vectors.dfloat11_bytes = 2 * vectors.weights
-    unit.dfloat11_bytes = dfloat11.unit_bytes(unit.histogram, matrices) if matrices else 0
+    unit.dfloat11_bytes = dfloat11_size.unit_bytes(unit.histogram, matrices) if matrices else 0
     unit.add(vectors)
     return unit
 

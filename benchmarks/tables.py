@@ -2,6 +2,9 @@
 
 python benchmarks/tables.py            rewrite the tables
 python benchmarks/tables.py --check    exit code 1 if README.md says something else than the results
+
+Between ``<!-- plot: name -->`` and ``<!-- end -->`` comes docs/name.svg, which plots.py draws. What has not been
+measured leaves nothing between its markers.
 """
 
 from __future__ import annotations
@@ -14,8 +17,10 @@ from typing import Any
 
 from common import read_results
 
-README = Path(__file__).resolve().parents[1] / "README.md"
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
 MARKED = re.compile(r"(<!-- table: (\S+)\.(\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+PLOT = re.compile(r"(<!-- plot: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 Row = dict[str, Any]
 Cell = str | Callable[[Row], str]  # a key, or what to make of the row
@@ -26,7 +31,7 @@ def megabytes(key: str) -> Callable[[Row], str]:
 
 
 def decimals(key: str, count: int) -> Callable[[Row], str]:
-    return lambda row: f"{row[key]:,.{count}f}"
+    return lambda row: "" if row[key] is None else f"{row[key]:,.{count}f}"
 
 
 def with_spread(key: str, count: int) -> Callable[[Row], str]:
@@ -35,7 +40,15 @@ def with_spread(key: str, count: int) -> Callable[[Row], str]:
 
 
 def percent(key: str) -> Callable[[Row], str]:
-    return lambda row: f"{100 * row[key]:.1f} %"
+    return lambda row: "" if row[key] is None else f"{100 * row[key]:.1f} %"
+
+
+def peer_rate(row: Row) -> str:
+    """What a decoder reached, why it reached nothing, or the roof, which has no spread."""
+    if row["note"]:
+        return str(row["note"])
+    key = "decode_tb_per_s"
+    return (with_spread if f"{key}_slowest" in row else decimals)(key, 2)(row)
 
 
 SIZE_COLUMNS: dict[str, Cell] = {
@@ -77,6 +90,20 @@ COLUMNS: dict[str, dict[str, Cell]] = {
         "samebits, µs": with_spread("samebits_microseconds", 1),
         "speed of BF16": decimals("speed", 2),
     },
+    "linear.prefill": {
+        "tokens": "tokens",
+        "BF16, µs": with_spread("bf16_microseconds", 0),
+        "samebits, µs": with_spread("samebits_microseconds", 0),
+        "more time than BF16": percent("overhead"),
+    },
+    "peers.decode": {
+        "matrix": "matrix",
+        "decoder": "decoder",
+        "bits a weight": decimals("bits_per_weight", 2),
+        "decode, TB/s of BF16": peer_rate,
+        "of roof": percent("of_roof"),
+        "timed by": "timed_by",
+    },
     "cpu.codec": {
         "weights": "name",
         "matrix": "matrix",
@@ -98,6 +125,21 @@ COLUMNS: dict[str, dict[str, Cell]] = {
 }
 
 
+# What is said above a table, where it stands or falls with its numbers.
+CAPTIONS = {
+    "peers.decode": """\
+Beside others on the same GPU, in one run, every output compared first: DFloat11's released kernel, and nvCOMP's ANS,
+which decodes the exponents alone (its rate is that of the BF16 weights they belong to, its bits have sign and mantissa
+added). DFloat11 decodes the seven matrices of a block in one launch, samebits in seven:""",
+    "linear.prefill": "All seven products of a decoder layer of Llama 3.1 8B's shapes, one after the other:",
+}
+PLOTS = {
+    "speed-by-tokens": "Speed of a linear layer beside BF16, by number of tokens",
+    "bytes-by-matrix": "Bytes moved a second, beside what the memory allows",
+    "growth": "Time by the size of a matrix",
+}
+
+
 def cell_text(cell: Cell, row: Row) -> str:
     if callable(cell):
         return cell(row)
@@ -106,9 +148,11 @@ def cell_text(cell: Cell, row: Row) -> str:
 
 
 def table_text(name: str, table: str) -> str:
-    """The table as Markdown, and a line that says where its numbers come from."""
+    """The table as Markdown, and a line that says where its numbers come from; nothing without results."""
     results = read_results(name)
     rows = [row for row in results["rows"] if row["table"] == table]
+    if not rows:
+        return ""
     every_key = [key for key in rows[0] if key != "table"]
     columns = COLUMNS.get(f"{name}.{table}") or {key.replace("_", " "): key for key in every_key}
     lines = [list(columns), ["---", *["---:"] * (len(columns) - 1)]]
@@ -116,12 +160,21 @@ def table_text(name: str, table: str) -> str:
     versions = ", ".join(f"{package} {number}" for package, number in results["versions"].items())
     file = f"benchmarks/results/{name}.json"
     source = f"<sub>[{file}]({file}): {results['device']}; {versions}; {results['date']}</sub>"
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines) + f"\n{source}\n"
+    caption = CAPTIONS.get(f"{name}.{table}")
+    markdown = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return (f"{caption}\n\n" if caption else "") + f"{markdown}\n{source}\n"
+
+
+def plot_text(name: str) -> str:
+    """The picture as Markdown; nothing where there is none."""
+    file = f"docs/{name}.svg"
+    return f"![{PLOTS[name]}]({file})\n" if (ROOT / file).exists() else ""
 
 
 def with_tables(text: str) -> str:
-    """``text`` with every marked table made anew."""
-    return MARKED.sub(lambda found: found[1] + table_text(found[2], found[3]) + found[5], text)
+    """``text`` with every marked table and picture made anew."""
+    text = MARKED.sub(lambda found: found[1] + table_text(found[2], found[3]) + found[5], text)
+    return PLOT.sub(lambda found: found[1] + plot_text(found[2]) + found[4], text)
 
 
 def main() -> int:

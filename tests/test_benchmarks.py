@@ -12,7 +12,7 @@ import pytest
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-import dfloat11  # noqa: E402
+import dfloat11_size  # noqa: E402
 import tables  # noqa: E402
 
 # Exponents of two units of a checkpoint that DFloat11's own encoder wrote, and the bytes that their tensors take there.
@@ -35,11 +35,11 @@ def histogram(counts: dict[int, int]) -> np.ndarray:
 
 @pytest.mark.parametrize(("counts", "matrices", "nbytes"), [(HEAD, 1, 359_645), (LAYER, 7, 993_606)])
 def test_dfloat11_size_equals_its_own_files(counts: dict[int, int], matrices: int, nbytes: int) -> None:
-    assert dfloat11.unit_bytes(histogram(counts), matrices) == nbytes
+    assert dfloat11_size.unit_bytes(histogram(counts), matrices) == nbytes
 
 
 def test_dfloat11_leaves_a_unit_with_high_exponents_uncompressed() -> None:
-    assert dfloat11.unit_bytes(histogram(HEAD | {240: 1}), 1) == 2 * (sum(HEAD.values()) + 1)
+    assert dfloat11_size.unit_bytes(histogram(HEAD | {240: 1}), 1) == 2 * (sum(HEAD.values()) + 1)
 
 
 @pytest.mark.parametrize("path", sorted((BENCHMARKS / "results").glob("*.json")), ids=lambda path: path.stem)

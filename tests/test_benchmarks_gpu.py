@@ -1,0 +1,202 @@
+"""The GPU's benchmarks, on a machine without one: everything but the clock and the others' kernels is real."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+import samebits
+from samebits.bf16 import words_of
+from samebits.df11.unit import Unit
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import common  # noqa: E402
+import dfloat11_kernel  # noqa: E402
+import gpu  # noqa: E402
+import growth  # noqa: E402
+import linear  # noqa: E402
+import nvcomp_ans  # noqa: E402
+import peers  # noqa: E402
+
+SECOND = common.Timing(1.0, 0.5, 2.0)
+
+
+def run_all(calls: Sequence[Callable[[], object]], repeats: int) -> common.Timing:
+    """In place of a clock: every call is made, and takes a second."""
+    for call in calls:
+        call()
+    return SECOND
+
+
+@pytest.fixture(autouse=True)
+def _without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (gpu, linear, peers, dfloat11_kernel, nvcomp_ans):
+        for name in ("time_graph", "time_stream"):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, run_all)
+        if hasattr(module, "DISTINCT_BYTES"):
+            monkeypatch.setattr(module, "DISTINCT_BYTES", 500_000)
+    monkeypatch.setattr(gpu, "time_clock", lambda call, repeats: run_all([call], repeats))
+    monkeypatch.setattr(nvcomp_ans, "side_stream", no_stream)
+    monkeypatch.setattr(linear, "plan_of", lambda x, packed, bias: None)
+    monkeypatch.setattr(linear, "linear", lambda x, packed, bias: F.linear(x, samebits.decode(packed), bias))
+    monkeypatch.setattr(peers, "CASES", {"one": [(64, 256)], "block": [(64, 256), (32, 256), (256, 128)]})
+
+
+@contextmanager
+def no_stream() -> Iterator[int]:
+    yield 1
+
+
+def unit_on_cpu(self: Any, unit: Unit, tensors: Sequence[torch.Tensor], output: torch.Tensor) -> None:
+    """In place of DFloat11's kernel, from the tensors that it would get."""
+    arrays = dict(zip(dfloat11_kernel.ARGUMENTS, (tensor.numpy() for tensor in tensors), strict=True))
+    words = Unit(**arrays, split_positions=unit.split_positions).decode()
+    output.copy_(torch.from_numpy(words.view(np.int16)).view(torch.bfloat16))
+
+
+class Nvcomp(ModuleType):
+    """In place of nvidia.nvcomp: its functions as the benchmark calls them, compressing nothing."""
+
+    __version__ = "6"
+    ExecutionPolicy = SimpleNamespace(CONCURRENCY="c", LATENCY="l")
+    flaw = 0  # added to every byte
+
+    @staticmethod
+    def as_array(source: torch.Tensor, cuda_stream: int = 0) -> torch.Tensor:
+        return source
+
+    def Codec(self, algorithm: str, cuda_stream: int, execution_policy: str) -> Any:  # noqa: N802  (as it is there)
+        def decode(source: torch.Tensor, *, out: torch.Tensor, decompression_config: str) -> None:
+            assert decompression_config == "config"
+            out.copy_(source + self.flaw)
+
+        assert algorithm == "ANS"
+        return SimpleNamespace(encode=torch.clone, decompression_config=lambda encoded: "config", decode=decode)
+
+
+def rows_of(rows: list[dict[str, Any]], decoder: str) -> dict[str, dict[str, Any]]:
+    return {row["matrix"]: row for row in rows if row.get("decoder", "").startswith(decoder)}
+
+
+def test_peers_that_are_not_installed_are_reported() -> None:
+    rows = peers.measure_all({"DFloat11": None, "nvCOMP": None}, 1, "cpu")
+    for name in ("DFloat11", "nvCOMP"):
+        missing = rows_of(rows, name)
+        assert list(missing) == ["one", "block"]
+        assert {row["note"] for row in missing.values()} == {"not installed"}
+        assert {row["decode_tb_per_s"] for row in missing.values()} == {None}
+
+
+def test_rates_of_ours_and_the_roof() -> None:
+    rows = peers.measure_all({}, 1, "cpu")
+    [one, block] = rows_of(rows, "samebits").values()
+    assert one["decode_tb_per_s"] == common.significant(2 * 64 * 256 / 1e12)
+    assert block["decode_tb_per_s"] == common.significant(2 * (64 + 32 + 128) * 256 / 1e12)
+    assert (one["decode_tb_per_s_fastest"], one["note"]) == (2 * one["decode_tb_per_s"], None)
+    roof = rows_of(rows, "roof")["one"]
+    assert one["of_roof"] == pytest.approx(one["decode_tb_per_s"] / roof["decode_tb_per_s"], rel=1e-3)
+    assert [row["matrix"] for row in rows if row["table"] == "roofs"] == ["one", "block"]
+
+
+def test_peers_get_the_weights_and_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dfloat11_kernel.DFloat11, "decode", unit_on_cpu)
+    rows = peers.measure_all(
+        {"a": dfloat11_kernel.DFloat11(b""), "b": nvcomp_ans.NvcompAns(Nvcomp("nvcomp"))}, 1, "cpu"
+    )
+    for decoder in ("DFloat11", "nvCOMP"):
+        assert [row["note"] for row in rows_of(rows, decoder).values()] == [None, None]
+    weights = peers.matrices(peers.CASES["block"], "cpu")
+    unit = Unit.encode(np.concatenate([words_of(weight).ravel() for weight in weights]), [w.numel() for w in weights])
+    nbytes = sum(getattr(unit, name).nbytes for name in dfloat11_kernel.ARGUMENTS)
+    assert rows_of(rows, "DFloat11")["block"]["bits_per_weight"] == round(8 * nbytes / unit.words, 4)
+    assert rows_of(rows, "nvCOMP")["block"]["bits_per_weight"] == 16  # nothing was compressed
+
+
+def test_a_peer_with_another_result_gets_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvcomp = Nvcomp("nvcomp")
+    nvcomp.flaw = 1
+    rows = peers.measure_all({"nvCOMP": nvcomp_ans.NvcompAns(nvcomp)}, 1, "cpu")
+    for row in rows_of(rows, "nvCOMP").values():
+        assert row["note"] == "failed: its output differs from the exponents"
+        assert row["decode_tb_per_s"] is None
+
+
+def test_a_package_that_is_nowhere_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (dfloat11_kernel, nvcomp_ans):
+        monkeypatch.setattr(module, "PACKAGE", "samebits_benchmarks_none")
+    assert set(peers.installed().values()) == {None}
+
+
+def test_dfloat11_is_found_where_it_was_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "dfloat11").mkdir()
+    (tmp_path / "dfloat11" / "__init__.py").write_text("raise ImportError('wants CuPy')")
+    (tmp_path / "dfloat11" / "decode.ptx").write_bytes(b".version 8.2")
+    (tmp_path / "dfloat11-0.5.0.dist-info").mkdir()
+    (tmp_path / "dfloat11-0.5.0.dist-info" / "METADATA").write_text("Name: dfloat11\nVersion: 0.5.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = dfloat11_kernel.DFloat11.installed()
+    assert found is not None
+    assert (found.name, found.ptx) == ("DFloat11's kernel, 0.5.0", b".version 8.2")
+
+
+def test_nvcomp_is_found_where_it_was_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "nvidia", raising=False)
+    package = tmp_path / "nvidia" / "nvcomp"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("from nvidia.nvcomp.impl import *\n__version__ = '6.0'")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ModuleNotFoundError, match="impl"):
+        nvcomp_ans.NvcompAns.installed()
+    (package / "impl.py").touch()
+    found = nvcomp_ans.NvcompAns.installed()
+    assert found is not None
+    assert found.name == "nvCOMP ANS, exponents alone, 6.0"
+    monkeypatch.delitem(sys.modules, "nvidia.nvcomp")
+
+
+def test_dfloat11_blocks_hold_all_their_words() -> None:
+    weights = common.synthetic_matrix(512, 256)
+    unit = Unit.encode(words_of(weights).ravel(), [weights.numel()])
+    positions = unit.output_positions.view("<u4")
+    assert unit.blocks == len(positions) - 1 == -(-unit.encoded_exponent.size // (8 * dfloat11_kernel.THREADS))
+    most = max(int(b) - int(a) for a, b in pairwise(positions))
+    assert dfloat11_kernel.shared_bytes(unit) == 512 * 4 + 4 + 2 * most
+
+
+def test_products_of_a_weight_and_of_a_block() -> None:
+    rows = linear.measure(common.synthetic_matrix(64, 256), (1, 2), (32,))
+    assert [(row["table"], row["matrix"]) for row in rows] == [("few", "64 x 256"), ("many", "64 x 256")]
+    assert (rows[0]["speed_at_1"], rows[0]["speed_at_2"], rows[1]["tokens"]) == (1, 1, 32)
+    assert rows[0]["packed_bytes"] == samebits.encode(common.synthetic_matrix(64, 256)).nbytes
+    blocks = linear.measure_block([(64, 256), (256, 128)], (4, 8), "cpu")
+    assert [(row["tokens"], row["matrices"], row["overhead"]) for row in blocks] == [(4, 2, 0), (8, 2, 0)]
+
+
+def test_a_product_with_other_bits_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "linear", lambda x, packed, bias: F.linear(x, samebits.decode(packed)) * 2)
+    with pytest.raises(SystemExit, match="not identical"):
+        linear.measure_block([(64, 256)], (4,), "cpu")
+
+
+def test_growth_has_every_time() -> None:
+    row = growth.measure(common.synthetic_matrix(64, 256))
+    times = {key: value for key, value in row.items() if key.endswith("_microseconds")}
+    assert times.pop("roof_microseconds") > 1e6
+    assert times == dict.fromkeys(times, pytest.approx(1e6, rel=1e-3))
+    assert row["weights"] == 64 * 256
+    assert json.dumps(row)
+    assert [growth.ROWS[0] * growth.COLUMNS, growth.ROWS[-1] * growth.COLUMNS] == [2**20, 2**29]
