@@ -1,6 +1,6 @@
-"""The fused linear layer on a CUDA device: csrc/linear.cu and csrc/linear_ahead.cu.
+"""The fused linear layer on a CUDA device: csrc/linear.cu, csrc/linear_ahead.cu and, on Hopper, csrc/linear_tiles.cu.
 
-Both give the bits of one order of summation: K is cut into ranges of whole stages, each summed in fp32 by
+All give the bits of one order of summation: K is cut into ranges of whole stages, each summed in fp32 by
 ``mma.m16n8k16`` step after step; the ranges' sums are added in order, then the bias; one rounding. cuBLAS sums in this
 order, with a number of ranges that depends on the shape and on much else (see samebits.plans).
 """
@@ -13,18 +13,24 @@ from functools import lru_cache
 import torch
 
 from samebits.errors import DeviceError
-from samebits.format.geometry import ROW_GROUP, SIGN_BYTES, SLAB_BYTES, STAGE, STAGE_WORDS, Code, Layout
+from samebits.format.geometry import ROW_GROUP, SIGN_BYTES, SLAB_BYTES, STAGE, STAGE_WORDS, Code, Geometry, Layout
 from samebits.format.packed import Header, PackedTensor, align
 from samebits.kernels import nvrtc
 from samebits.kernels.decode import STATIC_SHARED, staging_words
 from samebits.kernels.overlap import may_start_early
 from samebits.kernels.structures import GeometryStructure, JobStructure, PackedStructure
 
-MAX_TOKENS = 16
+MAX_TOKENS = 16  # without tiles
 MAX_SLOTS = 64  # row groups whose sums a block keeps
 CHUNK_STAGES = 16  # csrc: kChunkStages
 _MIN_WARPS = 4
 _OCTET = 8  # tokens that one mma instruction takes in half of its A operand
+_X_SLOTS = {16: 8, 32: 8, 64: 6, 128: 4}  # linear_tiles.cu: x_slots, by tokens that a kernel is made for
+_TILE = 8  # linear_tiles.cu: row groups of a tile
+_TILE_WARPS = 20  # linear_tiles.cu: kMaxThreads
+_WARPGROUP = 4  # warps
+_ATOM_BYTES = 1024  # hopper.cuh: a stage of a row group, decoded
+_MIN_RING = 3  # pairs of stages that a block keeps decoded
 
 
 @dataclass(frozen=True)
@@ -48,11 +54,13 @@ class Variant:
         ahead: decode chunks ahead of their chains (csrc/linear_ahead.cu).
         shared_x: keep x in shared memory.
         warps: of a block, at most (csrc: kMaxWarps).
+        tiles: decode tiles that warpgroups multiply (csrc/linear_tiles.cu); x passes through shared memory.
     """
 
     ahead: bool
     shared_x: bool
     warps: int
+    tiles: bool = False
 
 
 VARIANTS = (
@@ -62,12 +70,18 @@ VARIANTS = (
     Variant(ahead=False, shared_x=False, warps=12),
     Variant(ahead=False, shared_x=True, warps=8),
     Variant(ahead=True, shared_x=True, warps=10),
+    Variant(ahead=True, shared_x=True, warps=_TILE_WARPS, tiles=True),
 )
 
 
-def is_supported(header: Header, m: int) -> bool:
+def max_tokens(device: int) -> int:
+    """For how many tokens there are kernels on a device."""
+    return max(_X_SLOTS) if nvrtc.has_wgmma(device) else MAX_TOKENS
+
+
+def is_supported(header: Header, m: int, device: int) -> bool:
     """Whether there is a fused kernel for ``m`` tokens: quad code, matrix layout, whole row groups and stages."""
-    if not 1 <= m <= MAX_TOKENS or header.code is not Code.QUAD or header.layout is not Layout.MATRIX:
+    if header.code is not Code.QUAD or header.layout is not Layout.MATRIX or not 1 <= m <= max_tokens(device):
         return False
     geometry = header.geometry
     return (
@@ -96,7 +110,7 @@ def fused_linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | Non
 
     Args:
         x: bfloat16 [m, K], contiguous, 16-byte aligned.
-        packed: W, [N, K], on x's device; is_supported(packed.header, m).
+        packed: W, [N, K], on x's device; is_supported(packed.header, m, its device).
         bias: bfloat16 [N], contiguous, 16-byte aligned, or None.
 
     Returns:
@@ -143,6 +157,8 @@ class _Launch:
     def of(cls, header: Header, m: int, plan: LinearPlan, device: int) -> _Launch | None:
         """None if it does not fit."""
         variant, geometry = VARIANTS[plan.variant], header.geometry
+        if m > (max(_X_SLOTS) if variant.tiles else MAX_TOKENS):
+            return None
         stages_per_range = -(-geometry.stages // plan.split)
         ranges = -(-geometry.stages // stages_per_range)
         octets = -(-m // _OCTET)
@@ -151,11 +167,14 @@ class _Launch:
         batches = -(-own // MAX_SLOTS) if variant.ahead else 1
         slots = -(-own // batches)
         buffer_words = staging_words(header)
+        table_words, entry_words = max(4, 1 << header.max_code_length), align(header.symbol_count, 4)
+        if variant.tiles:
+            sizes = table_words, entry_words, buffer_words
+            return cls._of_tiles(geometry, (m, ranges, stages_per_range), sizes, variant.warps, device)
         decoded = CHUNK_STAGES * (STAGE_WORDS + SIGN_BYTES // 2) // 4  # a byte a weight, and the sign words
         warp_words = buffer_words + decoded if variant.ahead else 2 * buffer_words
-        table_words, entry_words = max(4, 1 << header.max_code_length), align(header.symbol_count, 4)
-        sums = slots * ranges if variant.ahead or ranges > 1 else 0
-        words = table_words + entry_words + 64 * octets * sums + slots * (ranges + 2) + 32
+        chains = slots * ranges if variant.ahead or ranges > 1 else 0
+        words = table_words + entry_words + 64 * octets * chains + slots * (ranges + 2) + 32
         kind = ("halves" if octets == 1 else "pairs") if variant.shared_x else "global"
         words += {"halves": 32 * m, "pairs": 64 * _OCTET, "global": 0}[kind] * geometry.stages
         room = (nvrtc.shared_memory(device) - STATIC_SHARED) // 4 - words
@@ -164,6 +183,38 @@ class _Launch:
             return None
         words += warps * warp_words
         job = (m, ranges, stages_per_range, slots, batches, warps // slots, warps % slots,
-               table_words, entry_words, buffer_words)  # fmt: skip
+               table_words, entry_words, buffer_words, 0)  # fmt: skip
         stem = "linear_ahead" if variant.ahead else "linear"
         return cls(f"{stem}.cu", f"{stem}_{_OCTET * octets}_{kind}", grid, warps, 4 * words, job)
+
+    @classmethod
+    def _of_tiles(
+        cls, geometry: Geometry, sums: tuple[int, int, int], memory: tuple[int, int, int], max_warps: int, device: int
+    ) -> _Launch | None:
+        """With as few batches as fit, and then as many warps.
+
+        Args:
+            sums: tokens, ranges and stages of a range.
+            memory: 32-bit words of the decode table, its entries, and a staging buffer.
+        """
+        if not nvrtc.has_wgmma(device):
+            return None
+        wide = next(wide for wide in _X_SLOTS if wide >= sums[0])
+        fixed = _ATOM_BYTES + 4 * memory[0] + _X_SLOTS[wide] * wide * 2 * STAGE
+        room = nvrtc.shared_memory(device) - STATIC_SHARED - fixed
+        grid = min(nvrtc.multiprocessors(device), geometry.row_groups)
+        own = -(-geometry.row_groups // grid)
+        for batches in range(-(-own // (2 * _TILE)), own + 1):
+            slots = -(-own // batches)
+            tiles, slot_bytes = -(-slots // _TILE), slots * 2 * _ATOM_BYTES + 16  # both atoms and both barriers
+            multiplying = _WARPGROUP * (tiles if wide == max(_X_SLOTS) else 1)
+            for warps in range(max_warps - multiplying, slots - 1, -1):
+                ring = (room - warps * 8 * memory[2]) // slot_bytes
+                chunks_ahead = -(-warps // slots) - 1  # of those that are multiplied
+                if ring < _MIN_RING + chunks_ahead * CHUNK_STAGES // 2:
+                    continue
+                shared_bytes = fixed + warps * 8 * memory[2] + ring * slot_bytes
+                job = (*sums, slots, batches, warps // slots, warps % slots, *memory, ring)
+                name = f"linear_tiles_{wide}_{tiles}"
+                return cls("linear_tiles.cu", name, grid, multiplying + warps, shared_bytes, job)
+        return None

@@ -285,19 +285,18 @@ struct Decoder {
                 special >>= kRun;
 #pragma unroll
                 for (int s = 0; s < kRun; s += 2) {
-                    if (run + s < count) {
-                        await(rings.empty + 8 * pair.slot, pair.parity ^ 1);
-                        const u32 atom = atoms + pair.slot * rings.slot_bytes;
-                        store_stage<shifted>(atom, raw[s], upper[s], scale);
-                        store_stage<shifted>(atom + kAtomBytes, raw[s + 1], upper[s + 1], scale);
-                        show_to_wgmma();
-                        __syncwarp();
-                        if (lane == 0) arrive(rings.full + 8 * pair.slot, arrivals);
-                        pair.advance(rings.slots);
-                    }
-                    load_stage(ahead, s);
-                    load_stage(ahead, s + 1);
+                    if (run + s >= count) continue;
+                    await(rings.empty + 8 * pair.slot, pair.parity ^ 1);
+                    const u32 atom = atoms + pair.slot * rings.slot_bytes;
+                    store_stage<shifted>(atom, raw[s], upper[s], scale);
+                    store_stage<shifted>(atom + kAtomBytes, raw[s + 1], upper[s + 1], scale);
+                    show_to_wgmma();
+                    __syncwarp();
+                    if (lane == 0) arrive(rings.full + 8 * pair.slot, arrivals);
+                    pair.advance(rings.slots);
                 }
+#pragma unroll
+                for (int s = 0; s < kRun; ++s) load_stage(ahead, s);   // not before: a fence may wait for loads
             }
             __syncwarp();
             slab = next_slab;
