@@ -239,6 +239,7 @@ struct Decoder {
                 start = load_u32(offset);
                 stop = load_u32(offset + 1);
                 next_slab = slab_of(next);
+                prefetch_planes(next_slab, stages_of(next), lane);
             }
             if (shifted) {
                 int shift = packed.shift;
@@ -254,11 +255,6 @@ struct Decoder {
             const u32 patch = lane < opened.patches ? patch_words[lane] : kNoPatch;
             u32 special = opened.raw || opened.patches > kLanes ? kFull : __reduce_or_sync(kFull, patch == kNoPatch ? 0 : 1u << (patch >> 16 & 31));
             side ^= 1;
-            if (tasks.has(next)) {
-                staged = stage_streams(packed, buffers + side * job.buffer_words, start, stop, lane);
-                prefetch_planes(next_slab, stages_of(next), lane);
-            }
-            copy_commit();
 #pragma unroll 1
             for (int run = 0; run < count; run += kRun) {
                 ahead = run + kRun < count ? ahead + kRun / 2 * kSlabBytes : next_slab;
@@ -297,6 +293,10 @@ struct Decoder {
                 }
 #pragma unroll
                 for (int s = 0; s < kRun; ++s) load_stage(ahead, s);   // not before: a fence may wait for loads
+                if (run == 0 && tasks.has(next)) {   // its place is known by now
+                    staged = stage_streams(packed, buffers + side * job.buffer_words, start, stop, lane);
+                    copy_commit();
+                }
             }
             __syncwarp();
             slab = next_slab;
