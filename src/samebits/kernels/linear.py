@@ -29,6 +29,7 @@ _X_SLOTS = {16: 8, 32: 8, 64: 6, 128: 4}  # linear_tiles.cu: x_slots, by tokens 
 _TILE = 8  # linear_tiles.cu: row groups of a tile
 _TILE_WARPS = 20  # linear_tiles.cu: kMaxThreads
 _WARPGROUP = 4  # warps
+_MAX_DECODERS = 16  # linear_tiles.cu: kMaxDecoders
 _ATOM_BYTES = 1024  # hopper.cuh: a stage of a row group, decoded
 _MIN_RING = 3  # pairs of stages that a block keeps decoded
 
@@ -200,7 +201,7 @@ class _Launch:
         if not nvrtc.has_wgmma(device):
             return None
         wide = next(wide for wide in _X_SLOTS if wide >= sums[0])
-        fixed = _ATOM_BYTES + 4 * memory[0] + _X_SLOTS[wide] * wide * 2 * STAGE
+        fixed = _ATOM_BYTES + 8 * _MAX_DECODERS + 4 * memory[0] + _X_SLOTS[wide] * wide * 2 * STAGE
         room = nvrtc.shared_memory(device) - STATIC_SHARED - fixed
         grid = min(nvrtc.multiprocessors(device), geometry.row_groups)
         own = -(-geometry.row_groups // grid)

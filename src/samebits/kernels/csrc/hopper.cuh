@@ -18,6 +18,17 @@ __device__ __forceinline__ void await(u32 barrier, u32 parity) {
                  "  @!done bra again; }" ::"r"(barrier), "r"(parity) : "memory");
 }
 
+// For copies that arrive at a barrier, which this thread has just opened.
+__device__ __forceinline__ void show_barrier() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+// Starts a copy of whole 16-byte units and arrives at the barrier, whose phase then waits for the copy too.
+__device__ __forceinline__ void copy_bulk(u32 shared, const void* global, u32 bytes, u32 barrier) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+    if (bytes)
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared), "l"(global), "r"(bytes),
+                     "r"(barrier) : "memory");
+}
+
 // What this thread wrote to shared memory, for wgmma.
 __device__ __forceinline__ void show_to_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

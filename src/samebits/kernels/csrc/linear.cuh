@@ -136,17 +136,29 @@ __device__ __forceinline__ Vec4 load_raw(const u8* slab, int stage, int lane) {
     return load_once(slab + (stage >> 1) * kSlabBytes + kSignBytes + (stage & 1) * kStageBytes + 16 * lane);
 }
 
-// Starts copying a chunk's streams to a staging buffer. Whole 16-byte units, so the chunk starts up to three words into the buffer; never
-// beyond buffer or section.
+// Where a chunk's streams are, in whole 16-byte units, so that the chunk starts up to three words into a staging buffer; never beyond buffer or
+// section.
 struct StagedPlace { int begin, size; };
+struct StreamUnits {
+    StagedPlace place;
+    const u32* source;
+    int units;
 
+    __device__ __forceinline__ StreamUnits(const Packed& packed, u32 start, u32 stop) {
+        start = min(start, packed.stream_words);
+        stop = min(stop, packed.stream_words);
+        place.begin = start & 3;
+        place.size = min(stop > start ? int(stop - start) : 0, packed.max_chunk_words);
+        units = (place.begin + place.size + 3) >> 2;
+        source = reinterpret_cast<const u32*>(packed.data + packed.streams) + (start - place.begin);
+    }
+};
+
+// Starts copying a chunk's streams to a staging buffer, by a warp.
 __device__ __forceinline__ StagedPlace stage_streams(const Packed& packed, u32* buffer, u32 start, u32 stop, int lane) {
-    start = min(start, packed.stream_words);
-    stop = min(stop, packed.stream_words);
-    const int begin = start & 3, size = min(stop > start ? int(stop - start) : 0, packed.max_chunk_words), units = (begin + size + 3) >> 2;
-    const u32* source = reinterpret_cast<const u32*>(packed.data + packed.streams) + (start - begin);
+    const StreamUnits streams(packed, start, stop);
     const u32 target = u32(__cvta_generic_to_shared(buffer));
 #pragma unroll 1
-    for (int unit = lane; unit < units; unit += kLanes) copy_async(target + 16 * unit, source + 4 * unit);
-    return {begin, size};
+    for (int unit = lane; unit < streams.units; unit += kLanes) copy_async(target + 16 * unit, streams.source + 4 * unit);
+    return streams.place;
 }

@@ -11,6 +11,7 @@
 #include "tasks.cuh"
 
 constexpr int kMaxThreads = 640;          // leaves 96 registers to each
+constexpr int kMaxDecoders = 16;
 constexpr int kAtomBytes = 1024;
 constexpr int kPairBytes = 2 * kAtomBytes;
 constexpr int kTileBytes = 8 * kPairBytes;
@@ -165,6 +166,7 @@ struct Decoder {
     const int own, lane;
     const Tasks tasks;
     u32* buffers;                          // two staging buffers
+    const u32 copied;                      // the barrier of what is copied to them
     Task task;
     Vec4 raw[kRun];
     u32 signs[kRun / 2];
@@ -172,10 +174,10 @@ struct Decoder {
     StagedPlace staged;
 
     __device__ __forceinline__ Decoder(const Geometry& geometry, const Packed& packed, const Job& job, int own, int batches, int warp, int lane,
-                                       u32* buffers)
+                                       u32* buffers, u32 copied)
         : geometry(geometry), packed(packed), job(job), own(own), lane(lane),
           tasks{geometry.chunks_per_row_group, job.slots, own, batches, job.chunk_step, job.slot_step}, buffers(buffers),
-          task(tasks.first(warp)) {}
+          copied(copied), task(tasks.first(warp)) {}
 
     __device__ __forceinline__ int stages_of(const Task& task) const { return min(kChunkStages, geometry.stages - task.chunk * kChunkStages); }
     __device__ __forceinline__ const u8* slab_of(const Task& task) const {
@@ -189,18 +191,27 @@ struct Decoder {
         if (s & 1) signs[s / 2] = load_once_u32(slab + (s >> 1) * kSlabBytes + 4 * lane);
     }
 
+    __device__ __forceinline__ void stage(int side, u32 start, u32 stop) {
+        const StreamUnits streams(packed, start, stop);
+        if (lane == 0) copy_bulk(u32(__cvta_generic_to_shared(buffers + side * job.buffer_words)), streams.source, 16 * streams.units, copied);
+        staged = streams.place;
+    }
+
     // Before the table is there.
     __device__ __forceinline__ void begin() {
+        if (lane == 0) {
+            open_barrier(copied, 1);
+            show_barrier();
+        }
         if (tasks.has(task)) {
             const u32* offset = offset_of(task);
             const u32 start = load_u32(offset), stop = load_u32(offset + 1);
             slab = slab_of(task);
-            staged = stage_streams(packed, buffers, start, stop, lane);
+            stage(0, start, stop);
 #pragma unroll
             for (int s = 0; s < kRun; ++s) load_stage(slab, s);
             prefetch_planes(slab, stages_of(task), lane);
         }
-        copy_commit();
     }
 
     // The words of a stage to its atom.
@@ -223,6 +234,7 @@ struct Decoder {
         const int g = lane >> 2, t = lane & 3, p = g < 4 ? 2 * g : 2 * g - 7, pairs = (geometry.stages + 1) >> 1;
         const u32 lane_place = rings.weights + p * 128 + (((t >> 1) ^ p) << 4) + ((t & 1) << 3);
         int side = 0;                      // which staging buffer
+        u32 copies = 0;                    // parity of the tasks done
 #pragma unroll 1
         while (tasks.has(task)) {
             const int count = stages_of(task), missing = (task.batch + 1) * job.slots - own;
@@ -246,8 +258,8 @@ struct Decoder {
                 if (packed.has_row_shifts) shift = reinterpret_cast<const i8*>(packed.data + packed.row_shifts)[task.group * 8 + g];
                 scale = scale_of(shift);
             }
-            copy_wait<0>();
-            __syncwarp();
+            await(copied, copies);
+            copies ^= 1;
             StagedChunk opened;
             Stream streams[2];
             opened.open(buffer + present.begin, present.size, count, lane, streams);
@@ -264,8 +276,10 @@ struct Decoder {
                 if (special & ((1u << kRun) - 1)) {
                     if (opened.raw) {
 #pragma unroll
-                        for (int s = 0; s < kRun; ++s)
-                            upper[s] = read_stage(opened.words, min(run + s, count - 1), lane, signs[s / 2] << (4 * (s & 1)));
+                        for (int s = 0; s < kRun; ++s) {   // shfl: or the compiler takes decode_stage apart, to share its pieces
+                            const u32 sign = __shfl_sync(kFull, signs[s / 2], lane);
+                            upper[s] = read_stage(opened.words, min(run + s, count - 1), lane, sign << (4 * (s & 1)));
+                        }
                     }
                     auto change = [&](u32 patch) {
 #pragma unroll
@@ -279,24 +293,30 @@ struct Decoder {
                     for (u32 i = kLanes; i < opened.patches; ++i) change(patch_words[i]);
                 }
                 special >>= kRun;
-#pragma unroll
-                for (int s = 0; s < kRun; s += 2) {
-                    if (run + s >= count) continue;
+const u32 first = rings.full + 8 * pair.slot;
+                auto store_pair = [&](int s) {
                     await(rings.empty + 8 * pair.slot, pair.parity ^ 1);
                     const u32 atom = atoms + pair.slot * rings.slot_bytes;
                     store_stage<shifted>(atom, raw[s], upper[s], scale);
                     store_stage<shifted>(atom + kAtomBytes, raw[s + 1], upper[s + 1], scale);
-                    show_to_wgmma();
-                    __syncwarp();
-                    if (lane == 0) arrive(rings.full + 8 * pair.slot, arrivals);
+                };
+                store_pair(0);
+                pair.advance(rings.slots);
+                const bool both = run + 2 < count;
+                const u32 second = rings.full + 8 * pair.slot;
+                if (both) {
+                    store_pair(2);
                     pair.advance(rings.slots);
+                }
+                show_to_wgmma();
+                __syncwarp();
+                if (lane == 0) {
+                    arrive(first, arrivals);
+                    if (both) arrive(second, arrivals);
                 }
 #pragma unroll
                 for (int s = 0; s < kRun; ++s) load_stage(ahead, s);   // not before: a fence may wait for loads
-                if (run == 0 && tasks.has(next)) {   // its place is known by now
-                    staged = stage_streams(packed, buffers + side * job.buffer_words, start, stop, lane);
-                    copy_commit();
-                }
+                if (run == 0 && tasks.has(next)) stage(side, start, stop);   // these two are there by now
             }
             __syncwarp();
             slab = next_slab;
@@ -322,10 +342,12 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
     rings.x = base + rings.slots * rings.slot_bytes;
     rings.full = rings.x + x_slots(wide) * wide * 128;
     rings.empty = rings.full + 8 * rings.slots;
-    u32* table = reinterpret_cast<u32*>(shared + (rings.empty + 8 * rings.slots - base));
+    const u32 copied = rings.empty + 8 * rings.slots;   // one for each decoding warp, and place for kMaxDecoders
+    u32* table = reinterpret_cast<u32*>(shared + (copied + 8 * kMaxDecoders - base));
 
     let_kernel_behind_start();
-    Decoder decoder(geometry, packed, job, own, batches, max(decoding, 0), lane, table + job.table_words + max(decoding, 0) * 2 * job.buffer_words);
+    Decoder decoder(geometry, packed, job, own, batches, max(decoding, 0), lane, table + job.table_words + max(decoding, 0) * 2 * job.buffer_words,
+                    copied + 8 * max(decoding, 0));
     if (decoding >= 0) decoder.begin();
     if (threadIdx.x == 0)
         for (int i = 0; i < rings.slots; ++i) {
