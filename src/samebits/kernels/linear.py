@@ -194,6 +194,9 @@ class _Launch:
     ) -> _Launch | None:
         """With as few batches as fit, and then as many warps.
 
+        A warp for each row group of a batch keeps the blocks going; more of them decode chunks ahead, as many pairs of
+        stages ahead as the ring must then hold. The kernel relies on both.
+
         Args:
             sums: tokens, ranges and stages of a range.
             memory: 32-bit words of the decode table, its entries, and a staging buffer.

@@ -20,7 +20,7 @@ struct Job {
     int batches;         // of so many row groups
     int chunk_step, slot_step;   // warps of a block = chunk_step * slots + slot_step
     int table_words, entry_words, buffer_words;   // of shared memory: decode table, its entries, and each staging buffer
-    int ring;            // linear_tiles.cu: pairs of stages that a block keeps decoded
+    int ring;            // linear_tiles.cu: pairs of stages that a block keeps decoded, at least those of the chunks that a warp is ahead
 };
 
 __device__ __forceinline__ void multiply(float sums[4], const u32 x[4], u32 low, u32 high) {

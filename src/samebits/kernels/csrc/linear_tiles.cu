@@ -163,7 +163,7 @@ struct Decoder {
     const Geometry& geometry;
     const Packed& packed;
     const Job& job;
-    const int own, lane;
+    const int lane, last_group;
     const Tasks tasks;
     u32* buffers;                          // two staging buffers
     const u32 copied;                      // the barrier of what is copied to them
@@ -175,16 +175,19 @@ struct Decoder {
 
     __device__ __forceinline__ Decoder(const Geometry& geometry, const Packed& packed, const Job& job, int own, int batches, int warp, int lane,
                                        u32* buffers, u32 copied)
-        : geometry(geometry), packed(packed), job(job), own(own), lane(lane),
-          tasks{geometry.chunks_per_row_group, job.slots, own, batches, job.chunk_step, job.slot_step}, buffers(buffers),
+        : geometry(geometry), packed(packed), job(job), lane(lane), last_group((own - 1) * int(gridDim.x) + int(blockIdx.x)),
+          tasks{geometry.chunks_per_row_group, job.slots, batches * job.slots, batches, job.chunk_step, job.slot_step}, buffers(buffers),
           copied(copied), task(tasks.first(warp)) {}
 
     __device__ __forceinline__ int stages_of(const Task& task) const { return min(kChunkStages, geometry.stages - task.chunk * kChunkStages); }
+    // In place of a row group that does not exist, the block's last: the ring needs every row group of a batch, and a barrier's parity suffices only
+    // if no warp leaves out tasks.
+    __device__ __forceinline__ int group_of(const Task& task) const { return min(task.group, last_group); }
     __device__ __forceinline__ const u8* slab_of(const Task& task) const {
-        return packed.data + packed.planes + slab_offset(geometry.stages, task.group, task.chunk * kChunkStages);
+        return packed.data + packed.planes + slab_offset(geometry.stages, group_of(task), task.chunk * kChunkStages);
     }
     __device__ __forceinline__ const u32* offset_of(const Task& task) const {
-        return reinterpret_cast<const u32*>(packed.data + packed.offsets) + size_t(task.group) * geometry.chunks_per_row_group + task.chunk;
+        return reinterpret_cast<const u32*>(packed.data + packed.offsets) + size_t(group_of(task)) * geometry.chunks_per_row_group + task.chunk;
     }
     __device__ __forceinline__ void load_stage(const u8* slab, int s) {
         raw[s] = load_raw(slab, s, lane);
@@ -237,8 +240,7 @@ struct Decoder {
         u32 copies = 0;                    // parity of the tasks done
 #pragma unroll 1
         while (tasks.has(task)) {
-            const int count = stages_of(task), missing = (task.batch + 1) * job.slots - own;
-            const u32 arrivals = task.slot == 0 && missing > 0 ? 1 + missing : 1;   // also for the row groups that do not exist
+            const int count = stages_of(task);
             const u32 atoms = lane_place + task.slot * kPairBytes;
             RingPlace pair = RingPlace::of(task.batch * pairs + task.chunk * (kChunkStages / 2), rings.slots);
             const u32* buffer = buffers + side * job.buffer_words;
@@ -255,7 +257,7 @@ struct Decoder {
             }
             if (shifted) {
                 int shift = packed.shift;
-                if (packed.has_row_shifts) shift = reinterpret_cast<const i8*>(packed.data + packed.row_shifts)[task.group * 8 + g];
+                if (packed.has_row_shifts) shift = reinterpret_cast<const i8*>(packed.data + packed.row_shifts)[group_of(task) * 8 + g];
                 scale = scale_of(shift);
             }
             await(copied, copies);
@@ -311,8 +313,8 @@ const u32 first = rings.full + 8 * pair.slot;
                 show_to_wgmma();
                 __syncwarp();
                 if (lane == 0) {
-                    arrive(first, arrivals);
-                    if (both) arrive(second, arrivals);
+                    arrive(first);
+                    if (both) arrive(second);
                 }
 #pragma unroll
                 for (int s = 0; s < kRun; ++s) load_stage(ahead, s);   // not before: a fence may wait for loads
