@@ -25,7 +25,7 @@ MAX_SLOTS = 64  # row groups whose sums a block keeps
 CHUNK_STAGES = 16  # csrc: kChunkStages
 _MIN_WARPS = 4
 _OCTET = 8  # tokens that one mma instruction takes in half of its A operand
-_X_SLOTS = {16: 8, 32: 8, 64: 6, 128: 4}  # linear_tiles.cu: x_slots, by tokens that a kernel is made for
+_X_STAGES = {16: 8, 32: 8, 64: 6, 128: 4}  # linear_tiles.cu: of x in its ring, by tokens that a kernel is made for
 _TILE = 8  # linear_tiles.cu: row groups of a tile
 _TILE_WARPS = 20  # linear_tiles.cu: kMaxThreads
 _WARPGROUP = 4  # warps
@@ -77,7 +77,7 @@ VARIANTS = (
 
 def max_tokens(device: int) -> int:
     """For how many tokens there are kernels on a device."""
-    return max(_X_SLOTS) if nvrtc.has_wgmma(device) else MAX_TOKENS
+    return max(_X_STAGES) if nvrtc.has_wgmma(device) else MAX_TOKENS
 
 
 def is_supported(header: Header, m: int, device: int) -> bool:
@@ -158,7 +158,7 @@ class _Launch:
     def of(cls, header: Header, m: int, plan: LinearPlan, device: int) -> _Launch | None:
         """None if it does not fit."""
         variant, geometry = VARIANTS[plan.variant], header.geometry
-        if m > (max(_X_SLOTS) if variant.tiles else MAX_TOKENS):
+        if m > (max(_X_STAGES) if variant.tiles else MAX_TOKENS):
             return None
         stages_per_range = -(-geometry.stages // plan.split)
         ranges = -(-geometry.stages // stages_per_range)
@@ -203,15 +203,15 @@ class _Launch:
         """
         if not nvrtc.has_wgmma(device):
             return None
-        wide = next(wide for wide in _X_SLOTS if wide >= sums[0])
-        fixed = _ATOM_BYTES + 8 * _MAX_DECODERS + 4 * memory[0] + _X_SLOTS[wide] * wide * 2 * STAGE
+        wide = next(wide for wide in _X_STAGES if wide >= sums[0])
+        fixed = _ATOM_BYTES + 8 * _MAX_DECODERS + 4 * memory[0] + _X_STAGES[wide] * wide * 2 * STAGE
         room = nvrtc.shared_memory(device) - STATIC_SHARED - fixed
         grid = min(nvrtc.multiprocessors(device), geometry.row_groups)
         own = -(-geometry.row_groups // grid)
         for batches in range(-(-own // (2 * _TILE)), own + 1):
             slots = -(-own // batches)
             tiles, slot_bytes = -(-slots // _TILE), slots * 2 * _ATOM_BYTES + 16  # both atoms and both barriers
-            multiplying = _WARPGROUP * (tiles if wide == max(_X_SLOTS) else 1)
+            multiplying = _WARPGROUP * (tiles if wide == max(_X_STAGES) else 1)
             for warps in range(max_warps - multiplying, slots - 1, -1):
                 ring = (room - warps * 8 * memory[2]) // slot_bytes
                 chunks_ahead = -(-warps // slots) - 1  # of those that are multiplied

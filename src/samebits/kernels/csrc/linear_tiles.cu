@@ -5,7 +5,7 @@
 // Weights are the left matrix, 64 rows (eight row groups) to a tile, tokens the right one. The ring of weights has a slot for each *pair* of
 // stages: for each row group two atoms (hopper.cuh), one a stage. Row g of a row group is row 2 g of its atom, or 2 g - 7 from g = 4 on: half a
 // warp writes to all banks. A tile's rows that belong to no row group hold what follows in shared memory, and nobody reads their sums.
-// The ring of x has a slot for each stage: the tokens in their order. Rows behind the last token hold anything, too.
+// The ring of x has slots of one or two stages: of each, the tokens in their order. Rows behind the last token hold anything, too.
 #include "hopper.cuh"
 #include "linear.cuh"
 #include "tasks.cuh"
@@ -17,8 +17,10 @@ constexpr int kPairBytes = 2 * kAtomBytes;
 constexpr int kTileBytes = 8 * kPairBytes;
 constexpr int kTileGroups = 8;
 
-// Slots of the ring of x (linear.py: _X_SLOTS).
-__host__ __device__ constexpr int x_slots(int wide) { return wide == 128 ? 4 : wide == 64 ? 6 : 8; }
+// The ring of x has slots for so many stages at a time (both together: linear.py, _X_STAGES).
+__host__ __device__ constexpr int x_stages(int wide) { return wide <= 32 ? 2 : 1; }
+__host__ __device__ constexpr int x_slots(int wide) { return wide == 64 ? 6 : 4; }
+__host__ __device__ constexpr int x_bytes(int wide) { return x_stages(wide) * wide * 128; }   // of a slot
 
 struct Rings {
     u32 weights, slot_bytes;              // shared addresses
@@ -44,16 +46,19 @@ struct XCopier {
         target = ring + token * 128 + ((unit ^ (token & 7)) << 4);
         left = (job.tokens - token + kTokens - 1) / kTokens;
     }
-    // Starts copying the next stage; one group of copies.
+    // Starts copying to the next slot; one group of copies.
     __device__ __forceinline__ void copy() {
-        const u16* from = source + column;
-        const u32 to = target + slot * (wide * 128);
 #pragma unroll
-        for (int i = 0; i < kCopies; ++i, from += step)
-            if (i < left) copy_async(to + i * kTokens * 128, from);
+        for (int stage = 0; stage < x_stages(wide); ++stage) {
+            const u16* from = source + column + 64 * stage;
+            const u32 to = target + slot * x_bytes(wide) + stage * (wide * 128);
+#pragma unroll
+            for (int i = 0; i < kCopies; ++i, from += step)
+                if (i < left && column + 64 * stage < columns) copy_async(to + i * kTokens * 128, from);
+        }
         copy_commit();
-        column += 64;
-        if (column == columns) column = 0;
+        column += 64 * x_stages(wide);
+        if (column >= columns) column = 0;
         if (++slot == x_slots(wide)) slot = 0;
     }
 };
@@ -94,13 +99,15 @@ __device__ __forceinline__ void multiply_tiles(const Rings& rings, const Geometr
         int range_end = min(job.stages_per_range, geometry.stages);
 #pragma unroll 1
         for (int stage = 0; stage < geometry.stages; ++stage) {
-            copy_wait<ahead - 1>();
-            show_to_wgmma();
-            asm volatile("bar.sync 1, %0;" ::"n"(threads) : "memory");   // x is there, and nobody reads that of two stages before
-            x.copy();
+            const int part = stage % x_stages(wide);
+            if (part == 0) {
+                copy_wait<ahead - 1>();
+                show_to_wgmma();
+                asm volatile("bar.sync 1, %0;" ::"n"(threads) : "memory");   // x is there, and nobody reads that of two slots before
+            }
             if ((stage & 1) == 0) await(rings.full + 8 * pair.slot, pair.parity);
             const u64 left = describe(rings.weights + pair.slot * rings.slot_bytes + first_tile * kTileBytes + (stage & 1) * kAtomBytes, kPairBytes);
-            const u64 right = describe(rings.x + slot_x * (wide * 128), kAtomBytes);
+            const u64 right = describe(rings.x + slot_x * x_bytes(wide) + part * (wide * 128), kAtomBytes);
             pin_all();
             wgmma_fence();
 #pragma unroll
@@ -109,11 +116,12 @@ __device__ __forceinline__ void multiply_tiles(const Rings& rings, const Geometr
                 for (int tile = 0; tile < tiles; ++tile)
                     multiply_add(sums[tile], left + (tile * kTileBytes + step * 32) / 16, right + step * 32 / 16);
             wgmma_commit();
+            if (part == 0) x.copy();
             pin_all();
             wgmma_wait<1>();
             release();
-            if (++slot_x == x_slots(wide)) slot_x = 0;
             const bool last = stage + 1 == geometry.stages;
+            if ((part == x_stages(wide) - 1 || last) && ++slot_x == x_slots(wide)) slot_x = 0;
             if ((stage & 1) || last) {
                 used = rings.empty + 8 * pair.slot;
                 pair.advance(rings.slots);
@@ -342,7 +350,7 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
     rings.slot_bytes = job.slots * kPairBytes;
     rings.slots = job.ring;
     rings.x = base + rings.slots * rings.slot_bytes;
-    rings.full = rings.x + x_slots(wide) * wide * 128;
+    rings.full = rings.x + x_slots(wide) * x_bytes(wide);
     rings.empty = rings.full + 8 * rings.slots;
     const u32 copied = rings.empty + 8 * rings.slots;   // one for each decoding warp, and place for kMaxDecoders
     u32* table = reinterpret_cast<u32*>(shared + (copied + 8 * kMaxDecoders - base));
