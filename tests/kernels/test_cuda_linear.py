@@ -17,11 +17,12 @@ from samebits.format.geometry import Code
 from samebits.format.packed import PackedTensor
 from samebits.kernels import nvrtc
 from samebits.kernels.linear import LinearPlan, fused_linear, is_supported, variants
+from samebits.kernels.linear_launch import MAX_TOKENS
 from tests.codecs.tensors import without_compact
 
 pytestmark = pytest.mark.gpu
 PLAIN = Path(__file__).with_name("plain_linear.cu")
-TOKENS = (1, 2, 3, 7, 8, 9, 16)
+TOKENS = (1, 2, 3, 7, 8, 9, 16, 17, 31, 32, 33, 63, 64, 65, 100, 128)
 
 
 def weight_of(kind: str, rows: int, columns: int) -> torch.Tensor:
@@ -52,7 +53,7 @@ def _quad_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 KINDS = ("normal", "row scales", "patches", "raw chunks", "not finite", "subnormal")
-SHAPES = ((64, 1024), (1064, 2880), (2048, 1088), (136, 6080), (4104, 1024))
+SHAPES = ((64, 1024), (1064, 2880), (2048, 1088), (136, 6080), (4104, 1024), (8456, 1088), (12808, 1024))
 
 
 @cache
@@ -66,6 +67,11 @@ def plain_kernel() -> Any:
 
 
 def plain_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, split: int) -> torch.Tensor:
+    """By parts of as many tokens as the plain kernel takes."""
+    return torch.cat([_plain_linear(part, weight, bias, split) for part in x.split(16)])
+
+
+def _plain_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, split: int) -> torch.Tensor:
     (tokens, columns), rows = x.shape, weight.shape[0]
     y = torch.empty(tokens, rows, dtype=torch.bfloat16, device=x.device)
     pointers = (x.data_ptr(), weight.data_ptr(), bias.data_ptr() if bias is not None else None, y.data_ptr())
@@ -84,6 +90,11 @@ def inputs(tokens: int, columns: int, seed: int) -> torch.Tensor:
     generator = torch.Generator("cuda").manual_seed(seed)
     scale = torch.exp2(torch.randint(-8, 8, (1, columns), device="cuda", generator=generator))
     return (torch.randn(tokens, columns, device="cuda", generator=generator) * scale).bfloat16()
+
+
+def skip_unless_supported(packed: PackedTensor, tokens: int) -> None:
+    if not is_supported(packed.header, tokens, 0):
+        pytest.skip(f"no kernel for {tokens} tokens on this device")
 
 
 def assert_all_alike(weight: torch.Tensor, packed: PackedTensor, tokens: int, splits: tuple[int, ...]) -> int:
@@ -107,27 +118,36 @@ def test_every_weight(kind: str, shape: tuple[int, int]) -> None:
     weight = weight_of(kind, *shape)
     packed = samebits.encode(weight).to("cuda")
     assert packed.code is Code.QUAD
-    assert is_supported(packed.header, 1)
-    for tokens in (1, 5, 12):
-        assert assert_all_alike(weight.cuda(), packed, tokens, (1, 3)) >= 8
+    assert is_supported(packed.header, 1, 0)
+    for tokens in (1, 5, 12, 20, 50, 128):
+        if is_supported(packed.header, tokens, 0):
+            assert assert_all_alike(weight.cuda(), packed, tokens, (1, 3)) >= (8 if tokens <= MAX_TOKENS else 4)
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_every_number_of_tokens_and_split(tokens: int) -> None:
     weight = weight_of("row scales", 1032, 4096)
-    assert assert_all_alike(weight.cuda(), samebits.encode(weight).to("cuda"), tokens, (1, 2, 3, 4, 5, 7, 8)) >= 28
+    packed = samebits.encode(weight).to("cuda")
+    skip_unless_supported(packed, tokens)
+    assert assert_all_alike(weight.cuda(), packed, tokens, (1, 2, 3, 4, 5, 7, 8)) >= 14
 
 
-def test_many_row_groups_of_a_block() -> None:
+@pytest.mark.parametrize("tokens", [2, 40, 128])
+def test_many_row_groups_of_a_block(tokens: int) -> None:
     """More than a block keeps the sums of."""
     weight = weight_of("normal", 132 * 8 * 65 + 8, 1024)
-    assert assert_all_alike(weight.cuda(), samebits.encode(weight).to("cuda"), 2, (1, 2)) >= 4
+    packed = samebits.encode(weight).to("cuda")
+    skip_unless_supported(packed, tokens)
+    assert assert_all_alike(weight.cuda(), packed, tokens, (1, 2)) >= 4
 
 
-def test_streams_and_graphs() -> None:
+@pytest.mark.parametrize("tokens", [1, 48])
+def test_streams_and_graphs(tokens: int) -> None:
     weight = weight_of("normal", 2048, 2048)
-    packed, halves = samebits.encode(weight).to("cuda"), LinearPlan(2)
-    x = inputs(1, 2048, 1)
+    packed = samebits.encode(weight).to("cuda")
+    skip_unless_supported(packed, tokens)
+    halves = LinearPlan(2, variants(packed.header, tokens, 2)[0])
+    x = inputs(tokens, 2048, 1)
     expected = plain_linear(x, weight.cuda(), None, 2)
     streams = [torch.cuda.Stream() for _ in range(4)]
     torch.cuda.synchronize()
@@ -142,7 +162,7 @@ def test_streams_and_graphs() -> None:
     with torch.cuda.graph(graph):
         chained = fused_linear(fused_linear(static, packed, None, halves), packed, None, halves)
     for seed in range(3):
-        static.copy_(inputs(1, 2048, seed))
+        static.copy_(inputs(tokens, 2048, seed))
         graph.replay()
         first = plain_linear(static, weight.cuda(), None, 2)
         assert first_difference(chained, plain_linear(first, weight.cuda(), None, 2)) is None
@@ -171,7 +191,7 @@ def test_hostile_contents_do_not_fault(kind: str) -> None:
             packed = PackedTensor(intact.header, intact.data.clone())
             section = packed.section(name)
             section.random_(0, 256, generator=generator) if fill is None else section.fill_(fill)
-            for tokens in (1, 16):
+            for tokens in (1, 16, 100):
                 for variant in variants(packed.header, tokens, 3):
                     fused_linear(inputs(tokens, 2048, 0), packed, None, LinearPlan(3, variant))
             torch.cuda.synchronize()

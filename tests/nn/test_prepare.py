@@ -40,7 +40,7 @@ def planner(monkeypatch: pytest.MonkeyPatch) -> FakePlanner:
     fake = FakePlanner()
     monkeypatch.setattr(Planner, "of", lambda device: fake)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(module, "is_supported", lambda header, m: header.shape[1] % 64 == 0 and m <= 128)
+    monkeypatch.setattr(module, "is_supported", lambda header, m, device: header.shape[1] % 64 == 0 and m <= 128)
     return fake
 
 

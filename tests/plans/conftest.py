@@ -54,7 +54,7 @@ class FakeGpu:
         return self.times
 
 
-def is_supported(header: Header, m: int) -> bool:
+def is_supported(header: Header, m: int, device: int) -> bool:
     return len(header.shape) == 2 and header.shape[1] % 64 == 0 and header.shape[0] % 8 == 0 and 1 <= m <= 128
 
 
@@ -66,7 +66,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeGpu:
         monkeypatch.setattr(module, "F", SimpleNamespace(linear=lambda *arguments: fake.linear(*arguments)))
         monkeypatch.setattr(module, "is_supported", is_supported)
         monkeypatch.setattr(module, "fused_linear", fake.fused_linear)
-    monkeypatch.setattr(dispatch, "is_launchable", lambda header, m, plan, device: is_supported(header, m))
+    monkeypatch.setattr(dispatch, "is_launchable", lambda header, m, plan, device: is_supported(header, m, device))
     monkeypatch.setattr(calibrate, "variants", lambda header, m, split: [0, 1])
     monkeypatch.setattr(calibrate, "microseconds", fake.microseconds)
     monkeypatch.setattr(dispatch, "decode_cuda", samebits.decode)

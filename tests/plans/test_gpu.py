@@ -75,7 +75,7 @@ def test_random_products() -> None:
 def test_some_products_are_fused(weight: torch.Tensor, tokens: int) -> None:
     """Where the kernel takes the shape, a plan exists on the GPUs it was made for."""
     packed = samebits.encode(weight)
-    if not is_supported(packed.header, tokens):
+    if not is_supported(packed.header, tokens, 0):
         pytest.skip("no fused kernel for this shape")
     outcome = samebits.prepare(_layer(weight), batch_sizes=(tokens,)).products[0].outcome
     assert outcome.plan is not None, outcome.reason

@@ -1,6 +1,6 @@
-"""The fused linear layer on a CUDA device: csrc/linear.cu and csrc/linear_ahead.cu.
+"""The fused linear layer on a CUDA device: csrc/linear_ahead.cu, linear_chains.cu and, on Hopper, linear_tiles.cu.
 
-Both give the bits of one order of summation: K is cut into ranges of whole stages, each summed in fp32 by
+All give the bits of one order of summation: K is cut into ranges of whole stages, each summed in fp32 by
 ``mma.m16n8k16`` step after step; the ranges' sums are added in order, then the bias; one rounding. cuBLAS sums in this
 order, with a number of ranges that depends on the shape and on much else (see samebits.plans).
 """
@@ -8,23 +8,16 @@ order, with a number of ranges that depends on the shape and on much else (see s
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 
 from samebits.errors import DeviceError
-from samebits.format.geometry import ROW_GROUP, SIGN_BYTES, SLAB_BYTES, STAGE, STAGE_WORDS, Code, Layout
-from samebits.format.packed import Header, PackedTensor, align
+from samebits.format.geometry import ROW_GROUP, SLAB_BYTES, STAGE, Code, Layout
+from samebits.format.packed import Header, PackedTensor
 from samebits.kernels import nvrtc
-from samebits.kernels.decode import STATIC_SHARED, staging_words
+from samebits.kernels.linear_launch import CHUNK_STAGES, VARIANTS, launch_of, max_tokens, nearest_launch
 from samebits.kernels.overlap import may_start_early
 from samebits.kernels.structures import GeometryStructure, JobStructure, PackedStructure
-
-MAX_TOKENS = 16
-MAX_SLOTS = 64  # row groups whose sums a block keeps
-CHUNK_STAGES = 16  # csrc: kChunkStages
-_MIN_WARPS = 4
-_OCTET = 8  # tokens that one mma instruction takes in half of its A operand
 
 
 @dataclass(frozen=True)
@@ -33,42 +26,16 @@ class LinearPlan:
 
     Attributes:
         split: ranges that K is asked to be cut into; ceil(ceil(K / 64) / split) stages each.
-        variant: index into VARIANTS; changes the speed and never the bits.
+        variant: index into linear_launch.VARIANTS; changes the speed and never the bits.
     """
 
     split: int
     variant: int = 0
 
 
-@dataclass(frozen=True)
-class Variant:
-    """One way to run the fused kernel.
-
-    Attributes:
-        kernel: "ahead", "owned" or "pairs".
-        shared_x: keep x in shared memory.
-        warps: of a block, at most (csrc: kMaxWarps).
-    """
-
-    kernel: str
-    shared_x: bool
-    warps: int
-
-
-VARIANTS = (
-    Variant(kernel="ahead", shared_x=True, warps=16),
-    Variant(kernel="ahead", shared_x=False, warps=16),
-    Variant(kernel="deep", shared_x=True, warps=12),
-    Variant(kernel="wide", shared_x=True, warps=20),
-    Variant(kernel="wide", shared_x=True, warps=14),
-    Variant(kernel="deep", shared_x=False, warps=12),
-    Variant(kernel="wide", shared_x=False, warps=20),
-)
-
-
-def is_supported(header: Header, m: int) -> bool:
+def is_supported(header: Header, m: int, device: int) -> bool:
     """Whether there is a fused kernel for ``m`` tokens: quad code, matrix layout, whole row groups and stages."""
-    if not 1 <= m <= MAX_TOKENS or header.code is not Code.QUAD or header.layout is not Layout.MATRIX:
+    if header.code is not Code.QUAD or header.layout is not Layout.MATRIX or not 1 <= m <= max_tokens(device):
         return False
     geometry = header.geometry
     return (
@@ -84,12 +51,12 @@ def is_supported(header: Header, m: int) -> bool:
 def variants(header: Header, m: int, split: int) -> list[int]:
     """The variants of a supported launch that fit on the current device, as LinearPlan counts them."""
     device = torch.cuda.current_device()
-    return [i for i in range(len(VARIANTS)) if _Launch.of(header, m, LinearPlan(split, i), device)]
+    return [i for i in range(len(VARIANTS)) if launch_of(header, m, split, i, device)]
 
 
 def is_launchable(header: Header, m: int, plan: LinearPlan, device: int) -> bool:
     """Whether a supported launch can use a plan made for another tensor of its shape, if need be in another variant."""
-    return _Launch.nearest(header, m, plan, device) is not None
+    return nearest_launch(header, m, plan.split, plan.variant, device) is not None
 
 
 def fused_linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, plan: LinearPlan) -> torch.Tensor:
@@ -97,7 +64,7 @@ def fused_linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | Non
 
     Args:
         x: bfloat16 [m, K], contiguous, 16-byte aligned.
-        packed: W, [N, K], on x's device; is_supported(packed.header, m).
+        packed: W, [N, K], on x's device; is_supported(packed.header, m, its device).
         bias: bfloat16 [N], contiguous, 16-byte aligned, or None.
 
     Returns:
@@ -107,7 +74,7 @@ def fused_linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | Non
         DeviceError: the plan does not fit on the device, or the kernel cannot be built or launched.
     """
     header, device = packed.header, x.device.index or 0
-    launch = _Launch.nearest(header, x.shape[0], plan, device)
+    launch = nearest_launch(header, x.shape[0], plan.split, plan.variant, device)
     if launch is None:
         raise DeviceError(f"{plan} does not fit on this device", mend="ask is_launchable first")
     y = torch.empty(x.shape[0], header.geometry.rows, dtype=torch.bfloat16, device=x.device)
@@ -119,75 +86,3 @@ def fused_linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | Non
             PackedStructure.of(packed), job, early=may_start_early(packed.data),
         )  # fmt: skip
     return y
-
-
-@dataclass(frozen=True)
-class _Launch:
-    """A plan for one device: how a kernel divides its work and its shared memory."""
-
-    file: str
-    name: str
-    grid: int
-    warps: int
-    shared_bytes: int
-    job: tuple[int, ...]  # JobStructure's fields behind the pointers
-
-    @classmethod
-    @lru_cache(maxsize=65536)
-    def nearest(cls, header: Header, m: int, plan: LinearPlan, device: int) -> _Launch | None:
-        """The plan's variant, or the first that fits instead."""
-        candidates = (cls.of(header, m, LinearPlan(plan.split, i), device) for i in range(len(VARIANTS)))
-        return cls.of(header, m, plan, device) or next(filter(None, candidates), None)
-
-    @classmethod
-    @lru_cache(maxsize=65536)
-    def of(cls, header: Header, m: int, plan: LinearPlan, device: int) -> _Launch | None:
-        """None if it does not fit."""
-        variant, geometry = VARIANTS[plan.variant], header.geometry
-        stages_per_range = -(-geometry.stages // plan.split)
-        ranges = -(-geometry.stages // stages_per_range)
-        octets = -(-m // _OCTET)
-        if variant.kernel != "ahead":
-            return cls._chains(header, m, variant, ranges, stages_per_range, device)
-        grid = min(nvrtc.multiprocessors(device), geometry.row_groups)
-        own = -(-geometry.row_groups // grid)  # row groups of a block
-        batches = -(-own // MAX_SLOTS) if variant.kernel == 'ahead' else 1
-        slots = -(-own // batches)
-        buffer_words = staging_words(header)
-        decoded = CHUNK_STAGES * (STAGE_WORDS + SIGN_BYTES // 2) // 4  # a byte a weight, and the sign words
-        warp_words = buffer_words + decoded if variant.kernel == 'ahead' else 2 * buffer_words
-        table_words, entry_words = max(4, 1 << header.max_code_length), align(header.symbol_count, 4)
-        sums = slots * ranges if variant.kernel == 'ahead' or ranges > 1 else 0
-        words = table_words + entry_words + 64 * octets * sums + slots * (ranges + 2) + 32
-        kind = ("halves" if octets == 1 else "pairs") if variant.shared_x else "global"
-        words += {"halves": 32 * m, "pairs": 64 * _OCTET, "global": 0}[kind] * geometry.stages
-        room = (nvrtc.shared_memory(device) - STATIC_SHARED) // 4 - words
-        warps = min(variant.warps, room // warp_words)
-        if warps < _MIN_WARPS or (own > MAX_SLOTS and not variant.kernel == 'ahead' and ranges > 1):
-            return None
-        words += warps * warp_words
-        job = (m, ranges, stages_per_range, slots, batches, warps // slots, warps % slots,
-               table_words, entry_words, buffer_words)  # fmt: skip
-        stem = "linear_ahead" if variant.kernel == 'ahead' else "linear"
-        return cls(f"{stem}.cu", f"{stem}_{_OCTET * octets}_{kind}", grid, warps, 4 * words, job)
-
-    @classmethod
-    def _chains(cls, header, m, variant, ranges, stages_per_range, device):
-        geometry, octets = header.geometry, -(-m // _OCTET)
-        grid = min(nvrtc.multiprocessors(device), geometry.row_groups)
-        own = -(-geometry.row_groups // grid)
-        buffer_words = staging_words(header)
-        warp_words = 2 * buffer_words + 64 * octets + 1 + 40
-        table_words, entry_words = max(4, 1 << header.max_code_length), align(header.symbol_count, 4)
-        words = table_words + entry_words + own + 32 + (own * ranges * 64 * octets if ranges > 1 else 0)
-        if variant.shared_x:
-            words += 32 * m * geometry.stages
-        room = (nvrtc.shared_memory(device) - STATIC_SHARED) // 4 - words
-        wanted = min(variant.warps if variant.kernel == 'deep' or octets == 1 else 16, own * ranges)
-        warps = min(wanted, room // warp_words)
-        if warps < min(wanted, _MIN_WARPS):
-            return None
-        words += warps * warp_words
-        job = (m, ranges, stages_per_range, own, 1, 0, 0, table_words, entry_words, buffer_words)
-        kind = "shared" if variant.shared_x else "global"
-        return cls("linear_chains.cu", f"linear_{variant.kernel}_{_OCTET * octets}_{kind}", grid, warps, 4 * words, job)

@@ -107,6 +107,12 @@ def driver_version() -> str:
 
 
 @cache
+def has_wgmma(device: int) -> bool:
+    """Whether there are Hopper's own instructions."""
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@cache
 def _starts_early(device: int) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 

@@ -106,4 +106,5 @@ class JobStructure(ctypes.Structure):
         ("ranges", ctypes.c_int32), ("stages_per_range", ctypes.c_int32), ("slots", ctypes.c_int32),
         ("batches", ctypes.c_int32), ("chunk_step", ctypes.c_int32), ("slot_step", ctypes.c_int32),
         ("table_words", ctypes.c_int32), ("entry_words", ctypes.c_int32), ("buffer_words", ctypes.c_int32),
+        ("ring", ctypes.c_int32),
     )  # fmt: skip

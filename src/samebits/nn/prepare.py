@@ -86,7 +86,7 @@ def prepare(
     products = []
     for (device, rows, columns, has_bias), headers in kinds.items():
         for tokens in batch_sizes:
-            supported = any(is_supported(header, tokens) for header in headers)
+            supported = any(is_supported(header, tokens, device) for header in headers)
             outcome = _outcome(device, rows, columns, tokens, has_bias) if supported else Outcome(None, UNSUPPORTED)
             products.append(Prepared(rows, columns, tokens, has_bias, len(headers), outcome))
             if progress:

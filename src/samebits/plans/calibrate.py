@@ -43,7 +43,7 @@ class Trial:
 
     @property
     def is_supported(self) -> bool:
-        return is_supported(self.packed.header, self.key.tokens)
+        return is_supported(self.packed.header, self.key.tokens, self.packed.data.get_device())
 
     def variants(self, split: int) -> list[int]:
         return variants(self.packed.header, self.key.tokens, split)

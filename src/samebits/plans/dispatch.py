@@ -19,7 +19,7 @@ _LIBRARY.define("linear(Tensor x, Tensor data, Tensor? bias, int[] shape, int[] 
 def plan_of(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> LinearPlan | None:
     """The plan under which ``linear`` multiplies; None where it decodes first. Looked for at a key's first call."""
     key = key_of(x, packed.header.shape, bias)
-    if key is None or not is_supported(packed.header, key.tokens):
+    if key is None or not is_supported(packed.header, key.tokens, x.get_device()):
         return None
     if packed.data.data_ptr() % ALIGNMENT or packed.data.get_device() != x.get_device():
         return None

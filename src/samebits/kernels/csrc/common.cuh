@@ -103,6 +103,10 @@ __device__ __forceinline__ void store_shared_u32(u32 address, u32 value) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
+__device__ __forceinline__ void store_shared(u32 address, Vec2 v) {
+    asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(address), "r"(v.x), "r"(v.y) : "memory");
+}
+
 __device__ __forceinline__ void store_once(void* pointer, u32 x, u32 y) {
     asm volatile("st.global.cs.v2.u32 [%0], {%1,%2};" ::"l"(pointer), "r"(x), "r"(y) : "memory");
 }

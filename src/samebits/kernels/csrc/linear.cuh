@@ -19,6 +19,7 @@ struct Job {
     int batches;         // of so many row groups
     int chunk_step, slot_step;   // warps of a block = chunk_step * slots + slot_step
     int table_words, entry_words, buffer_words;   // of shared memory: decode table, its entries, and each staging buffer
+    int ring;            // linear_tiles.cu: pairs of stages that a block keeps decoded, at least those of the chunks that a warp is ahead
 };
 
 __device__ __forceinline__ void multiply(float sums[4], const u32 x[4], u32 low, u32 high) {
@@ -127,21 +128,33 @@ __device__ __forceinline__ Vec4 load_raw(const u8* slab, int stage, int lane) {
     return load_once(slab + (stage >> 1) * kSlabBytes + kSignBytes + (stage & 1) * kStageBytes + 16 * lane);
 }
 
-// Starts copying a chunk's streams to a staging buffer. Whole 16-byte units, so the chunk starts up to three words into the buffer; never
-// beyond buffer or section.
+// Where a chunk's streams are, in whole 16-byte units, so that the chunk starts up to three words into a staging buffer; never beyond buffer or
+// section.
 struct StagedPlace { int begin, size; };
+struct StreamUnits {
+    StagedPlace place;
+    const u32* source;
+    int units;
 
+    __device__ __forceinline__ StreamUnits(const Packed& packed, u32 start, u32 stop) {
+        start = min(start, packed.stream_words);
+        stop = min(stop, packed.stream_words);
+        place.begin = start & 3;
+        place.size = min(stop > start ? int(stop - start) : 0, packed.max_chunk_words);
+        units = (place.begin + place.size + 3) >> 2;
+        source = reinterpret_cast<const u32*>(packed.data + packed.streams) + (start - place.begin);
+    }
+};
+
+// Starts copying a chunk's streams to a staging buffer, by a warp.
 __device__ __forceinline__ StagedPlace stage_streams(const Packed& packed, u32* buffer, u32 start, u32 stop, int lane) {
-    start = min(start, packed.stream_words);
-    stop = min(stop, packed.stream_words);
-    const int begin = start & 3, size = min(stop > start ? int(stop - start) : 0, packed.max_chunk_words), units = (begin + size + 3) >> 2;
-    const u8* source = packed.data + packed.streams + 4 * size_t(start - begin) + 16 * lane;
+    const StreamUnits streams(packed, start, stop);
+    const u32* source = streams.source + 4 * lane;
     const u32 target = u32(__cvta_generic_to_shared(buffer)) + 16 * lane;
-    constexpr int bytes = 16 * kLanes;
 #pragma unroll
-    for (int i = 0; i < 4; ++i)                                // as long as chunks usually are
-        if (lane + kLanes * i < units) copy_async(target + bytes * i, source + bytes * i);
+    for (int i = 0; i < 4 * kLanes; i += kLanes)               // as long as chunks usually are
+        if (lane + i < streams.units) copy_async(target + 16 * i, source + 4 * i);
 #pragma unroll 1
-    for (int i = 4; lane + kLanes * i < units; ++i) copy_async(target + bytes * i, source + bytes * i);
-    return {begin, size};
+    for (int i = 4 * kLanes; lane + i < streams.units; i += kLanes) copy_async(target + 16 * i, source + 4 * i);
+    return streams.place;
 }

@@ -3,44 +3,12 @@
 //   2. takes over the sums that the chunk before left in shared memory, multiplies, and leaves them for the chunk behind,
 // while the streams of its next task are copied to shared memory. Tasks are numbered chunk by chunk through all slots: chains advance
 // together, and a task only waits for tasks of lower number. See linear.cuh.
+#include "tasks.cuh"
 #include "tokens.cuh"
 
 constexpr int kMaxWarps = 16;
 constexpr int kUpperWords = kChunkStages * 128;         // of a decoded chunk: [stage][lane][step], a quad's upper bytes
 constexpr int kSignWords = kChunkStages / 2 * kLanes;   // a chunk's sign words
-
-struct Task { int batch, chunk, slot, group; };
-
-// Which tasks a warp has, in the order of their numbers.
-struct Tasks {
-    int chunks, slots, own, batches;          // own: row groups of the block
-    int chunk_step, slot_step;                // from one task of a warp to its next
-
-    __device__ __forceinline__ bool has(const Task& task) const { return task.batch < batches; }
-    __device__ __forceinline__ Task first(int warp) const { return settled({0, warp / slots, warp % slots, 0}); }
-    __device__ __forceinline__ Task behind(Task task) const { return settled(moved(task)); }
-    __device__ __forceinline__ Task moved(Task task) const {
-        task.slot += slot_step;
-        task.chunk += chunk_step;
-        if (task.slot >= slots) {
-            task.slot -= slots;
-            ++task.chunk;
-        }
-        return task;
-    }
-    __device__ __forceinline__ Task settled(Task task) const {   // at the next task whose row group exists
-        for (;;) {
-            while (task.chunk >= chunks) {
-                task.chunk -= chunks;
-                ++task.batch;
-            }
-            const int place = task.batch * slots + task.slot;
-            task.group = place * gridDim.x + blockIdx.x;
-            if (place < own || !has(task)) return task;
-            task = moved(task);
-        }
-    }
-};
 
 // Rare, and so out of line.
 __device__ __noinline__ void read_chunk(const u32* words, u32 upper, u32 signs, int count, int lane) {

@@ -1,0 +1,93 @@
+// Hopper's barriers in shared memory and its asynchronous matrix product (wgmma), which needs the target sm_90a.
+#pragma once
+#include "common.cuh"
+
+// A barrier's phases are numbered from 0. The phase before the first counts as complete.
+__device__ __forceinline__ void open_barrier(u32 barrier, u32 arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void arrive(u32 barrier, u32 arrivals = 1) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Until the phase of this parity is complete.
+__device__ __forceinline__ void await(u32 barrier, u32 parity) {
+    asm volatile("{ .reg .pred done;\n"
+                 "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+                 "  @!done bra again; }" ::"r"(barrier), "r"(parity) : "memory");
+}
+
+// For copies that arrive at a barrier, which this thread has just opened.
+__device__ __forceinline__ void show_barrier() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+// Starts a copy of whole 16-byte units and arrives at the barrier, whose phase then waits for the copy too.
+__device__ __forceinline__ void copy_bulk(u32 shared, const void* global, u32 bytes, u32 barrier) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+    if (bytes)
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared), "l"(global), "r"(bytes),
+                     "r"(barrier) : "memory");
+}
+
+// What this thread wrote to shared memory, for wgmma.
+__device__ __forceinline__ void show_to_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// A place in a ring of `slots`, and the parity of its round.
+struct RingPlace {
+    int slot;
+    u32 parity;
+
+    __device__ __forceinline__ static RingPlace of(u32 index, u32 slots) {
+        const u32 round = index / slots;
+        return {int(index - round * slots), round & 1};
+    }
+    __device__ __forceinline__ void advance(int slots) {
+        if (++slot == slots) slot = 0, parity ^= 1;
+    }
+};
+
+// A matrix in shared memory as wgmma takes it: rows of 64 words (128 bytes), of which eight make an atom of 1024 bytes, aligned to as much; in row r
+// of an atom, 16-byte unit u is where u ^ (r & 7) would be. From one atom to the next are `stride` bytes.
+__device__ __forceinline__ u64 describe(u32 address, u32 stride) {
+    return u64(1) << 62 | u64(stride >> 4) << 32 | u64(1) << 16 | (address & 0x3ffff) >> 4;
+}
+
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+template <int pending>
+__device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory"); }
+
+// Keeps the compiler from moving sums across.
+template <int count>
+__device__ __forceinline__ void pin(float (&sums)[count]) {
+#pragma unroll
+    for (int i = 0; i < count; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+}
+
+#define SUMS_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define SUMS_8(i) SUMS_4(i), SUMS_4(i + 4)
+#define SUMS_16(i) SUMS_8(i), SUMS_8(i + 8)
+#define SUMS_32(i) SUMS_16(i), SUMS_16(i + 16)
+#define SUMS_64(i) SUMS_32(i), SUMS_32(i + 32)
+#define PLACES_8 "%0,%1,%2,%3,%4,%5,%6,%7"
+#define PLACES_16 PLACES_8 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define PLACES_32 PLACES_16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define PLACES_64                                                                                                                 \
+    PLACES_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60," \
+                "%61,%62,%63"
+#define WGMMA(n, places, a, b, sums)                                                                                                \
+    asm volatile("{ .reg .pred add; setp.eq.u32 add, 0, 0;\n"                                                                       \
+                 "wgmma.mma_async.sync.aligned.m64n" n "k16.f32.bf16.bf16 {" places "}, " a ", " b ", add, 1, 1, 0, 0; }"           \
+                 : sums : "l"(left), "l"(right))
+
+// Adds 64 rows of the left matrix times `2 * count` rows of the right one, 16 columns, to the sums. Warp w of the four has rows 16 w to 16 w + 15;
+// lane (g, t) sums[4 j + 2 h + i] of row 16 w + 8 h + g and the right matrix's row 8 j + 2 t + i.
+template <int count>
+__device__ __forceinline__ void multiply_add(float (&d)[count], u64 left, u64 right) {
+    static_assert(count == 8 || count == 16 || count == 32 || count == 64);
+    if constexpr (count == 8) WGMMA("16", PLACES_8, "%8", "%9", SUMS_8(0));
+    if constexpr (count == 16) WGMMA("32", PLACES_16, "%16", "%17", SUMS_16(0));
+    if constexpr (count == 32) WGMMA("64", PLACES_32, "%32", "%33", SUMS_32(0));
+    if constexpr (count == 64) WGMMA("128", PLACES_64, "%64", "%65", SUMS_64(0));
+}

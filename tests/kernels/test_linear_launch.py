@@ -1,0 +1,81 @@
+"""How the fused layer's work is divided: what the kernels rely on."""
+
+from __future__ import annotations
+
+import pytest
+
+from samebits.format.geometry import Code, Layout
+from samebits.format.packed import Header
+from samebits.kernels import nvrtc
+from samebits.kernels.decode import STATIC_SHARED, staging_words
+from samebits.kernels.linear_launch import (
+    CHUNK_STAGES,
+    MAX_TILE_TOKENS,
+    MAX_TOKENS,
+    VARIANTS,
+    Kernel,
+    launch_of,
+    max_tokens,
+)
+
+SHARED_MEMORY = 232448
+SHAPES = ((8, 1024), (1064, 2880), (5120, 5120), (12288, 4096), (28672, 8192), (151936, 4096))
+
+
+@pytest.fixture(params=[True, False], ids=["hopper", "other"])
+def hopper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    wgmma: bool = request.param
+    monkeypatch.setattr(nvrtc, "has_wgmma", lambda device: wgmma)
+    monkeypatch.setattr(nvrtc, "shared_memory", lambda device: SHARED_MEMORY if wgmma else 101376)
+    monkeypatch.setattr(nvrtc, "multiprocessors", lambda device: 132)
+    launch_of.cache_clear()
+    return wgmma
+
+
+def header_of(shape: tuple[int, int], chunk_words: int) -> Header:
+    return Header(Code.QUAD, Layout.MATRIX, shape, CHUNK_STAGES, 13, 50, 0, 1000, True, chunk_words, 1 << 20)
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 9, 16, 17, 33, 64, 65, 128])
+@pytest.mark.parametrize("chunk_words", [250, 470, 1000, 2049])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_launches_fit(shape: tuple[int, int], chunk_words: int, tokens: int, hopper: bool) -> None:
+    header, found = header_of(shape, chunk_words), 0
+    for split in (1, 3, 7):
+        for number, variant in enumerate(VARIANTS):
+            launch = launch_of(header, tokens, split, number, 0)
+            if launch is None:
+                continue
+            found += 1
+            m, ranges, per_range, slots, batches, chunk_step, slot_step, *_, buffer_words, ring = launch.job
+            assert m == tokens <= (MAX_TILE_TOKENS if variant.kernel is Kernel.TILES else MAX_TOKENS)
+            assert (ranges - 1) * per_range < header.geometry.stages <= ranges * per_range
+            assert slots * batches * launch.grid >= header.geometry.row_groups > slots * (batches - 1) * launch.grid
+            assert launch.shared_bytes <= nvrtc.shared_memory(0) - STATIC_SHARED
+            assert 1 <= launch.warps <= variant.warps
+            assert buffer_words == staging_words(header)
+            assert (ring > 0) == (variant.kernel is Kernel.TILES)
+            if variant.kernel is not Kernel.TILES:
+                assert chunk_step * slots + slot_step == launch.warps
+    assert found or tokens > MAX_TOKENS or not hopper
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 17, 33, 64, 65, 128])
+@pytest.mark.parametrize("chunk_words", [250, 470, 1000, 2049])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_tiles_keep_going(shape: tuple[int, int], chunk_words: int, tokens: int, hopper: bool) -> None:
+    number = next(i for i, variant in enumerate(VARIANTS) if variant.kernel is Kernel.TILES)
+    launch = launch_of(header_of(shape, chunk_words), tokens, 1, number, 0)
+    if not hopper:
+        assert launch is None
+        assert max_tokens(0) == MAX_TOKENS
+        return
+    assert launch is not None
+    slots, _, chunk_step, slot_step, *_, ring = launch.job[3:]
+    wide, tiles = map(int, launch.name.split("_")[-2:])
+    decoding = launch.warps - (4 * tiles if wide == 128 else 4)
+    assert wide >= tokens
+    assert slots <= 8 * tiles
+    assert slots <= decoding <= 16
+    assert chunk_step * slots + slot_step == decoding
+    assert ring >= 3 + (-(-decoding // slots) - 1) * CHUNK_STAGES // 2
