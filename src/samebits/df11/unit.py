@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from samebits.bf16 import histogram_of_words
+from samebits.bf16 import count_exponents
 from samebits.df11 import loops
 from samebits.df11.code import MEND, UnitCode, check_tables
 from samebits.errors import FormatError, InputError
@@ -21,6 +21,7 @@ BLOCK_BYTES = loops.BLOCK_BITS // 8
 BLOCK_WINDOWS = loops.BLOCK_BITS // loops.WINDOW_BITS
 GAP_BITS = 5
 MAX_STREAM_BYTES = (1 << 31) - 1
+MAX_WORDS = (1 << 32) - 1  # of what output_positions count
 _TASK_WORDS = 1 << 20
 _TASK_BLOCKS = 32
 
@@ -108,49 +109,142 @@ class Unit:
         """
         if sum(sizes) != words.size or min(sizes) < 1:
             raise InputError(f"matrices of {list(sizes)} weights do not make up {words.size}")
-        code = UnitCode.from_histogram(histogram_of_words(words))
+        matrices = np.split(words, np.cumsum(sizes)[:-1])
+        return UnitPlan.of(matrices).encode(matrices)
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """How matrices become a unit: their code, and where each of their ranges of words starts in the stream.
+
+    Attributes:
+        luts: as a Unit has them.
+        sizes: words of each matrix.
+        starts: int64 [ranges + 1], bits.
+        last_start: where the last code starts; the end symbol's, if that fills up the last byte.
+    """
+
+    code: UnitCode
+    luts: NDArray[np.uint8]
+    sizes: tuple[int, ...]
+    starts: NDArray[np.int64]
+    last_start: int
+
+    @classmethod
+    def of(cls, matrices: Sequence[NDArray[np.uint16]]) -> UnitPlan:
+        """Plan a unit of matrices, given as their words; none is empty.
+
+        Raises:
+            InputError: the layout cannot hold them.
+        """
+        words = sum(matrix.size for matrix in matrices)
+        if words > MAX_WORDS:
+            raise InputError(f"it has {words} weights, the layout has room for {MAX_WORDS}")
+        ranges = _ranges(matrices)
+        histograms = run_ranges(_count_exponents, len(ranges), 1, ranges)
+        code = UnitCode.from_histogram(np.sum(histograms, axis=0))
         luts = code.tables()
-        bits = run_ranges(loops.count_bits, words.size, _TASK_WORDS, words, code.lengths)
-        starts = np.concatenate([[0], np.cumsum(bits)])
+        starts = np.cumsum([0, *(int(histogram @ code.lengths) for histogram in histograms)])
         total = int(starts[-1])
-        stream_bytes = -(-total // 8)
-        if stream_bytes > MAX_STREAM_BYTES:
-            raise InputError(f"its stream takes {stream_bytes} bytes, the layout has room for {MAX_STREAM_BYTES}")
-        blocks = -(-stream_bytes // BLOCK_BYTES)
-        gaps, positions = np.zeros(blocks * BLOCK_WINDOWS, np.uint8), np.zeros(blocks + 1, np.uint32)
-        sign_mantissa = np.empty(words.size, np.uint8)
-        parts = run_ranges(_encode_range, words.size, _TASK_WORDS, words, code, starts, sign_mantissa, gaps, positions)
-        stream = np.zeros(stream_bytes, np.uint8)
-        for start, part in zip(starts, parts, strict=False):
-            stream[start // 8 : start // 8 + part.size] |= part
-        last_start = total - int(code.lengths[words[-1] >> 7 & 0xFF])
+        if total > 8 * MAX_STREAM_BYTES:
+            raise InputError(f"its stream takes {-(-total // 8)} bytes, the layout has room for {MAX_STREAM_BYTES}")
+        last_start = total if total % 8 else total - int(code.lengths[matrices[-1][-1] >> 7 & 0xFF])
+        return cls(code, luts, tuple(matrix.size for matrix in matrices), starts, last_start)
+
+    @property
+    def stream_bytes(self) -> int:
+        return -(-int(self.starts[-1]) // 8)
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.stream_bytes // BLOCK_BYTES)
+
+    @property
+    def positions(self) -> int:
+        """Entries of output_positions: none for a last block in which no code starts."""
+        return self.last_start // loops.BLOCK_BITS + 2
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the unit's tensors."""
+        return {
+            "luts": self.luts.shape,
+            "encoded_exponent": (self.stream_bytes,),
+            "sign_mantissa": (sum(self.sizes),),
+            "output_positions": (4 * self.positions,),
+            "gaps": (self.blocks * BLOCK_WINDOWS * GAP_BITS // 8,),
+            "split_positions": (len(self.sizes) - 1,),
+        }
+
+    def encode(self, matrices: Sequence[NDArray[np.uint16]]) -> Unit:
+        """Encode the matrices that the plan was made of."""
+        ranges = _ranges(matrices)
+        sign_mantissa, stream = np.empty(sum(self.sizes), np.uint8), np.empty(self.stream_bytes, np.uint8)
+        gaps, positions = np.zeros(self.blocks * BLOCK_WINDOWS, np.uint8), np.zeros(self.positions, np.uint32)
+        tails = run_ranges(_encode_range, len(ranges), 1, self, ranges, stream, sign_mantissa, gaps, positions)
+        total = int(self.starts[-1])
         if total % 8:  # the end symbol's code fills up the last byte, and counts as one that starts
-            stream[-1] |= _top_bits(code.end_code, code.end_length, 8) >> total % 8
-            loops.note_start(total, last_start, words.size, gaps, positions)
-            last_start = total
-        counted = last_start // loops.BLOCK_BITS + 1
-        positions[counted] = words.size
-        bits_of_gaps = np.unpackbits(gaps[:, None] << np.uint8(8 - GAP_BITS), axis=1)[:, :GAP_BITS]
-        split = np.cumsum(sizes)[:-1].astype(np.int64)
-        return cls(luts, stream, sign_mantissa, positions[: counted + 1].astype("<u4").view(np.uint8),
-                   np.packbits(bits_of_gaps.ravel()), split)  # fmt: skip
+            stream[-1] = _top_bits(self.code.end_code, self.code.end_length, 8) >> total % 8
+            before = total - int(self.code.lengths[matrices[-1][-1] >> 7 & 0xFF])
+            loops.note_start(total, before, sum(self.sizes), gaps, positions)
+        for stop, tail in zip(self.starts[1:], tails, strict=True):
+            if stop % 8:
+                stream[stop // 8] |= tail
+        positions[-1] = sum(self.sizes)
+        packed_gaps = np.empty(gaps.size // 8 * GAP_BITS, np.uint8)
+        run_ranges(loops.pack_gaps, gaps.size // 8, _TASK_WORDS, gaps, packed_gaps)
+        split = np.cumsum(self.sizes)[:-1].astype(np.int64)
+        return Unit(self.luts, stream, sign_mantissa, positions.astype("<u4").view(np.uint8), packed_gaps, split)
+
+
+@dataclass(frozen=True)
+class _Range:
+    """Words that one task counts or encodes.
+
+    Attributes:
+        index: of the first one in the unit.
+        before: the word before the first one, None if there is none.
+    """
+
+    words: NDArray[np.uint16]
+    index: int
+    before: int | None
+
+
+def _ranges(matrices: Sequence[NDArray[np.uint16]]) -> list[_Range]:
+    ranges: list[_Range] = []
+    index, before = 0, None
+    for matrix in matrices:
+        for first in range(0, matrix.size, _TASK_WORDS):
+            words = matrix[first : first + _TASK_WORDS]
+            ranges.append(_Range(words, index, before))
+            index += words.size
+            before = int(words[-1])
+    return ranges
+
+
+def _count_exponents(ranges: list[_Range], first: int, last: int) -> NDArray[np.int64]:
+    """int64 [256], of range ``first``."""
+    counts = np.zeros((4, 256), np.int64)
+    count_exponents(ranges[first].words, 0, ranges[first].words.size, counts)
+    total: NDArray[np.int64] = counts.sum(0)
+    return total
+
+
+def _encode_range(
+    plan: UnitPlan, ranges: list[_Range], stream: NDArray[np.uint8], sign_mantissa: NDArray[np.uint8],
+    gaps: NDArray[np.uint8], positions: NDArray[np.uint32], first: int, last: int,
+) -> int:  # fmt: skip
+    """Encode range ``first``; its last byte, as far as it gets, if that is not full."""
+    part, start, code = ranges[first], int(plan.starts[first]), plan.code
+    before = -1 if part.before is None else start - int(code.lengths[part.before >> 7 & 0xFF])
+    tail: int = loops.write_codes(part.words, code.codes, code.lengths, start, before, part.index, stream[start // 8 :],
+                                  sign_mantissa[part.index :], gaps, positions)  # fmt: skip
+    return tail
 
 
 def _top_bits(code: int, length: int, count: int) -> int:
     """The first ``count`` bits of a code, with zeros behind it if it is shorter."""
     return code >> length - count if length >= count else code << count - length
-
-
-def _encode_range(
-    words: NDArray[np.uint16], code: UnitCode, starts: NDArray[np.int64], sign_mantissa: NDArray[np.uint8],
-    gaps: NDArray[np.uint8], positions: NDArray[np.uint32], first: int, last: int,
-) -> NDArray[np.uint8]:  # fmt: skip
-    """The bytes of a range's codes, from the byte in which the first one starts."""
-    task = first // _TASK_WORDS
-    start, stop = int(starts[task]), int(starts[task + 1])
-    part = np.zeros(-(-stop // 8) - start // 8, np.uint8)
-    loops.write_codes(words, code.codes, code.lengths, start, part, sign_mantissa, gaps, positions, first, last)
-    return part
 
 
 def _need(condition: bool, what: str) -> None:
