@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from samebits.cli.console import note, print_json, print_lines, print_table, progress_bar, size
+from samebits.df11.patterns import architecture_of, read_patterns
 from samebits.errors import DigestError, MismatchError
 from samebits.format.container import Checkpoint, Entry
 from samebits.jobs import estimate as estimates
 from samebits.jobs.compress import Compression
+from samebits.jobs.compress_df11 import Df11Compression, config_of
 from samebits.jobs.decompress import Decompression
 from samebits.jobs.device import resolve_device
 from samebits.jobs.job import JobReport
@@ -30,6 +32,16 @@ def compress(source: str, destination: Path, options: CompressOptions, run: RunO
         report = Compression(checkpoint, destination, options, run, progress).run()
     if options.cast:
         note("note: --cast bf16 rounded the weights, which is not lossless")
+    _report(report, as_json)
+
+
+def compress_df11(source: str, destination: Path, patterns: str | None, run: RunOptions, as_json: bool) -> None:
+    checkpoint = open_source(source)
+    chosen = None if patterns is None or patterns == "auto" else read_patterns(Path(patterns))
+    if chosen is None and architecture_of(config_of(checkpoint)) is None:
+        note("note: not an architecture that is known; each numbered block becomes a unit (--patterns FILE to choose)")
+    with progress_bar("compress") as progress:
+        report = Df11Compression(checkpoint, destination, chosen, run, progress).run()
     _report(report, as_json)
 
 
@@ -54,6 +66,8 @@ def _report(report: JobReport, as_json: bool) -> None:
         f"{report.seconds:.1f} s on {report.device}, {speed}/s{resumed}",
     )
     _list("stored unchanged, packing gains nothing", report.not_gained)
+    for why in dict.fromkeys(report.raw_units.values()):
+        _list(f"stored unchanged, {why}", [unit for unit, reason in report.raw_units.items() if reason == why])
     _list("not copied (the same weights in another format)", report.skipped_files)
 
 

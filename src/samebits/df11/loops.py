@@ -22,10 +22,11 @@ def write_codes(
     index: int, stream: NDArray[np.uint8], sign_mantissa: NDArray[np.uint8], gaps: NDArray[np.uint8],
     positions: NDArray[np.uint32],
 ) -> int:  # fmt: skip
-    """Write the codes of words that follow each other, their other bits, and the gaps and positions of what starts there.
+    """Write the codes of words behind each other, their other bits, and the gaps and positions of what starts there.
 
     Args:
-        start: bit of the whole stream at which the first one starts; ``before``: the one before it, -1 if there is none.
+        start: bit of the whole stream at which the first one starts.
+        before: at which the one before it starts, -1 if there is none.
         index: of the first one in the unit.
         stream: from the byte of that bit on. What precedes the first one in that byte is left 0 here.
         sign_mantissa: uint8 [words].

@@ -164,6 +164,10 @@ class UnitPlan:
         """Entries of output_positions: none for a last block in which no code starts."""
         return self.last_start // loops.BLOCK_BITS + 2
 
+    @property
+    def split_positions(self) -> NDArray[np.int64]:
+        return np.cumsum(self.sizes, dtype=np.int64)[:-1]
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the unit's tensors."""
         return {
@@ -192,8 +196,8 @@ class UnitPlan:
         positions[-1] = sum(self.sizes)
         packed_gaps = np.empty(gaps.size // 8 * GAP_BITS, np.uint8)
         run_ranges(loops.pack_gaps, gaps.size // 8, _TASK_WORDS, gaps, packed_gaps)
-        split = np.cumsum(self.sizes)[:-1].astype(np.int64)
-        return Unit(self.luts, stream, sign_mantissa, positions.astype("<u4").view(np.uint8), packed_gaps, split)
+        return Unit(self.luts, stream, sign_mantissa, positions.astype("<u4").view(np.uint8), packed_gaps,
+                    self.split_positions)  # fmt: skip
 
 
 @dataclass(frozen=True)

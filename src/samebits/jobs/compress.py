@@ -45,9 +45,9 @@ class Compression(Job):
         check_source(checkpoint, self.options)
         super().__init__(checkpoint, destination, run or RunOptions(), progress)
 
-    def targets(self) -> list[str]:
+    def make_shards(self) -> list[Shard]:
         count = len(self.checkpoint.files)
-        return [shard_name(STEM, number, count) for number in range(1, count + 1)]
+        return self.file_by_file([shard_name(STEM, number, count) for number in range(1, count + 1)])
 
     def identity(self) -> dict[str, Any]:
         return asdict(self.options)
@@ -95,7 +95,7 @@ def _with_dtype(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _metadata(shard: Shard, digests: dict[str, int]) -> dict[str, str]:
-    return {**shard.file.metadata, KEY: FileInfo(digests, shard.file.path.name).to_json()}
+    return {**shard.metadata, KEY: FileInfo(digests, shard.plain).to_json()}
 
 
 def _capacity(shard: Shard) -> int:
@@ -115,7 +115,7 @@ def check_source(checkpoint: Checkpoint, options: CompressOptions) -> None:
     if checkpoint.is_packed:
         raise InputError("already compressed by samebits", where=where, mend="use it as it is, or decompress it")
     _check_names(checkpoint)
-    _check_config(checkpoint.path / CONFIG)
+    check_config(checkpoint.path / CONFIG)
     if options.include and not any(options.matches(entry.name) for entry in checkpoint):
         raise InputError("no tensor's name matches --include", where=where, mend="see `samebits inspect` for the names")
     large = [entry for entry in checkpoint if options.is_large(entry) and entry.dtype in FLOATS]
@@ -132,7 +132,8 @@ def _check_names(checkpoint: Checkpoint) -> None:
             raise FormatError("a name reserved for packed tensors", where=entry.where, mend="rename the tensor")
 
 
-def _check_config(path: Path) -> None:
+def check_config(path: Path) -> None:
+    """Refuse a model that is quantized already."""
     if not path.is_file():
         return
     method = read_json(path).get("quantization_config")

@@ -32,13 +32,13 @@ class Decompression(Job):
             raise InputError("not compressed by samebits", where=str(checkpoint.path), mend="use it as it is")
         super().__init__(checkpoint, destination, run or RunOptions(), progress)
 
-    def targets(self) -> list[str]:
-        """The names of the files that were compressed, where all are known and distinct."""
+    def make_shards(self) -> list[Shard]:
+        """Under the names of the files that were compressed, where all are known and distinct."""
         files = self.checkpoint.files
         names = [info.original for file in files if (info := self.checkpoint.infos.get(file.path)) and info.original]
         if len(set(names)) == len(files):
-            return names
-        return [shard_name("model", number, len(files)) for number in range(1, len(files) + 1)]
+            return self.file_by_file(names)
+        return self.file_by_file([shard_name("model", number, len(files)) for number in range(1, len(files) + 1)])
 
     def identity(self) -> dict[str, Any]:
         return {}
@@ -53,7 +53,7 @@ class Decompression(Job):
         return entry.original_nbytes
 
     def write(self, shard: Shard, path: Path, pieces: Iterator[Piece]) -> None:
-        metadata = {key: value for key, value in shard.file.metadata.items() if key != KEY}
+        metadata = {key: value for key, value in shard.metadata.items() if key != KEY}
         with SafetensorsWriter(path, _header_size(shard, metadata)) as writer:
             for entry, piece in zip(shard.entries, pieces, strict=True):
                 _check_digest(entry, piece)
