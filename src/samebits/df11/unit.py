@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,8 +22,11 @@ BLOCK_WINDOWS = loops.BLOCK_BITS // loops.WINDOW_BITS
 GAP_BITS = 5
 MAX_STREAM_BYTES = (1 << 31) - 1
 MAX_WORDS = (1 << 32) - 1  # of what output_positions count
+LARGE = ("encoded_exponent", "sign_mantissa")  # tensors; the others take a fiftieth of them
 _TASK_WORDS = 1 << 20
 _TASK_BLOCKS = 32
+
+Write = Callable[[str, int, "NDArray[np.uint8]"], None]
 
 
 @dataclass(frozen=True)
@@ -181,23 +184,44 @@ class UnitPlan:
 
     def encode(self, matrices: Sequence[NDArray[np.uint16]]) -> Unit:
         """Encode the matrices that the plan was made of."""
+        shapes = self.shapes()
+        large: dict[str, Any] = {name: np.empty(shapes[name], np.uint8) for name in LARGE}
+
+        def write(name: str, start: int, data: NDArray[np.uint8]) -> None:
+            large[name][start : start + data.size] = data
+
+        return Unit(**large, **self.encode_to(write, matrices))
+
+    def encode_to(self, write: Write, matrices: Sequence[NDArray[np.uint16]]) -> dict[str, Any]:
+        """Encode the matrices that the plan was made of, without holding the unit's LARGE tensors in memory.
+
+        Args:
+            write: called as ``write(name, start, data)`` with bytes of these tensors, from several threads.
+
+        Returns:
+            The unit's other tensors.
+        """
         ranges = _ranges(matrices)
-        sign_mantissa, stream = np.empty(sum(self.sizes), np.uint8), np.empty(self.stream_bytes, np.uint8)
         gaps, positions = np.zeros(self.blocks * BLOCK_WINDOWS, np.uint8), np.zeros(self.positions, np.uint32)
-        tails = run_ranges(_encode_range, len(ranges), 1, self, ranges, stream, sign_mantissa, gaps, positions)
-        total = int(self.starts[-1])
-        if total % 8:  # the end symbol's code fills up the last byte, and counts as one that starts
-            stream[-1] = _top_bits(self.code.end_code, self.code.end_length, 8) >> total % 8
-            before = total - int(self.code.lengths[matrices[-1][-1] >> 7 & 0xFF])
-            loops.note_start(total, before, sum(self.sizes), gaps, positions)
-        for stop, tail in zip(self.starts[1:], tails, strict=True):
+        ends = run_ranges(_encode_range, len(ranges), 1, self, ranges, write, gaps, positions)
+        total, words = int(self.starts[-1]), sum(self.sizes)
+        shared = dict.fromkeys((self.starts[self.starts % 8 > 0] // 8).tolist(), 0)  # bytes of more than one range
+        for start, stop, (head, tail) in zip(self.starts[:-1], self.starts[1:], ends, strict=True):
+            if start % 8:
+                shared[start // 8] |= head
             if stop % 8:
-                stream[stop // 8] |= tail
-        positions[-1] = sum(self.sizes)
+                shared[stop // 8] |= tail
+        if total % 8:  # the end symbol's code fills up the last byte, and counts as one that starts
+            shared[total // 8] |= _top_bits(self.code.end_code, self.code.end_length, 8) >> total % 8
+            before = total - int(self.code.lengths[matrices[-1][-1] >> 7 & 0xFF])
+            loops.note_start(total, before, words, gaps, positions)
+        for place, byte in shared.items():
+            write("encoded_exponent", place, np.array([byte], np.uint8))
+        positions[-1] = words
         packed_gaps = np.empty(gaps.size // 8 * GAP_BITS, np.uint8)
         run_ranges(loops.pack_gaps, gaps.size // 8, _TASK_WORDS, gaps, packed_gaps)
-        return Unit(self.luts, stream, sign_mantissa, positions.astype("<u4").view(np.uint8), packed_gaps,
-                    self.split_positions)  # fmt: skip
+        return {"luts": self.luts, "output_positions": positions.astype("<u4").view(np.uint8), "gaps": packed_gaps,
+                "split_positions": self.split_positions}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -235,15 +259,23 @@ def _count_exponents(ranges: list[_Range], first: int, last: int) -> NDArray[np.
 
 
 def _encode_range(
-    plan: UnitPlan, ranges: list[_Range], stream: NDArray[np.uint8], sign_mantissa: NDArray[np.uint8],
-    gaps: NDArray[np.uint8], positions: NDArray[np.uint32], first: int, last: int,
-) -> int:  # fmt: skip
-    """Encode range ``first``; its last byte, as far as it gets, if that is not full."""
-    part, start, code = ranges[first], int(plan.starts[first]), plan.code
+    plan: UnitPlan, ranges: list[_Range], write: Write, gaps: NDArray[np.uint8], positions: NDArray[np.uint32],
+    first: int, last: int,
+) -> tuple[int, int]:  # fmt: skip
+    """Encode range ``first``.
+
+    Returns:
+        What it has of its first byte and of its last, where these are not its own; they are not written.
+    """
+    part, start, stop, code = ranges[first], int(plan.starts[first]), int(plan.starts[first + 1]), plan.code
     before = -1 if part.before is None else start - int(code.lengths[part.before >> 7 & 0xFF])
-    tail: int = loops.write_codes(part.words, code.codes, code.lengths, start, before, part.index, stream[start // 8 :],
-                                  sign_mantissa[part.index :], gaps, positions)  # fmt: skip
-    return tail
+    stream, sign_mantissa = np.empty(stop // 8 - start // 8, np.uint8), np.empty(part.words.size, np.uint8)
+    tail = loops.write_codes(part.words, code.codes, code.lengths, start, before, part.index, stream, sign_mantissa,
+                             gaps, positions)  # fmt: skip
+    write("sign_mantissa", part.index, sign_mantissa)
+    skipped = min(stream.size, int(start % 8 > 0))
+    write("encoded_exponent", start // 8 + skipped, stream[skipped:])
+    return int(stream[0]) if skipped else 0, tail
 
 
 def _top_bits(code: int, length: int, count: int) -> int:

@@ -133,12 +133,15 @@ class Df11Compression(Job):
                 piece.append_to(writer)
                 self._advance(piece.nbytes)
             for unit, plan in plans.items():
-                tensors = plan.encode(self._words(unit)).tensors()
-                for name, dtype, shape, _ in _bytes_of({unit: plan}):
-                    data = torch.from_numpy(tensors[name.rpartition(".")[2]].reshape(-1))
-                    writer.append(name, dtype, shape, data)
-                self._advance(sum(entry.nbytes for entry in self.units[unit]))
+                self._write_unit(writer, unit, plan)
             writer.finish([name for name, *_ in stored], metadata)
+
+    def _write_unit(self, writer: SafetensorsWriter, unit: str, plan: UnitPlan) -> None:
+        rooms = {stored[0].rpartition(".")[2]: writer.allocate(*stored) for stored in _bytes_of({unit: plan})}
+        tensors = plan.encode_to(lambda name, start, data: rooms[name](start, data.data), self._words(unit))
+        for name in rooms.keys() & tensors:
+            rooms[name](0, tensors[name].reshape(-1).data)
+        self._advance(sum(entry.nbytes for entry in self.units[unit]))
 
     def _plan(self, shard: Shard) -> tuple[dict[str, UnitPlan], dict[str, str]]:
         """Of a shard's units: plans by path, in the order of their tensors' names, and why others cannot be held."""
