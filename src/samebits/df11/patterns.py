@@ -125,7 +125,9 @@ def _resolve(path: str, attributes: tuple[str, ...], modules: Mapping[str, None]
 
 
 def _numbers(numbers: list[str], are_all: bool) -> str:
-    return r"\d+" if are_all else f"(?:{'|'.join(sorted(numbers, key=int))})"
+    if are_all:
+        return r"\d+"
+    return f"(?:{'|'.join(sorted(numbers, key=int))})" if len(numbers) > 1 else numbers[0]
 
 
 def read_patterns(path: Path) -> Patterns:
