@@ -38,10 +38,10 @@ def compress(source: str, destination: Path, options: CompressOptions, run: RunO
 def compress_df11(source: str, destination: Path, patterns: str | None, run: RunOptions, as_json: bool) -> None:
     checkpoint = open_source(source)
     chosen = None if patterns is None or patterns == "auto" else read_patterns(Path(patterns))
-    if chosen is None and architecture_of(config_of(checkpoint)) is None:
-        note("note: not an architecture that is known; each numbered block becomes a unit (--patterns FILE to choose)")
     with progress_bar("compress") as progress:
         report = Df11Compression(checkpoint, destination, chosen, run, progress).run()
+    if chosen is None and architecture_of(config_of(checkpoint)) is None:
+        note("note: not an architecture that is known; each numbered block became a unit (--patterns FILE to choose)")
     _report(report, as_json)
 
 
