@@ -128,6 +128,7 @@ def test_nothing_fits(config: dict[str, Any], names: list[str]) -> None:
 @pytest.mark.parametrize(
     ("patterns", "message"),
     [
+        ({}, "no patterns"),
         ({r"blocks\.9": ["a"]}, "matches no module"),
         ({r"blocks\.\d": ["a", "x"]}, r"blocks\.0\.x\.weight is not there"),
         ({r"blocks\.\d": ["a", "a"]}, r"blocks\.0\.a\.weight is a weight of unit blocks\.0 already"),

@@ -16,11 +16,12 @@ from safetensors.torch import load_file, save_file
 from samebits.df11.config import KEY, Df11Config
 from samebits.df11.patterns import Patterns
 from samebits.df11.unit import Unit
+from samebits.df11.unsaid import Unsaid
 from samebits.errors import DeviceError, DtypeError, FormatError, InputError, SamebitsError
 from samebits.format.container import Checkpoint
 from samebits.format.safetensors_file import SafetensorsFile
 from samebits.jobs.compress import Compression
-from samebits.jobs.compress_df11 import METADATA, UNIT_TENSORS, Df11Compression
+from samebits.jobs.compress_df11 import UNIT_TENSORS, Df11Compression
 from samebits.jobs.job import JobReport
 from samebits.jobs.options import RunOptions
 from tests.jobs.checkpoints import Tensors, files_of, stored, weights, write_folder
@@ -111,9 +112,9 @@ def test_a_single_file_has_the_tensors_of_the_original_encoder(model: str, tmp_p
     if model == "tiny-dit":
         theirs = SafetensorsFile.open(VECTORS / model / "model.safetensors")
         assert list(ours.tensors) == list(theirs.tensors)
-    unsaid = json.loads(ours.metadata[METADATA])
-    assert (unsaid["config"], ours.metadata["format"]) == (config, "pt")
-    assert unsaid["shapes"].keys() == stored(source).keys() - stored(tmp_path / "one.safetensors").keys()
+    unsaid = Unsaid.parse(ours.metadata)
+    assert unsaid.config == Df11Config.parse(config)
+    assert unsaid.shapes.keys() == stored(source).keys() - stored(tmp_path / "one.safetensors").keys()
 
 
 def test_what_a_folder_holds(tmp_path: Path) -> None:

@@ -155,6 +155,8 @@ def find_units(patterns: Patterns, names: Iterable[str]) -> dict[str, list[str]]
     """
     names = set(names)
     paths = sorted({name[:end] for name in names for end in range(len(name)) if name[end] == "."})
+    if not patterns:
+        raise InputError("no patterns", mend="give one at least")
     units: dict[str, list[str]] = {}
     owners: dict[str, str] = {}
     for pattern, attributes in patterns.items():

@@ -1,14 +1,11 @@
 """samebits compress --format df11: a plain checkpoint to the published layout of DFloat11.
 
 A folder gets a file for each unit, byte for byte that of the original encoder, and one for what is in no unit; a single
-file gets all. What the layout leaves out is in the metadata of that one file, as JSON under ``dfloat11``: ``shapes`` of
-the weights in units, and ``config`` if there is no config.json to hold it. ``raw`` in any file's metadata names units
-that are stored unchanged, and why.
+file gets all. Shapes, and what else the layout leaves out, are in the metadata of that one file (df11/unsaid.py).
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -21,6 +18,7 @@ from samebits.bf16 import words_of
 from samebits.df11.config import KEY, Df11Config
 from samebits.df11.patterns import Patterns, auto_patterns, find_units
 from samebits.df11.unit import Unit, UnitPlan
+from samebits.df11.unsaid import Unsaid
 from samebits.errors import DeviceError, DtypeError, FormatError, InputError
 from samebits.format.container import Checkpoint, Entry
 from samebits.format.folder import CONFIG, file_name_of, read_json
@@ -42,7 +40,6 @@ from samebits.jobs.workspace import Workspace
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-METADATA = "dfloat11"
 _SPACE = 0.72  # of a unit's original bytes: more than trained weights ever took
 _TRANSFORMERS, _DIFFUSERS = "model.safetensors", "diffusion_pytorch_model.safetensors"
 _SPLIT = "split_positions"  # of a unit's tensors the one that is not bytes
@@ -85,7 +82,7 @@ class Df11Compression(Job):
     def make_shards(self) -> list[Shard]:
         if not self.is_folder:
             (shard,) = self.file_by_file([])
-            return [replace(shard, metadata={**self._unsaid(), **shard.metadata})]
+            return [replace(shard, metadata={**shard.metadata, **self._unsaid()})]
         rest = _DIFFUSERS if "_class_name" in config_of(self.checkpoint) else _TRANSFORMERS
         files: dict[str, list[Entry]] = {rest: []}
         for entry in self.checkpoint:
@@ -101,14 +98,12 @@ class Df11Compression(Job):
         return file_name_of(path.replace(".", "_") + SUFFIX) if path is not None else None
 
     def _unsaid(self) -> dict[str, str]:
-        """Metadata that says what the layout leaves out."""
-        unsaid: dict[str, Any] = {"shapes": {name: self.checkpoint.entries[name].shape for name in self.unit_of}}
-        if not self.is_folder:
-            unsaid["config"] = Df11Config(self.patterns).to_dict()
-        return {"format": "pt", METADATA: json.dumps(unsaid)}
+        """What the file for the rest says, or the only one."""
+        shapes = {name: self.checkpoint.entries[name].shape for name in self.unit_of}
+        return Unsaid(shapes, None if self.is_folder else Df11Config(self.patterns)).to_metadata()
 
     def identity(self) -> dict[str, Any]:
-        return {"layout": METADATA, "patterns": self.patterns}
+        return {"layout": "dfloat11", "patterns": self.patterns}
 
     def changes(self, entry: Entry) -> bool:
         return False  # in a worker: units are more than one tensor
@@ -124,7 +119,7 @@ class Df11Compression(Job):
         plans, raw = self._plan(shard)
         unpacked = [Piece.of(entry) for entry in shard.entries if self.unit_of.get(entry.name) not in plans]
         unpacked.sort(key=lambda piece: (-piece.width, piece.name))
-        metadata = _with_raw(shard.metadata, raw)
+        metadata = shard.metadata | replace(Unsaid.parse(shard.metadata), raw=raw).to_metadata()
         stored = [*_splits(plans), *((p.name, p.dtype, p.shape, p.nbytes) for p in unpacked), *_bytes_of(plans)]
         with SafetensorsWriter(path, _header_size(stored, metadata)) as writer:
             for (name, dtype, shape, _), plan in zip(_splits(plans), plans.values(), strict=True):
@@ -175,7 +170,7 @@ class Df11Compression(Job):
         files = [SafetensorsFile.open(path) for path in paths]
         raw: dict[str, str] = {}
         for file in files:
-            raw |= json.loads(file.metadata.get(METADATA, "{}")).get("raw", {})
+            raw |= Unsaid.parse(file.metadata).raw
         stored = {name: spec.nbytes for file in files for name, spec in file.tensors.items()}
         packed = [entry for path, entries in self.units.items() if path not in raw for entry in entries]
         names = self.checkpoint.entries.keys()
@@ -202,13 +197,6 @@ def _bytes_of(plans: Mapping[str, UnitPlan]) -> list[Stored]:
         for name, shape in sorted(plan.shapes().items())
         if name != _SPLIT
     ]
-
-
-def _with_raw(metadata: dict[str, str], raw: dict[str, str]) -> dict[str, str]:
-    if not raw:
-        return metadata
-    unsaid = json.loads(metadata.get(METADATA, "{}"))
-    return {"format": "pt", **metadata, METADATA: json.dumps({**unsaid, "raw": raw})}
 
 
 def _header_size(stored: Iterable[Stored], metadata: dict[str, str]) -> int:

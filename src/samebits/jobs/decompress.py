@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from samebits.df11 import unsaid
 from samebits.digest import digest
 from samebits.errors import DigestError, InputError
 from samebits.format.container import Checkpoint, Entry
@@ -53,7 +54,7 @@ class Decompression(Job):
         return entry.original_nbytes
 
     def write(self, shard: Shard, path: Path, pieces: Iterator[Piece]) -> None:
-        metadata = {key: value for key, value in shard.metadata.items() if key != KEY}
+        metadata = {key: value for key, value in shard.metadata.items() if key not in (KEY, unsaid.KEY)}
         with SafetensorsWriter(path, _header_size(shard, metadata)) as writer:
             for entry, piece in zip(shard.entries, pieces, strict=True):
                 _check_digest(entry, piece)
