@@ -77,7 +77,7 @@ def test_malformed_entries(entry: object) -> None:
 
 @pytest.mark.parametrize("pattern", ["(", "(a+)+", "(a|a)*b", "a*a*a*a*b", "a?a?a?a?a", "a{99999999999999999999}"])
 def test_patterns_that_cannot_be_used(pattern: str) -> None:
-    with pytest.raises(SamebitsError, match="pattern|expression"):
+    with pytest.raises(SamebitsError, match=r"pattern|expression"):
         Df11Config({pattern: []})
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from samebits.df11.checkpoint import UnitEntry
 from samebits.errors import InputError
 from samebits.format.container import Checkpoint, Entry
 from samebits.format.folder import CONFIG, INDEX_SUFFIX, VERSION, index_name, read_json
@@ -18,7 +19,7 @@ from samebits.format.safetensors_file import SUFFIX, SafetensorsFile
 from samebits.jobs.device import resolve_device
 from samebits.jobs.options import Progress, RunOptions, silent
 from samebits.jobs.pieces import Piece, Task, work
-from samebits.jobs.source import other_files
+from samebits.jobs.source import other_files, plain_names
 from samebits.jobs.summary import Sizes
 from samebits.jobs.workers import AHEAD, Workers, worker_count
 from samebits.jobs.workspace import Workspace, out_of_space, require_space
@@ -26,11 +27,16 @@ from samebits.jobs.workspace import Workspace, out_of_space, require_space
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of the source, its tensors, and the name of the file made from it."""
+    """One file of the source, its tensors, and the name of the file made from it.
+
+    Attributes:
+        plain: name of the file with the same tensors uncompressed.
+    """
 
     file: SafetensorsFile
     entries: list[Entry]
     target: str
+    plain: str
 
     @property
     def nbytes(self) -> int:
@@ -81,9 +87,10 @@ class Job(ABC):
         _check_places(checkpoint.path, destination, self.is_folder)
         self.device = resolve_device(run.device)
         targets = self.targets() if self.is_folder else [destination.name]
+        plain = plain_names(checkpoint) if self.is_folder else [checkpoint.path.name]
         self.shards = [
-            Shard(file, checkpoint.by_file[file.path], target)
-            for file, target in zip(checkpoint.files, targets, strict=True)
+            Shard(file, checkpoint.by_file[file.path], *names)
+            for file, *names in zip(checkpoint.files, targets, plain, strict=True)
         ]
         weights = {file.path for file in checkpoint.files}
         self.others, self.skipped = other_files(checkpoint.path, weights) if self.is_folder else ([], [])
@@ -178,7 +185,8 @@ class Job(ABC):
         changing = (entry for shard in shards for entry in shard.entries if self.changes(entry))
         for number, entry in enumerate(changing):
             spool, pack = space.folder / f"spool-{number}", self.packs(entry)
-            yield Task(entry.name, entry.file.path, entry.spec, entry.header, pack, spool, self.device)
+            matrix = entry.matrix if isinstance(entry, UnitEntry) else None
+            yield Task(entry.name, entry.file.path, entry.spec, entry.header, matrix, pack, spool, self.device)
 
     def _pieces(self, shard: Shard, results: Iterator[Piece]) -> Iterator[Piece]:
         """The shard's tensors, each gone from disk and counted as done once the next is asked for."""
