@@ -138,12 +138,13 @@ def open_checkpoint(path: Path, model_shapes: ModelShapes = of_no_model) -> Chec
     Raises:
         InputError, FormatError, OSError: as Checkpoint.open; shapes that cannot be known; DFloat11's pickles.
     """
-    folder = path if path.is_dir() else path.parent
-    config = read_config(folder)
-    if config is None or not path.is_dir():
+    config = read_config(path) if path.is_dir() else None
+    if config is None:
         checkpoint = Checkpoint.open(path)
         if not any(name.endswith(f".{_STREAM}") for name in checkpoint.entries):
             return checkpoint
+    folder = path if path.is_dir() else path.parent
+    config = config or read_config(folder)
     files = _files_of(path) if path.is_dir() else [SafetensorsFile.open(single_file(path))]
     return _Reader(files, folder, config, model_shapes).checkpoint(path)
 

@@ -8,10 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 
 from samebits.errors import InputError
 from samebits.format.folder import CONFIG, read_json
 
+_WRONG_CONFIG = (
+    StrictDataclassError, OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError,
+)  # fmt: skip
 _MAX_LAYERS = 10_000  # of a model; a class with more would take forever to build
 
 
@@ -30,7 +34,7 @@ def model_shapes(folder: Path, names: Sequence[str]) -> Mapping[str, tuple[int, 
             return _of_transformers(folder, names)
         if config.get("_class_name") and find_spec("diffusers"):
             return _of_diffusers(config, names)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError) as error:
+    except _WRONG_CONFIG as error:
         mend = "fetch config.json again, or install a version of the library that knows the model"
         raise InputError(f"its model cannot be made ({error})", where=str(folder / CONFIG), mend=mend) from None
     return {}
@@ -48,9 +52,9 @@ def _of_transformers(folder: Path, names: Sequence[str]) -> Mapping[str, tuple[i
     import transformers
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     model_class = getattr(transformers, config.architectures[0], None)
-    if model_class is None:
+    if not _is_subclass(model_class, transformers.PreTrainedModel):
         return {}
     with torch.device("meta"):
         model = model_class(config)
@@ -70,11 +74,16 @@ def shapes_in(model: Any, conversions: Sequence[Any], names: Sequence[str]) -> M
     }
 
 
+def _is_subclass(value: object, base: type) -> bool:
+    """A config must not have anything else called."""
+    return isinstance(value, type) and issubclass(value, base)
+
+
 def _of_diffusers(config: Mapping[str, Any], names: Sequence[str]) -> Mapping[str, tuple[int, ...]]:
     import diffusers
 
     model_class = getattr(diffusers, config["_class_name"], None)
-    if model_class is None:
+    if not _is_subclass(model_class, diffusers.ModelMixin):
         return {}
     with torch.device("meta"):
         parameters = model_class.from_config(config).state_dict()
