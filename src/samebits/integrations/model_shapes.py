@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -53,8 +54,8 @@ def _of_transformers(folder: Path, names: Sequence[str]) -> Mapping[str, tuple[i
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    model_class = getattr(transformers, config.architectures[0], None)
-    if not _is_subclass(model_class, transformers.PreTrainedModel):
+    model_class = _class_in(transformers, config.architectures[0], transformers.PreTrainedModel)
+    if model_class is None:
         return {}
     with torch.device("meta"):
         model = model_class(config)
@@ -74,16 +75,17 @@ def shapes_in(model: Any, conversions: Sequence[Any], names: Sequence[str]) -> M
     }
 
 
-def _is_subclass(value: object, base: type) -> bool:
-    """A config must not have anything else called."""
-    return isinstance(value, type) and issubclass(value, base)
+def _class_in(library: ModuleType, name: str, base: type) -> Any:
+    """The subclass of ``base`` that a config names, None if it names something else, which is not to be called."""
+    found = getattr(library, name, None)
+    return found if isinstance(found, type) and issubclass(found, base) else None
 
 
 def _of_diffusers(config: Mapping[str, Any], names: Sequence[str]) -> Mapping[str, tuple[int, ...]]:
     import diffusers
 
-    model_class = getattr(diffusers, config["_class_name"], None)
-    if not _is_subclass(model_class, diffusers.ModelMixin):
+    model_class = _class_in(diffusers, config["_class_name"], diffusers.ModelMixin)
+    if model_class is None:
         return {}
     with torch.device("meta"):
         parameters = model_class.from_config(config).state_dict()
