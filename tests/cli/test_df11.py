@@ -164,3 +164,12 @@ def test_a_config_that_names_no_model_class(samebits: Command, tmp_path: Path) -
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "architectures": ["pipeline"]}))
     assert samebits("verify", folder, "--against", VECTORS / "tiny-llama").code == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", MODELS)
+def test_on_a_gpu(samebits: Command, tmp_path: Path, model: str) -> None:
+    assert samebits("decompress", VECTORS / model, tmp_path / "plain", "--device", "cuda").code == 0
+    assert stored(tmp_path / "plain") == originals(model)
+    assert samebits("compress", VECTORS / model, tmp_path / "packed", "--device", "cuda").code == 0
+    assert samebits("verify", tmp_path / "packed", "--against", VECTORS / model, "--device", "cuda").code == 0

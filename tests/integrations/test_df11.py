@@ -23,7 +23,7 @@ from samebits.jobs.decompress import Decompression
 from samebits.jobs.options import RunOptions
 from samebits.nn.packed_module import packed_parameters
 from tests.df11.checkpoints import VECTORS, copy, originals, regroup, tensors_of
-from tests.integrations.models import Reference, outputs
+from tests.integrations.models import Reference, assert_same_bits, outputs
 from tests.integrations.test_placement import as_hub_cache
 from tests.jobs.checkpoints import stored
 
@@ -185,3 +185,13 @@ def test_registering_again_changes_nothing() -> None:
     before = transformers.modeling_utils.get_hf_quantizer, PreTrainedModel._load_pretrained_model
     transformers_df11.register()
     assert before == (transformers.modeling_utils.get_hf_quantizer, PreTrainedModel._load_pretrained_model)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{"device_map": "cuda"}, {}])
+def test_on_a_gpu(plain: Reference, options: dict[str, Any]) -> None:
+    expected = AutoModelForCausalLM.from_pretrained(plain.folder).to("cuda")
+    model = AutoModelForCausalLM.from_pretrained(FOLDER, **options).to("cuda")
+    tokens = plain.tokens.to("cuda")
+    plain.assert_all_packed(model)
+    assert_same_bits(model(tokens).logits, expected(tokens).logits)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import wraps
 from pathlib import Path
-from types import EllipsisType
 from typing import Any
 
 import torch
@@ -111,13 +110,13 @@ def _tensors(model: Any, folder: Path, conversions: Sequence[Any], files: ExitSt
 
 
 class _Slice:
-    """A matrix of a unit, as transformers sees tensors of safetensors files: it takes all of it, to a device."""
+    """A matrix of a unit, as transformers sees tensors of safetensors files: it asks for all, then for a device."""
 
     def __init__(self, entry: UnitEntry) -> None:
         self.entry = entry
 
-    def __getitem__(self, index: EllipsisType) -> _Slice:
-        return self
+    def __getitem__(self, index: Any) -> _Slice | torch.Tensor:
+        return self if index is Ellipsis else self.to()[index]
 
     def get_shape(self) -> list[int]:
         return list(self.entry.shape)
@@ -131,7 +130,7 @@ class _Slice:
         Raises:
             FormatError: the unit is damaged.
         """
-        device = torch.get_default_device() if device is None else torch.empty(0, device=device).device
+        device = torch.device("cpu" if device is None else device)
         out = torch.empty(self.entry.shape, dtype=torch.bfloat16, device=device)
         try:
             return self.entry.matrix.decode(out, device).to(dtype or out.dtype)
