@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 
+from samebits.df11.config import KEY
 from samebits.errors import InputError
 from samebits.format.folder import CONFIG, read_json
 
@@ -88,5 +89,5 @@ def _of_diffusers(config: Mapping[str, Any], names: Sequence[str]) -> Mapping[st
     if model_class is None:
         return {}
     with torch.device("meta"):
-        parameters = model_class.from_config(config).state_dict()
+        parameters = model_class.from_config({k: v for k, v in config.items() if k != KEY}).state_dict()
     return {name: tuple(parameters[name].shape) for name in names if name in parameters}
