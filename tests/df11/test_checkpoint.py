@@ -235,6 +235,15 @@ def test_a_language_model_file_without_a_config(tmp_path: Path) -> None:
     assert shapes["lm_head.weight"] == (100, 64)
 
 
+def test_a_projection_of_an_unknown_unit(tmp_path: Path) -> None:
+    """Its name alone does not say how it is shaped."""
+    path = write_units(tmp_path / "model.safetensors", {"decoder.0": [words(64 * 64)]}, {"model.norm.weight": 64})
+    entry = {"version": "0.5.0", "pattern_dict": {r"decoder\.\d+": ["q_proj"]}}
+    (tmp_path / "config.json").write_text(json.dumps({"dfloat11_config": entry}))
+    with pytest.raises(InputError, match="its shape is not known"):
+        open_checkpoint(path)
+
+
 # Damage
 
 

@@ -14,6 +14,7 @@ from samebits.errors import FormatError, InputError
 Shape = tuple[int, ...]
 ModelShapes = Callable[[Path, Sequence[str]], Mapping[str, Shape]]  # config's folder, names of weights: those known
 
+_KNOWN_UNITS = tuple(Df11Config(patterns) for patterns in PATTERNS.values())
 _UNKNOWN = "put the model's config.json beside the weights, and install the library that it is for"
 _MISFIT = "these weights do not belong to this config.json"
 
@@ -52,10 +53,8 @@ class Known:
             if len(names) != len(sizes):
                 what = f"a unit of {len(sizes)} matrices, where dfloat11_config names {len(names)}"
                 raise FormatError(what, mend=_MISFIT)
-            return {name: self._shape(name, size, path) for name, size in zip(names, sizes, strict=True)}
-        candidates = [
-            found for patterns in PATTERNS.values() if (found := self._try(Df11Config(patterns), path, sizes))
-        ]
+            return self._shapes(names, sizes, path)
+        candidates = [found for config in _KNOWN_UNITS if (found := self._try(config, path, sizes))]
         if not candidates or any(list(found) != list(candidates[0]) for found in candidates):
             mend = "put a config.json with dfloat11_config beside the weights"
             raise InputError("which matrices this unit holds is not known", mend=mend)
@@ -66,9 +65,12 @@ class Known:
         if names is None or len(names) != len(sizes):
             return None
         try:
-            return {name: self._shape(name, size, path) for name, size in zip(names, sizes, strict=True)}
+            return self._shapes(names, sizes, path)
         except (FormatError, InputError):
             return None
+
+    def _shapes(self, names: Sequence[str], sizes: Sequence[int], path: str) -> dict[str, Shape]:
+        return {name: self._shape(name, size, path) for name, size in zip(names, sizes, strict=True)}
 
     def _shape(self, name: str, size: int, path: str) -> Shape:
         module = name.removesuffix(".weight")
@@ -77,7 +79,7 @@ class Known:
         rows = self.vectors.get(f"{module}.bias")
         if shape is None and rows is not None:
             shape = (rows, size // max(1, rows))
-        hidden = self._hidden(path)
+        hidden = self._hidden(name, path)
         if shape is None and hidden and leaf in HIDDEN_COLUMNS:
             shape = (size // hidden, hidden)
         if shape is None and hidden and leaf in HIDDEN_ROWS:
@@ -88,7 +90,9 @@ class Known:
             raise FormatError(f"{size} weights do not make up {list(shape)}", where=name, mend=_MISFIT)
         return shape
 
-    def _hidden(self, path: str) -> int | None:
-        """Values of a hidden state of a language model: as many as its norms have."""
+    def _hidden(self, name: str, path: str) -> int | None:
+        """Values of a hidden state, as many as norms have, if ``name`` belongs to a known unit at ``path``."""
+        if not any(name in (config.weights(path) or ()) for config in _KNOWN_UNITS):
+            return None
         norms = (f"{path}.input_layernorm.weight", "model.norm.weight")
         return next((self.vectors[norm] for norm in norms if self.vectors.get(norm)), None)
