@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from samebits.cli.console import note, print_json, print_lines, print_table, progress_bar, size
+from samebits.df11.checkpoint import Df11Checkpoint, open_checkpoint
 from samebits.df11.patterns import architecture_of, read_patterns
 from samebits.errors import DigestError, MismatchError
 from samebits.format.container import Checkpoint, Entry
+from samebits.integrations.model_shapes import model_shapes
 from samebits.jobs import estimate as estimates
 from samebits.jobs.compress import Compression
 from samebits.jobs.compress_df11 import Df11Compression, config_of
@@ -23,7 +25,7 @@ from samebits.verify import Verdict, verify_against, verify_digests
 
 def open_source(text: str) -> Checkpoint:
     """The checkpoint behind a path or hub id."""
-    return Checkpoint.open(resolve_source(text))
+    return open_checkpoint(resolve_source(text), model_shapes)
 
 
 def compress(source: str, destination: Path, options: CompressOptions, run: RunOptions, as_json: bool) -> None:
@@ -101,10 +103,11 @@ def _report_verdict(verdict: Verdict, checkpoint: Checkpoint, against: str | Non
         raise MismatchError(f"not identical: {verdict.mismatch}", where=str(checkpoint.path), mend=mend)
     if as_json:
         return
-    what = f"identical to {against}" if against else "every digest is right"
+    digests = "every digest is right" if verdict.unchecked < verdict.tensors else "every tensor can be read"
+    what = f"identical to {against}" if against else digests
     print_lines(f"{checkpoint.path}: {what}, {verdict.tensors} tensors, {verdict.nbytes:,} bytes")
     if verdict.unchecked:
-        print_lines(f"{verdict.unchecked} unchanged tensors have no digest: compare them with --against SRC")
+        print_lines(f"{verdict.unchecked} tensors have no digest: compare them with --against SRC")
 
 
 def inspect(path: str, tensors: bool, as_json: bool) -> None:
@@ -126,6 +129,8 @@ def inspect(path: str, tensors: bool, as_json: bool) -> None:
     )
     if sizes.packed_tensors:
         print_lines(f"{sizes.bits_per_weight:.3f} bits per packed weight, everything counted")
+    if isinstance(checkpoint, Df11Checkpoint):
+        print_lines(f"in the layout of DFloat11 {checkpoint.version or ''}".rstrip())
 
 
 def _tensor_row(entry: Entry) -> tuple[str, ...]:
@@ -149,11 +154,18 @@ def _inspection(checkpoint: Checkpoint, sizes: Sizes, kinds: dict[str, Sizes]) -
     return {
         "path": checkpoint.path,
         "compressed": checkpoint.is_packed,
+        "layout": _layout(checkpoint),
         "files": [file.path.name for file in checkpoint.files],
         "total": sizes.to_json(),
         "kinds": {kind: of_kind.to_json() for kind, of_kind in kinds.items()},
         "tensors": tensors,
     }
+
+
+def _layout(checkpoint: Checkpoint) -> str:
+    if isinstance(checkpoint, Df11Checkpoint):
+        return "dfloat11"
+    return "samebits" if checkpoint.is_packed else "plain"
 
 
 def estimate(source: str, options: CompressOptions, exact: bool, as_json: bool) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from samebits.bf16 import count_exponents
 from samebits.df11 import loops
-from samebits.df11.code import MEND, UnitCode, check_tables
+from samebits.df11.code import MAX_CODE_LENGTH, MEND, UnitCode, check_tables
 from samebits.errors import FormatError, InputError
 from samebits.parallel import run_ranges
 
@@ -23,6 +23,7 @@ GAP_BITS = 5
 MAX_STREAM_BYTES = (1 << 31) - 1
 MAX_WORDS = (1 << 32) - 1  # of what output_positions count
 LARGE = ("encoded_exponent", "sign_mantissa")  # tensors; the others take a fiftieth of them
+_GAP_BYTES = BLOCK_WINDOWS * GAP_BITS // 8  # of a block
 _TASK_WORDS = 1 << 20
 _TASK_BLOCKS = 32
 
@@ -77,7 +78,7 @@ class Unit:
         positions = self._positions()
         rising = bool((np.diff(positions) >= 0).all()) and positions[0] == 0 and positions[-1] == self.words
         _need(rising, "output_positions do not rise from 0 to the number of weights")
-        _need(self.gaps.size == self.blocks * BLOCK_WINDOWS * GAP_BITS // 8, f"{self.gaps.size} bytes of gaps")
+        _need(self.gaps.size == self.blocks * _GAP_BYTES, f"{self.gaps.size} bytes of gaps")
         _need(min(self.sizes) > 0, "split_positions do not rise within the weights")
 
     def _positions(self) -> NDArray[np.int64]:
@@ -85,7 +86,10 @@ class Unit:
         data = self.output_positions
         _need(data.size % 4 == 0, f"{data.size} bytes of output_positions")
         values = data.view("<u4").astype(np.int64)
-        _need(self.words > 0 and values.size - self.blocks in (0, 1), f"{values.size} output_positions")
+        _need(
+            self.words > 0 and values.size > 0 and values.size - self.blocks in (0, 1),
+            f"{values.size} output_positions",
+        )
         return values if values.size == self.blocks + 1 else np.append(values, values[-1])
 
     def decode(self) -> NDArray[np.uint16]:
@@ -102,6 +106,30 @@ class Unit:
         wrong = next((word for word in failed if word >= 0), None)
         _need(wrong is None, f"the stream does not fit its tables at weight {wrong}")
         return output
+
+    def part(self, first: int, last: int) -> tuple[Unit, int]:
+        """The blocks with words [first, last), at least one, as a unit of one matrix, and how many words come before.
+
+        It shares the memory of this one. Its stream goes on behind them for as long as the last code may.
+
+        Raises:
+            FormatError: as validate.
+        """
+        self.validate()
+        positions = self._positions()
+        start = int(np.searchsorted(positions, first, "right")) - 1
+        stop = int(np.searchsorted(positions, last, "left"))
+        follows = int(stop < self.blocks)  # a block in which no code of the part starts
+        bounds = np.append(positions[start : stop + 1], [positions[stop]] * follows) - positions[start]
+        part = Unit(
+            self.luts,
+            self.encoded_exponent[start * BLOCK_BYTES : stop * BLOCK_BYTES + follows * MAX_CODE_LENGTH // 8],
+            self.sign_mantissa[positions[start] : positions[stop]],
+            bounds.astype("<u4").view(np.uint8),
+            self.gaps[start * _GAP_BYTES : (stop + follows) * _GAP_BYTES],
+            np.empty(0, np.int64),
+        )
+        return part, first - int(positions[start])
 
     @classmethod
     def encode(cls, words: NDArray[np.uint16], sizes: Sequence[int]) -> Unit:

@@ -7,6 +7,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from samebits.df11.checkpoint import Df11Checkpoint
+from samebits.df11.config import KEY as DF11_KEY
 from samebits.digest import digest
 from samebits.errors import DtypeError, FormatError, InputError
 from samebits.format.container import Checkpoint, Entry, FileInfo
@@ -53,13 +55,13 @@ class Compression(Job):
         return asdict(self.options)
 
     def changes(self, entry: Entry) -> bool:
-        return self.options.packs(entry) or self.options.casts(entry)
+        return entry.is_packed or self.options.packs(entry) or self.options.casts(entry)
 
     def packs(self, entry: Entry) -> bool:
         return self.options.packs(entry)
 
     def result_bytes(self, entry: Entry) -> int:
-        nbytes = 2 * entry.words if self.options.casts(entry) else entry.nbytes
+        nbytes = 2 * entry.words if self.options.casts(entry) else entry.original_nbytes
         return int(nbytes * _SPACE) if self.options.packs(entry) else nbytes
 
     def write(self, shard: Shard, path: Path, pieces: Iterator[Piece]) -> None:
@@ -85,6 +87,7 @@ class Compression(Job):
         options = self.options
         entry = {"quant_method": KEY, "version": VERSION, "min_weights": options.min_weights,
                  "include": list(options.include), "exclude": list(options.exclude)}  # fmt: skip
+        config.pop(DF11_KEY, None)
         return {**config, "quantization_config": entry}
 
 
@@ -112,7 +115,7 @@ def _capacity(shard: Shard) -> int:
 def check_source(checkpoint: Checkpoint, options: CompressOptions) -> None:
     """Refuse what cannot be compressed with ``options``; Compression says how."""
     where = str(checkpoint.path)
-    if checkpoint.is_packed:
+    if checkpoint.is_packed and not isinstance(checkpoint, Df11Checkpoint):
         raise InputError("already compressed by samebits", where=where, mend="use it as it is, or decompress it")
     _check_names(checkpoint)
     check_config(checkpoint.path / CONFIG)

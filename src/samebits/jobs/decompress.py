@@ -1,4 +1,4 @@
-"""samebits decompress: a container back to plain safetensors with the names, shapes and bytes it was made from."""
+"""samebits decompress: plain safetensors again, with the names, shapes and bytes that a checkpoint was made from."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from samebits.df11 import unsaid
+from samebits.df11.config import KEY as DF11_KEY
 from samebits.digest import digest
 from samebits.errors import DigestError, InputError
 from samebits.format.container import Checkpoint, Entry
-from samebits.format.folder import KEY, shard_name
+from samebits.format.folder import KEY
 from samebits.format.safetensors_file import SafetensorsWriter, TensorSpec, header_bytes
 from samebits.jobs.job import Job, Shard
 from samebits.jobs.options import Progress, RunOptions, silent
 from samebits.jobs.pieces import Piece
+from samebits.jobs.source import plain_names
 
 
 class Decompression(Job):
@@ -30,16 +32,13 @@ class Decompression(Job):
         self, checkpoint: Checkpoint, destination: Path, run: RunOptions | None = None, progress: Progress = silent
     ) -> None:
         if not checkpoint.is_packed:
-            raise InputError("not compressed by samebits", where=str(checkpoint.path), mend="use it as it is")
+            raise InputError(
+                "not compressed by samebits or DFloat11", where=str(checkpoint.path), mend="use it as it is"
+            )
         super().__init__(checkpoint, destination, run or RunOptions(), progress)
 
     def make_shards(self) -> list[Shard]:
-        """Under the names of the files that were compressed, where all are known and distinct."""
-        files = self.checkpoint.files
-        names = [info.original for file in files if (info := self.checkpoint.infos.get(file.path)) and info.original]
-        if len(set(names)) == len(files):
-            return self.file_by_file(names)
-        return self.file_by_file([shard_name("model", number, len(files)) for number in range(1, len(files) + 1)])
+        return self.file_by_file(plain_names(self.checkpoint))
 
     def identity(self) -> dict[str, Any]:
         return {}
@@ -62,7 +61,7 @@ class Decompression(Job):
             writer.finish([entry.name for entry in shard.entries], metadata)
 
     def convert_config(self, config: dict[str, Any]) -> dict[str, Any]:
-        return {key: value for key, value in config.items() if key != "quantization_config"}
+        return {key: value for key, value in config.items() if key not in ("quantization_config", DF11_KEY)}
 
 
 def _header_size(shard: Shard, metadata: dict[str, str]) -> int:

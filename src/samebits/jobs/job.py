@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from samebits.df11.checkpoint import UnitEntry
 from samebits.errors import InputError
 from samebits.format.container import Checkpoint, Entry
 from samebits.format.folder import CONFIG, INDEX_SUFFIX, VERSION, index_name, read_json
@@ -18,7 +19,7 @@ from samebits.format.safetensors_file import SUFFIX, SafetensorsFile
 from samebits.jobs.device import resolve_device
 from samebits.jobs.options import Progress, RunOptions, silent
 from samebits.jobs.pieces import Piece, Task, work
-from samebits.jobs.source import other_files
+from samebits.jobs.source import other_files, plain_names
 from samebits.jobs.summary import Sizes
 from samebits.jobs.workers import AHEAD, Workers, worker_count
 from samebits.jobs.workspace import Workspace, out_of_space, require_space
@@ -102,9 +103,10 @@ class Job(ABC):
     def file_by_file(self, targets: list[str]) -> list[Shard]:
         """A shard for each file of the source; for those of a model folder ``targets`` are the new names."""
         targets = targets if self.is_folder else [self.destination.name]
+        plain = plain_names(self.checkpoint) if self.is_folder else [self.checkpoint.path.name]
         return [
-            Shard(self.checkpoint.by_file[file.path], target, file.metadata, file.path.name)
-            for file, target in zip(self.checkpoint.files, targets, strict=True)
+            Shard(self.checkpoint.by_file[file.path], target, file.metadata, name)
+            for file, target, name in zip(self.checkpoint.files, targets, plain, strict=True)
         ]
 
     @abstractmethod
@@ -196,7 +198,8 @@ class Job(ABC):
         changing = (entry for shard in shards for entry in shard.entries if self.changes(entry))
         for number, entry in enumerate(changing):
             spool, pack = space.folder / f"spool-{number}", self.packs(entry)
-            yield Task(entry.name, entry.file.path, entry.spec, entry.header, pack, spool, self.device)
+            matrix = entry.matrix if isinstance(entry, UnitEntry) else None
+            yield Task(entry.name, entry.file.path, entry.spec, entry.header, matrix, pack, spool, self.device)
 
     def _pieces(self, shard: Shard, results: Iterator[Piece]) -> Iterator[Piece]:
         """The shard's tensors, each gone from disk and counted as done once the next is asked for."""
