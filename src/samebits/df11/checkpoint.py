@@ -17,8 +17,9 @@ import torch
 
 from samebits.df11.config import KEY, Df11Config
 from samebits.df11.decode import decode_unit
-from samebits.df11.shapes import Known, ModelShapes, of_no_model
+from samebits.df11.shapes import Known, ModelShapes, Shape, of_no_model
 from samebits.df11.unit import Unit
+from samebits.df11.unsaid import Unsaid
 from samebits.errors import FormatError, InputError, SamebitsError
 from samebits.format.container import Checkpoint, Entry
 from samebits.format.folder import CONFIG, INDEX_SUFFIX, Folder, check_numbering, read_json, single_file
@@ -189,8 +190,23 @@ class _Reader:
             for spec in file.tensors.values():
                 self._sort(file, spec, streams)
         vectors = {name: spec.words for name, (_, spec) in self.plain.items() if len(spec.shape) == 1}
-        names = [name for path in self.units for name in (config and config.weights(path)) or ()]
-        self.known = Known(config, model_shapes(folder, names), vectors)
+        shapes = self._shapes_said()
+        names = [name for path in self.units for name in (self.config and self.config.weights(path)) or ()]
+        missing = [name for name in names if name not in shapes]
+        model = model_shapes(folder, missing) if missing or not names else {}
+        self.known = Known(self.config, {**model, **shapes}, vectors)
+
+    def _shapes_said(self) -> dict[str, Shape]:
+        """Shapes that samebits put into the metadata of files; a config that is there too is taken if none is known."""
+        shapes: dict[str, Shape] = {}
+        for file in self.files:
+            try:
+                said = Unsaid.parse(file.metadata)
+            except SamebitsError as error:
+                raise error.at(str(file.path)) from None
+            shapes |= said.shapes
+            self.config = self.config or said.config
+        return shapes
 
     def _sort(self, file: SafetensorsFile, spec: TensorSpec, streams: set[str]) -> None:
         path, _, leaf = spec.name.rpartition(".")
