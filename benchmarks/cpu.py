@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 import samebits
 from common import (
+    DECODER_LAYERS,
     EXAMPLE_MODEL,
     checkpoint_tensors,
     cpu_name,
@@ -23,10 +25,13 @@ from common import (
     time_calls,
     write_results,
 )
+from samebits.bf16 import words_of
+from samebits.df11.unit import UnitPlan
 from samebits.parallel import threads
 
 NEW_TOKENS = 64
 SHAPES = ((12288, 4096), (4096, 14336), (1024, 4096))
+UNIT = "Llama 3.1 8B"  # whose layer is encoded as a unit of DFloat11
 
 
 def matrices() -> Iterator[tuple[str, torch.Tensor]]:
@@ -50,6 +55,27 @@ def row(name: str, tensor: torch.Tensor) -> dict[str, Any]:
         **time_calls(lambda: samebits.encode(tensor)).rates("encode_gweights_per_s", billions),
         **time_calls(lambda: samebits.decode(packed)).rates("decode_gweights_per_s", billions),
         **time_calls(lambda: target.copy_(tensor)).rates("copy_gweights_per_s", billions),
+    }
+
+
+def df11_row() -> dict[str, Any]:
+    """A layer as one unit of DFloat11, encoded and decoded; the words are compared first."""
+    shapes = DECODER_LAYERS[UNIT].values()
+    matrices = [words_of(synthetic_matrix(*shape, seed=seed)) for seed, shape in enumerate(shapes)]
+    unit = UnitPlan.of(matrices).encode(matrices)
+    if not np.array_equal(unit.decode(), np.concatenate(matrices)):
+        raise SystemExit("the unit decodes to other words")
+    billions = unit.words / 1e9
+    stored = sum(tensor.nbytes for tensor in unit.tensors().values())
+    return {
+        "table": "df11",
+        "name": f"a layer of {UNIT}'s shapes, synthetic weights",
+        "matrices": len(matrices),
+        "weights": unit.words,
+        "threads": threads(),
+        "bits_per_weight": round(8 * stored / unit.words, 3),
+        **time_calls(lambda: UnitPlan.of(matrices).encode(matrices)).rates("encode_gweights_per_s", billions),
+        **time_calls(unit.decode).rates("decode_gweights_per_s", billions),
     }
 
 
@@ -80,7 +106,7 @@ def generation_row() -> dict[str, Any]:
 
 def main() -> None:
     rows = [row(name, tensor) for name, tensor in matrices()]
-    print(write_results("cpu", cpu_name(), [*rows, generation_row()]))
+    print(write_results("cpu", cpu_name(), [*rows, df11_row(), generation_row()]))
 
 
 if __name__ == "__main__":

@@ -111,6 +111,13 @@ COLUMNS: dict[str, dict[str, Cell]] = {
         "decode, G weights/s": with_spread("decode_gweights_per_s", 2),
         "copy BF16, G weights/s": with_spread("copy_gweights_per_s", 2),
     },
+    "cpu.df11": {
+        "unit": "name",
+        "weights": decimals("weights", 0),
+        "bits a weight": decimals("bits_per_weight", 2),
+        "encode, G weights/s": with_spread("encode_gweights_per_s", 2),
+        "decode, G weights/s": with_spread("decode_gweights_per_s", 2),
+    },
     "cpu.generate": {
         "model": "name",
         "BF16, tokens/s": with_spread("bf16_tokens_per_s", 0),

@@ -26,8 +26,9 @@ def pages_with(language: str) -> list[Path]:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """An empty folder in which the repository's examples are found."""
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    """An empty folder in which the repository's examples and test vectors are found."""
+    for name in ("examples", "tests"):
+        (tmp_path / name).symlink_to(ROOT / name)
     return tmp_path
 
 

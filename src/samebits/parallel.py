@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
 from typing import Any
 
@@ -33,10 +33,19 @@ def _pool(process: int) -> ThreadPoolExecutor:
 
 
 def run_ranges(function: Callable[..., Any], count: int, grain: int, *arguments: Any) -> list[Any]:
-    """Call ``function(*arguments, first, last)`` over [0, count) in ranges of ``grain``; the results in order."""
+    """Call ``function(*arguments, first, last)`` over [0, count) in ranges of ``grain``; the results in order.
+
+    If one of them fails, or the caller is interrupted, none is running any more when this raises.
+    """
     starts = range(0, count, grain)
     if len(starts) <= 1 or threads() == 1:
         return [function(*arguments, first, min(first + grain, count)) for first in starts]
     submit = _pool(os.getpid()).submit  # a forked child makes a pool of its own
     tasks = [submit(function, *arguments, first, min(first + grain, count)) for first in starts]
-    return [task.result() for task in tasks]
+    try:
+        return [task.result() for task in tasks]
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        wait(tasks)
+        raise

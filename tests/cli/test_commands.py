@@ -142,7 +142,7 @@ def test_unusable_input_is_one_line_and_exit_code_2(
         (("verify", tmp_path / "broken.safetensors"), "broken.safetensors: not a valid safetensors file"),
         (("compress", packed, tmp_path / "b"), "packed: already compressed by samebits; "),
         (("compress", source, packed), "packed: the folder is not empty; empty it or add --overwrite"),
-        (("decompress", source, tmp_path / "b"), "source: not compressed by samebits; "),
+        (("decompress", source, tmp_path / "b"), "source: not compressed by samebits or DFloat11; "),
         (("estimate", packed), "packed: already compressed by samebits; "),
         (("bench", tmp_path / "nowhere"), "nowhere: no such file or folder; check the path"),
         (("generate", tmp_path / "empty", "--prompt", "x"), "empty: transformers cannot load it"),

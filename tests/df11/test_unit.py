@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from safetensors import safe_open
 
+from samebits.df11 import unit as unit_module
 from samebits.df11.code import UnitCode
-from samebits.df11.unit import BLOCK_BYTES, Unit
+from samebits.df11.unit import BLOCK_BYTES, Unit, UnitPlan
 from samebits.errors import FormatError, InputError
 from tests.codecs.tensors import words_of
 
@@ -100,6 +101,30 @@ def test_both_ways_across_many_ranges() -> None:
     unit = Unit.encode(words, [1, 5_000_010])
     assert unit.decode().tobytes() == words.tobytes()
     assert unit.sizes == [1, 5_000_010]
+
+
+@pytest.mark.parametrize("grain", [1, 2, 3, 7, 64, 1000])
+def test_ranges_that_share_bytes_write_the_same(monkeypatch: pytest.MonkeyPatch, grain: int) -> None:
+    """Ranges of a few words end within bytes, windows and blocks of the stream, several of them in one byte."""
+    words, sizes = random_words(grain, 3_000 * min(grain, 10), spread=0.7), [1, 1, 5, 700]
+    sizes.append(words.size - sum(sizes))
+    whole = Unit.encode(words, sizes)
+    monkeypatch.setattr(unit_module, "_TASK_WORDS", grain)
+    assert_same(Unit.encode(words, sizes), whole)
+
+
+@pytest.mark.parametrize("count", [2, 8, 4096, 100_003])
+def test_a_plan_knows_all_shapes(count: int) -> None:
+    matrices = [random_words(count, count), random_words(1, 3)]
+    plan = UnitPlan.of(matrices)
+    assert plan.shapes() == {name: array.shape for name, array in plan.encode(matrices).tensors().items()}
+
+
+@pytest.mark.parametrize(("limit", "message"), [("MAX_STREAM_BYTES", "its stream takes"), ("MAX_WORDS", "it has 1000")])
+def test_units_that_are_too_large(monkeypatch: pytest.MonkeyPatch, limit: str, message: str) -> None:
+    monkeypatch.setattr(unit_module, limit, 250)
+    with pytest.raises(InputError, match=f"{message}.*the layout has room for 250"):
+        Unit.encode(random_words(1, 1000), [1000])
 
 
 @settings(max_examples=60, deadline=None)

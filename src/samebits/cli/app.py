@@ -23,6 +23,13 @@ class Cast(StrEnum):
     BF16 = "bf16"
 
 
+class Format(StrEnum):
+    """What compress writes."""
+
+    SAMEBITS = "samebits"
+    DF11 = "df11"
+
+
 class Device(StrEnum):
     """Where the work is done."""
 
@@ -45,6 +52,10 @@ MinWeights = Annotated[int, typer.Option("--min-weights", min=1, help="Smaller t
 Include = Annotated[list[str], typer.Option("--include", metavar="PATTERN", help="Pack only such names; repeatable.")]
 Exclude = Annotated[list[str], typer.Option("--exclude", metavar="PATTERN", help="Leave such names; repeatable.")]
 CastTo = Annotated[Cast | None, typer.Option("--cast", help="Round FP32 and FP16 weights first: LOSES BITS.")]
+To = Annotated[Format, typer.Option("--format", help="df11: the published layout of DFloat11.")]
+Units = Annotated[
+    str | None, typer.Option("--patterns", metavar="auto|FILE", help="With df11: which matrices are a unit.")
+]
 Model = Annotated[str | None, typer.Argument(metavar="[PATH]", help="Default: the example model.", show_default=False)]
 
 _MIN_WEIGHTS = 4096
@@ -67,17 +78,27 @@ def compress(
     include: Include = [],  # noqa: B006
     exclude: Exclude = [],  # noqa: B006
     cast: CastTo = None,
+    layout: To = Format.SAMEBITS,
+    patterns: Units = None,
     workers: Workers = None,
     device: On = Device.AUTO,
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
     """Pack a BF16 model; an interrupted run goes on where it stopped."""
-    from samebits.cli.commands import compress
+    from samebits.cli.commands import compress, compress_df11
     from samebits.jobs.options import CompressOptions, RunOptions
 
     options = CompressOptions(min_weights, tuple(include), tuple(exclude), cast is not None)
-    compress(source, destination, options, RunOptions(workers, device, overwrite), as_json)
+    run = RunOptions(workers, device, overwrite)
+    if layout is Format.SAMEBITS:
+        if patterns is not None:
+            raise typer.BadParameter("--patterns goes with --format df11")
+        compress(source, destination, options, run, as_json)
+    else:
+        if options != CompressOptions(_MIN_WEIGHTS):
+            raise typer.BadParameter("--format df11 takes --patterns to choose weights, and casts none")
+        compress_df11(source, destination, patterns, run, as_json)
 
 
 @app.command()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from samebits import api
+from samebits.cli.commands import open_source
 from samebits.cli.console import print_json, print_lines, print_table, size
 from samebits.cli.generate import Sampling, default_model, import_transformers, load, run_model
 from samebits.errors import InputError, MismatchError
@@ -20,7 +21,6 @@ from samebits.format.folder import CONFIG
 from samebits.format.packed import PackedTensor
 from samebits.jobs.device import resolve_device
 from samebits.jobs.options import CompressOptions
-from samebits.jobs.source import resolve_source
 from samebits.verify import original_bytes
 
 _TENSOR_WORDS = 64 << 20  # tensors are measured until together they have about this many words
@@ -52,9 +52,9 @@ class Running:
 
 
 def bench(path: str | None, device: str, as_json: bool) -> None:
-    source = resolve_source(path or default_model())
     device = resolve_device(device)
-    checkpoint = Checkpoint.open(source)
+    checkpoint = open_source(path or default_model())
+    source = checkpoint.path
     coding = measure_coding(checkpoint, device)
     models = measure_models(checkpoint, device) if (source / CONFIG).exists() else {}
     if as_json:

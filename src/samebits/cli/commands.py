@@ -6,10 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from samebits.cli.console import note, print_json, print_lines, print_table, progress_bar, size
+from samebits.df11.checkpoint import Df11Checkpoint, open_checkpoint
+from samebits.df11.patterns import architecture_of, read_patterns
 from samebits.errors import DigestError, MismatchError
 from samebits.format.container import Checkpoint, Entry
+from samebits.integrations.model_shapes import model_shapes
 from samebits.jobs import estimate as estimates
 from samebits.jobs.compress import Compression
+from samebits.jobs.compress_df11 import Df11Compression, config_of
 from samebits.jobs.decompress import Decompression
 from samebits.jobs.device import resolve_device
 from samebits.jobs.job import JobReport
@@ -21,7 +25,7 @@ from samebits.verify import Verdict, verify_against, verify_digests
 
 def open_source(text: str) -> Checkpoint:
     """The checkpoint behind a path or hub id."""
-    return Checkpoint.open(resolve_source(text))
+    return open_checkpoint(resolve_source(text), model_shapes)
 
 
 def compress(source: str, destination: Path, options: CompressOptions, run: RunOptions, as_json: bool) -> None:
@@ -30,6 +34,16 @@ def compress(source: str, destination: Path, options: CompressOptions, run: RunO
         report = Compression(checkpoint, destination, options, run, progress).run()
     if options.cast:
         note("note: --cast bf16 rounded the weights, which is not lossless")
+    _report(report, as_json)
+
+
+def compress_df11(source: str, destination: Path, patterns: str | None, run: RunOptions, as_json: bool) -> None:
+    checkpoint = open_source(source)
+    chosen = None if patterns is None or patterns == "auto" else read_patterns(Path(patterns))
+    with progress_bar("compress") as progress:
+        report = Df11Compression(checkpoint, destination, chosen, run, progress).run()
+    if chosen is None and architecture_of(config_of(checkpoint)) is None:
+        note("note: not an architecture that is known; each numbered block became a unit (--patterns FILE to choose)")
     _report(report, as_json)
 
 
@@ -54,6 +68,8 @@ def _report(report: JobReport, as_json: bool) -> None:
         f"{report.seconds:.1f} s on {report.device}, {speed}/s{resumed}",
     )
     _list("stored unchanged, packing gains nothing", report.not_gained)
+    for why in dict.fromkeys(report.raw_units.values()):
+        _list(f"stored unchanged, {why}", [unit for unit, reason in report.raw_units.items() if reason == why])
     _list("not copied (the same weights in another format)", report.skipped_files)
 
 
@@ -87,10 +103,11 @@ def _report_verdict(verdict: Verdict, checkpoint: Checkpoint, against: str | Non
         raise MismatchError(f"not identical: {verdict.mismatch}", where=str(checkpoint.path), mend=mend)
     if as_json:
         return
-    what = f"identical to {against}" if against else "every digest is right"
+    digests = "every digest is right" if verdict.unchecked < verdict.tensors else "every tensor can be read"
+    what = f"identical to {against}" if against else digests
     print_lines(f"{checkpoint.path}: {what}, {verdict.tensors} tensors, {verdict.nbytes:,} bytes")
     if verdict.unchecked:
-        print_lines(f"{verdict.unchecked} unchanged tensors have no digest: compare them with --against SRC")
+        print_lines(f"{verdict.unchecked} tensors have no digest: compare them with --against SRC")
 
 
 def inspect(path: str, tensors: bool, as_json: bool) -> None:
@@ -112,6 +129,8 @@ def inspect(path: str, tensors: bool, as_json: bool) -> None:
     )
     if sizes.packed_tensors:
         print_lines(f"{sizes.bits_per_weight:.3f} bits per packed weight, everything counted")
+    if isinstance(checkpoint, Df11Checkpoint):
+        print_lines(f"in the layout of DFloat11 {checkpoint.version or ''}".rstrip())
 
 
 def _tensor_row(entry: Entry) -> tuple[str, ...]:
@@ -135,11 +154,18 @@ def _inspection(checkpoint: Checkpoint, sizes: Sizes, kinds: dict[str, Sizes]) -
     return {
         "path": checkpoint.path,
         "compressed": checkpoint.is_packed,
+        "layout": _layout(checkpoint),
         "files": [file.path.name for file in checkpoint.files],
         "total": sizes.to_json(),
         "kinds": {kind: of_kind.to_json() for kind, of_kind in kinds.items()},
         "tensors": tensors,
     }
+
+
+def _layout(checkpoint: Checkpoint) -> str:
+    if isinstance(checkpoint, Df11Checkpoint):
+        return "dfloat11"
+    return "samebits" if checkpoint.is_packed else "plain"
 
 
 def estimate(source: str, options: CompressOptions, exact: bool, as_json: bool) -> None:

@@ -17,31 +17,27 @@ BLOCK_BITS = 8 * 4096  # of the stream to a position
 
 
 @njit(cache=True, nogil=True)
-def count_bits(words: NDArray[np.uint16], lengths: NDArray[np.uint8], first: int, last: int) -> int:
-    """Bits of the codes of words [first, last)."""
-    bits = 0
-    for i in range(first, last):
-        bits += lengths[words[i] >> 7 & 0xFF]
-    return bits
-
-
-@njit(cache=True, nogil=True)
 def write_codes(
-    words: NDArray[np.uint16], codes: NDArray[np.uint32], lengths: NDArray[np.uint8], start: int,
-    stream: NDArray[np.uint8], sign_mantissa: NDArray[np.uint8], gaps: NDArray[np.uint8],
-    positions: NDArray[np.uint32], first: int, last: int,
-) -> None:  # fmt: skip
-    """Write the codes of words [first, last), their other bits, and the gaps and positions of what starts there.
+    words: NDArray[np.uint16], codes: NDArray[np.uint32], lengths: NDArray[np.uint8], start: int, before: int,
+    index: int, stream: NDArray[np.uint8], sign_mantissa: NDArray[np.uint8], gaps: NDArray[np.uint8],
+    positions: NDArray[np.uint32],
+) -> int:  # fmt: skip
+    """Write the codes of words behind each other, their other bits, and the gaps and positions of what starts there.
 
     Args:
         start: bit of the whole stream at which the first one starts.
-        stream: from the byte of that bit on; its other bits stay 0.
+        before: at which the one before it starts, -1 if there is none.
+        index: of the first one in the unit.
+        stream: from the byte of that bit on. What precedes the first one in that byte is left 0 here.
+        sign_mantissa: uint8 [words].
+
+    Returns:
+        The byte at which they end, if it is not full: it is not written, because another range goes on with it.
     """
     bit, byte = start, 0
-    held, count = np.uint64(0), start & 7  # bits not written yet: those of a byte that another range begins are 0
-    before = bit - lengths[words[first - 1] >> 7 & 0xFF] if first else -1
-    for i in range(first, last):
-        note_start(bit, before, i, gaps, positions)
+    held, count = np.uint64(0), start & 7  # bits not written yet
+    for i in range(words.size):
+        note_start(bit, before, index + i, gaps, positions)
         sign_mantissa[i] = words[i] >> 8 & 0x80 | words[i] & 0x7F
         exponent = words[i] >> 7 & 0xFF
         length = int(lengths[exponent])
@@ -52,14 +48,14 @@ def write_codes(
         if count >= 32:
             count -= 32
             whole = held >> np.uint64(count)
-            for part in range(4):  # the first byte may be shared: what another range wrote is in its own array
+            for part in range(4):
                 stream[byte + part] = np.uint8(whole >> np.uint64(24 - 8 * part) & np.uint64(0xFF))
             byte += 4
-    while count > 0:
-        shifted = held >> np.uint64(count - 8) if count >= 8 else held << np.uint64(8 - count)
-        stream[byte] = np.uint8(shifted & np.uint64(0xFF))
-        byte += 1
+    while count >= 8:
         count -= 8
+        stream[byte] = np.uint8(held >> np.uint64(count) & np.uint64(0xFF))
+        byte += 1
+    return int(held << np.uint64(8 - count) & np.uint64(0xFF))
 
 
 @njit(cache=True, nogil=True)
@@ -69,6 +65,17 @@ def note_start(bit: int, before: int, index: int, gaps: NDArray[np.uint8], posit
         gaps[bit // WINDOW_BITS] = bit % WINDOW_BITS
     if before < 0 or before // BLOCK_BITS != bit // BLOCK_BITS:
         positions[bit // BLOCK_BITS] = index
+
+
+@njit(cache=True, nogil=True)
+def pack_gaps(gaps: NDArray[np.uint8], packed: NDArray[np.uint8], first: int, last: int) -> None:
+    """Pack groups [first, last) of eight gaps, 5 bits each, into 5 bytes each, most significant bit first."""
+    for group in range(first, last):
+        held = np.uint64(0)
+        for i in range(8 * group, 8 * group + 8):
+            held = held << np.uint64(5) | np.uint64(gaps[i])
+        for part in range(5):
+            packed[5 * group + part] = np.uint8(held >> np.uint64(32 - 8 * part) & np.uint64(0xFF))
 
 
 @njit(cache=True, nogil=True)

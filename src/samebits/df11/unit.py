@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from samebits.bf16 import histogram_of_words
+from samebits.bf16 import count_exponents
 from samebits.df11 import loops
-from samebits.df11.code import MEND, UnitCode, check_tables
+from samebits.df11.code import MAX_CODE_LENGTH, MEND, UnitCode, check_tables
 from samebits.errors import FormatError, InputError
 from samebits.parallel import run_ranges
 
@@ -21,8 +21,13 @@ BLOCK_BYTES = loops.BLOCK_BITS // 8
 BLOCK_WINDOWS = loops.BLOCK_BITS // loops.WINDOW_BITS
 GAP_BITS = 5
 MAX_STREAM_BYTES = (1 << 31) - 1
+MAX_WORDS = (1 << 32) - 1  # of what output_positions count
+LARGE = ("encoded_exponent", "sign_mantissa")  # tensors; the others take a fiftieth of them
+_GAP_BYTES = BLOCK_WINDOWS * GAP_BITS // 8  # of a block
 _TASK_WORDS = 1 << 20
 _TASK_BLOCKS = 32
+
+Write = Callable[[str, int, "NDArray[np.uint8]"], None]
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,7 @@ class Unit:
         positions = self._positions()
         rising = bool((np.diff(positions) >= 0).all()) and positions[0] == 0 and positions[-1] == self.words
         _need(rising, "output_positions do not rise from 0 to the number of weights")
-        _need(self.gaps.size == self.blocks * BLOCK_WINDOWS * GAP_BITS // 8, f"{self.gaps.size} bytes of gaps")
+        _need(self.gaps.size == self.blocks * _GAP_BYTES, f"{self.gaps.size} bytes of gaps")
         _need(min(self.sizes) > 0, "split_positions do not rise within the weights")
 
     def _positions(self) -> NDArray[np.int64]:
@@ -81,7 +86,10 @@ class Unit:
         data = self.output_positions
         _need(data.size % 4 == 0, f"{data.size} bytes of output_positions")
         values = data.view("<u4").astype(np.int64)
-        _need(self.words > 0 and values.size - self.blocks in (0, 1), f"{values.size} output_positions")
+        _need(
+            self.words > 0 and values.size > 0 and values.size - self.blocks in (0, 1),
+            f"{values.size} output_positions",
+        )
         return values if values.size == self.blocks + 1 else np.append(values, values[-1])
 
     def decode(self) -> NDArray[np.uint16]:
@@ -99,6 +107,30 @@ class Unit:
         _need(wrong is None, f"the stream does not fit its tables at weight {wrong}")
         return output
 
+    def part(self, first: int, last: int) -> tuple[Unit, int]:
+        """The blocks with words [first, last), at least one, as a unit of one matrix, and how many words come before.
+
+        It shares the memory of this one. Its stream goes on behind them for as long as the last code may.
+
+        Raises:
+            FormatError: as validate.
+        """
+        self.validate()
+        positions = self._positions()
+        start = int(np.searchsorted(positions, first, "right")) - 1
+        stop = int(np.searchsorted(positions, last, "left"))
+        follows = int(stop < self.blocks)  # a block in which no code of the part starts
+        bounds = np.append(positions[start : stop + 1], [positions[stop]] * follows) - positions[start]
+        part = Unit(
+            self.luts,
+            self.encoded_exponent[start * BLOCK_BYTES : stop * BLOCK_BYTES + follows * MAX_CODE_LENGTH // 8],
+            self.sign_mantissa[positions[start] : positions[stop]],
+            bounds.astype("<u4").view(np.uint8),
+            self.gaps[start * _GAP_BYTES : (stop + follows) * _GAP_BYTES],
+            np.empty(0, np.int64),
+        )
+        return part, first - int(positions[start])
+
     @classmethod
     def encode(cls, words: NDArray[np.uint16], sizes: Sequence[int]) -> Unit:
         """Encode the words of matrices that lie behind each other, with the bytes of DFloat11's own encoder.
@@ -108,49 +140,175 @@ class Unit:
         """
         if sum(sizes) != words.size or min(sizes) < 1:
             raise InputError(f"matrices of {list(sizes)} weights do not make up {words.size}")
-        code = UnitCode.from_histogram(histogram_of_words(words))
+        matrices = np.split(words, np.cumsum(sizes)[:-1])
+        return UnitPlan.of(matrices).encode(matrices)
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """How matrices become a unit: their code, and where each of their ranges of words starts in the stream.
+
+    Attributes:
+        luts: as a Unit has them.
+        sizes: words of each matrix.
+        starts: int64 [ranges + 1], bits.
+        last_start: where the last code starts; the end symbol's, if that fills up the last byte.
+    """
+
+    code: UnitCode
+    luts: NDArray[np.uint8]
+    sizes: tuple[int, ...]
+    starts: NDArray[np.int64]
+    last_start: int
+
+    @classmethod
+    def of(cls, matrices: Sequence[NDArray[np.uint16]]) -> UnitPlan:
+        """Plan a unit of matrices, given as their words; none is empty.
+
+        Raises:
+            InputError: the layout cannot hold them.
+        """
+        words = sum(matrix.size for matrix in matrices)
+        if words > MAX_WORDS:
+            raise InputError(f"it has {words} weights, the layout has room for {MAX_WORDS}")
+        ranges = _ranges(matrices)
+        histograms = run_ranges(_count_exponents, len(ranges), 1, ranges)
+        code = UnitCode.from_histogram(np.sum(histograms, axis=0))
         luts = code.tables()
-        bits = run_ranges(loops.count_bits, words.size, _TASK_WORDS, words, code.lengths)
-        starts = np.concatenate([[0], np.cumsum(bits)])
+        starts = np.cumsum([0, *(int(histogram @ code.lengths) for histogram in histograms)])
         total = int(starts[-1])
-        stream_bytes = -(-total // 8)
-        if stream_bytes > MAX_STREAM_BYTES:
-            raise InputError(f"its stream takes {stream_bytes} bytes, the layout has room for {MAX_STREAM_BYTES}")
-        blocks = -(-stream_bytes // BLOCK_BYTES)
-        gaps, positions = np.zeros(blocks * BLOCK_WINDOWS, np.uint8), np.zeros(blocks + 1, np.uint32)
-        sign_mantissa = np.empty(words.size, np.uint8)
-        parts = run_ranges(_encode_range, words.size, _TASK_WORDS, words, code, starts, sign_mantissa, gaps, positions)
-        stream = np.zeros(stream_bytes, np.uint8)
-        for start, part in zip(starts, parts, strict=False):
-            stream[start // 8 : start // 8 + part.size] |= part
-        last_start = total - int(code.lengths[words[-1] >> 7 & 0xFF])
+        if total > 8 * MAX_STREAM_BYTES:
+            raise InputError(f"its stream takes {-(-total // 8)} bytes, the layout has room for {MAX_STREAM_BYTES}")
+        last_start = total if total % 8 else total - int(code.lengths[matrices[-1][-1] >> 7 & 0xFF])
+        return cls(code, luts, tuple(matrix.size for matrix in matrices), starts, last_start)
+
+    @property
+    def stream_bytes(self) -> int:
+        return -(-int(self.starts[-1]) // 8)
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.stream_bytes // BLOCK_BYTES)
+
+    @property
+    def positions(self) -> int:
+        """Entries of output_positions: none for a last block in which no code starts."""
+        return self.last_start // loops.BLOCK_BITS + 2
+
+    @property
+    def split_positions(self) -> NDArray[np.int64]:
+        return np.cumsum(self.sizes, dtype=np.int64)[:-1]
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the unit's tensors."""
+        return {
+            "luts": self.luts.shape,
+            "encoded_exponent": (self.stream_bytes,),
+            "sign_mantissa": (sum(self.sizes),),
+            "output_positions": (4 * self.positions,),
+            "gaps": (self.blocks * BLOCK_WINDOWS * GAP_BITS // 8,),
+            "split_positions": (len(self.sizes) - 1,),
+        }
+
+    def encode(self, matrices: Sequence[NDArray[np.uint16]]) -> Unit:
+        """Encode the matrices that the plan was made of."""
+        shapes = self.shapes()
+        large: dict[str, Any] = {name: np.empty(shapes[name], np.uint8) for name in LARGE}
+
+        def write(name: str, start: int, data: NDArray[np.uint8]) -> None:
+            large[name][start : start + data.size] = data
+
+        return Unit(**large, **self.encode_to(write, matrices))
+
+    def encode_to(self, write: Write, matrices: Sequence[NDArray[np.uint16]]) -> dict[str, Any]:
+        """Encode the matrices that the plan was made of, without holding the unit's LARGE tensors in memory.
+
+        Args:
+            write: called as ``write(name, start, data)`` with bytes of these tensors, from several threads.
+
+        Returns:
+            The unit's other tensors.
+        """
+        ranges = _ranges(matrices)
+        gaps, positions = np.zeros(self.blocks * BLOCK_WINDOWS, np.uint8), np.zeros(self.positions, np.uint32)
+        ends = run_ranges(_encode_range, len(ranges), 1, self, ranges, write, gaps, positions)
+        total, words = int(self.starts[-1]), sum(self.sizes)
+        shared = dict.fromkeys((self.starts[self.starts % 8 > 0] // 8).tolist(), 0)  # bytes of more than one range
+        for start, stop, (head, tail) in zip(self.starts[:-1], self.starts[1:], ends, strict=True):
+            if start % 8:
+                shared[start // 8] |= head
+            if stop % 8:
+                shared[stop // 8] |= tail
         if total % 8:  # the end symbol's code fills up the last byte, and counts as one that starts
-            stream[-1] |= _top_bits(code.end_code, code.end_length, 8) >> total % 8
-            loops.note_start(total, last_start, words.size, gaps, positions)
-            last_start = total
-        counted = last_start // loops.BLOCK_BITS + 1
-        positions[counted] = words.size
-        bits_of_gaps = np.unpackbits(gaps[:, None] << np.uint8(8 - GAP_BITS), axis=1)[:, :GAP_BITS]
-        split = np.cumsum(sizes)[:-1].astype(np.int64)
-        return cls(luts, stream, sign_mantissa, positions[: counted + 1].astype("<u4").view(np.uint8),
-                   np.packbits(bits_of_gaps.ravel()), split)  # fmt: skip
+            shared[total // 8] |= _top_bits(self.code.end_code, self.code.end_length, 8) >> total % 8
+            before = total - int(self.code.lengths[matrices[-1][-1] >> 7 & 0xFF])
+            loops.note_start(total, before, words, gaps, positions)
+        for place, byte in shared.items():
+            write("encoded_exponent", place, np.array([byte], np.uint8))
+        positions[-1] = words
+        packed_gaps = np.empty(gaps.size // 8 * GAP_BITS, np.uint8)
+        run_ranges(loops.pack_gaps, gaps.size // 8, _TASK_WORDS, gaps, packed_gaps)
+        return {"luts": self.luts, "output_positions": positions.astype("<u4").view(np.uint8), "gaps": packed_gaps,
+                "split_positions": self.split_positions}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Range:
+    """Words that one task counts or encodes.
+
+    Attributes:
+        index: of the first one in the unit.
+        before: the word before the first one, None if there is none.
+    """
+
+    words: NDArray[np.uint16]
+    index: int
+    before: int | None
+
+
+def _ranges(matrices: Sequence[NDArray[np.uint16]]) -> list[_Range]:
+    ranges: list[_Range] = []
+    index, before = 0, None
+    for matrix in matrices:
+        for first in range(0, matrix.size, _TASK_WORDS):
+            words = matrix[first : first + _TASK_WORDS]
+            ranges.append(_Range(words, index, before))
+            index += words.size
+            before = int(words[-1])
+    return ranges
+
+
+def _count_exponents(ranges: list[_Range], first: int, last: int) -> NDArray[np.int64]:
+    """int64 [256], of range ``first``."""
+    counts = np.zeros((4, 256), np.int64)
+    count_exponents(ranges[first].words, 0, ranges[first].words.size, counts)
+    total: NDArray[np.int64] = counts.sum(0)
+    return total
+
+
+def _encode_range(
+    plan: UnitPlan, ranges: list[_Range], write: Write, gaps: NDArray[np.uint8], positions: NDArray[np.uint32],
+    first: int, last: int,
+) -> tuple[int, int]:  # fmt: skip
+    """Encode range ``first``.
+
+    Returns:
+        What it has of its first byte and of its last, where these are not its own; they are not written.
+    """
+    part, start, stop, code = ranges[first], int(plan.starts[first]), int(plan.starts[first + 1]), plan.code
+    before = -1 if part.before is None else start - int(code.lengths[part.before >> 7 & 0xFF])
+    stream, sign_mantissa = np.empty(stop // 8 - start // 8, np.uint8), np.empty(part.words.size, np.uint8)
+    tail = loops.write_codes(part.words, code.codes, code.lengths, start, before, part.index, stream, sign_mantissa,
+                             gaps, positions)  # fmt: skip
+    write("sign_mantissa", part.index, sign_mantissa)
+    skipped = min(stream.size, int(start % 8 > 0))
+    write("encoded_exponent", start // 8 + skipped, stream[skipped:])
+    return int(stream[0]) if skipped else 0, tail
 
 
 def _top_bits(code: int, length: int, count: int) -> int:
     """The first ``count`` bits of a code, with zeros behind it if it is shorter."""
     return code >> length - count if length >= count else code << count - length
-
-
-def _encode_range(
-    words: NDArray[np.uint16], code: UnitCode, starts: NDArray[np.int64], sign_mantissa: NDArray[np.uint8],
-    gaps: NDArray[np.uint8], positions: NDArray[np.uint32], first: int, last: int,
-) -> NDArray[np.uint8]:  # fmt: skip
-    """The bytes of a range's codes, from the byte in which the first one starts."""
-    task = first // _TASK_WORDS
-    start, stop = int(starts[task]), int(starts[task + 1])
-    part = np.zeros(-(-stop // 8) - start // 8, np.uint8)
-    loops.write_codes(words, code.codes, code.lengths, start, part, sign_mantissa, gaps, positions, first, last)
-    return part
 
 
 def _need(condition: bool, what: str) -> None:

@@ -45,7 +45,7 @@ class Folder:
         if not files:
             mend = "give a folder with *.safetensors at its top level"
             raise InputError("no safetensors files in this folder", where=str(folder), mend=mend)
-        _check_numbering(files)
+        check_numbering(files)
         return cls(files, {}, {})
 
     @classmethod
@@ -72,7 +72,7 @@ class Folder:
                 raise FormatError(f"the index puts it into {file_name}, which lacks it", where=where, mend=DAMAGED)
 
 
-def _check_numbering(files: list[Path]) -> None:
+def check_numbering(files: list[Path]) -> None:
     """Shards without an index must be complete."""
     names = {file.name for file in files}
     for name in sorted(names):

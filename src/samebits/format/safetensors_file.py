@@ -6,7 +6,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -142,8 +142,25 @@ class SafetensorsWriter:
         """Write the next tensor; ``data`` are its bytes, uint8."""
         for first in range(0, data.numel(), _COPY_BYTES):
             self._file.write(data[first : first + _COPY_BYTES].numpy().data)
-        self._specs[name] = TensorSpec(name, dtype, shape, self._end, self._end + data.numel())
-        self._end += data.numel()
+        self._add(name, dtype, shape, data.numel())
+
+    def allocate(self, name: str, dtype: str, shape: tuple[int, ...], nbytes: int) -> Callable[[int, memoryview], None]:
+        """Room for the next tensor: ``write(start, data)`` puts bytes into it, from any thread, before ``finish``."""
+        first = self._capacity + self._end
+        self._add(name, dtype, shape, nbytes)
+        self._file.seek(first + nbytes)
+
+        def write(start: int, data: memoryview) -> None:
+            view = memoryview(data)
+            while view:
+                written = os.pwrite(self._file.fileno(), view, first + start)
+                view, start = view[written:], start + written
+
+        return write
+
+    def _add(self, name: str, dtype: str, shape: tuple[int, ...], nbytes: int) -> None:
+        self._specs[name] = TensorSpec(name, dtype, shape, self._end, self._end + nbytes)
+        self._end += nbytes
 
     def finish(self, order: Iterable[str], metadata: Mapping[str, str]) -> None:
         """Write the header, which lists the tensors in ``order``, and let the file appear."""

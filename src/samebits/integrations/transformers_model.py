@@ -21,6 +21,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 from samebits.errors import InputError, SamebitsError
 from samebits.format.folder import CONFIG, INDEX_SUFFIX, KEY, STEM
 from samebits.format.safetensors_file import SUFFIX
+from samebits.integrations import transformers_df11
 from samebits.integrations.transformers import SamebitsConfig, SamebitsQuantizer, loading
 from samebits.integrations.transformers_state import checkpoint_tensors, file_info
 from samebits.nn.packed_module import check_dtype, packed_parameters, share_ties
@@ -36,6 +37,7 @@ def register() -> None:
     PreTrainedModel.tie_weights = _tying(PreTrainedModel.tie_weights)
     PreTrainedModel.save_pretrained = _saving(PreTrainedModel.save_pretrained)
     PreTrainedModel.from_pretrained = classmethod(_loading(PreTrainedModel.from_pretrained.__func__))
+    transformers_df11.register()
 
 
 def _loading(original: Callable[..., Any]) -> Callable[..., Any]:

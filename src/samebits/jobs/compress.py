@@ -7,6 +7,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from samebits.df11.checkpoint import Df11Checkpoint
+from samebits.df11.config import KEY as DF11_KEY
 from samebits.digest import digest
 from samebits.errors import DtypeError, FormatError, InputError
 from samebits.format.container import Checkpoint, Entry, FileInfo
@@ -45,21 +47,21 @@ class Compression(Job):
         check_source(checkpoint, self.options)
         super().__init__(checkpoint, destination, run or RunOptions(), progress)
 
-    def targets(self) -> list[str]:
+    def make_shards(self) -> list[Shard]:
         count = len(self.checkpoint.files)
-        return [shard_name(STEM, number, count) for number in range(1, count + 1)]
+        return self.file_by_file([shard_name(STEM, number, count) for number in range(1, count + 1)])
 
     def identity(self) -> dict[str, Any]:
         return asdict(self.options)
 
     def changes(self, entry: Entry) -> bool:
-        return self.options.packs(entry) or self.options.casts(entry)
+        return entry.is_packed or self.options.packs(entry) or self.options.casts(entry)
 
     def packs(self, entry: Entry) -> bool:
         return self.options.packs(entry)
 
     def result_bytes(self, entry: Entry) -> int:
-        nbytes = 2 * entry.words if self.options.casts(entry) else entry.nbytes
+        nbytes = 2 * entry.words if self.options.casts(entry) else entry.original_nbytes
         return int(nbytes * _SPACE) if self.options.packs(entry) else nbytes
 
     def write(self, shard: Shard, path: Path, pieces: Iterator[Piece]) -> None:
@@ -85,6 +87,7 @@ class Compression(Job):
         options = self.options
         entry = {"quant_method": KEY, "version": VERSION, "min_weights": options.min_weights,
                  "include": list(options.include), "exclude": list(options.exclude)}  # fmt: skip
+        config.pop(DF11_KEY, None)
         return {**config, "quantization_config": entry}
 
 
@@ -95,7 +98,7 @@ def _with_dtype(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _metadata(shard: Shard, digests: dict[str, int]) -> dict[str, str]:
-    return {**shard.file.metadata, KEY: FileInfo(digests, shard.file.path.name).to_json()}
+    return {**shard.metadata, KEY: FileInfo(digests, shard.plain).to_json()}
 
 
 def _capacity(shard: Shard) -> int:
@@ -112,10 +115,10 @@ def _capacity(shard: Shard) -> int:
 def check_source(checkpoint: Checkpoint, options: CompressOptions) -> None:
     """Refuse what cannot be compressed with ``options``; Compression says how."""
     where = str(checkpoint.path)
-    if checkpoint.is_packed:
+    if checkpoint.is_packed and not isinstance(checkpoint, Df11Checkpoint):
         raise InputError("already compressed by samebits", where=where, mend="use it as it is, or decompress it")
     _check_names(checkpoint)
-    _check_config(checkpoint.path / CONFIG)
+    check_config(checkpoint.path / CONFIG)
     if options.include and not any(options.matches(entry.name) for entry in checkpoint):
         raise InputError("no tensor's name matches --include", where=where, mend="see `samebits inspect` for the names")
     large = [entry for entry in checkpoint if options.is_large(entry) and entry.dtype in FLOATS]
@@ -132,7 +135,8 @@ def _check_names(checkpoint: Checkpoint) -> None:
             raise FormatError("a name reserved for packed tensors", where=entry.where, mend="rename the tensor")
 
 
-def _check_config(path: Path) -> None:
+def check_config(path: Path) -> None:
+    """Refuse a model that is quantized already."""
     if not path.is_file():
         return
     method = read_json(path).get("quantization_config")

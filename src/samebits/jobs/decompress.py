@@ -1,4 +1,4 @@
-"""samebits decompress: a container back to plain safetensors with the names, shapes and bytes it was made from."""
+"""samebits decompress: plain safetensors again, with the names, shapes and bytes that a checkpoint was made from."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from samebits.df11 import unsaid
+from samebits.df11.config import KEY as DF11_KEY
 from samebits.digest import digest
 from samebits.errors import DigestError, InputError
 from samebits.format.container import Checkpoint, Entry
-from samebits.format.folder import KEY, shard_name
+from samebits.format.folder import KEY
 from samebits.format.safetensors_file import SafetensorsWriter, TensorSpec, header_bytes
 from samebits.jobs.job import Job, Shard
 from samebits.jobs.options import Progress, RunOptions, silent
 from samebits.jobs.pieces import Piece
+from samebits.jobs.source import plain_names
 
 
 class Decompression(Job):
@@ -29,16 +32,13 @@ class Decompression(Job):
         self, checkpoint: Checkpoint, destination: Path, run: RunOptions | None = None, progress: Progress = silent
     ) -> None:
         if not checkpoint.is_packed:
-            raise InputError("not compressed by samebits", where=str(checkpoint.path), mend="use it as it is")
+            raise InputError(
+                "not compressed by samebits or DFloat11", where=str(checkpoint.path), mend="use it as it is"
+            )
         super().__init__(checkpoint, destination, run or RunOptions(), progress)
 
-    def targets(self) -> list[str]:
-        """The names of the files that were compressed, where all are known and distinct."""
-        files = self.checkpoint.files
-        names = [info.original for file in files if (info := self.checkpoint.infos.get(file.path)) and info.original]
-        if len(set(names)) == len(files):
-            return names
-        return [shard_name("model", number, len(files)) for number in range(1, len(files) + 1)]
+    def make_shards(self) -> list[Shard]:
+        return self.file_by_file(plain_names(self.checkpoint))
 
     def identity(self) -> dict[str, Any]:
         return {}
@@ -53,7 +53,7 @@ class Decompression(Job):
         return entry.original_nbytes
 
     def write(self, shard: Shard, path: Path, pieces: Iterator[Piece]) -> None:
-        metadata = {key: value for key, value in shard.file.metadata.items() if key != KEY}
+        metadata = {key: value for key, value in shard.metadata.items() if key not in (KEY, unsaid.KEY)}
         with SafetensorsWriter(path, _header_size(shard, metadata)) as writer:
             for entry, piece in zip(shard.entries, pieces, strict=True):
                 _check_digest(entry, piece)
@@ -61,7 +61,7 @@ class Decompression(Job):
             writer.finish([entry.name for entry in shard.entries], metadata)
 
     def convert_config(self, config: dict[str, Any]) -> dict[str, Any]:
-        return {key: value for key, value in config.items() if key != "quantization_config"}
+        return {key: value for key, value in config.items() if key not in ("quantization_config", DF11_KEY)}
 
 
 def _header_size(shard: Shard, metadata: dict[str, str]) -> int:

@@ -16,6 +16,7 @@ from samebits.format.mapping import scratch
 from samebits.format.packed import MAX_COMPACT_WORDS, PackedTensor
 from samebits.jobs.compress import check_source
 from samebits.jobs.options import CompressOptions, Progress, silent
+from samebits.verify import original_bytes
 
 SAMPLE_WORDS = 2 * MAX_COMPACT_WORDS  # tensors up to this size are encoded whole; a sample is too large to be compact
 _BLOCKS = 8
@@ -103,25 +104,25 @@ def estimate(
 def _tensors(
     checkpoint: Checkpoint, options: CompressOptions, exact: bool, progress: Progress
 ) -> Iterator[TensorEstimate]:
-    done, total = 0, sum(entry.nbytes for entry in checkpoint)
+    done, total = 0, sum(entry.original_nbytes for entry in checkpoint)
     for entry in checkpoint:
         yield _estimate(entry, exact) if options.packs(entry) else _unchanged(entry, options)
-        done += entry.nbytes
+        done += entry.original_nbytes
         progress(done, total)
 
 
 def _unchanged(entry: Entry, options: CompressOptions) -> TensorEstimate:
-    stored = 2 * entry.words if options.casts(entry) else entry.nbytes
-    return TensorEstimate(entry.name, entry.shape, entry.words, entry.nbytes, stored, 0.0, False)
+    stored = 2 * entry.words if options.casts(entry) else entry.original_nbytes
+    return TensorEstimate(entry.name, entry.shape, entry.words, entry.original_nbytes, stored, 0.0, False)
 
 
 def _estimate(entry: Entry, exact: bool) -> TensorEstimate:
-    tensor = entry.tensor()
+    tensor = entry.spec.typed(original_bytes(entry))
     sample = (tensor if exact else sample_rows(tensor)).to(torch.bfloat16)
     packed = encode_cpu(sample, allocate=scratch)
     stored = 2 * entry.words if packed.is_raw else _scaled_bytes(packed, entry.words)
     bits = entropy(np.asarray(exponent_histogram(sample)))
-    return TensorEstimate(entry.name, entry.shape, entry.words, entry.nbytes, stored, bits, not packed.is_raw)
+    return TensorEstimate(entry.name, entry.shape, entry.words, entry.original_nbytes, stored, bits, not packed.is_raw)
 
 
 def sample_rows(tensor: torch.Tensor) -> torch.Tensor:

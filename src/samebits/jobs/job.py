@@ -7,10 +7,11 @@ import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from samebits.df11.checkpoint import UnitEntry
 from samebits.errors import InputError
 from samebits.format.container import Checkpoint, Entry
 from samebits.format.folder import CONFIG, INDEX_SUFFIX, VERSION, index_name, read_json
@@ -18,7 +19,7 @@ from samebits.format.safetensors_file import SUFFIX, SafetensorsFile
 from samebits.jobs.device import resolve_device
 from samebits.jobs.options import Progress, RunOptions, silent
 from samebits.jobs.pieces import Piece, Task, work
-from samebits.jobs.source import other_files
+from samebits.jobs.source import other_files, plain_names
 from samebits.jobs.summary import Sizes
 from samebits.jobs.workers import AHEAD, Workers, worker_count
 from samebits.jobs.workspace import Workspace, out_of_space, require_space
@@ -26,11 +27,18 @@ from samebits.jobs.workspace import Workspace, out_of_space, require_space
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of the source, its tensors, and the name of the file made from it."""
+    """Tensors that go into one file of the destination.
 
-    file: SafetensorsFile
+    Attributes:
+        target: the file's name.
+        metadata: of the file that they come from.
+        plain: name of the file with the same tensors uncompressed, None if they come from several.
+    """
+
     entries: list[Entry]
     target: str
+    metadata: dict[str, str]
+    plain: str | None = None
 
     @property
     def nbytes(self) -> int:
@@ -47,6 +55,7 @@ class JobReport:
         not_gained: tensors that were to be packed but would not have become smaller.
         skipped_files: files of the source folder that were not copied.
         resumed_shards: finished by an earlier run.
+        raw_units: units that a DFloat11 file cannot hold, and why; they are stored unchanged.
     """
 
     destination: Path
@@ -57,6 +66,7 @@ class JobReport:
     resumed_shards: int
     device: str
     seconds: float
+    raw_units: dict[str, str] = field(default_factory=dict)
 
 
 class Job(ABC):
@@ -80,19 +90,24 @@ class Job(ABC):
         self.is_folder = checkpoint.path.is_dir()
         _check_places(checkpoint.path, destination, self.is_folder)
         self.device = resolve_device(run.device)
-        targets = self.targets() if self.is_folder else [destination.name]
-        self.shards = [
-            Shard(file, checkpoint.by_file[file.path], target)
-            for file, target in zip(checkpoint.files, targets, strict=True)
-        ]
+        self.shards = self.make_shards()
         weights = {file.path for file in checkpoint.files}
         self.others, self.skipped = other_files(checkpoint.path, weights) if self.is_folder else ([], [])
         self._progress, self._done = progress, 0
         self._total = sum(shard.nbytes for shard in self.shards)
 
     @abstractmethod
-    def targets(self) -> list[str]:
-        """The file made from each file of a model folder."""
+    def make_shards(self) -> list[Shard]:
+        """The files to write, and their tensors."""
+
+    def file_by_file(self, targets: list[str]) -> list[Shard]:
+        """A shard for each file of the source; for those of a model folder ``targets`` are the new names."""
+        targets = targets if self.is_folder else [self.destination.name]
+        plain = plain_names(self.checkpoint) if self.is_folder else [self.checkpoint.path.name]
+        return [
+            Shard(self.checkpoint.by_file[file.path], target, file.metadata, name)
+            for file, target, name in zip(self.checkpoint.files, targets, plain, strict=True)
+        ]
 
     @abstractmethod
     def identity(self) -> dict[str, Any]:
@@ -132,12 +147,16 @@ class Job(ABC):
                 resumed = self._run_in(space)
             except OSError as error:
                 raise out_of_space(error, self.destination) or error from None
+        skipped = [str(path) for path in self.skipped if not path.name.endswith(INDEX_SUFFIX)]
+        sizes, not_gained, raw_units = self.measure()
+        return JobReport(self.destination, sizes, not_gained, skipped, len(self.shards), resumed, self.device,
+                         time.monotonic() - start, raw_units)  # fmt: skip
+
+    def measure(self) -> tuple[Sizes, list[str], dict[str, str]]:
+        """What JobReport says of the result: sizes, not_gained, raw_units."""
         result = Checkpoint.open(self.destination)
         not_gained = [entry.name for entry in result if self.packs(entry) and not entry.is_packed]
-        skipped = [str(path) for path in self.skipped if not path.name.endswith(INDEX_SUFFIX)]
-        sizes = Sizes.of(result if result.is_packed else self.checkpoint)
-        seconds = time.monotonic() - start
-        return JobReport(self.destination, sizes, not_gained, skipped, len(self.shards), resumed, self.device, seconds)
+        return Sizes.of(result if result.is_packed else self.checkpoint), not_gained, {}
 
     def _run_in(self, space: Workspace) -> int:
         """All stages; how many shards an earlier run had finished."""
@@ -170,15 +189,17 @@ class Job(ABC):
         return sum(entry.original_nbytes for shard in shards for entry in shard.entries if self.changes(entry))
 
     def _space(self, shards: list[Shard], workers: int) -> int:
-        sizes = [self.result_bytes(entry) for shard in shards for entry in shard.entries]
-        spools = sum(sorted(sizes, reverse=True)[: AHEAD * workers])
-        return sum(sizes) + spools + sum((self.checkpoint.path / path).stat().st_size for path in self.others)
+        entries = [entry for shard in shards for entry in shard.entries]
+        spools = sorted((self.result_bytes(entry) for entry in entries if self.changes(entry)), reverse=True)
+        result = sum(self.result_bytes(entry) for entry in entries) + sum(spools[: AHEAD * workers])
+        return result + sum((self.checkpoint.path / path).stat().st_size for path in self.others)
 
     def _tasks(self, shards: Iterable[Shard], space: Workspace) -> Iterator[Task]:
         changing = (entry for shard in shards for entry in shard.entries if self.changes(entry))
         for number, entry in enumerate(changing):
             spool, pack = space.folder / f"spool-{number}", self.packs(entry)
-            yield Task(entry.name, entry.file.path, entry.spec, entry.header, pack, spool, self.device)
+            matrix = entry.matrix if isinstance(entry, UnitEntry) else None
+            yield Task(entry.name, entry.file.path, entry.spec, entry.header, matrix, pack, spool, self.device)
 
     def _pieces(self, shard: Shard, results: Iterator[Piece]) -> Iterator[Piece]:
         """The shard's tensors, each gone from disk and counted as done once the next is asked for."""
@@ -200,9 +221,9 @@ class Job(ABC):
         if config.exists():
             write_json(config, self.convert_config(read_json(config)))
         if len(self.shards) > 1:
-            self._stage_index(space)
+            self.stage_index(space)
 
-    def _stage_index(self, space: Workspace) -> None:
+    def stage_index(self, space: Workspace) -> None:
         files = [SafetensorsFile.open(space.find(shard.target)) for shard in self.shards]
         total = sum(spec.nbytes for file in files for spec in file.tensors.values())
         weight_map = {name: file.path.name for file in files for name in file.tensors}

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from samebits.codecs.encode import encode_cpu
+from samebits.df11.checkpoint import Matrix
 from samebits.errors import SamebitsError
 from samebits.format.container import Entry
 from samebits.format.mapping import create_mapped, map_file
@@ -66,7 +67,8 @@ class Task:
 
     Attributes:
         header: of a packed tensor, which is to be decoded; else the tensor is to be encoded.
-        pack: False if casting is all there is to do.
+        matrix: of a DFloat11 unit, which the tensor is decoded from first.
+        pack: False if that, or casting, is all there is to do.
         spool: the file to write to.
         device: "cpu" or "cuda".
     """
@@ -75,6 +77,7 @@ class Task:
     path: Path
     spec: TensorSpec
     header: Header | None
+    matrix: Matrix | None
     pack: bool
     spool: Path
     device: str
@@ -88,7 +91,7 @@ def work(task: Task) -> Piece:
     """Encode or decode one tensor.
 
     Raises:
-        FormatError, DigestError: a packed tensor that is damaged.
+        FormatError, DigestError: a packed tensor, or a unit, that is damaged.
         OSError: no space left.
     """
     try:
@@ -109,13 +112,22 @@ def _decode(task: Task, header: Header) -> Piece:
 def _encode(task: Task) -> Piece:
     spec = task.spec
     source = Piece(task.name, spec.dtype, spec.shape, task.path, spec.start, spec.nbytes)
-    if spec.dtype != "BF16":
+    if task.matrix:
+        source = _restore(task, task.matrix)
+    elif spec.dtype != "BF16":
         source = _cast(task, source)
     packed = _pack(task, source) if task.pack else None
     if packed is None:
         return source
     source.discard()
     return packed
+
+
+def _restore(task: Task, matrix: Matrix) -> Piece:
+    path = task.spool.with_suffix(".words")
+    nbytes = 2 * task.spec.words
+    matrix.decode(create_mapped(path, nbytes).view(torch.bfloat16), task.device)
+    return Piece(task.name, "BF16", task.spec.shape, path, 0, nbytes, is_spool=True)
 
 
 def _cast(task: Task, source: Piece) -> Piece:

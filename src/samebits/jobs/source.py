@@ -8,7 +8,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from samebits.errors import InputError
-from samebits.format.folder import INDEX_SUFFIX
+from samebits.format.container import Checkpoint
+from samebits.format.folder import INDEX_SUFFIX, shard_name
 from samebits.format.safetensors_file import SUFFIX
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -16,6 +17,7 @@ OTHER_WEIGHTS = (
     "pytorch_model*", "*.pth", "*.pt", "*.ckpt", "*.gguf", "*.ggml", "*.onnx", "*.onnx_data", "*.h5", "*.msgpack",
     "*.tflite", "*.ot", "consolidated*", "*.mlmodel",
 )  # fmt: skip
+DIFFUSERS = "diffusion_pytorch_model"  # what diffusers calls its weights
 _HIDDEN = (".git", ".cache", "__pycache__")
 
 
@@ -38,6 +40,21 @@ def resolve_source(text: str) -> Path:
         reason = str(error).strip().partition("\n")[0]
         mend = "check the path, the hub id, the network, or log in with `hf auth login`"
         raise InputError(f"no such path, and not available on the hub ({reason})", where=text, mend=mend) from None
+
+
+def plain_names(checkpoint: Checkpoint) -> list[str]:
+    """Names for a folder's files with the tensors uncompressed.
+
+    They are those that the files had before, where all are known and distinct.
+    """
+    files = checkpoint.files
+    if not checkpoint.is_packed:
+        return [file.path.name for file in files]
+    known = [info.original for file in files if (info := checkpoint.infos.get(file.path)) and info.original]
+    if len(set(known)) == len(files):
+        return known
+    stem = DIFFUSERS if any(file.path.name.startswith(DIFFUSERS) for file in files) else "model"
+    return [shard_name(stem, number, len(files)) for number in range(1, len(files) + 1)]
 
 
 def other_files(folder: Path, weights: set[Path]) -> tuple[list[Path], list[Path]]:
