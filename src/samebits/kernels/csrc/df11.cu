@@ -73,6 +73,8 @@ __device__ __noinline__ u32 decode_one(const Shared& shared, u32 window) {
     return entry | min(max(u32(shared.tables[kTables][entry]), 1u), 32u) << 8;
 }
 
+// The bits behind a look-up's are set to 1: a code that does not end within it is then seen as one too long. Zeros could lead to where
+// the end symbol's code would be; the tables have no entry for it, but what stands in front of it, which may be a shorter code.
 __device__ void build_table(Shared& shared, const Unit& unit) {
     for (int i = threadIdx.x; i < (kTables + 1) * kEntries; i += kThreads) {
         const int table = i / kEntries, source = table == kTables ? unit.table_count : table;
@@ -83,7 +85,7 @@ __device__ void build_table(Shared& shared, const Unit& unit) {
     for (u32 index = threadIdx.x; index < 1 << kWidth; index += kThreads) {
         u32 symbols = 0, count = 0, used = 0, ends = 0;
         while (count < 4) {
-            const u32 code = decode_one(shared, index << (32 - kWidth) << used), length = code >> 8;
+            const u32 code = decode_one(shared, ~(~index << (32 - kWidth) << used)), length = code >> 8;
             if (used + length > kWidth) break;
             if (count > 0) ends |= used << (4 * count - 4);
             symbols |= (code & 255) << 8 * count++;
