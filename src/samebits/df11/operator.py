@@ -9,6 +9,7 @@ The tensors of the layout come as they are in a file (unit.py), without ``split_
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,7 +34,7 @@ def check_unit(tensors: Mapping[str, torch.Tensor]) -> Unit:
     Raises:
         FormatError: a tensor of another dtype or number of dimensions, or as Unit.validate.
     """
-    arrays = {}
+    arrays: dict[str, Any] = {}
     for name, tensor in tensors.items():
         dtype = torch.int64 if name == "split_positions" else torch.uint8
         if tensor.dtype != dtype or tensor.dim() != (2 if name == "luts" else 1):
@@ -51,11 +52,13 @@ def _decode_on_cpu(
     luts: torch.Tensor, encoded_exponent: torch.Tensor, sign_mantissa: torch.Tensor, output_positions: torch.Tensor,
     gaps: torch.Tensor, output: torch.Tensor, malformed: torch.Tensor,
 ) -> None:  # fmt: skip
-    layout = (tensor.numpy() for tensor in (luts, encoded_exponent, sign_mantissa, output_positions, gaps))
     words = output.view(torch.int16).numpy().view(np.uint16)
     if words.shape != sign_mantissa.shape:
         raise FormatError(f"a unit of {sign_mantissa.numel()} weights for {words.size}", mend=MEND)
-    Unit(*layout, split_positions=np.empty(0, np.int64)).decode(words)
+    Unit(
+        luts.numpy(), encoded_exponent.numpy(), sign_mantissa.numpy(), output_positions.numpy(), gaps.numpy(),
+        split_positions=np.empty(0, np.int64),
+    ).decode(words)  # fmt: skip
 
 
 def _decode_on_cuda(*tensors: torch.Tensor) -> None:

@@ -93,6 +93,6 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
 @cache
 def _resident_blocks(device: int) -> int:
     """Blocks that the device can run at a time."""
-    available: int = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor  # type: ignore[attr-defined]
+    available = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
     fitting = min(_BLOCKS_PER_PROCESSOR, available // (_SHARED_BYTES + _RESERVED_BYTES))
     return max(fitting, 1) * nvrtc.multiprocessors(device)
