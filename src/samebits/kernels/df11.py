@@ -45,11 +45,13 @@ def decode_df11_cuda(
     layout = (luts, encoded_exponent, sign_mantissa, output_positions, gaps)
     _check_tensors(*layout, output, malformed)
     blocks = _check_sizes(*layout, output)
-    stream, rest, positions = (_aligned(tensor) for tensor in (encoded_exponent, sign_mantissa, output_positions))
+    stream, rest, positions, places = (
+        _aligned(tensor) for tensor in (encoded_exponent, sign_mantissa, output_positions, gaps)
+    )
     target = _aligned(output)
     with torch.cuda.device(output.device):
         device = torch.cuda.current_device()
-        unit = UnitStructure(stream.data_ptr(), rest.data_ptr(), positions.data_ptr(), gaps.data_ptr(), luts.data_ptr(),
+        unit = UnitStructure(stream.data_ptr(), rest.data_ptr(), positions.data_ptr(), places.data_ptr(), luts.data_ptr(),
                              target.data_ptr(), malformed.data_ptr(), output.numel(), stream.numel(),
                              positions.numel() // 4, luts.shape[0] - 1)  # fmt: skip
         early = may_start_early(encoded_exponent)

@@ -14,6 +14,7 @@ constexpr int kWords = 4;                      // of the stream to a thread
 constexpr int kThreads = 1024 / kWords;
 constexpr int kBlocksPerProcessor = 4;         // as many as shared memory has room for on Hopper
 constexpr int kBlockBytes = 4096;
+constexpr u32 kGapWords = 80;                  // to a stream block
 constexpr u32 kBlockCodes = 8 * kBlockBytes;   // at most, of a bit each
 constexpr int kEntries = 256;
 constexpr int kTables = 17;
@@ -27,6 +28,7 @@ constexpr int kBatch = 3;                      // times 8 weights that a thread 
 //   31..20   of a look-up: where its first, second, third symbol ends, if another follows (else 15); of a walk: anything
 constexpr u32 kSymbol = 1 << 11;
 constexpr int kEnds = 20;
+constexpr u32 kOnly = 0xfffu << kEnds;          // of a look-up: it has one symbol
 constexpr u32 kLong = -32u;                    // the first code is longer than a look-up: this ends the word's loop
 
 // The bits of the stream that a walk sees lie so far behind their places in its words that a look-up's address is a shift and a mask.
@@ -39,7 +41,7 @@ struct Unit {
     const u8* stream;
     const u8* rest;          // sign << 7 | mantissa
     const u32* positions;
-    const u8* gaps;
+    const u32* gaps;
     const u8* tables;        // the last one has the code lengths
     u16* output;
     u32* malformed;          // set to 1 where gaps or positions contradict the stream
@@ -98,71 +100,6 @@ __device__ void build_table(Shared& shared, const Unit& unit) {
     __syncthreads();
 }
 
-// Walks over the codes that start in a piece; `sink(symbols, state, step)` gets up to four of them at a time.
-template <class Sink>
-__device__ __forceinline__ u32 walk(const Shared& shared, u32 table, const Piece& piece, u32 state, Sink& sink) {
-#pragma unroll
-    for (int k = 0; k < kWords; ++k) {
-        const u32 high = piece.words[k], low = piece.words[k + 1];
-        auto address = [&] { return table + (__funnelshift_r(low, high, state) & kAddress); };
-        auto decode_long = [&] {
-            const u32 bit = kLead + (~state & 31);
-            const u32 window = bit < 32 ? __funnelshift_l(low, high, bit) : __funnelshift_l(piece.words[k + 2], low, bit);
-            const u32 code = decode_one(shared, window), step = kSymbol - (code >> 8);
-            sink(code & 255, state, step);
-            state += step;
-        };
-        // The last word's look-ups stop in front of those that reach into the next thread's codes.
-        auto is_inside = [&] { return k < kWords - 1 ? (state & 32) != 0 : (state & 63) >= 31 + kWidth; };
-        while (is_inside()) {
-            u32 step;
-            do {
-                const u32 at = address();
-                step = load_shared(at + kSteps);
-                sink(load_shared(at), state, step);
-                state += step;
-            } while (is_inside());
-            if (step != kLong) break;
-            state -= kLong;
-            decode_long();
-        }
-        if (k == kWords - 1) {
-            while (state & 32) {
-                const u32 at = address(), step = load_shared(at + kSteps), room = (state & 31) + 1;
-                if (step == kLong) {
-                    decode_long();
-                    continue;
-                }
-                const u32 ends = step >> kEnds;
-                const u32 kept = 1 + ((ends & 15) < room) + ((ends >> 4 & 15) < room) + (ends >> 8 < room);
-                const u32 end = kept < 4 ? ends >> (4 * kept - 4) & 15 : 15;   // 15: all of them
-                const u32 part = end == 15 ? step : kept * kSymbol - end;
-                sink(load_shared(at) & (end == 15 ? kFull : (1u << 8 * kept) - 1), state, part);
-                state += part;
-            }
-        }
-        state += 32;
-    }
-    return state;
-}
-
-// Stores the low half of `bytes`, and moves on, if `condition` is not 0. In assembly, because the compiler branches.
-__device__ __forceinline__ void store_if(u32 condition, u32& target, u64& bytes) {
-    u32 low = u32(bytes), high = u32(bytes >> 32);
-    asm volatile("{ .reg .pred whole;\n"
-                 "  setp.ne.u32 whole, %3, 0;\n"
-                 "  @whole st.shared.u32 [%0], %1;\n"
-                 "  @whole add.u32 %0, %0, 4;\n"
-                 "  @whole mov.u32 %1, %2;\n"
-                 "  @whole mov.u32 %2, 0; }"
-                 : "+r"(target), "+r"(low), "+r"(high) : "r"(condition) : "memory");
-    bytes = u64(high) << 32 | low;
-}
-
-__device__ __forceinline__ void or_shared(u32 address, u32 bits) {
-    asm volatile("red.shared.or.b32 [%0], %1;" ::"r"(address), "r"(bits) : "memory");
-}
-
 __device__ __forceinline__ u32 shared_address(const void* pointer) { return u32(__cvta_generic_to_shared(pointer)); }
 
 // The same value, of which the compiler does not know where it is from: it stays in a register.
@@ -171,19 +108,113 @@ __device__ __forceinline__ u32 opaque(u32 value) {
     return value;
 }
 
-struct Counter {
-    __device__ __forceinline__ void operator()(u32, u32, u32) {}
-};
+// Stores the low half of `bytes` and moves on, if `condition` is not 0; returns what is left. In assembly, because the compiler branches.
+__device__ __forceinline__ u32 store_if(u32 condition, u32& target, u64 bytes) {
+    u32 left;
+    asm volatile("{ .reg .pred whole;\n"
+                 "  setp.ne.u32 whole, %4, 0;\n"
+                 "  @whole st.shared.u32 [%1], %2;\n"
+                 "  @whole add.u32 %1, %1, 4;\n"
+                 "  selp.u32 %0, %3, %2, whole; }"
+                 : "=r"(left), "+r"(target) : "r"(u32(bytes)), "r"(u32(bytes >> 32)), "r"(condition) : "memory");
+    return left;
+}
+
+__device__ __forceinline__ void or_shared(u32 address, u32 bits) {
+    asm volatile("red.shared.or.b32 [%0], %1;" ::"r"(address), "r"(bits) : "memory");
+}
 
 // Puts symbols together to words of the buffer. A word is stored by the thread with its last symbol, with zeros where the symbols of
-// others belong; the symbols behind a thread's last whole word remain in `bytes`.
+// others belong; the symbols behind a thread's last whole word are left.
 struct Writer {
     u32 target;   // shared address
-    u64 bytes;
+    u32 left;
 
-    __device__ __forceinline__ void operator()(u32 symbols, u32 state, u32 step) {
-        bytes += u64(symbols) * __funnelshift_l(0, 1, state / (kSymbol / 8));   // by 8 bits a symbol, modulo 32
-        store_if(((state + step) ^ state) & 4 * kSymbol, target, bytes);
+    __device__ __forceinline__ void put(u32 symbols, u32 state, u32 step) {
+        const u64 bytes = u64(symbols) * __funnelshift_l(0, 1, state / (kSymbol / 8)) + left;   // by 8 bits a symbol, modulo 32
+        left = store_if(((state + step) ^ state) & 4 * kSymbol, target, bytes);
+    }
+};
+
+// The last look-up of a piece, without what it says of codes that start behind it.
+struct Last {
+    u32 place;   // bits 5..0 of the walk in front of it
+    u32 step;
+    u32 mask;    // of the symbols; 0: a long code
+};
+
+// A walk over the codes that start in a piece.
+struct Walk {
+    const Shared& shared;
+    const u32 table;   // shared address
+    const Piece& piece;
+    u32 state;
+
+    __device__ __forceinline__ u32 address(int k) const {
+        return table + (__funnelshift_r(piece.words[k + 1], piece.words[k], state) & kAddress);
+    }
+    __device__ __forceinline__ u32 long_code(int k) const {
+        const u32 bit = kLead + (~state & 31);
+        return decode_one(shared, bit < 32 ? __funnelshift_l(piece.words[k + 1], piece.words[k], bit)
+                                           : __funnelshift_l(piece.words[k + 2], piece.words[k + 1], bit));
+    }
+
+    // Only moves. A code has at most 32 bits: so one at least starts in the last word.
+    __device__ __forceinline__ Last count() {
+        Last last;
+#pragma unroll
+        for (int k = 0; k < kWords; ++k) {
+            u32 step = kLong;
+            bool is_long = false;
+            while (state & 32) {
+                do {
+                    step = load_shared(address(k) + kSteps);
+                    state += step;
+                } while (state & 32);
+                is_long = step == kLong;
+                if (!is_long) break;
+                state -= kLong;
+                step = kOnly + kSymbol - (long_code(k) >> 8);
+                state += step;
+            }
+            if (k == kWords - 1) {
+                state -= step;
+                const u32 room = (state & 31) + 1, ends = step >> kEnds;
+                const u32 kept = 1 + ((ends & 15) < room) + ((ends >> 4 & 15) < room) + (ends >> 8 < room);
+                const u32 end = kept < 4 ? ends >> (4 * kept - 4) & 15 : 15;   // 15: all of them
+                last = {state & 63, end == 15 ? step : kept * kSymbol - end, end == 15 ? kFull : (1u << 8 * kept) - 1};
+                if (is_long) last.mask = 0;
+                state += last.step;
+            }
+            state += 32;
+        }
+        return last;
+    }
+
+    // The same once more.
+    __device__ __forceinline__ void write(Writer& writer, const Last& last) {
+        auto put = [&](u32 symbols, u32 step) {
+            writer.put(symbols, state, step);
+            state += step;
+        };
+#pragma unroll
+        for (int k = 0; k < kWords; ++k) {
+            auto is_inside = [&] { return k < kWords - 1 ? (state & 32) != 0 : (state & 63) > last.place; };
+            while (is_inside()) {
+                u32 step;
+                do {
+                    const u32 at = address(k);
+                    step = load_shared(at + kSteps);
+                    put(load_shared(at), step);
+                } while (is_inside());
+                if (step != kLong) break;
+                state -= kLong;
+                const u32 code = long_code(k);
+                put(code & 255, kSymbol - (code >> 8));
+            }
+            if (k == kWords - 1) put(last.mask ? load_shared(address(k)) & last.mask : long_code(k) & 255, last.step);
+            state += 32;
+        }
     }
 };
 
@@ -218,12 +249,11 @@ __device__ __forceinline__ Piece load_piece(const Unit& unit, int block) {
         before = word;
     }
     piece.words[kWords + 1] = before << (32 - kLead);
-    const u32 bit = index * (5 * kWords / 2), last = (unit.stream_bytes + kBlockBytes - 1) / kBlockBytes * 320 - 1;
-    u32 bits = 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) bits = bits << 8 | unit.gaps[min((bit >> 3) + i, last)];
-    piece.gap = bits << (bit & 7) >> 27;
-    piece.next_gap = bits << (bit & 7) << 5 * kWords / 2 >> 27;
+    const u32 bit = index * (5 * kWords / 2), last = (unit.stream_bytes + kBlockBytes - 1) / kBlockBytes * kGapWords - 1;
+    const u32 high = __byte_perm(unit.gaps[min(bit >> 5, last)], 0, 0x0123), low = __byte_perm(unit.gaps[min((bit >> 5) + 1, last)], 0, 0x0123);
+    const u32 gaps = __funnelshift_l(low, high, bit);
+    piece.gap = gaps >> 27;
+    piece.next_gap = gaps << 5 * kWords / 2 >> 27;
     return piece;
 }
 
@@ -256,8 +286,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor) deco
         const u32 first = position(unit, block), behind = position(unit, block + 1);
         const u32 total = behind > first ? min(behind - first, kBlockCodes) : 0, end = first + total;
         const u32 lead = first & 7;   // so that 8 words of the output lie together in the buffer
-        Counter counter;
-        const u32 counted = walk(shared, table, piece, 63 - piece.gap, counter);
+        Walk counting{shared, table, piece, 63 - piece.gap};
+        const Last last = counting.count();
+        const u32 counted = counting.state;
         if (128 * thread < total) prefetch(unit.rest + first + 128 * thread);
         const u32 offset = (u32(block) * kThreads + thread) * (4 * kWords);
         if (offset + 8 * kWords <= unit.stream_bytes && (counted & 63) != 63 - piece.next_gap) *unit.malformed = 1;
@@ -274,42 +305,46 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor) deco
         if (thread == 0 && (block + 1 < blocks ? codes != behind - first : codes < behind - first)) *unit.malformed = 1;
 
         const u32 place = lead + before;
-        Writer writer = {shared_address(shared.exponents + (place >> 2)), 0};
-        const u32 written = walk(shared, table, piece, (place & 3) * kSymbol + 63 - piece.gap, writer);
+        Writer writer{shared_address(shared.exponents + (place >> 2)), 0};
+        Walk writing{shared, table, piece, (place & 3) * kSymbol + 63 - piece.gap};
+        writing.write(writer, last);
         if (thread == 0) shared.exponents[(lead + codes) >> 2] = 0;   // no one stores the last word unless it is whole
         if (block + int(gridDim.x) < blocks) piece = load_piece(unit, block + gridDim.x);
 
-        const u32 stop = end >> 3;
-        u32 group = (first >> 3) + (lead > 0) + thread;
+        const u32 stop = end >> 3, group = (first >> 3) + (lead > 0) + thread;
+        int left = int(stop) - int(group);
+        const u8* source = unit.rest + u64(group) * 8;
+        u16* target = unit.output + u64(group) * 8;
+        u32 exponents = shared_address(shared.exponents) + lead + (8 * group - first);
         Vec2 rest[kBatch];
         auto load_batch = [&] {
 #pragma unroll
             for (int i = 0; i < kBatch; ++i)
-                if (group + i * kThreads < stop) rest[i] = load_once_vec2(unit.rest + u64(group + i * kThreads) * 8);
+                if (left > i * kThreads) rest[i] = load_once_vec2(source + i * kThreads * 8);
         };
         load_batch();
         __syncthreads();
-        if (written & 3 * kSymbol) or_shared(writer.target, u32(writer.bytes));
+        if (writing.state & 3 * kSymbol) or_shared(writer.target, writer.left);
         __syncthreads();
-        const u8* exponents = reinterpret_cast<const u8*>(shared.exponents) + lead;   // of word `first` and those behind
-        while (group < stop) {
+        while (left > 0) {
 #pragma unroll
-            for (int i = 0; i < kBatch; ++i) {
-                const u32 at = group + i * kThreads;
-                if (at < stop) {
-                    const Vec2 eight = *reinterpret_cast<const Vec2*>(exponents + (8 * at - first));
+            for (int i = 0; i < kBatch; ++i)
+                if (left > i * kThreads) {
+                    const Vec2 eight = load_shared_vec2(exponents + i * kThreads * 8);
                     const Vec2 front = join(rest[i].x, eight.x), back = join(rest[i].y, eight.y);
-                    store_once(unit.output + u64(at) * 8, {front.x, front.y, back.x, back.y});
+                    store_once(target + i * kThreads * 8, {front.x, front.y, back.x, back.y});
                 }
-            }
-            group += kBatch * kThreads;
+            left -= kBatch * kThreads;
+            source += kBatch * kThreads * 8;
+            target += kBatch * kThreads * 8;
+            exponents += kBatch * kThreads * 8;
             load_batch();
         }
         // What is left in front and behind: fewer than 8 words each.
         const u32 head = min(first + (-first & 7), end), tail = max(stop * 8, head);
         const u32 single = thread < 8 ? first + thread : tail + (thread - 8);
         if (thread < 16 && single < (thread < 8 ? head : end)) {
-            const u32 byte = unit.rest[single], exponent = exponents[single - first];
+            const u32 byte = unit.rest[single], exponent = reinterpret_cast<const u8*>(shared.exponents)[lead + (single - first)];
             unit.output[single] = u16((byte & 0x80) << 8 | exponent << 7 | (byte & 0x7f));
         }
     }
