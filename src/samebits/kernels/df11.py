@@ -21,7 +21,7 @@ _ENTRIES = 256
 _MAX_TABLES = 17
 _THREADS = 256
 _BLOCKS_PER_PROCESSOR = 4
-_SHARED_BYTES = 53808  # sizeof(Shared)
+_SHARED_BYTES = 56912  # sizeof(Shared)
 _RESERVED_BYTES = 1024  # of shared memory, to every block
 
 

@@ -105,6 +105,10 @@ __device__ __forceinline__ void store_shared(u32 address, Vec4 v) {
     asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
+__device__ __forceinline__ void store_shared(u32 address, u32 v) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
+}
+
 __device__ __forceinline__ void store_once(void* pointer, u32 x, u32 y) {
     asm volatile("st.global.cs.v2.u32 [%0], {%1,%2};" ::"l"(pointer), "r"(x), "r"(y) : "memory");
 }

@@ -1,13 +1,14 @@
 // samebits::df11_decode: a unit of a DFloat11 checkpoint to BF16, all its matrices behind each other.
 //
 //   block of threads: builds a table of several symbols a look-up in shared memory, then stream block after stream block (4096 bytes):
-//   1. load      16 bytes a thread and where its first code starts, while the stream block before is stored
-//   2. count     the codes that start in these bytes; a scan over the threads gives each its place
-//   3. decode    the same codes into a buffer of exponents in shared memory
-//   4. store     exponents with signs and mantissas, 16 bytes of output a thread
+//   1. load      16 bytes a thread and where its first code starts, while the stream block before is decoded
+//   2. decode    the codes that start in these bytes, into a slot of shared memory
+//   3. scan      the numbers of codes over the threads, so that each knows where its symbols go
+//   4. compact   the slots: symbol behind symbol
+//   5. store     exponents with signs and mantissas, 16 bytes of output a thread
 //
-// Whatever the unit holds, look-ups move on by a bit at least, so at most 128 codes start in a thread's bytes: nothing is written
-// beyond the buffer. Positions are clamped to the weights, reads of the stream to its bytes, tables to shared memory.
+// Whatever the unit holds, a look-up moves on by at least one bit, and from 4 to 128 codes start in a thread's bytes: slots have room for
+// these. Positions are clamped to the weights and codes, reads of the stream to its bytes, tables to shared memory.
 #include "common.cuh"
 
 constexpr int kWords = 4;                      // of the stream to a thread
@@ -16,6 +17,9 @@ constexpr int kBlocksPerProcessor = 4;         // as many as shared memory has r
 constexpr int kBlockBytes = 4096;
 constexpr u32 kGapWords = 80;                  // to a stream block
 constexpr u32 kBlockCodes = 8 * kBlockBytes;   // at most, of a bit each
+constexpr u32 kSlotWords = 19 * kWords / 4;    // of four symbols; a slot that needs more reaches into the compact symbols, which are then not made
+constexpr u32 kCompact = kSlotWords * kThreads;
+constexpr u32 kCompactCodes = 16384;
 constexpr int kEntries = 256;
 constexpr int kTables = 17;
 constexpr u32 kFirstPointer = 240;
@@ -54,8 +58,9 @@ struct Shared {
     u32 symbols[1 << kWidth];   // up to four
     u32 steps[1 << kWidth];
     u8 tables[kTables + 1][kEntries];
-    u32 exponents[kBlockCodes / 4 + 4];
-    int warp_codes[kThreads / kLanes];
+    u32 symbol_words[kCompact + kCompactCodes / 4 + 4];   // [slot word][thread], then the compact symbols
+    u32 warp_codes[kThreads / kLanes];
+    u32 warp_ends[kThreads / kLanes];                     // the last four symbols of each warp
 };
 
 // What a thread takes of a stream block.
@@ -108,115 +113,63 @@ __device__ __forceinline__ u32 opaque(u32 value) {
     return value;
 }
 
-// Stores the low half of `bytes` and moves on, if `condition` is not 0; returns what is left. In assembly, because the compiler branches.
-__device__ __forceinline__ u32 store_if(u32 condition, u32& target, u64 bytes) {
-    u32 left;
-    asm volatile("{ .reg .pred whole;\n"
-                 "  setp.ne.u32 whole, %4, 0;\n"
-                 "  @whole st.shared.u32 [%1], %2;\n"
-                 "  @whole add.u32 %1, %1, 4;\n"
-                 "  selp.u32 %0, %3, %2, whole; }"
-                 : "=r"(left), "+r"(target) : "r"(u32(bytes)), "r"(u32(bytes >> 32)), "r"(condition) : "memory");
-    return left;
-}
+// A thread's slot, filled from the front.
+struct Slot {
+    u32 target;      // shared address of the next word
+    u32 left = 0;    // symbols that do not make up a word yet
 
-__device__ __forceinline__ void or_shared(u32 address, u32 bits) {
-    asm volatile("red.shared.or.b32 [%0], %1;" ::"r"(address), "r"(bits) : "memory");
-}
-
-// Puts symbols together to words of the buffer. A word is stored by the thread with its last symbol, with zeros where the symbols of
-// others belong; the symbols behind a thread's last whole word are left.
-struct Writer {
-    u32 target;   // shared address
-    u32 left;
-
+    // In assembly, because the compiler branches.
     __device__ __forceinline__ void put(u32 symbols, u32 state, u32 step) {
         const u64 bytes = u64(symbols) * __funnelshift_l(0, 1, state / (kSymbol / 8)) + left;   // by 8 bits a symbol, modulo 32
-        left = store_if(((state + step) ^ state) & 4 * kSymbol, target, bytes);
+        store_if(((state + step) ^ state) & 4 * kSymbol, target, bytes, left);
+    }
+    // Stores the low half of `bytes` and moves on, if `condition` is not 0.
+    static __device__ __forceinline__ void store_if(u32 condition, u32& target, u64 bytes, u32& left) {
+        asm volatile("{ .reg .pred whole;\n"
+                     "  setp.ne.u32 whole, %4, 0;\n"
+                     "  @whole st.shared.u32 [%1], %2;\n"
+                     "  @whole add.u32 %1, %1, %5;\n"
+                     "  selp.u32 %0, %3, %2, whole; }"
+                     : "=r"(left), "+r"(target)
+                     : "r"(u32(bytes)), "r"(u32(bytes >> 32)), "r"(condition), "n"(4 * kThreads) : "memory");
     }
 };
 
-// The last look-up of a piece, without what it says of codes that start behind it.
-struct Last {
-    u32 place;   // bits 5..0 of the walk in front of it
-    u32 step;
-    u32 mask;    // of the symbols; 0: a long code
-};
-
-// A walk over the codes that start in a piece.
-struct Walk {
-    const Shared& shared;
-    const u32 table;   // shared address
-    const Piece& piece;
-    u32 state;
-
-    __device__ __forceinline__ u32 address(int k) const {
-        return table + (__funnelshift_r(piece.words[k + 1], piece.words[k], state) & kAddress);
-    }
-    __device__ __forceinline__ u32 long_code(int k) const {
-        const u32 bit = kLead + (~state & 31);
-        return decode_one(shared, bit < 32 ? __funnelshift_l(piece.words[k + 1], piece.words[k], bit)
-                                           : __funnelshift_l(piece.words[k + 2], piece.words[k + 1], bit));
-    }
-
-    // Only moves. A code has at most 32 bits: so one at least starts in the last word.
-    __device__ __forceinline__ Last count() {
-        Last last;
+// Decodes the codes that start in a piece. Returns their number, and how far behind the piece the last one ends.
+__device__ __forceinline__ u32 decode_piece(const Shared& shared, u32 table, const Piece& piece, Slot& slot, u32& end) {
+    u32 state = 63 - piece.gap;
 #pragma unroll
-        for (int k = 0; k < kWords; ++k) {
-            u32 step = kLong;
-            bool is_long = false;
-            while (state & 32) {
-                do {
-                    step = load_shared(address(k) + kSteps);
-                    state += step;
-                } while (state & 32);
-                is_long = step == kLong;
-                if (!is_long) break;
-                state -= kLong;
-                step = kOnly + kSymbol - (long_code(k) >> 8);
+    for (int k = 0; k < kWords; ++k) {
+        const u32 high = piece.words[k], low = piece.words[k + 1];
+        u32 step = kLong;
+        while (state & 32) {   // at least once in the last word: a code has at most 32 bits
+            do {
+                const u32 address = table + (__funnelshift_r(low, high, state) & kAddress);
+                step = load_shared(address + kSteps);
+                slot.put(load_shared(address), state, step);
                 state += step;
-            }
-            if (k == kWords - 1) {
-                state -= step;
-                const u32 room = (state & 31) + 1, ends = step >> kEnds;
-                const u32 kept = 1 + ((ends & 15) < room) + ((ends >> 4 & 15) < room) + (ends >> 8 < room);
-                const u32 end = kept < 4 ? ends >> (4 * kept - 4) & 15 : 15;   // 15: all of them
-                last = {state & 63, end == 15 ? step : kept * kSymbol - end, end == 15 ? kFull : (1u << 8 * kept) - 1};
-                if (is_long) last.mask = 0;
-                state += last.step;
-            }
-            state += 32;
-        }
-        return last;
-    }
-
-    // The same once more.
-    __device__ __forceinline__ void write(Writer& writer, const Last& last) {
-        auto put = [&](u32 symbols, u32 step) {
-            writer.put(symbols, state, step);
+            } while (state & 32);
+            if (step != kLong) break;
+            state -= kLong;
+            const u32 bit = kLead + (~state & 31);
+            const u32 code = decode_one(shared, bit < 32 ? __funnelshift_l(low, high, bit) : __funnelshift_l(piece.words[k + 2], low, bit));
+            step = kOnly + kSymbol - (code >> 8);
+            slot.put(code & 255, state, step);
             state += step;
-        };
-#pragma unroll
-        for (int k = 0; k < kWords; ++k) {
-            auto is_inside = [&] { return k < kWords - 1 ? (state & 32) != 0 : (state & 63) > last.place; };
-            while (is_inside()) {
-                u32 step;
-                do {
-                    const u32 at = address(k);
-                    step = load_shared(at + kSteps);
-                    put(load_shared(at), step);
-                } while (is_inside());
-                if (step != kLong) break;
-                state -= kLong;
-                const u32 code = long_code(k);
-                put(code & 255, kSymbol - (code >> 8));
-            }
-            if (k == kWords - 1) put(last.mask ? load_shared(address(k)) & last.mask : long_code(k) & 255, last.step);
-            state += 32;
         }
+        if (k == kWords - 1) {   // without those of the last look-up that start behind the piece
+            state -= step;
+            const u32 room = (state & 31) + 1, ends = step >> kEnds;
+            const u32 kept = 1 + ((ends & 15) < room) + ((ends >> 4 & 15) < room) + (ends >> 8 < room);
+            const u32 end_kept = kept < 4 ? ends >> (4 * kept - 4) & 15 : 15;   // 15: all of them
+            state += end_kept == 15 ? step : kept * kSymbol - end_kept;
+        }
+        state += 32;
     }
-};
+    store_shared(slot.target, slot.left);
+    end = 63 - (state & 63);
+    return state / kSymbol & 511;
+}
 
 __device__ __forceinline__ Piece load_piece(const Unit& unit, int block) {
     Piece piece;
@@ -271,6 +224,17 @@ __device__ __forceinline__ Vec2 join(u32 rest, u32 exponents) {
     return {__byte_perm(low, high, 0x5140), __byte_perm(low, high, 0x7362)};
 }
 
+__device__ __forceinline__ void store_single(const Unit& unit, u32 index, u32 exponent) {
+    const u32 byte = unit.rest[index];
+    unit.output[index] = u16((byte & 0x80) << 8 | exponent << 7 | (byte & 0x7f));
+}
+
+__device__ __forceinline__ u32 shared_byte(u32 address) {
+    u32 byte;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(byte) : "r"(address));
+    return byte;
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor) decode_df11(const Unit unit) {
     extern __shared__ Vec4 memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
@@ -282,20 +246,29 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor) deco
     build_table(shared, unit);
     await_kernel_before();
 
+    const u32 slot = shared_address(shared.symbol_words + thread);
     for (int block = blockIdx.x; block < blocks; block += gridDim.x) {
         const u32 first = position(unit, block), behind = position(unit, block + 1);
-        const u32 total = behind > first ? min(behind - first, kBlockCodes) : 0, end = first + total;
-        const u32 lead = first & 7;   // so that 8 words of the output lie together in the buffer
-        Walk counting{shared, table, piece, 63 - piece.gap};
-        const Last last = counting.count();
-        const u32 counted = counting.state;
-        if (128 * thread < total) prefetch(unit.rest + first + 128 * thread);
+        u32 end;
+        Slot filling{slot};
+        const u32 count = decode_piece(shared, table, piece, filling, end);
+        if (128 * thread < min(behind - first, kBlockCodes)) prefetch(unit.rest + min(i64(first) + 128 * thread, unit.words - 1));
         const u32 offset = (u32(block) * kThreads + thread) * (4 * kWords);
-        if (offset + 8 * kWords <= unit.stream_bytes && (counted & 63) != 63 - piece.next_gap) *unit.malformed = 1;
+        if (offset + 8 * kWords <= unit.stream_bytes && end != piece.next_gap) *unit.malformed = 1;
+        if (block + int(gridDim.x) < blocks) piece = load_piece(unit, block + gridDim.x);
+
+        // Step 3. Each thread also gets the four symbols in front of its own.
+        const u32 tail = slot + count / 4 * (4 * kThreads);
+        const u32 ends = __funnelshift_r(load_shared(tail - 4 * kThreads), load_shared(tail), 8 * count);
+        u32 symbols = __shfl_up_sync(kFull, ends, 1);
         int warp_codes;
-        u32 before = sum_before(counted / kSymbol & 511, lane, warp_codes), codes = 0;
-        if (lane == 0) shared.warp_codes[warp] = warp_codes;
-        __syncthreads();   // and the buffer's last words are stored
+        u32 before = sum_before(count, lane, warp_codes), codes = 0;
+        if (lane == kLanes - 1) {
+            shared.warp_codes[warp] = warp_codes;
+            shared.warp_ends[warp] = ends;
+        }
+        const bool spills = __syncthreads_or(count > 4 * kSlotWords);
+        if (lane == 0) symbols = warp > 0 ? shared.warp_ends[warp - 1] : 0;
 #pragma unroll
         for (int i = 0; i < kThreads / kLanes; ++i) {
             if (i < warp) before += shared.warp_codes[i];
@@ -303,49 +276,64 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor) deco
         }
         // Behind the last weight, the stream holds up to seven bits that may look like codes.
         if (thread == 0 && (block + 1 < blocks ? codes != behind - first : codes < behind - first)) *unit.malformed = 1;
+        const u32 total = behind > first ? min(behind - first, codes) : 0;
 
-        const u32 place = lead + before;
-        Writer writer{shared_address(shared.exponents + (place >> 2)), 0};
-        Walk writing{shared, table, piece, (place & 3) * kSymbol + 63 - piece.gap};
-        writing.write(writer, last);
-        if (thread == 0) shared.exponents[(lead + codes) >> 2] = 0;   // no one stores the last word unless it is whole
-        if (block + int(gridDim.x) < blocks) piece = load_piece(unit, block + gridDim.x);
-
-        const u32 stop = end >> 3, group = (first >> 3) + (lead > 0) + thread;
-        int left = int(stop) - int(group);
-        const u8* source = unit.rest + u64(group) * 8;
-        u16* target = unit.output + u64(group) * 8;
-        u32 exponents = shared_address(shared.exponents) + lead + (8 * group - first);
-        Vec2 rest[kBatch];
-        auto load_batch = [&] {
+        if (spills || codes > kCompactCodes) {   // codes of less than two bits: slow
+            for (u32 i = 0; i < count && before + i < total; ++i)
+                store_single(unit, first + before + i, shared_byte(slot + i / 4 * (4 * kThreads) + i % 4));
+        } else {
+            const u32 lead = first & 7;   // so that 8 words of the output lie together
+            const u32 compact = shared_address(shared.symbol_words + kCompact) + lead;
+            const u32 stop = (first + total) >> 3, group = (first >> 3) + (lead > 0) + thread;
+            int left = int(stop) - int(group);
+            const u8* source = unit.rest + u64(group) * 8;
+            u16* target = unit.output + u64(group) * 8;
+            Vec2 rest[kBatch];
+            auto load_batch = [&] {
 #pragma unroll
-            for (int i = 0; i < kBatch; ++i)
-                if (left > i * kThreads) rest[i] = load_once_vec2(source + i * kThreads * 8);
-        };
-        load_batch();
-        __syncthreads();
-        if (writing.state & 3 * kSymbol) or_shared(writer.target, writer.left);
-        __syncthreads();
-        while (left > 0) {
-#pragma unroll
-            for (int i = 0; i < kBatch; ++i)
-                if (left > i * kThreads) {
-                    const Vec2 eight = load_shared_vec2(exponents + i * kThreads * 8);
-                    const Vec2 front = join(rest[i].x, eight.x), back = join(rest[i].y, eight.y);
-                    store_once(target + i * kThreads * 8, {front.x, front.y, back.x, back.y});
-                }
-            left -= kBatch * kThreads;
-            source += kBatch * kThreads * 8;
-            target += kBatch * kThreads * 8;
-            exponents += kBatch * kThreads * 8;
+                for (int i = 0; i < kBatch; ++i)
+                    if (left > i * kThreads) rest[i] = load_once_vec2(source + i * kThreads * 8);
+            };
             load_batch();
+
+            // Step 4. A word is stored by the thread with its last symbol.
+            const u32 place = compact + before, moved = 8 * place;
+            const int whole = (place % 4 + count) / 4;
+            const u32 word = place & ~3u;
+#pragma unroll 1
+            for (int i = 0; i < whole + (thread == kThreads - 1); i += 4) {
+                u32 words[4];
+#pragma unroll
+                for (int j = 0; j < 4; ++j) words[j] = load_shared(slot + (i + j) * (4 * kThreads));
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    if (i + j < whole + (thread == kThreads - 1)) store_shared(word + 4 * (i + j), __funnelshift_l(symbols, words[j], moved));
+                    symbols = words[j];
+                }
+            }
+            __syncthreads();
+
+            // Step 5.
+            u32 eight = compact + (8 * group - first);
+            while (left > 0) {
+#pragma unroll
+                for (int i = 0; i < kBatch; ++i)
+                    if (left > i * kThreads) {
+                        const Vec2 exponents = load_shared_vec2(eight + i * kThreads * 8);
+                        const Vec2 front = join(rest[i].x, exponents.x), back = join(rest[i].y, exponents.y);
+                        store_once(target + i * kThreads * 8, {front.x, front.y, back.x, back.y});
+                    }
+                left -= kBatch * kThreads;
+                source += kBatch * kThreads * 8;
+                target += kBatch * kThreads * 8;
+                eight += kBatch * kThreads * 8;
+                load_batch();
+            }
+            // What is left in front and behind: fewer than 8 words each.
+            const u32 stop_all = first + total, head = min(first + (-first & 7), stop_all), rear = max(stop * 8, head);
+            const u32 single = thread < 8 ? first + thread : rear + (thread - 8);
+            if (thread < 16 && single < (thread < 8 ? head : stop_all)) store_single(unit, single, shared_byte(compact + (single - first)));
         }
-        // What is left in front and behind: fewer than 8 words each.
-        const u32 head = min(first + (-first & 7), end), tail = max(stop * 8, head);
-        const u32 single = thread < 8 ? first + thread : tail + (thread - 8);
-        if (thread < 16 && single < (thread < 8 ? head : end)) {
-            const u32 byte = unit.rest[single], exponent = reinterpret_cast<const u8*>(shared.exponents)[lead + (single - first)];
-            unit.output[single] = u16((byte & 0x80) << 8 | exponent << 7 | (byte & 0x7f));
-        }
+        __syncthreads();   // before a slot reaches into the compact symbols
     }
 }
