@@ -36,9 +36,8 @@ constexpr u32 kOnly = 0xfffu << kEnds;          // of a look-up: it has one symb
 constexpr u32 kLong = -32u;                    // the first code is longer than a look-up: this ends the word's loop
 
 // The bits of the stream that a walk sees lie so far behind their places in its words that a look-up's address is a shift and a mask.
-constexpr int kLead = 31 - kWidth;
-constexpr u32 kAddress = ((1 << kWidth) - 1) << 2;
-constexpr u32 kSteps = 4 << kWidth;            // from a look-up's symbols to its step
+constexpr int kLead = 30 - kWidth;
+constexpr u32 kAddress = ((1 << kWidth) - 1) << 3;
 
 // Filled by kernels/structures.py; fields and order as there.
 struct Unit {
@@ -55,8 +54,7 @@ struct Unit {
 };
 
 struct Shared {
-    u32 symbols[1 << kWidth];   // up to four
-    u32 steps[1 << kWidth];
+    Vec2 look_ups[1 << kWidth];   // up to four symbols, and the step
     u8 tables[kTables + 1][kEntries];
     u32 symbol_words[kCompact + kCompactCodes / 4 + 4];   // [slot word][thread], then the compact symbols
     u32 warp_codes[kThreads / kLanes];
@@ -99,8 +97,7 @@ __device__ void build_table(Shared& shared, const Unit& unit) {
             used += length;
         }
         for (u32 end = max(count, 1u); end < 4; ++end) ends |= 15 << (4 * end - 4);
-        shared.symbols[index] = symbols;
-        shared.steps[index] = count ? (ends << kEnds) + count * kSymbol - used : kLong;
+        shared.look_ups[index] = {symbols, count ? (ends << kEnds) + count * kSymbol - used : kLong};
     }
     __syncthreads();
 }
@@ -144,9 +141,9 @@ __device__ __forceinline__ u32 decode_piece(const Shared& shared, u32 table, con
         u32 step = kLong;
         while (state & 32) {   // at least once in the last word: a code has at most 32 bits
             do {
-                const u32 address = table + (__funnelshift_r(low, high, state) & kAddress);
-                step = load_shared(address + kSteps);
-                slot.put(load_shared(address), state, step);
+                const Vec2 look_up = load_shared_vec2(table + (__funnelshift_r(low, high, state) & kAddress));
+                step = look_up.y;
+                slot.put(look_up.x, state, step);
                 state += step;
             } while (state & 32);
             if (step != kLong) break;
@@ -240,7 +237,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor) deco
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
     const int blocks = (unit.stream_bytes + kBlockBytes - 1) / kBlockBytes;
-    const u32 table = opaque(shared_address(shared.symbols));
+    const u32 table = opaque(shared_address(shared.look_ups));
     let_kernel_behind_start();
     Piece piece = load_piece(unit, blockIdx.x);
     build_table(shared, unit);
