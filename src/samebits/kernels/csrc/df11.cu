@@ -115,20 +115,19 @@ struct Slot {
     u32 target;      // shared address of the next word
     u32 left = 0;    // symbols that do not make up a word yet
 
-    // In assembly, because the compiler branches.
     __device__ __forceinline__ void put(u32 symbols, u32 state, u32 step) {
-        const u64 bytes = u64(symbols) * __funnelshift_l(0, 1, state / (kSymbol / 8)) + left;   // by 8 bits a symbol, modulo 32
-        store_if(((state + step) ^ state) & 4 * kSymbol, target, bytes, left);
+        const u64 moved = u64(symbols) * __funnelshift_l(0, 1, state / (kSymbol / 8));   // by 8 bits a symbol, modulo 32
+        store_if(((state + step) ^ state) & 4 * kSymbol, u32(moved) + left, u32(moved >> 32));
     }
-    // Stores the low half of `bytes` and moves on, if `condition` is not 0.
-    static __device__ __forceinline__ void store_if(u32 condition, u32& target, u64 bytes, u32& left) {
+    // Stores `word` and moves on, with `more` left, if `condition` is not 0; else `word` is left. In assembly, because the compiler branches.
+    __device__ __forceinline__ void store_if(u32 condition, u32 word, u32 more) {
         asm volatile("{ .reg .pred whole;\n"
                      "  setp.ne.u32 whole, %4, 0;\n"
                      "  @whole st.shared.u32 [%1], %2;\n"
                      "  @whole add.u32 %1, %1, %5;\n"
                      "  selp.u32 %0, %3, %2, whole; }"
                      : "=r"(left), "+r"(target)
-                     : "r"(u32(bytes)), "r"(u32(bytes >> 32)), "r"(condition), "n"(4 * kThreads) : "memory");
+                     : "r"(word), "r"(more), "r"(condition), "n"(4 * kThreads) : "memory");
     }
 };
 
