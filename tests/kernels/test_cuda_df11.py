@@ -136,6 +136,17 @@ def test_codes_of_up_to_32_bits() -> None:
         assert_decodes(encoded_as(words, counts), words)
 
 
+def test_blocks_of_short_and_of_long_codes_in_turn() -> None:
+    """Blocks of more codes than are made compact at a time lie between others, and some threads have many codes."""
+    counts = np.zeros(256, np.int64)
+    counts[100:130] = fibonacci(30)
+    rng = np.random.default_rng(5)
+    for length in (60, 300, 20_000, 100_000):
+        dense, loose = np.full(length, 129), rng.integers(115, 130, length // 2)
+        words = with_exponents(np.tile(np.concatenate([dense, loose]), 1_000_000 // length + 1), 6)
+        assert_decodes(encoded_as(words, counts), words)
+
+
 def test_streams_that_end_anywhere_in_a_block() -> None:
     for count in range(12_000, 12_400, 7):
         words = random_words(count, count)
