@@ -45,16 +45,15 @@ def decode_df11_cuda(
     layout = (luts, encoded_exponent, sign_mantissa, output_positions, gaps)
     _check_tensors(*layout, output, malformed)
     blocks = _check_sizes(*layout, output)
-    stream, rest, positions, places = (
+    stream, rest, positions, starts = (
         _aligned(tensor) for tensor in (encoded_exponent, sign_mantissa, output_positions, gaps)
     )
     target = _aligned(output)
+    addresses = [tensor.data_ptr() for tensor in (stream, rest, positions, starts, luts, target, malformed)]
+    unit = UnitStructure(*addresses, output.numel(), stream.numel(), positions.numel() // 4, luts.shape[0] - 1)
+    early = min(map(may_start_early, (stream, starts, luts)))  # what it reads before it waits
     with torch.cuda.device(output.device):
         device = torch.cuda.current_device()
-        unit = UnitStructure(stream.data_ptr(), rest.data_ptr(), positions.data_ptr(), places.data_ptr(), luts.data_ptr(),
-                             target.data_ptr(), malformed.data_ptr(), output.numel(), stream.numel(),
-                             positions.numel() // 4, luts.shape[0] - 1)  # fmt: skip
-        early = may_start_early(encoded_exponent)
         nvrtc.launch(nvrtc.kernel("df11.cu", "decode_df11", device), min(blocks, _resident_blocks(device)), _THREADS,
                      _SHARED_BYTES, unit, early=early)  # fmt: skip
     if target is not output:

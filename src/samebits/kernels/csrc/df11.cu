@@ -18,6 +18,7 @@ constexpr int kBlockBytes = 4096;
 constexpr u32 kGapWords = 80;                  // to a stream block
 constexpr u32 kBlockCodes = 8 * kBlockBytes;   // at most, of a bit each
 constexpr u32 kSlotWords = 19 * kWords / 4;    // of four symbols; a slot that needs more reaches into the compact symbols, which are then not made
+constexpr u32 kSlotStep = 4 * kThreads;        // bytes from a word of a slot to the next
 constexpr u32 kCompact = kSlotWords * kThreads;
 constexpr u32 kCompactCodes = 16384;
 constexpr int kEntries = 256;
@@ -58,7 +59,7 @@ struct Shared {
     u8 tables[kTables + 1][kEntries];
     u32 symbol_words[kCompact + kCompactCodes / 4 + 4];   // [slot word][thread], then the compact symbols
     u32 warp_codes[kThreads / kLanes];
-    u32 warp_ends[kThreads / kLanes];                     // the last four symbols of each warp
+    u32 warp_symbols[kThreads / kLanes];                  // the last four symbols of each warp
 };
 
 // What a thread takes of a stream block.
@@ -127,12 +128,12 @@ struct Slot {
                      "  @whole add.u32 %1, %1, %5;\n"
                      "  selp.u32 %0, %3, %2, whole; }"
                      : "=r"(left), "+r"(target)
-                     : "r"(word), "r"(more), "r"(condition), "n"(4 * kThreads) : "memory");
+                     : "r"(word), "r"(more), "r"(condition), "n"(kSlotStep) : "memory");
     }
 };
 
 // Decodes the codes that start in a piece. Returns their number, and how far behind the piece the last one ends.
-__device__ __forceinline__ u32 decode_piece(const Shared& shared, u32 table, const Piece& piece, Slot& slot, u32& end) {
+__device__ __forceinline__ u32 decode_piece(const Shared& shared, u32 table, const Piece& piece, Slot slot, u32& end) {
     u32 state = 63 - piece.gap;
 #pragma unroll
     for (int k = 0; k < kWords; ++k) {
@@ -231,104 +232,128 @@ __device__ __forceinline__ u32 shared_byte(u32 address) {
     return byte;
 }
 
+// Where a thread's symbols go.
+struct Place {
+    u32 before, codes;   // codes of the threads in front of it, and of all
+    u32 symbols;         // the last four in front of its own
+    bool spills;         // a slot reaches into the compact symbols
+};
+
+__device__ __forceinline__ Place scan(Shared& shared, u32 slot, u32 count) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const u32 tail = slot + count / 4 * kSlotStep;
+    const u32 last = __funnelshift_r(load_shared(tail - kSlotStep), load_shared(tail), 8 * count);
+    int warp_codes;
+    Place place;
+    place.symbols = __shfl_up_sync(kFull, last, 1);
+    place.before = sum_before(count, lane, warp_codes);
+    place.codes = 0;
+    if (lane == kLanes - 1) {
+        shared.warp_codes[warp] = warp_codes;
+        shared.warp_symbols[warp] = last;
+    }
+    place.spills = __syncthreads_or(count > 4 * kSlotWords);
+    if (lane == 0) place.symbols = warp > 0 ? shared.warp_symbols[warp - 1] : 0;
+#pragma unroll
+    for (int i = 0; i < kThreads / kLanes; ++i) {
+        if (i < warp) place.before += shared.warp_codes[i];
+        place.codes += shared.warp_codes[i];
+    }
+    return place;
+}
+
+// Moves a slot's symbols to the shared address `target`, and those in front of them in the same word. A word is stored by the thread
+// with its last symbol, so that each is stored once; the last thread also stores its last word if that is not whole.
+__device__ __forceinline__ void compact_slot(u32 slot, u32 count, u32 symbols, u32 target) {
+    const int words = (target % 4 + count) / 4 + (threadIdx.x == kThreads - 1);
+    const u32 shift = 8 * target;   // modulo 32
+    target &= ~3u;
+#pragma unroll 1
+    for (int i = 0; i < words; i += 4) {
+        u32 next[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) next[j] = load_shared(slot + (i + j) * kSlotStep);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            if (i + j < words) store_shared(target + 4 * (i + j), __funnelshift_l(symbols, next[j], shift));
+            symbols = next[j];
+        }
+    }
+}
+
+// Groups of 8 neighbouring words that a thread stores, kThreads groups apart, kBatch at a time.
+struct Groups {
+    const u8* source;
+    u16* target;
+    u32 exponents;   // shared address
+    int left;        // groups of all threads from the present one on
+    Vec2 rest[kBatch];
+
+    __device__ __forceinline__ void load() {
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i)
+            if (left > i * kThreads) rest[i] = load_once_vec2(source + i * kThreads * 8);
+    }
+    __device__ __forceinline__ void store_all() {
+        while (left > 0) {
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i) {
+                if (left > i * kThreads) {
+                    const Vec2 eight = load_shared_vec2(exponents + i * kThreads * 8);
+                    const Vec2 front = join(rest[i].x, eight.x), back = join(rest[i].y, eight.y);
+                    store_once(target + i * kThreads * 8, {front.x, front.y, back.x, back.y});
+                }
+            }
+            left -= kBatch * kThreads;
+            source += kBatch * kThreads * 8;
+            target += kBatch * kThreads * 8;
+            exponents += kBatch * kThreads * 8;
+            load();
+        }
+    }
+};
+
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor) decode_df11(const Unit unit) {
     extern __shared__ Vec4 memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
-    const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
-    const int blocks = (unit.stream_bytes + kBlockBytes - 1) / kBlockBytes;
-    const u32 table = opaque(shared_address(shared.look_ups));
+    const int thread = threadIdx.x, blocks = (unit.stream_bytes + kBlockBytes - 1) / kBlockBytes;
+    const u32 table = opaque(shared_address(shared.look_ups)), slot = shared_address(shared.symbol_words + thread);
     let_kernel_behind_start();
     Piece piece = load_piece(unit, blockIdx.x);
     build_table(shared, unit);
     await_kernel_before();
 
-    const u32 slot = shared_address(shared.symbol_words + thread);
     for (int block = blockIdx.x; block < blocks; block += gridDim.x) {
         const u32 first = position(unit, block), behind = position(unit, block + 1);
         u32 end;
-        Slot filling{slot};
-        const u32 count = decode_piece(shared, table, piece, filling, end);
+        const u32 count = decode_piece(shared, table, piece, Slot{slot}, end);
         if (128 * thread < min(behind - first, kBlockCodes)) prefetch(unit.rest + min(i64(first) + 128 * thread, unit.words - 1));
         const u32 offset = (u32(block) * kThreads + thread) * (4 * kWords);
         if (offset + 8 * kWords <= unit.stream_bytes && end != piece.next_gap) *unit.malformed = 1;
         if (block + int(gridDim.x) < blocks) piece = load_piece(unit, block + gridDim.x);
 
-        // Step 3. Each thread also gets the four symbols in front of its own.
-        const u32 tail = slot + count / 4 * (4 * kThreads);
-        const u32 ends = __funnelshift_r(load_shared(tail - 4 * kThreads), load_shared(tail), 8 * count);
-        u32 symbols = __shfl_up_sync(kFull, ends, 1);
-        int warp_codes;
-        u32 before = sum_before(count, lane, warp_codes), codes = 0;
-        if (lane == kLanes - 1) {
-            shared.warp_codes[warp] = warp_codes;
-            shared.warp_ends[warp] = ends;
-        }
-        const bool spills = __syncthreads_or(count > 4 * kSlotWords);
-        if (lane == 0) symbols = warp > 0 ? shared.warp_ends[warp - 1] : 0;
-#pragma unroll
-        for (int i = 0; i < kThreads / kLanes; ++i) {
-            if (i < warp) before += shared.warp_codes[i];
-            codes += shared.warp_codes[i];
-        }
+        const Place place = scan(shared, slot, count);
         // Behind the last weight, the stream holds up to seven bits that may look like codes.
-        if (thread == 0 && (block + 1 < blocks ? codes != behind - first : codes < behind - first)) *unit.malformed = 1;
-        const u32 total = behind > first ? min(behind - first, codes) : 0;
+        const u32 expected = behind - first;
+        if (thread == 0 && (block + 1 < blocks ? place.codes != expected : place.codes < expected)) *unit.malformed = 1;
+        const u32 total = behind > first ? min(expected, place.codes) : 0, stop = first + total;
 
-        if (spills || codes > kCompactCodes) {   // codes of less than two bits: slow
-            for (u32 i = 0; i < count && before + i < total; ++i)
-                store_single(unit, first + before + i, shared_byte(slot + i / 4 * (4 * kThreads) + i % 4));
+        if (place.spills || place.codes > kCompactCodes) {   // codes of less than two bits: slow
+            for (u32 i = 0; i < count && place.before + i < total; ++i)
+                store_single(unit, first + place.before + i, shared_byte(slot + i / 4 * kSlotStep + i % 4));
         } else {
-            const u32 lead = first & 7;   // so that 8 words of the output lie together
-            const u32 compact = shared_address(shared.symbol_words + kCompact) + lead;
-            const u32 stop = (first + total) >> 3, group = (first >> 3) + (lead > 0) + thread;
-            int left = int(stop) - int(group);
-            const u8* source = unit.rest + u64(group) * 8;
-            u16* target = unit.output + u64(group) * 8;
-            Vec2 rest[kBatch];
-            auto load_batch = [&] {
-#pragma unroll
-                for (int i = 0; i < kBatch; ++i)
-                    if (left > i * kThreads) rest[i] = load_once_vec2(source + i * kThreads * 8);
-            };
-            load_batch();
-
-            // Step 4. A word is stored by the thread with its last symbol.
-            const u32 place = compact + before, moved = 8 * place;
-            const int whole = (place % 4 + count) / 4;
-            const u32 word = place & ~3u;
-#pragma unroll 1
-            for (int i = 0; i < whole + (thread == kThreads - 1); i += 4) {
-                u32 words[4];
-#pragma unroll
-                for (int j = 0; j < 4; ++j) words[j] = load_shared(slot + (i + j) * (4 * kThreads));
-#pragma unroll
-                for (int j = 0; j < 4; ++j) {
-                    if (i + j < whole + (thread == kThreads - 1)) store_shared(word + 4 * (i + j), __funnelshift_l(symbols, words[j], moved));
-                    symbols = words[j];
-                }
-            }
+            // Where the first symbol goes: so that the exponents of 8 words at a multiple of 8 lie together.
+            const u32 compact = shared_address(shared.symbol_words + kCompact) + first % 8;
+            const u32 group = first / 8 + (first % 8 > 0) + thread;
+            Groups groups{unit.rest + u64(group) * 8, unit.output + u64(group) * 8, compact + (8 * group - first), int(stop / 8) - int(group)};
+            groups.load();
+            compact_slot(slot, count, place.symbols, compact + place.before);
             __syncthreads();
-
-            // Step 5.
-            u32 eight = compact + (8 * group - first);
-            while (left > 0) {
-#pragma unroll
-                for (int i = 0; i < kBatch; ++i)
-                    if (left > i * kThreads) {
-                        const Vec2 exponents = load_shared_vec2(eight + i * kThreads * 8);
-                        const Vec2 front = join(rest[i].x, exponents.x), back = join(rest[i].y, exponents.y);
-                        store_once(target + i * kThreads * 8, {front.x, front.y, back.x, back.y});
-                    }
-                left -= kBatch * kThreads;
-                source += kBatch * kThreads * 8;
-                target += kBatch * kThreads * 8;
-                eight += kBatch * kThreads * 8;
-                load_batch();
-            }
+            groups.store_all();
             // What is left in front and behind: fewer than 8 words each.
-            const u32 stop_all = first + total, head = min(first + (-first & 7), stop_all), rear = max(stop * 8, head);
+            const u32 head = min(first + (-first & 7), stop), rear = max(stop & ~7u, head);
             const u32 single = thread < 8 ? first + thread : rear + (thread - 8);
-            if (thread < 16 && single < (thread < 8 ? head : stop_all)) store_single(unit, single, shared_byte(compact + (single - first)));
+            if (thread < 16 && single < (thread < 8 ? head : stop)) store_single(unit, single, shared_byte(compact + (single - first)));
         }
         __syncthreads();   // before a slot reaches into the compact symbols
     }
