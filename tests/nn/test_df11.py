@@ -175,6 +175,12 @@ def test_refuses_units_of_other_matrices() -> None:
     assert isinstance(model.weight, nn.Parameter)
 
 
+@pytest.mark.parametrize("attributes", [["q_proj"], ["0"]], ids=str)
+def test_refuses_units_of_other_models(attributes: list[str]) -> None:
+    with pytest.raises(FormatError, match="weights that the model does not have"):
+        attach_unit(nn.Sequential(nn.GELU()), tensors_of(unit_of("lm_head")), attributes, DecodingMemory())
+
+
 @pytest.mark.parametrize("name", TENSORS)
 def test_refuses_damaged_tensors(name: str) -> None:
     tensors = tensors_of(unit_of("lm_head"))

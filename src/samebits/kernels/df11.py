@@ -45,13 +45,12 @@ def decode_df11_cuda(
     layout = (luts, encoded_exponent, sign_mantissa, output_positions, gaps)
     _check_tensors(*layout, output, malformed)
     blocks = _check_sizes(*layout, output)
-    stream, rest, positions, starts = (
-        _aligned(tensor) for tensor in (encoded_exponent, sign_mantissa, output_positions, gaps)
+    stream, rest, positions, starts, tables, target = (
+        _aligned(tensor) for tensor in (encoded_exponent, sign_mantissa, output_positions, gaps, luts, output)
     )
-    target = _aligned(output)
-    addresses = [tensor.data_ptr() for tensor in (stream, rest, positions, starts, luts, target, malformed)]
+    addresses = [tensor.data_ptr() for tensor in (stream, rest, positions, starts, tables, target, malformed)]
     unit = UnitStructure(*addresses, output.numel(), stream.numel(), positions.numel() // 4, luts.shape[0] - 1)
-    early = min(map(may_start_early, (stream, starts, luts)))  # what it reads before it waits
+    early = min(map(may_start_early, (stream, starts, tables)))  # what it reads before it waits
     with torch.cuda.device(output.device):
         device = torch.cuda.current_device()
         nvrtc.launch(nvrtc.kernel("df11.cu", "decode_df11", device), min(blocks, _resident_blocks(device)), _THREADS,

@@ -19,6 +19,7 @@ from samebits.df11.operator import check_unit
 from samebits.errors import FormatError
 
 _NAMES = ("luts", "encoded_exponent", "sign_mantissa", "output_positions", "gaps", "split_positions")
+_MEND = "load it into the model that it was made from"
 _ALIGNED_WORDS = 8  # where a matrix starts; cuBLAS computes otherwise on one that is aligned to less than 16 bytes
 
 
@@ -79,14 +80,17 @@ def attach_unit(
         memory: the same for all units of a model.
 
     Raises:
-        FormatError: damaged tensors, or sizes that are not those of the weights.
+        FormatError: damaged tensors, weights that are not there or of other sizes.
     """
     unit = check_unit({name: tensors[name] for name in _NAMES})
-    owners = [module.get_submodule(attribute) for attribute in attributes] or [module]
-    shapes = [owner.get_parameter("weight").shape for owner in owners]
+    try:
+        owners = [module.get_submodule(attribute) for attribute in attributes] or [module]
+        shapes = [owner.get_parameter("weight").shape for owner in owners]
+    except AttributeError as error:
+        raise FormatError(f"a unit for weights that the model does not have ({error})", mend=_MEND) from error
     if unit.sizes != [shape.numel() for shape in shapes]:
         what = f"a unit of {unit.sizes} weights for matrices {[list(shape) for shape in shapes]}"
-        raise FormatError(what, mend="load it into the model that it was made from")
+        raise FormatError(what, mend=_MEND)
     for owner in owners:
         del owner.weight
     for name in _NAMES:

@@ -46,7 +46,7 @@ struct Unit {
     const u8* rest;          // sign << 7 | mantissa
     const u32* positions;
     const u32* gaps;
-    const u8* tables;        // the last one has the code lengths
+    const u32* tables;       // bytes; the last one has the code lengths
     u16* output;
     u32* malformed;          // set to 1 where gaps or positions contradict the stream
     i64 words;
@@ -79,26 +79,33 @@ __device__ __noinline__ u32 decode_one(const Shared& shared, u32 window) {
     return entry | min(max(u32(shared.tables[kTables][entry]), 1u), 32u) << 8;
 }
 
-// The bits behind a look-up's are set to 1: a code that does not end within it is then seen as one too long. Zeros could lead to where
-// the end symbol's code would be; the tables have no entry for it, but what stands in front of it, which may be a shorter code.
-__device__ void build_table(Shared& shared, const Unit& unit) {
-    for (int i = threadIdx.x; i < (kTables + 1) * kEntries; i += kThreads) {
-        const int table = i / kEntries, source = table == kTables ? unit.table_count : table;
-        const bool given = table == kTables || table < unit.table_count;
-        shared.tables[table][i % kEntries] = given ? unit.tables[source * kEntries + i % kEntries] : 0;
+// Tables that the unit does not have are empty. The bits behind a look-up's are taken as 1: a code that does not end within it then is
+// one too long. Zeros could lead to where the end symbol's code would be; the tables have no entry for it, but what stands in front of
+// it, which may be a shorter code.
+__device__ __forceinline__ void build_table(Shared& shared, const Unit& unit) {
+    constexpr int kRow = kEntries / 4;
+    u32* rows = reinterpret_cast<u32*>(shared.tables);
+#pragma unroll
+    for (int i = threadIdx.x; i < (kTables + 1) * kRow; i += kThreads) {
+        const int table = i / kRow, source = table == kTables ? i - (kTables - unit.table_count) * kRow : i;
+        rows[i] = table == kTables || table < unit.table_count ? unit.tables[source] : 0;
     }
     __syncthreads();
+    u32* first = shared.symbol_words;   // of each look-up, as decode_one gives it
+    for (u32 index = threadIdx.x; index < 1 << kWidth; index += kThreads) first[index] = decode_one(shared, ~(~index << (32 - kWidth)));
+    __syncthreads();
     for (u32 index = threadIdx.x; index < 1 << kWidth; index += kThreads) {
-        u32 symbols = 0, count = 0, used = 0, ends = 0;
-        while (count < 4) {
-            const u32 code = decode_one(shared, ~(~index << (32 - kWidth) << used)), length = code >> 8;
+        u32 symbols = 0, count = 0, used = 0, ends = kOnly;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const u32 code = first[~(~index << used) & ((1 << kWidth) - 1)], length = code >> 8;
             if (used + length > kWidth) break;
-            if (count > 0) ends |= used << (4 * count - 4);
-            symbols |= (code & 255) << 8 * count++;
+            if (i > 0) ends ^= (15 ^ used) << (kEnds + 4 * i - 4);
+            symbols |= (code & 255) << 8 * i;
             used += length;
+            count = i + 1;
         }
-        for (u32 end = max(count, 1u); end < 4; ++end) ends |= 15 << (4 * end - 4);
-        shared.look_ups[index] = {symbols, count ? (ends << kEnds) + count * kSymbol - used : kLong};
+        shared.look_ups[index] = {symbols, count ? ends + count * kSymbol - used : kLong};
     }
     __syncthreads();
 }
