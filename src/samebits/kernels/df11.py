@@ -50,7 +50,7 @@ def decode_df11_cuda(
     )
     addresses = [tensor.data_ptr() for tensor in (stream, rest, positions, starts, tables, target, malformed)]
     unit = UnitStructure(*addresses, output.numel(), stream.numel(), positions.numel() // 4, luts.shape[0] - 1)
-    early = min(map(may_start_early, (stream, starts, tables)))  # what it reads before it waits
+    early = min(map(may_start_early, (stream, positions, starts, tables)))  # what it reads before it waits
     with torch.cuda.device(output.device):
         device = torch.cuda.current_device()
         nvrtc.launch(nvrtc.kernel("df11.cu", "decode_df11", device), min(blocks, _resident_blocks(device)), _THREADS,

@@ -16,6 +16,7 @@ constexpr int kThreads = 1024 / kWords;
 constexpr int kBlocksPerProcessor = 4;         // as many as shared memory has room for on Hopper
 constexpr int kBlockBytes = 4096;
 constexpr u32 kGapWords = 80;                  // to a stream block
+constexpr u32 kGapBits = 5 * kWords / 2;       // to a thread
 constexpr u32 kBlockCodes = 8 * kBlockBytes;   // at most, of a bit each
 constexpr u32 kSlotWords = 19 * kWords / 4;    // of four symbols; a slot that needs more reaches into the compact symbols, which are then not made
 constexpr u32 kSlotStep = 4 * kThreads;        // bytes from a word of a slot to the next
@@ -25,7 +26,7 @@ constexpr int kEntries = 256;
 constexpr int kTables = 17;
 constexpr u32 kFirstPointer = 240;
 constexpr int kWidth = 11;                     // bits of a look-up
-constexpr int kBatch = 3;                      // times 8 weights that a thread stores at once
+constexpr int kBatch = 6;                      // times 8 weights that a thread stores at once
 
 // Where a walk over codes is, and (as a difference) what a look-up moves it on by:
 //   5..0     63 - the bit at hand, counted from the present word of the stream: below 32, the walk is behind that word
@@ -62,9 +63,16 @@ struct Shared {
     u32 warp_symbols[kThreads / kLanes];                  // the last four symbols of each warp
 };
 
-// What a thread takes of a stream block.
+// What a thread takes of a stream block, as it comes from memory: nothing waits for it before the block's turn.
+struct Raw {
+    u32 first, behind;       // words of the stream block
+    u32 words[kWords + 1];   // the last one belongs to the thread behind
+    u32 gaps[2];
+};
+
+// The same, ready to decode.
 struct Piece {
-    u32 words[kWords + 2];   // first bit highest, moved by kLead; it ends with the first word of the thread behind
+    u32 words[kWords + 2];   // first bit highest, moved by kLead
     u32 gap, next_gap;       // where the first code starts: its own, and that of the thread behind
 };
 
@@ -175,48 +183,53 @@ __device__ __forceinline__ u32 decode_piece(const Shared& shared, u32 table, con
     return state / kSymbol & 511;
 }
 
-__device__ __forceinline__ Piece load_piece(const Unit& unit, int block) {
-    Piece piece;
-    u32 words[kWords + 1];
+__device__ __forceinline__ u32 swapped(u32 word) { return __byte_perm(word, 0, 0x0123); }
+
+__device__ __forceinline__ Raw load_raw(const Unit& unit, int block) {
+    Raw raw;
+    raw.first = unit.positions[min(block, unit.position_count - 1)];
+    raw.behind = unit.positions[min(block + 1, unit.position_count - 1)];
     const u32 index = block * kThreads + threadIdx.x, offset = index * (4 * kWords);
     if (offset + 4 * kWords + 4 <= unit.stream_bytes) {
 #pragma unroll
         for (int i = 0; i < kWords; i += 4) {
             const Vec4 four = load_once(unit.stream + offset + 4 * i);
-            words[i] = four.x;
-            words[i + 1] = four.y;
-            words[i + 2] = four.z;
-            words[i + 3] = four.w;
+            raw.words[i] = four.x;
+            raw.words[i + 1] = four.y;
+            raw.words[i + 2] = four.z;
+            raw.words[i + 3] = four.w;
         }
-        words[kWords] = load_once_u32(unit.stream + offset + 4 * kWords);
+        raw.words[kWords] = load_once_u32(unit.stream + offset + 4 * kWords);
     } else {
 #pragma unroll
         for (int i = 0; i <= kWords; ++i) {
-            words[i] = 0;
+            raw.words[i] = 0;
 #pragma unroll 1
             for (int j = 0; j < 4; ++j)
-                if (offset + 4 * i + j < unit.stream_bytes) words[i] |= u32(unit.stream[offset + 4 * i + j]) << 8 * j;
+                if (offset + 4 * i + j < unit.stream_bytes) raw.words[i] |= u32(unit.stream[offset + 4 * i + j]) << 8 * j;
         }
     }
+    const u32 last = (unit.stream_bytes + kBlockBytes - 1) / kBlockBytes * kGapWords - 1;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) raw.gaps[i] = unit.gaps[min(index * kGapBits / 32 + i, last)];
+    return raw;
+}
+
+__device__ __forceinline__ Piece prepare(const Raw& raw) {
+    Piece piece;
     u32 before = 0;
 #pragma unroll
     for (int i = 0; i <= kWords; ++i) {
-        const u32 word = __byte_perm(words[i], 0, 0x0123);
+        const u32 word = swapped(raw.words[i]);
         piece.words[i] = __funnelshift_r(word, before, kLead);
         before = word;
     }
     piece.words[kWords + 1] = before << (32 - kLead);
-    const u32 bit = index * (5 * kWords / 2), last = (unit.stream_bytes + kBlockBytes - 1) / kBlockBytes * kGapWords - 1;
-    const u32 high = __byte_perm(unit.gaps[min(bit >> 5, last)], 0, 0x0123), low = __byte_perm(unit.gaps[min((bit >> 5) + 1, last)], 0, 0x0123);
-    const u32 gaps = __funnelshift_l(low, high, bit);
+    // A stream block has a whole number of gap words: its number does not matter here.
+    const u32 gaps = __funnelshift_l(swapped(raw.gaps[1]), swapped(raw.gaps[0]), threadIdx.x * kGapBits);
     piece.gap = gaps >> 27;
-    piece.next_gap = gaps << 5 * kWords / 2 >> 27;
+    piece.next_gap = gaps << kGapBits >> 27;
     return piece;
-}
-
-// The place of the first word whose code starts in a stream block.
-__device__ __forceinline__ u32 position(const Unit& unit, int block) {
-    return u32(min(i64(unit.positions[min(block, unit.position_count - 1)]), unit.words));
 }
 
 // The bits of `inside` where `mask` has them, else those of `outside`.
@@ -326,18 +339,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor) deco
     const int thread = threadIdx.x, blocks = (unit.stream_bytes + kBlockBytes - 1) / kBlockBytes;
     const u32 table = opaque(shared_address(shared.look_ups)), slot = shared_address(shared.symbol_words + thread);
     let_kernel_behind_start();
-    Piece piece = load_piece(unit, blockIdx.x);
+    Raw raw = load_raw(unit, blockIdx.x);
     build_table(shared, unit);
     await_kernel_before();
 
     for (int block = blockIdx.x; block < blocks; block += gridDim.x) {
-        const u32 first = position(unit, block), behind = position(unit, block + 1);
+        const u32 first = u32(min(i64(raw.first), unit.words)), behind = u32(min(i64(raw.behind), unit.words));
+        const Piece piece = prepare(raw);
+        if (128 * thread < min(behind - first, kBlockCodes)) prefetch(unit.rest + min(i64(first) + 128 * thread, unit.words - 1));
         u32 end;
         const u32 count = decode_piece(shared, table, piece, Slot{slot}, end);
-        if (128 * thread < min(behind - first, kBlockCodes)) prefetch(unit.rest + min(i64(first) + 128 * thread, unit.words - 1));
         const u32 offset = (u32(block) * kThreads + thread) * (4 * kWords);
         if (offset + 8 * kWords <= unit.stream_bytes && end != piece.next_gap) *unit.malformed = 1;
-        if (block + int(gridDim.x) < blocks) piece = load_piece(unit, block + gridDim.x);
+        if (block + int(gridDim.x) < blocks) raw = load_raw(unit, block + gridDim.x);
 
         const Place place = scan(shared, slot, count);
         // Behind the last weight, the stream holds up to seven bits that may look like codes.
