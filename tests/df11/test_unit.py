@@ -53,6 +53,13 @@ def random_words(seed: int, count: int, spread: float = 2.0, center: int = 120) 
     return (exponents << 7 | rng.integers(0, 2, count) << 15 | rng.integers(0, 128, count)).astype(np.uint16)
 
 
+def moved(unit: Unit, words: int) -> Unit:
+    """With so many words more in the first block than there are."""
+    positions = unit.output_positions.view("<u4").astype(np.int64)
+    positions[1] += words
+    return replace(unit, output_positions=positions.astype("<u4").view(np.uint8))
+
+
 def starts_of(unit: Unit) -> tuple[list[int], list[int]]:
     """Where each code starts and what it says, walked bit by bit from the front."""
     bits = "".join(map(str, np.unpackbits(unit.encoded_exponent))) + "0" * 32
@@ -186,12 +193,16 @@ def test_long_codes_are_cured() -> None:
         (lambda unit: replace(unit, luts=unit.luts[:, :255]), "tables of shape"),
         (lambda unit: replace(unit, luts=np.vstack([unit.luts] * 6)), "tables of shape"),
         (lambda unit: replace(unit, luts=np.where(unit.luts == 255, 240, unit.luts)), "leads to table 16"),
-        (lambda unit: replace(unit, luts=np.vstack([unit.luts[:-1], 0 * unit.luts[-1:]])), "its tables at weight 0"),
+        (lambda unit: replace(unit, luts=np.vstack([unit.luts[:-1], 0 * unit.luts[-1:]])), "no exponent has a code"),
         (lambda unit: replace(unit, luts=np.vstack([unit.luts[:-1], unit.luts[-1:] + 30])), "a code of"),
         (lambda unit: replace(unit, output_positions=unit.output_positions[:-4]), "output_positions"),
         (lambda unit: replace(unit, output_positions=unit.output_positions[:-3]), "output_positions"),
         (lambda unit: replace(unit, output_positions=unit.output_positions[::-1].copy()), "rise"),
         (lambda unit: replace(unit, gaps=unit.gaps[:-1]), "gaps"),
+        (lambda unit: replace(unit, gaps=unit.gaps | 0x80), "gaps"),
+        (lambda unit: replace(unit, gaps=np.full_like(unit.gaps, 0xFF)), "gaps"),
+        (lambda unit: moved(unit, 11_000), "do not fit the stream in block 0"),
+        (lambda unit: moved(unit, -11_000), "do not fit the stream in block 0"),
         (lambda unit: replace(unit, sign_mantissa=unit.sign_mantissa[:-1]), "output_positions"),
         (lambda unit: replace(unit, split_positions=np.array([unit.words])), "split_positions"),
         (lambda unit: replace(unit, encoded_exponent=unit.encoded_exponent[:-9]), "does not fit its tables at weight"),

@@ -11,6 +11,7 @@ CAPABILITIES = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
 KERNELS = {
     "decode.cu": ["decode_quad_whole", "decode_quad_clipped", "decode_single_whole", "decode_single_clipped"],
     "compact.cu": ["decode_compact"],
+    "df11.cu": ["decode_df11"],
     "rows.cu": [
         f"decode_{entries}_{code}_{variant}"
         for entries in ("rows", "experts")

@@ -80,6 +80,16 @@ class Unit:
         _need(rising, "output_positions do not rise from 0 to the number of weights")
         _need(self.gaps.size == self.blocks * _GAP_BYTES, f"{self.gaps.size} bytes of gaps")
         _need(min(self.sizes) > 0, "split_positions do not rise within the weights")
+        lengths = self.luts[-1][self.luts[-1] > 0]
+        _need(lengths.size > 0, "no exponent has a code")
+        gaps, words = self._gaps(), np.diff(positions)
+        _need(gaps[0] == 0 and gaps.max() < lengths.max(), "gaps are longer than codes")
+        starts = (np.arange(self.blocks) * loops.BLOCK_BITS + gaps[::BLOCK_WINDOWS])[words > 0]
+        bits = np.diff(starts, append=8 * self.encoded_exponent.size)  # of the codes of each block
+        slack = np.where(starts == starts[-1], 7, 0)  # what fills up the last byte
+        words = words[words > 0]
+        fit = (words * int(lengths.min()) <= bits) & (bits - slack <= words * int(lengths.max()))
+        _need(bool(fit.all()), f"output_positions do not fit the stream in block {np.argmin(fit)}")
 
     def _positions(self) -> NDArray[np.int64]:
         """int64 [blocks + 1]: the first word of each block, then n."""
@@ -92,17 +102,24 @@ class Unit:
         )
         return values if values.size == self.blocks + 1 else np.append(values, values[-1])
 
-    def decode(self) -> NDArray[np.uint16]:
+    def _gaps(self) -> NDArray[np.uint8]:
+        """uint8 [512 blocks]"""
+        bits = np.unpackbits(self.gaps).reshape(-1, GAP_BITS)
+        return np.packbits(bits, axis=1).ravel() >> np.uint8(8 - GAP_BITS)
+
+    def decode(self, output: NDArray[np.uint16] | None = None) -> NDArray[np.uint16]:
         """The words of all matrices behind each other.
+
+        Args:
+            output: where to; uint16 [words].
 
         Raises:
             FormatError: as validate, or the stream does not fit its tables.
         """
         self.validate()
-        gaps = np.packbits(np.unpackbits(self.gaps).reshape(-1, GAP_BITS), axis=1).ravel() >> (8 - GAP_BITS)
-        output = np.empty(self.words, np.uint16)
+        output = np.empty(self.words, np.uint16) if output is None else output
         failed = run_ranges(loops.decode_blocks, self.blocks, _TASK_BLOCKS, self.encoded_exponent, self.sign_mantissa,
-                            self.luts, gaps, self._positions(), output)  # fmt: skip
+                            self.luts, self._gaps(), self._positions(), output)  # fmt: skip
         wrong = next((word for word in failed if word >= 0), None)
         _need(wrong is None, f"the stream does not fit its tables at weight {wrong}")
         return output

@@ -60,6 +60,17 @@ class CompactStructure(ctypes.Structure):
                    header.stream_words)  # fmt: skip
 
 
+class UnitStructure(ctypes.Structure):
+    """csrc/df11.cu: Unit."""
+
+    _fields_ = (
+        ("stream", ctypes.c_void_p), ("rest", ctypes.c_void_p), ("positions", ctypes.c_void_p),
+        ("gaps", ctypes.c_void_p), ("tables", ctypes.c_void_p), ("output", ctypes.c_void_p),
+        ("malformed", ctypes.c_void_p), ("words", ctypes.c_int64), ("stream_bytes", ctypes.c_uint32),
+        ("position_count", ctypes.c_int32), ("table_count", ctypes.c_int32),
+    )  # fmt: skip
+
+
 class DivisionStructure(ctypes.Structure):
     """csrc/decoder.cuh: Division."""
 

@@ -58,6 +58,12 @@ __device__ __forceinline__ Vec4 load_once(const void* pointer) {
     return v;
 }
 
+__device__ __forceinline__ Vec2 load_once_vec2(const void* pointer) {
+    Vec2 v;
+    asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(pointer));
+    return v;
+}
+
 __device__ __forceinline__ u32 load_once_u32(const void* pointer) {
     u32 v;
     asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(pointer));
@@ -99,17 +105,24 @@ __device__ __forceinline__ void store_shared(u32 address, Vec4 v) {
     asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
-__device__ __forceinline__ void store_shared_u32(u32 address, u32 value) {
-    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
-}
-
 __device__ __forceinline__ void store_shared(u32 address, Vec2 v) {
     asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(address), "r"(v.x), "r"(v.y) : "memory");
+}
+
+__device__ __forceinline__ void store_shared(u32 address, u32 v) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
 }
 
 __device__ __forceinline__ void store_once(void* pointer, u32 x, u32 y) {
     asm volatile("st.global.cs.v2.u32 [%0], {%1,%2};" ::"l"(pointer), "r"(x), "r"(y) : "memory");
 }
+
+__device__ __forceinline__ void store_once(void* pointer, Vec4 v) {
+    asm volatile("st.global.cs.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(pointer), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+// Into the L2 cache.
+__device__ __forceinline__ void prefetch(const void* pointer) { asm volatile("prefetch.global.L2 [%0];" ::"l"(pointer)); }
 
 __device__ __forceinline__ void copy_async(u32 shared, const void* global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");

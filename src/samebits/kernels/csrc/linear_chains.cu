@@ -85,7 +85,7 @@ struct Opened {
     // 6.2, 6.3. As StagedChunk::open: whatever the contents, nothing behind the chunk's end starts a stream or a patch.
     __device__ __forceinline__ void open(u32 at, int size, int stages, int lane) {
         const u32 head = load_shared(at), steps = load_shared(at + 4 + (lane & ~3)) >> (8 * (lane & 3));
-        if (lane == 0) store_shared_u32(at + 4 * size, kNoPatch);   // ends the patches
+        if (lane == 0) store_shared(at + 4 * size, kNoPatch);   // ends the patches
         const u32 base = head & 8191, unit = head >> 13 & 63, first = base + unit * (steps & 15);
         int total;
         const u32 start = kHeadWords * 32, end = u32(max(size, 1)) * 32;

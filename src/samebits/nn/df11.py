@@ -1,0 +1,143 @@
+"""Modules that keep their weights in the layout of DFloat11, and have them only while they run.
+
+The tensors of a unit are buffers of its module, under the layout's names: a state dict gives the layout back. Right
+before the module's forward one launch decodes all its matrices; right behind it they are gone. All units of a model
+are decoded in the same memory, one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import increment_version
+
+from samebits.df11.code import MEND
+from samebits.df11.operator import check_unit
+from samebits.errors import FormatError
+
+_NAMES = ("luts", "encoded_exponent", "sign_mantissa", "output_positions", "gaps", "split_positions")
+_MEND = "load it into the model that it was made from"
+_ALIGNED_WORDS = 8  # where a matrix starts; cuBLAS computes otherwise on one that is aligned to less than 16 bytes
+
+
+class DecodingMemory:
+    """Memory for the largest unit of a model, on each device that has one. For one stream at a time."""
+
+    def __init__(self) -> None:
+        self._words = 0
+        self._memory: dict[torch.device, torch.Tensor] = {}
+        self._malformed: dict[torch.device, torch.Tensor] = {}
+        self._borrowed: set[torch.device] = set()
+
+    def reserve(self, words: int) -> None:
+        """Have room for a unit of so many weights."""
+        self._words = max(self._words, words)
+
+    def borrow(self, words: int, device: torch.device) -> torch.Tensor:
+        """bfloat16 [words]. Not the shared memory if that is lent already: a unit may run inside of another."""
+        with torch.inference_mode(False):  # it outlives that mode
+            if device in self._borrowed:
+                return torch.empty(words, dtype=torch.bfloat16, device=device)
+            memory = self._memory.get(device)
+            if memory is None or memory.numel() < self._words:
+                memory = self._memory[device] = torch.empty(self._words, dtype=torch.bfloat16, device=device)
+            self._borrowed.add(device)
+            return memory[:words]
+
+    def give_back(self, borrowed: torch.Tensor) -> None:
+        memory = self._memory.get(borrowed.device)
+        if memory is not None and memory.data_ptr() == borrowed.data_ptr():
+            self._borrowed.discard(borrowed.device)
+
+    def malformed(self, device: torch.device) -> torch.Tensor:
+        """int32 [1], for the decoder to write to."""
+        if device not in self._malformed:
+            with torch.inference_mode(False):
+                self._malformed[device] = torch.zeros(1, dtype=torch.int32, device=device)
+        return self._malformed[device]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DecodingMemory:
+        copy = memo[id(self)] = DecodingMemory()
+        copy.reserve(self._words)
+        return copy
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return DecodingMemory, (), {"_words": self._words}
+
+
+def attach_unit(
+    module: nn.Module, tensors: Mapping[str, torch.Tensor], attributes: Sequence[str], memory: DecodingMemory
+) -> None:
+    """Give a module its weights as a unit of DFloat11. For inference: nothing can be trained through them.
+
+    Args:
+        tensors: the six tensors of the unit by their names in the layout, on any device.
+        attributes: the modules below ``module`` whose weights the unit holds, in its order; empty: ``module`` itself.
+            They have these weights as parameters, on the meta device if need be; these are removed.
+        memory: the same for all units of a model.
+
+    Raises:
+        FormatError: damaged tensors, weights that are not there or of other sizes.
+    """
+    unit = check_unit({name: tensors[name] for name in _NAMES})
+    try:
+        owners = [module.get_submodule(attribute) for attribute in attributes] or [module]
+        shapes = [owner.get_parameter("weight").shape for owner in owners]
+    except AttributeError as error:
+        raise FormatError(f"a unit for weights that the model does not have ({error})", mend=_MEND) from error
+    if unit.sizes != [shape.numel() for shape in shapes]:
+        what = f"a unit of {unit.sizes} weights for matrices {[list(shape) for shape in shapes]}"
+        raise FormatError(what, mend=_MEND)
+    for owner in owners:
+        del owner.weight
+    for name in _NAMES:
+        module.register_buffer(name, tensors[name])
+    memory.reserve(unit.words)
+    attached = _AttachedUnit(list(zip(owners, shapes, strict=True)), memory)
+    module.register_forward_pre_hook(attached.show)
+    module.register_forward_hook(attached.hide, always_call=True)
+
+
+class _AttachedUnit:
+    """The hooks of a module with a unit."""
+
+    def __init__(self, weights: list[tuple[nn.Module, torch.Size]], memory: DecodingMemory) -> None:
+        self._weights = weights
+        self._memory = memory
+        self._checked = False
+        self._lent: list[torch.Tensor] = []  # by running forwards, the innermost one last
+
+    def show(self, module: nn.Module, _: Any) -> None:
+        """Decode, and set the weights.
+
+        Raises:
+            FormatError: at the first time, if the stream contradicts the other tensors.
+        """
+        layout = [module.get_buffer(name) for name in _NAMES[:-1]]
+        stored = layout[2]
+        output, malformed = self._memory.borrow(stored.numel(), stored.device), self._memory.malformed(stored.device)
+        self._lent.append(output)
+        # Not while a CUDA graph is captured: to look at the outcome is to wait for the device.
+        check = not self._checked and not (stored.is_cuda and torch.cuda.is_current_stream_capturing())
+        if check:
+            malformed.zero_()
+        torch.ops.samebits.df11_decode(*layout, output, malformed)
+        increment_version(output)  # a backward pass that still needs what was there before fails
+        if check and malformed.item():
+            raise FormatError("gaps or positions contradict the stream", mend=MEND)
+        self._checked |= check
+        start = 0
+        for owner, shape in self._weights:
+            weight = output[start : start + shape.numel()].view(shape)
+            owner.__dict__["weight"] = weight.clone() if start % _ALIGNED_WORDS else weight
+            start += shape.numel()
+
+    def hide(self, *_: Any) -> None:
+        """Take the weights away again."""
+        if self._lent:  # else decoding failed
+            self._memory.give_back(self._lent.pop())
+        for owner, _ in [] if self._lent else self._weights:
+            owner.__dict__.pop("weight", None)

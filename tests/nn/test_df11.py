@@ -1,0 +1,238 @@
+"""Models that run on DFloat11's layout: the same bits as in bfloat16, and the layout back in the state dict."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from samebits.df11.unit import Unit
+from samebits.errors import FormatError, SamebitsError
+from samebits.nn.df11 import DecodingMemory, attach_unit
+from tests.codecs.tensors import words_of
+from tests.df11.test_unit import FOLDER, NAMES, TENSORS, matrices_of, unit_of
+from tests.integrations.models import assert_same_bits, outputs
+
+LAYER = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
+         "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]  # fmt: skip
+PATTERNS = {r"lm_head": [], r"model\.embed_tokens": [], r"model\.layers\.\d+": LAYER}
+TOKENS = torch.randint(3, 1024, (2, 9), generator=torch.Generator().manual_seed(1))
+
+
+def tensors_of(unit: Unit, device: str = "cpu") -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(getattr(unit, name)).to(device) for name in TENSORS}
+
+
+def encoded(weights: list[torch.Tensor]) -> Unit:
+    words = [words_of(weight).reshape(-1) for weight in weights]
+    return Unit.encode(np.concatenate(words), [part.size for part in words])
+
+
+def tiny_llama() -> nn.Module:
+    """With the weights of the vectors in the units that there are vectors of."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.from_pretrained(FOLDER)
+    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    for name in NAMES:
+        module = model.get_submodule(name)
+        for attribute, words in zip(LAYER if "layers" in name else [""], matrices_of(name), strict=True):
+            weight = module.get_submodule(attribute).weight
+            weight.data = torch.from_numpy(words.view(np.int16)).view(torch.bfloat16).view(weight.shape)
+    return model
+
+
+def attached(model: nn.Module, device: str = "cpu") -> nn.Module:
+    """A copy of ``model`` with all its units in the layout, those of the vectors from there."""
+    model, memory = copy.deepcopy(model), DecodingMemory()
+    for name, module in list(model.named_modules()):
+        attributes = next((known for pattern, known in PATTERNS.items() if re.fullmatch(pattern, name)), None)
+        if attributes is not None:
+            weights = [module.get_submodule(attribute).weight.detach() for attribute in attributes or [""]]
+            unit = unit_of(name) if name in NAMES else encoded(weights)
+            attach_unit(module, tensors_of(unit), attributes, memory)
+    return model.to(device)
+
+
+def test_tiny_llama_says_the_same() -> None:
+    model = tiny_llama()
+    packed = attached(model)
+    names = [name for name, _ in packed.named_parameters()]
+    assert names
+    assert all("norm" in name for name in names)
+    logits, continuation = outputs(model, TOKENS)
+    packed_logits, packed_continuation = outputs(packed, TOKENS)
+    assert_same_bits(packed_logits, logits)
+    assert packed_continuation.tolist() == continuation.tolist()
+
+
+def test_state_dict_is_the_layout() -> None:
+    state = attached(tiny_llama()).state_dict()
+    for name in NAMES:
+        for tensor, stored in tensors_of(unit_of(name)).items():
+            assert torch.equal(state[f"{name}.{tensor}"], stored)
+    assert not [name for name in state if "proj" in name]
+
+
+def test_copies_and_pickles_run_on_their_own() -> None:
+    packed = attached(tiny_llama())
+    expected = outputs(packed, TOKENS)[0]
+    for copied in (copy.deepcopy(packed), pickle.loads(pickle.dumps(packed))):
+        packed.lm_head.sign_mantissa.zero_()
+        assert_same_bits(outputs(copied, TOKENS)[0], expected)
+        assert copied.lm_head.luts.data_ptr() != packed.lm_head.luts.data_ptr()
+        packed = copied
+
+
+def pair(shapes: list[tuple[int, int]]) -> tuple[nn.Sequential, nn.Sequential, DecodingMemory]:
+    """Linear layers as one unit."""
+    torch.manual_seed(1)
+    model = nn.Sequential(*(nn.Linear(columns, rows, bias=False) for rows, columns in shapes)).to(torch.bfloat16)
+    packed, memory = copy.deepcopy(model), DecodingMemory()
+    unit = encoded([layer.weight.detach() for layer in model])
+    attach_unit(packed, tensors_of(unit), [str(number) for number in range(len(shapes))], memory)
+    return model, packed, memory
+
+
+def test_weights_that_start_anywhere() -> None:
+    """Matrices are 16-byte aligned for the product, wherever they lie in their unit."""
+    model, packed, _ = pair([(7, 9), (33, 7), (5, 33)])
+    addresses = []
+    for layer in packed:
+        layer.register_forward_pre_hook(lambda layer, _: addresses.append(layer.weight.data_ptr()))
+    x = torch.randn(4, 9, dtype=torch.bfloat16)
+    with torch.no_grad():
+        assert_same_bits(packed(x), model(x))
+    assert [address % 16 for address in addresses] == [0, 0, 0]
+
+
+def test_weights_are_gone_behind_the_forward() -> None:
+    _, packed, _ = pair([(8, 8), (8, 8)])
+    packed(torch.zeros(1, 8, dtype=torch.bfloat16))
+    assert not hasattr(packed[0], "weight")
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        packed(torch.zeros(1, 9, dtype=torch.bfloat16))
+    assert not hasattr(packed[0], "weight")
+    packed(torch.zeros(1, 8, dtype=torch.bfloat16))
+
+
+def test_inference_mode_and_others_in_turn() -> None:
+    model, packed, _ = pair([(16, 8), (8, 16)])
+    x = torch.randn(3, 8, dtype=torch.bfloat16)
+    for mode in (torch.inference_mode(), torch.no_grad(), torch.enable_grad(), torch.inference_mode()):
+        with mode:
+            assert_same_bits(packed(x).detach(), model(x).detach())
+
+
+def test_a_unit_inside_of_another() -> None:
+    """Each has memory of its own then."""
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.own = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.own(self.inner(x))
+
+    model = Outer().to(torch.bfloat16)
+    packed, memory = copy.deepcopy(model), DecodingMemory()
+    attach_unit(packed.inner, tensors_of(encoded([model.inner.weight.detach()])), [], memory)
+    attach_unit(packed, tensors_of(encoded([model.own.weight.detach()])), ["own"], memory)
+    x = torch.randn(2, 8, dtype=torch.bfloat16)
+    for _ in range(2):
+        assert_same_bits(packed(x).detach(), model(x).detach())
+
+
+def test_no_wrong_gradients() -> None:
+    """The memory holds other weights by the time of the backward pass."""
+    _, packed, _ = pair([(8, 8)])
+    x = torch.randn(2, 8, dtype=torch.bfloat16, requires_grad=True)
+    first = packed(x)
+    packed(x.detach())
+    with pytest.raises(RuntimeError, match="inplace operation"):
+        first.sum().backward()
+
+
+def test_weights_may_be_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        packed = nn.Linear(256, 1024, bias=False)
+    attach_unit(packed, tensors_of(unit_of("lm_head")), [], DecodingMemory())
+    weight = torch.from_numpy(matrices_of("lm_head")[0].view(np.int16)).view(torch.bfloat16).view(1024, 256)
+    x = torch.randn(2, 256, dtype=torch.bfloat16)
+    assert_same_bits(packed(x), nn.functional.linear(x, weight))
+
+
+def test_refuses_units_of_other_matrices() -> None:
+    model = nn.Linear(8, 8)
+    with pytest.raises(FormatError, match=r"a unit of \[262144\] weights for matrices \[\[8, 8\]\]"):
+        attach_unit(model, tensors_of(unit_of("lm_head")), [], DecodingMemory())
+    assert isinstance(model.weight, nn.Parameter)
+
+
+@pytest.mark.parametrize("attributes", [["q_proj"], ["0"]], ids=str)
+def test_refuses_units_of_other_models(attributes: list[str]) -> None:
+    with pytest.raises(FormatError, match="weights that the model does not have"):
+        attach_unit(nn.Sequential(nn.GELU()), tensors_of(unit_of("lm_head")), attributes, DecodingMemory())
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_refuses_damaged_tensors(name: str) -> None:
+    tensors = tensors_of(unit_of("lm_head"))
+    for damaged in (tensors[name].to(torch.int32), tensors[name].view(1, *tensors[name].shape)):
+        with pytest.raises(SamebitsError, match=name):
+            attach_unit(nn.Linear(256, 1024), {**tensors, name: damaged}, [], DecodingMemory())
+
+
+def test_a_stream_that_contradicts_its_tables_is_refused() -> None:
+    packed = nn.Linear(256, 1024, bias=False)
+    tensors = tensors_of(unit_of("lm_head"))
+    tensors["encoded_exponent"].zero_()
+    attach_unit(packed, tensors, [], DecodingMemory())
+    with pytest.raises(FormatError, match="does not fit its tables"):
+        packed(torch.zeros(1, 256, dtype=torch.bfloat16))
+    assert not hasattr(packed, "weight")
+
+
+@pytest.mark.gpu
+def test_tiny_llama_says_the_same_on_a_gpu() -> None:
+    model = tiny_llama()
+    packed = attached(model, "cuda")
+    model.cuda()
+    logits, continuation = outputs(model, TOKENS.cuda())
+    packed_logits, packed_continuation = outputs(packed, TOKENS.cuda())
+    assert_same_bits(packed_logits, logits)
+    assert packed_continuation.tolist() == continuation.tolist()
+
+
+@pytest.mark.gpu
+def test_inside_a_cuda_graph() -> None:
+    model, packed, _ = pair([(512, 256), (256, 512)])
+    model.cuda()
+    packed.cuda()
+    x = torch.randn(4, 256, dtype=torch.bfloat16, device="cuda")
+    with torch.no_grad():
+        packed(x)  # compiles, checks, and takes the memory
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = packed(x)
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        assert_same_bits(result, model(x))
+
+
+@pytest.mark.gpu
+def test_a_contradiction_is_reported_on_a_gpu() -> None:
+    packed = nn.Linear(256, 1024, bias=False)
+    tensors = tensors_of(unit_of("lm_head"), "cuda")
+    tensors["encoded_exponent"].zero_()
+    attach_unit(packed, tensors, [], DecodingMemory())
+    with pytest.raises(FormatError, match="contradict the stream"):
+        packed(torch.zeros(1, 256, dtype=torch.bfloat16, device="cuda"))
+    assert not hasattr(packed, "weight")
