@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 
-from samebits.format.geometry import SIGN_BYTES, STAGE, STAGE_WORDS
+from samebits.format.geometry import SIGN_BYTES, SLAB_BYTES, STAGE, STAGE_WORDS
 from samebits.format.packed import Header, align
 from samebits.kernels import nvrtc
 from samebits.kernels.decode import STATIC_SHARED, staging_words
@@ -17,6 +17,7 @@ _LANES = 32
 _MIN_WARPS = 4
 _MAX_SLOTS = 64  # linear_ahead.cu: row groups whose sums a block keeps
 _WALK_WORDS = 44  # linear_chains.cu: Ahead, and a flag, of a warp
+_RING_SLABS = 4  # linear_chains.cu: kRing
 _X_STAGES = {16: 8, 32: 8, 64: 6, 128: 4}  # linear_tiles.cu: of x in its ring, by tokens that a kernel is made for
 _TILE = 8  # linear_tiles.cu: row groups of a tile
 _TILE_WARPS = 20  # linear_tiles.cu: kMaxThreads
@@ -45,23 +46,20 @@ class Variant:
         kernel: which.
         warps: of a block, at most (csrc: of the launch bounds).
         shared_x: keep x in shared memory.
-        depth: stages whose raw bytes a warp has on their way, where the kernel comes in several.
     """
 
     kernel: Kernel
     warps: int
     shared_x: bool = True
-    depth: int = 0
 
 
 VARIANTS = (
     Variant(Kernel.AHEAD, warps=16),
     Variant(Kernel.AHEAD, warps=16, shared_x=False),
     Variant(Kernel.AHEAD, warps=10),
-    Variant(Kernel.CHAINS, warps=12, depth=8),
-    Variant(Kernel.CHAINS, warps=12, depth=8, shared_x=False),
-    Variant(Kernel.CHAINS, warps=20, depth=4),
-    Variant(Kernel.CHAINS, warps=20, depth=4, shared_x=False),
+    Variant(Kernel.CHAINS, warps=20),
+    Variant(Kernel.CHAINS, warps=20, shared_x=False),
+    Variant(Kernel.CHAINS, warps=14),
     Variant(Kernel.TILES, warps=_TILE_WARPS),
 )
 
@@ -138,13 +136,12 @@ class _Planner:
         sums = 64 * self.octets
         words = self.table + self.entries + self.own + _LANES + x
         words += self.own * self.ranges * sums if self.ranges > 1 else 0
-        warp_words = 2 * self.buffer + sums + _WALK_WORDS
-        most = min(variant.warps, 16) if self.octets > 1 else variant.warps
-        wanted = min(most, self.own * self.ranges)  # a warp for each chain is enough
+        warp_words = 2 * self.buffer + _RING_SLABS * SLAB_BYTES // 4 + sums + _WALK_WORDS
+        wanted = min(variant.warps, self.own * self.ranges)  # a warp for each chain is enough
         warps = min(wanted, (self.room - words) // warp_words)
         if warps < min(wanted, _MIN_WARPS):
             return None
-        name = f"linear_chains_{_OCTET * self.octets}_{kind}_{variant.depth}"
+        name = f"linear_chains_{_OCTET * self.octets}_{kind}"
         return self._launch("linear_chains", name, warps, words + warps * warp_words, self.own, 1, warps)
 
     def _tiles(self, variant: Variant) -> Launch | None:

@@ -1,12 +1,17 @@
 // The fused linear layer where chains are many: a warp walks a row group as rows of mma's A operand, and decodes the stage behind while it
-// multiplies the one at hand. It does with few registers, so that many warps are at work, or the next kernel starts beside this one. See
-// linear.cuh, and linear_ahead.cu for few chains.
+// multiplies the one at hand. Planes pass through a ring in shared memory, by asynchronous copies, of which each lane reads what it has copied
+// itself: loads to registers would have to be waited for all at once. See linear.cuh, and linear_ahead.cu for few chains.
 //
 // A block's chains (row group, range) stand behind each other, and each of its warps has an equal *segment* of them, in
 // stages. Where a segment ends inside a chain, the warp behind goes on with its sums. So a warp starts with its last chain and ends with its
 // first: what it takes over has long been left for it.
 #include "columns.cuh"
 #include "linear.cuh"
+
+constexpr int kMaxWarps = 20;
+constexpr int kRing = 4;                        // slabs: of the one at hand and those on their way
+constexpr int kTurn = 2 * kRing;                // stages of the loop's body
+static_assert(kChunkStages % kTurn == 0, "a chunk is whole turns");
 
 
 // Chunk `chunk` of the block's row group `slot`, of which stages [first, last) belong to the part of a chain at hand.
@@ -154,17 +159,18 @@ __device__ __forceinline__ void finish(const Geometry& geometry, const Job& job,
     }
 }
 
-template <Kind kind, int octets, int depth>
+template <Kind kind, int octets>
 __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& packed, const Job& job) {
     extern __shared__ __align__(128) u32 memory[];
     constexpr int kSums = 2 * octets;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, block_warps = blockDim.x >> 5;
     const int own = (geometry.row_groups - int(blockIdx.x) + int(gridDim.x) - 1) / int(gridDim.x), warps = min(block_warps, own * job.ranges);
 
-    // Shared memory: table, its entries, for each warp two staging buffers, its state, sums, flags, x.
+    // Shared memory: table, its entries, for each warp two staging buffers and a ring of slabs, its state, sums, flags, x.
+    const int warp_words = 2 * job.buffer_words + kRing * kSlabBytes / 4;
     const u32 base = u32(__cvta_generic_to_shared(memory));
-    u32* buffers = memory + job.table_words + job.entry_words + warp * 2 * job.buffer_words;
-    u32* behind = memory + job.table_words + job.entry_words + block_warps * 2 * job.buffer_words;
+    u32* buffers = memory + job.table_words + job.entry_words + warp * warp_words;
+    u32* behind = memory + job.table_words + job.entry_words + block_warps * warp_words;
     Ahead& ahead = reinterpret_cast<Ahead*>(behind)[warp];
     float* handed = reinterpret_cast<float*>(behind + block_warps * sizeof(Ahead) / 4);
     float* parts = handed + block_warps * kSums * kLanes;
@@ -218,25 +224,28 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
     const CodeSection section(packed.data + packed.code, packed.symbols);
     for (int i = threadIdx.x; i < job.slots + block_warps; i += blockDim.x) flags[i] = 0;
 
-    // The planes of `depth` stages on their way, each in place of what it follows.
-    Vec4 raw[depth];
-    u32 signs[depth / 2];
-    const u8* slab = packed.data + packed.planes;   // of the stages at hand
-    auto load_stage = [&](const u8* slab, int stage) {
-        raw[stage] = load_once(slab + (stage >> 1) * kSlabBytes + kSignBytes + (stage & 1) * kStageBytes + 16 * lane);
-        if (stage & 1) signs[stage >> 1] = load_once_u32(slab + (stage >> 1) * kSlabBytes + 4 * lane);
+    // Copies a slab to its place in the ring: the lane's sign word and its raw bytes of both stages. A group of its own.
+    const u32 ring = u32(__cvta_generic_to_shared(buffers + 2 * job.buffer_words));
+    auto copy_slab = [&](int place, const u8* slab) {
+        const u32 target = ring + place * kSlabBytes;
+        copy_async_4(target + 4 * lane, slab + 4 * lane);
+        copy_async(target + kSignBytes + 16 * lane, slab + kSignBytes + 16 * lane);
+        copy_async(target + kSignBytes + kStageBytes + 16 * lane, slab + kSignBytes + kStageBytes + 16 * lane);
+        copy_commit();
     };
+    const u8* following = packed.data + packed.planes;   // the next slab to copy
     if (busy) {
-        slab = slab_of(place);
-#pragma unroll
-        for (int stage = 0; stage < depth; ++stage) load_stage(slab, stage);
         copy_wait<0>();
         __syncwarp();
         stage_chunk(place, 0);
         __syncwarp();
         if (ahead.walk_valid) fetch_offsets(ahead.walk.place);
+        copy_commit();
+        following = slab_of(place);
+#pragma unroll
+        for (int i = 0; i < kRing; ++i) copy_slab(i, following + i * kSlabBytes);
+        following += kRing * kSlabBytes;
     }
-    copy_commit();
     build_table<true>(memory, memory + job.table_words, section, packed.width, packed.symbols, packed.window);
     await_kernel_before();
     stage_columns<kind>(job.x, x_shared, job.tokens, geometry.columns);
@@ -251,8 +260,7 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
 
     // The staged chunk goes to the streams; the chunk behind it is staged, and the offsets of the one behind that are fetched.
     auto open_staged = [&](int from) {
-        copy_wait<0>();
-        __syncwarp();
+        __syncwarp();                   // its streams are older than the slabs that have been waited for
         const u32 at = u32(__cvta_generic_to_shared(buffers + from * job.buffer_words + ahead.begins[from]));
         const int size = ahead.sizes[from];
         const int stages = stages_of(ahead.staged);
@@ -270,8 +278,7 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
             }
         }
         __syncwarp();
-        if (valid && ahead.walk_valid) fetch_offsets(ahead.walk.place);
-        copy_commit();
+        if (valid && ahead.walk_valid) fetch_offsets(ahead.walk.place);   // part of the next slab's group
     };
     Sums<octets> sums = {};
     u32 scale = kNoShift, active = 0;
@@ -282,8 +289,9 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
         upper = {and_or(upper.x, kNibbles, common), and_or(upper.y, kNibbles, common), and_or(upper.z, kNibbles, common), and_or(upper.w, kNibbles, common)};
     };
     auto multiply_stage = [&](const Columns<kind, octets>& columns, int stage) {
-        const Vec4 &bytes = raw[stage], &tops = upper[stage & 1];
-        const u32 sign = signs[stage >> 1] << 4 * (stage & 1);
+        const u32 slab = ring + (stage >> 1) * kSlabBytes;
+        const Vec4 bytes = load_shared_vec4(slab + kSignBytes + (stage & 1) * kStageBytes + 16 * lane), &tops = upper[stage & 1];
+        const u32 sign = load_shared(slab + 4 * lane) << 4 * (stage & 1);
         auto step = [&](int q, u32 raw, u32 top, const Vec4 (&x)[octets]) {
             const u32 complete = and_or(sign << q, kSignMask, top);
             u32 weights[4];                     // the lower rows of A hold anything, and nobody reads their sums
@@ -324,29 +332,29 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
         do {
             active = ((1u << min(ahead.part.last - chunk_first, kChunkStages)) - 1) & ~((1u << low) - 1);
             low = 0;
-            const int count = min(kChunkStages, geometry.stages - chunk_first);
             more = ahead.staged_valid;
-            const u8* next_slab = more ? slab_of(ahead.staged) : slab;
+            const u8* next_slab = more ? slab_of(ahead.staged) : packed.data + packed.planes;
 #pragma unroll 1
-            for (int run = 0; run < count; run += depth) {
-                const bool last = run + depth >= count;
-                const u8* following = last ? next_slab : slab + depth / 2 * kSlabBytes;
+            for (int run = 0; run < kChunkStages; run += kTurn) {
+                const bool last = run == kChunkStages - kTurn;
+                if (last) following = next_slab;
                 auto turn = [&](bool whole) {
 #pragma unroll
-                    for (int stage = 0; stage < depth; ++stage) {
-                        const bool wraps = stage == depth - 1;
-                        if (wraps && last && more) open_staged(buffer ^ 1);
+                    for (int stage = 0; stage < kTurn; ++stage) {
+                        if (stage == kTurn - 1 && last && more) open_staged(buffer ^ 1);
                         decode(upper[(stage + 1) & 1]);
+                        if (stage % 2 == 0) copy_wait<kRing - 1>();
                         if (whole || (active >> stage & 1)) multiply_stage(columns, stage);
-                        load_stage(following, stage);
-                        chunk.mend(upper[(stage + 1) & 1], wraps && last ? 0 : run + stage + 1, ahead, lane);
+                        if (stage % 2 == 1) copy_slab(stage >> 1, following + (stage >> 1) * kSlabBytes);
+                        chunk.mend(upper[(stage + 1) & 1], stage == kTurn - 1 && last ? 0 : run + stage + 1, ahead, lane);
                     }
                 };
-                if ((active & ((1u << depth) - 1)) == (1u << depth) - 1) turn(true);
+                constexpr u32 whole = (1u << kTurn) - 1;
+                if ((active & whole) == whole) turn(true);
                 else turn(false);
-                slab = following;
-                active >>= depth;
-                columns.advance(depth);
+                following += kRing * kSlabBytes;
+                active >>= kTurn;
+                columns.advance(kTurn);
             }
             buffer ^= 1;
             chunk_first += kChunkStages;
@@ -367,17 +375,12 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
     }
 }
 
-// Many stages on their way for few warps, few for many.
-#define LINEAR_KERNEL(tokens, kind, depth, warps)                                                                                \
-    extern "C" __global__ void __launch_bounds__(warps * 32, 1)                                                                  \
-        linear_chains_##tokens##_##kind##_##depth(const Geometry geometry, const Packed packed, const Job job) {                 \
-        linear<kind, tokens / 8, depth>(geometry, packed, job);                                                                  \
+#define LINEAR_KERNEL(tokens, kind)                                                                              \
+    extern "C" __global__ void __launch_bounds__(kMaxWarps * 32, 1)                                              \
+        linear_chains_##tokens##_##kind(const Geometry geometry, const Packed packed, const Job job) {           \
+        linear<kind, tokens / 8>(geometry, packed, job);                                                         \
     }
-LINEAR_KERNEL(8, shared, 8, 12)
-LINEAR_KERNEL(8, global, 8, 12)
-LINEAR_KERNEL(16, shared, 8, 12)
-LINEAR_KERNEL(16, global, 8, 12)
-LINEAR_KERNEL(8, shared, 4, 20)
-LINEAR_KERNEL(8, global, 4, 20)
-LINEAR_KERNEL(16, shared, 4, 16)
-LINEAR_KERNEL(16, global, 4, 16)
+LINEAR_KERNEL(8, shared)
+LINEAR_KERNEL(8, global)
+LINEAR_KERNEL(16, shared)
+LINEAR_KERNEL(16, global)
