@@ -83,7 +83,7 @@ class Unit:
         lengths = self.luts[-1][self.luts[-1] > 0]
         _need(lengths.size > 0, "no exponent has a code")
         gaps, words = self._gaps(), np.diff(positions)
-        _need(gaps[0] == 0 and gaps.max() < lengths.max(), "gaps are longer than codes")
+        _need(gaps.max() < lengths.max(), "gaps are longer than codes")
         starts = (np.arange(self.blocks) * loops.BLOCK_BITS + gaps[::BLOCK_WINDOWS])[words > 0]
         bits = np.diff(starts, append=8 * self.encoded_exponent.size)  # of the codes of each block
         slack = np.where(starts == starts[-1], 7, 0)  # what fills up the last byte
