@@ -6,14 +6,6 @@
 // conflicts. global: where x does not fit.
 enum Kind { shared, global };
 
-__device__ __forceinline__ void copy_async_4(u32 target, const void* source) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(target), "l"(source) : "memory");
-}
-
-__device__ __forceinline__ void copy_async_8(u32 target, const void* source) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(target), "l"(source) : "memory");
-}
-
 // Starts copying x [tokens, columns] by the whole block.
 template <Kind kind>
 __device__ __forceinline__ void stage_columns(const u16* x, u32 target, int tokens, int columns) {

@@ -7,10 +7,6 @@
 // bytes, {token g low, token g + 8 low, token g high, token g + 8 high}. Both are free of bank conflicts. kGlobal: where x does not fit.
 constexpr int kPairs = 0, kHalves = 1, kGlobal = 2;
 
-__device__ __forceinline__ void copy_async_4(u32 shared, const void* global) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared), "l"(global) : "memory");
-}
-
 // Starts copying x [tokens, columns] by the whole block.
 template <int kind>
 __device__ __forceinline__ void stage_x(const u16* x, u32 target, int tokens, int columns) {
