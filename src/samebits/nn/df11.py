@@ -102,11 +102,11 @@ def share_unit(holder: nn.Module, reader: nn.Module, memory: DecodingMemory) -> 
     """Give ``reader`` the weight that is a unit of ``holder``'s and all of it, for tied weights; its own is removed.
 
     Raises:
-        FormatError: they are not of the same size.
+        FormatError: it is no unit of that size.
     """
-    shape, words = reader.get_parameter("weight").shape, holder.get_buffer("sign_mantissa").numel()
-    if shape.numel() != words:
-        raise FormatError(f"a unit of {words} weights for a tied matrix {list(shape)}", mend=_MEND)
+    shape, stored = reader.get_parameter("weight").shape, holder._buffers.get("sign_mantissa")
+    if stored is None or shape.numel() != stored.numel():
+        raise FormatError(f"a tied matrix {list(shape)} that is not a unit of its own", mend=_MEND)
     del reader.weight
     _hook(reader, _AttachedUnit(holder, [(reader, shape)], memory))
 
