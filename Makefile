@@ -48,7 +48,7 @@ bench: setup  ## measure sizes and CPU speed again, and put them into README.md
 	$(BIN)/python benchmarks/tables.py
 
 bench-gpu:  ## measure speed on the GPU, with PYTHON as it is; PEERS is a folder with the other decoders (peers.py)
-	for file in gpu linear growth; do PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) benchmarks/$$file.py || exit; done
+	for file in gpu linear growth df11; do PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) benchmarks/$$file.py || exit; done
 	PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) benchmarks/peers.py $(if $(PEERS),--dfloat11 $(PEERS) --nvcomp $(PEERS))
 
 tables: setup  ## README.md's tables and pictures from benchmarks/results/

@@ -104,6 +104,20 @@ COLUMNS: dict[str, dict[str, Cell]] = {
         "of roof": percent("of_roof"),
         "timed by": "timed_by",
     },
+    "df11.forms": {
+        "form": "form",
+        "bits a weight": decimals("bits_per_weight", 2),
+        "loading, s": with_spread("load_seconds", 2),
+        "tokens/s": with_spread("tokens_per_s", 1),
+        "tokens/s, static cache": with_spread("static_tokens_per_s", 1),
+    },
+    "df11.decode": {
+        "form": "form",
+        "bits a weight": decimals("bits_per_weight", 2),
+        "decode, TB/s of BF16": with_spread("decode_tb_per_s", 2),
+        "roof, TB/s": decimals("roof_tb_per_s", 2),
+        "of roof": percent("of_roof"),
+    },
     "cpu.codec": {
         "weights": "name",
         "matrix": "matrix",
@@ -138,6 +152,10 @@ CAPTIONS = {
 Beside others on the same GPU, in one run, every output compared first: DFloat11's released kernel, and nvCOMP's ANS,
 which decodes the exponents alone (its rate is that of the BF16 weights they belong to, its bits have sign and mantissa
 added). DFloat11 decodes the seven matrices of a block in one launch, samebits in seven:""",
+    "df11.forms": """\
+The same model in each form (Llama 3.1 8B's shapes, fewer layers, synthetic weights), generating one token after the
+other; with a static cache, transformers compiles all forms but the last:""",
+    "df11.decode": "One layer of it decoded, each form by samebits' own kernel:",
     "linear.prefill": "All seven products of a decoder layer of Llama 3.1 8B's shapes, one after the other:",
 }
 PLOTS = {

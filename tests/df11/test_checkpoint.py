@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
-from samebits.df11.architectures import PATTERNS
+from samebits.df11.architectures import PUBLISHED
 from samebits.df11.checkpoint import Df11Checkpoint, UnitEntry, open_checkpoint
 from samebits.df11.unit import Unit
 from samebits.errors import FormatError, InputError, SamebitsError, VersionError
@@ -211,7 +211,7 @@ def test_a_unit_that_no_pattern_matches(tmp_path: Path) -> None:
 
 def test_a_flux_file_without_a_config(tmp_path: Path) -> None:
     """Names come from the table of known units, shapes from biases."""
-    names = {path: list(attributes) for path, attributes in PATTERNS["FLUX.1"].items()}
+    names = {path: list(attributes) for path, attributes in PUBLISHED["FluxTransformer2DModel"].items()}
     units, expected, biases = {}, {}, {}
     for number, (pattern, attributes) in enumerate(names.items()):
         path = pattern.replace(r"\.\d+", ".0")

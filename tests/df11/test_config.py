@@ -12,7 +12,7 @@ from samebits.df11.config import KEY, Df11Config
 from samebits.errors import FormatError, SamebitsError, VersionError
 
 VECTORS = Path(__file__).resolve().parents[1] / "vectors" / "df11"
-ENTRY = json.loads((VECTORS / "config.json").read_text())[KEY]
+ENTRY = json.loads((VECTORS / "tiny-llama" / "config.json").read_text())[KEY]
 
 
 def test_it_is_read_and_written_as_the_original_package_does() -> None:

@@ -55,3 +55,17 @@ def test_checks_without_the_large_tensors() -> None:
     tensors["sign_mantissa"] = tensors["sign_mantissa"][1:]
     with pytest.raises(FormatError, match="output_positions"):
         check_unit(tensors)
+
+
+@pytest.mark.parametrize(
+    ("first", "last"), [(0, 1), (0, 7000), (12_345, 200_001), (150_000, 262_143), (262_143, 262_144)]
+)
+def test_takes_parts(first: int, last: int) -> None:
+    """Their first gap is that of a block behind others, and the stream may go on behind their last block."""
+    unit = unit_of("lm_head")
+    part, before = unit.part(first, last)
+    given = arguments(part)
+    torch.ops.samebits.df11_decode(*given)
+    assert words_of(given[-2][before : before + last - first]).tobytes() == unit.decode()[first:last].tobytes()
+    assert part.gaps.size == part.blocks * 320
+    assert part.output_positions.size in (4 * part.blocks, 4 * part.blocks + 4)

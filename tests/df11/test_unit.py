@@ -21,7 +21,9 @@ from samebits.df11.unit import BLOCK_BYTES, Unit, UnitPlan
 from samebits.errors import FormatError, InputError
 from tests.codecs.tensors import words_of
 
-FOLDER = Path(__file__).resolve().parents[1] / "vectors" / "df11"  # written by the original encoder, version 0.5.0
+FOLDER = (
+    Path(__file__).resolve().parents[1] / "vectors" / "df11" / "tiny-llama"
+)  # by the original encoder, version 0.5.0
 Words = NDArray[np.uint16]
 NAMES = {"lm_head": "lm_head.safetensors", "model.layers.1": "model_layers_1.safetensors"}
 TENSORS = ("luts", "encoded_exponent", "sign_mantissa", "output_positions", "gaps", "split_positions")
@@ -35,7 +37,7 @@ def unit_of(name: str) -> Unit:
 def matrices_of(name: str) -> list[Words]:
     patterns = json.loads((FOLDER / "config.json").read_text())["dfloat11_config"]["pattern_dict"]
     attributes = next(attributes for pattern, attributes in patterns.items() if re.fullmatch(pattern, name))
-    with safe_open(FOLDER / "bf16.safetensors", "pt") as file:
+    with safe_open(FOLDER.parent / "bf16.safetensors", "pt") as file:
         modules = [f"{name}.{attribute}" for attribute in attributes] or [name]
         tensors = [file.get_tensor(f"{module}.weight") for module in modules]
     return [words_of(tensor).reshape(-1) for tensor in tensors]

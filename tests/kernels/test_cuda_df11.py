@@ -10,11 +10,11 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-import samebits.df11.operator  # noqa: F401  (defines the operator)
 from samebits.df11 import unit as unit_module
 from samebits.df11.code import UnitCode
+from samebits.df11.decode import decode_unit
 from samebits.df11.unit import Unit
-from samebits.errors import SamebitsError
+from samebits.errors import FormatError, SamebitsError
 from tests.codecs.tensors import words_of
 from tests.df11.test_unit import NAMES, Words, random_words, unit_of
 
@@ -79,8 +79,9 @@ def test_any_number_of_words(count: int) -> None:
     assert_decodes(Unit.encode(words, [count]), words)
 
 
-@pytest.mark.parametrize("spread", [0.6, 1, 3, 8, 20])
+@pytest.mark.parametrize("spread", [0.6, 1, 3, 8, 16])
 def test_spreads(spread: float) -> None:
+    """The widest one takes all 17 tables."""
     words = random_words(1, 2_000_000, spread)
     assert_decodes(Unit.encode(words, [words.size]), words)
 
@@ -184,6 +185,25 @@ def test_many_weights() -> None:
     part = random_words(6, 3_000_000)
     words = np.tile(part, 20)
     assert_decodes(Unit.encode(words, [words.size]), words)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parts_as_checkpoints_are_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They begin and end in the midst of a block. Nothing is decoded on the CPU."""
+    unit, words = unit_of(name), unit_of(name).decode()
+    monkeypatch.delattr(Unit, "decode")
+    for first in range(0, words.size, words.size // 9):
+        for last in (first + 1, min(first + 20_001, words.size), words.size):
+            part, before = unit.part(first, last)
+            found = words_of(decode_unit(part, "cuda")[before : before + last - first].cpu())
+            assert found.tobytes() == words[first:last].tobytes()
+
+
+def test_a_damaged_part_is_refused() -> None:
+    unit = unit_of("lm_head")
+    part, _ = replace(unit, encoded_exponent=unit.encoded_exponent ^ np.uint8(0x55)).part(20_000, 200_000)
+    with pytest.raises(FormatError, match="contradict the stream"):
+        decode_unit(part, "cuda")
 
 
 def test_is_captured_in_a_cuda_graph() -> None:

@@ -18,6 +18,8 @@ from samebits.df11.code import MEND
 from samebits.df11.unit import Unit
 from samebits.errors import FormatError
 
+LAYOUT = ("luts", "encoded_exponent", "sign_mantissa", "output_positions", "gaps")  # what the operator takes of a unit
+
 _LIBRARY = torch.library.Library("samebits", "FRAGMENT")
 _LIBRARY.define(
     "df11_decode(Tensor luts, Tensor encoded_exponent, Tensor sign_mantissa, Tensor output_positions, Tensor gaps, "
@@ -46,6 +48,16 @@ def check_unit(tensors: Mapping[str, torch.Tensor]) -> Unit:
     unit = Unit(**arrays)
     unit.validate()
     return unit
+
+
+def check_outcome(malformed: torch.Tensor) -> None:
+    """Wait for the operator, and look at what it says.
+
+    Raises:
+        FormatError: the stream contradicts the unit's other tensors.
+    """
+    if malformed.item():
+        raise FormatError("gaps or positions contradict the stream", mend=MEND)
 
 
 def _decode_on_cpu(

@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from samebits.df11.architectures import HIDDEN_COLUMNS, HIDDEN_ROWS, PATTERNS
+from samebits.df11.architectures import HIDDEN_COLUMNS, HIDDEN_ROWS, PUBLISHED
 from samebits.df11.config import Df11Config
 from samebits.errors import FormatError, InputError
 
 Shape = tuple[int, ...]
 ModelShapes = Callable[[Path, Sequence[str]], Mapping[str, Shape]]  # config's folder, names of weights: those known
 
-_KNOWN_UNITS = tuple(Df11Config(patterns) for patterns in PATTERNS.values())
+_KNOWN_UNITS = tuple(Df11Config(patterns) for patterns in PUBLISHED.values())
 _UNKNOWN = "put the model's config.json beside the weights, and install the library that it is for"
 _MISFIT = "these weights do not belong to this config.json"
 

@@ -124,9 +124,7 @@ class SamebitsQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def update_attn_implementation(self, config: Any) -> Any:
         """Called early from 5.18 on; up to 5.20 update_tp_plan is."""
-        if getattr(config, "distributed_config", None) is not None:
-            mend = "use device_map='auto', or load the uncompressed model"
-            raise InputError("compressed weights cannot be split over devices yet", mend=mend)
+        refuse_splitting(config)
         if self.pre_quantized:
             config.transformers_weights = _weights_file()
         return config
@@ -221,6 +219,16 @@ class SamebitsQuantizer(HfQuantizer):  # type: ignore[misc]
         decompress(model)
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         return model if dtype in (None, torch.bfloat16) else model.to(dtype)
+
+
+def refuse_splitting(config: Any) -> None:
+    """
+    Raises:
+        InputError: ``config`` asks for matrices in parts on several devices.
+    """
+    if getattr(config, "distributed_config", None) is not None:
+        mend = "use device_map='auto', or load the uncompressed model"
+        raise InputError("compressed weights cannot be split over devices yet", mend=mend)
 
 
 class _Pack(ConversionOps):  # type: ignore[misc]

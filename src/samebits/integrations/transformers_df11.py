@@ -26,6 +26,7 @@ from samebits.errors import InputError, SamebitsError
 from samebits.format.safetensors_file import SUFFIX
 from samebits.integrations.model_shapes import shapes_in
 from samebits.integrations.transformers import SamebitsConfig, loading
+from samebits.integrations.transformers_layout import KEEP_FORMAT, LayoutConfig, LayoutQuantizer
 
 _HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "token", "revision")
 _FILE = "transformers_weights"  # of a config: the file to load
@@ -47,10 +48,23 @@ def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
         if _is_df11(config):
             Df11Config.parse(getattr(config, KEY))
             setattr(config, _FILE, _any_file())
-            quantization_config = quantization_config or SamebitsConfig()
+            quantization_config = _settled(quantization_config)
         return original(config, quantization_config, *args, **kwargs)
 
     return get_hf_quantizer
+
+
+def _settled(quantization_config: Any) -> Any:
+    """
+    Raises:
+        InputError: the layout is to be kept, and more is asked for.
+    """
+    if not (loading.get() or ("", {}))[1].get(KEEP_FORMAT):
+        return quantization_config or SamebitsConfig()
+    if quantization_config is not None:
+        mend = f"leave out {KEEP_FORMAT} or quantization_config"
+        raise InputError(f"with {KEEP_FORMAT}, nothing is packed that quantization_config could choose", mend=mend)
+    return LayoutConfig()
 
 
 def _is_df11(config: Any) -> bool:
@@ -83,6 +97,11 @@ def _reading(original: Callable[..., Any]) -> Callable[..., Any]:
         model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """The config forgets what the model no longer is."""
+        if isinstance(load_config.hf_quantizer, LayoutQuantizer):
+            vars(model.config).pop(_FILE, None)
+            with ExitStack() as files:
+                tensors = load_config.hf_quantizer.tensors(load_config.device_map, files)
+                return original(model, tensors, checkpoint_files, load_config, *args, **kwargs)
         if not hasattr(model.config, KEY) or getattr(load_config.hf_quantizer, "pre_quantized", False):
             return original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
         with ExitStack() as files:

@@ -23,7 +23,9 @@ from samebits.format.folder import CONFIG, INDEX_SUFFIX, KEY, STEM
 from samebits.format.safetensors_file import SUFFIX
 from samebits.integrations import transformers_df11
 from samebits.integrations.transformers import SamebitsConfig, SamebitsQuantizer, loading
+from samebits.integrations.transformers_layout import KEEP_FORMAT
 from samebits.integrations.transformers_state import checkpoint_tensors, file_info
+from samebits.nn.df11 import holds_units
 from samebits.nn.packed_module import check_dtype, packed_parameters, share_ties
 
 _STALE = re.compile(r"(model|pytorch_model|samebits)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
@@ -44,7 +46,8 @@ def _loading(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def from_pretrained(cls: Any, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         """The quantizer cannot learn otherwise what is loaded, and must to find its files."""
-        token = loading.set((str(pretrained_model_name_or_path), kwargs))
+        token = loading.set((str(pretrained_model_name_or_path), dict(kwargs)))
+        kwargs.pop(KEEP_FORMAT, None)
         try:
             return original(cls, pretrained_model_name_or_path, *args, **kwargs)
         except SamebitsError as error:
@@ -57,7 +60,7 @@ def _loading(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _apply(self: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
     """Refuse another dtype before any part of the model is converted to it."""
-    if next(packed_parameters(self), None) is not None:
+    if next(packed_parameters(self), None) is not None or holds_units(self):
         check_dtype(fn)
     return super(PreTrainedModel, self)._apply(fn, recurse)
 

@@ -14,11 +14,10 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from samebits.df11.code import MEND
-from samebits.df11.operator import check_unit
+from samebits.df11.operator import LAYOUT, check_outcome, check_unit
 from samebits.errors import FormatError
 
-_NAMES = ("luts", "encoded_exponent", "sign_mantissa", "output_positions", "gaps", "split_positions")
+_NAMES = (*LAYOUT, "split_positions")
 _MEND = "load it into the model that it was made from"
 _ALIGNED_WORDS = 8  # where a matrix starts; cuBLAS computes otherwise on one that is aligned to less than 16 bytes
 
@@ -96,27 +95,49 @@ def attach_unit(
     for name in _NAMES:
         module.register_buffer(name, tensors[name])
     memory.reserve(unit.words)
-    attached = _AttachedUnit(list(zip(owners, shapes, strict=True)), memory)
+    _hook(module, _AttachedUnit(module, list(zip(owners, shapes, strict=True)), memory))
+
+
+def share_unit(holder: nn.Module, reader: nn.Module, memory: DecodingMemory) -> None:
+    """Give ``reader`` the weight that is a unit of ``holder``'s and all of it, for tied weights; its own is removed.
+
+    Raises:
+        FormatError: it is no unit of that size.
+    """
+    shape, stored = reader.get_parameter("weight").shape, holder._buffers.get("sign_mantissa")
+    if stored is None or shape.numel() != stored.numel():
+        raise FormatError(f"a tied matrix {list(shape)} that is not a unit of its own", mend=_MEND)
+    del reader.weight
+    _hook(reader, _AttachedUnit(holder, [(reader, shape)], memory))
+
+
+def holds_units(model: nn.Module) -> bool:
+    """Whether it or a module in it has weights in the layout."""
+    return any("sign_mantissa" in module._buffers for module in model.modules())
+
+
+def _hook(module: nn.Module, attached: _AttachedUnit) -> None:
     module.register_forward_pre_hook(attached.show)
     module.register_forward_hook(attached.hide, always_call=True)
 
 
 class _AttachedUnit:
-    """The hooks of a module with a unit."""
+    """The hooks of a module that runs with the weights of a unit, whose tensors ``holder`` has."""
 
-    def __init__(self, weights: list[tuple[nn.Module, torch.Size]], memory: DecodingMemory) -> None:
+    def __init__(self, holder: nn.Module, weights: list[tuple[nn.Module, torch.Size]], memory: DecodingMemory) -> None:
+        self._holder = holder
         self._weights = weights
         self._memory = memory
         self._checked = False
         self._lent: list[torch.Tensor] = []  # by running forwards, the innermost one last
 
-    def show(self, module: nn.Module, _: Any) -> None:
+    def show(self, *_: Any) -> None:
         """Decode, and set the weights.
 
         Raises:
             FormatError: at the first time, if the stream contradicts the other tensors.
         """
-        layout = [module.get_buffer(name) for name in _NAMES[:-1]]
+        layout = [self._holder.get_buffer(name) for name in LAYOUT]
         stored = layout[2]
         output, malformed = self._memory.borrow(stored.numel(), stored.device), self._memory.malformed(stored.device)
         self._lent.append(output)
@@ -126,8 +147,8 @@ class _AttachedUnit:
             malformed.zero_()
         torch.ops.samebits.df11_decode(*layout, output, malformed)
         increment_version(output)  # a backward pass that still needs what was there before fails
-        if check and malformed.item():
-            raise FormatError("gaps or positions contradict the stream", mend=MEND)
+        if check:
+            check_outcome(malformed)
         self._checked |= check
         start = 0
         for owner, shape in self._weights:

@@ -1,0 +1,198 @@
+"""One model as DFloat11's checkpoint, as samebits' and in BF16: size, decoding, loading, tokens a second.
+
+    python benchmarks/df11.py [--layers 4] [--name df11]        writes results/<name>.json
+
+The model has Llama 3.1 8B's shapes, fewer layers and synthetic weights. It is written in all forms to a temporary
+folder, and read from there while the system still has it in memory. Every form has to give the tokens of BF16 before
+its time counts. With a static cache, transformers compiles what can be compiled. Decoding is of one layer's seven
+matrices, over more than 900 MB of distinct bytes, beside the roof of gpu.py for the same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from common import (
+    DECODER_LAYERS,
+    Measured,
+    Timing,
+    encode_checked,
+    significant,
+    synthetic_matrix,
+    time_calls,
+    write_results,
+)
+from dfloat11_kernel import DFloat11
+from gpu import Roofs, device_name, distinct, measure_roofs
+from peers import matrices, measure_samebits
+from samebits.df11.unit import Unit
+from samebits.format.container import Checkpoint
+from samebits.jobs.compress import Compression
+from samebits.jobs.compress_df11 import Df11Compression
+
+Row = dict[str, Any]
+
+LLAMA = {
+    "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "max_position_embeddings": 8192,
+}  # fmt: skip
+PROMPT = 16  # tokens
+# Name: folder, and how it is loaded.
+FORMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "BF16": ("bf16", {}),
+    "samebits": ("samebits", {}),
+    "DFloat11, packed while loading": ("df11", {}),
+    "DFloat11, keep_format": ("df11", {"keep_format": True}),
+}
+
+
+class OwnKernel(DFloat11):
+    """samebits' decoder of the layout."""
+
+    name = "DFloat11's layout"
+
+    def __init__(self, device: str) -> None:
+        self.malformed = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def decode(self, unit: Unit, tensors: Sequence[torch.Tensor], output: torch.Tensor) -> None:
+        torch.ops.samebits.df11_decode(*tensors, output, self.malformed)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--name", default="df11")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=128, help="to generate")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--folder", help="where to make the temporary one: 2.5 GB and 1.1 GB a layer")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("no CUDA device")
+    layer = list(DECODER_LAYERS["Llama 3.1 8B"].values())
+    rows = measure_decoding(layer, arguments.repeats, "cuda")
+    with TemporaryDirectory(dir=arguments.folder) as folder:
+        write_forms(Path(folder), LLAMA | {"num_hidden_layers": arguments.layers}, "cuda")
+        rows += measure_forms(Path(folder), arguments.tokens, arguments.repeats, "cuda")
+    print(write_results(arguments.name, device_name(), rows))
+    return 0
+
+
+def measure_decoding(shapes: Sequence[tuple[int, int]], repeats: int, device: str) -> list[Row]:
+    """The table "decode": matrices of these shapes in both forms."""
+    weights = matrices(shapes, device)
+    words = sum(weight.numel() for weight in weights)
+    copies = distinct([encode_checked(weight) for weight in weights])
+    roofs = measure_roofs([tensor.data for copy in copies for tensor in copy], words, repeats)
+    ours = _decode_row("samebits", words, measure_samebits(copies, weights, repeats), roofs)
+    del copies
+    return [ours, _decode_row(OwnKernel.name, words, OwnKernel(device).measure(weights, repeats), roofs)]
+
+
+def _decode_row(form: str, words: int, measured: Measured, roofs: Roofs) -> Row:
+    roof = roofs.decode_seconds(measured.nbytes)
+    row = {
+        "table": "decode",
+        "form": form,
+        "bits_per_weight": round(8 * measured.nbytes / words, 4),
+        **measured.timing.rates("decode_tb_per_s", 2 * words / 1e12),
+        "decode_microseconds": significant(measured.timing.median * 1e6),
+        "roof_tb_per_s": significant(2 * words / roof / 1e12),
+        "of_roof": significant(roof / measured.timing.median),
+    }
+    print(row, flush=True)
+    return row
+
+
+def write_forms(folder: Path, config: Mapping[str, Any], device: str) -> None:
+    """The model in BF16, and compressed in both ways."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**config, architectures=["LlamaForCausalLM"], dtype="bfloat16"))
+    model.config.save_pretrained(folder / "bf16")
+    tensors = {
+        name: synthetic_matrix(*tensor.shape, seed=seed, device=device).cpu()
+        if tensor.dim() == 2
+        else torch.ones(tensor.shape, dtype=torch.bfloat16)
+        for seed, (name, tensor) in enumerate(model.state_dict().items())
+    }
+    save_file(tensors, folder / "bf16" / "model.safetensors", {"format": "pt"})
+    checkpoint = Checkpoint.open(folder / "bf16")
+    Compression(checkpoint, folder / "samebits").run()
+    Df11Compression(checkpoint, folder / "df11").run()
+
+
+def measure_forms(folder: Path, tokens: int, repeats: int, device: str) -> list[Row]:
+    """The table "forms".
+
+    Raises:
+        SystemExit: a form gives other tokens than BF16, so there is nothing worth measuring.
+    """
+    from transformers import AutoModelForCausalLM
+
+    weights = sum(entry.words for entry in Checkpoint.open(folder / "bf16"))
+    prompt = torch.arange(1, PROMPT + 1, device=device)[None]
+    expected: list[int] | None = None
+    rows: list[Row] = []
+    for form, (name, options) in FORMS.items():
+
+        def load(name: str = name, options: Mapping[str, Any] = options) -> Any:
+            model = AutoModelForCausalLM.from_pretrained(folder / name, device_map={"": device}, **options)
+            if device == "cuda":
+                torch.cuda.synchronize()
+            return model
+
+        loading = time_calls(load, repeats=repeats)
+        model = load()
+        generated = generate(model, prompt, tokens)
+        expected = expected or generated
+        if generated != expected:
+            raise SystemExit(f"{form}: other tokens than BF16's")
+        eager, static = (
+            time_calls(lambda cache=cache, model=model: generate(model, prompt, tokens, cache), repeats=repeats)  # type: ignore[misc]
+            for cache in (None, "static")
+        )
+        nbytes = sum(path.stat().st_size for path in (folder / name).glob("*.safetensors"))
+        rows.append(
+            {
+                "table": "forms",
+                "form": form,
+                "layers": model.config.num_hidden_layers,
+                "bits_per_weight": round(8 * nbytes / weights, 4),
+                **_seconds("load_seconds", loading),
+                **eager.rates("tokens_per_s", tokens),
+                **static.rates("static_tokens_per_s", tokens),
+            }
+        )
+        print(rows[-1], flush=True)
+        del model
+        torch.compiler.reset()  # or its graphs keep the model
+        gc.collect()
+    return rows
+
+
+def generate(model: Any, prompt: torch.Tensor, tokens: int, cache: str | None = None) -> list[int]:
+    """Greedily, as many tokens as asked for."""
+    options = {"min_new_tokens": tokens, "max_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
+    with torch.no_grad():
+        return model.generate(prompt, cache_implementation=cache, **options)[0].tolist()  # type: ignore[no-any-return]
+
+
+def _seconds(key: str, timing: Timing) -> dict[str, float]:
+    return {
+        key: significant(timing.median),
+        f"{key}_slowest": significant(timing.slowest),
+        f"{key}_fastest": significant(timing.fastest),
+    }
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,56 @@
+"""benchmarks/df11.py on a tiny model and without a GPU: all of it but the clock."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+import samebits.df11.operator  # noqa: F401  (defines the operator)
+from tests.test_benchmarks_gpu import run_all
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+import df11
+import dfloat11_kernel
+import gpu
+import peers
+import tables
+
+TINY = {
+    "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 64, "num_hidden_layers": 2,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (gpu, peers, dfloat11_kernel):
+        monkeypatch.setattr(module, "time_graph", run_all)
+    for module in (gpu, dfloat11_kernel):
+        monkeypatch.setattr(module, "DISTINCT_BYTES", 500_000)
+
+
+def test_decoding_in_both_forms() -> None:
+    rows = df11.measure_decoding([(64, 256), (256, 128)], 1, "cpu")
+    assert [row["form"] for row in rows] == ["samebits", "DFloat11's layout"]
+    assert all(row["decode_microseconds"] == 1e6 and row["bits_per_weight"] < 16 for row in rows)
+
+
+def test_all_forms_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    df11.write_forms(tmp_path, TINY, "cpu")
+    rows = df11.measure_forms(tmp_path, 4, 1, "cpu")
+    assert [row["form"] for row in rows] == list(df11.FORMS)
+    assert all(row["tokens_per_s"] > 0 and row["static_tokens_per_s"] > 0 for row in rows)
+    assert rows[0]["bits_per_weight"] > max(row["bits_per_weight"] for row in rows[1:])
+    source = {"device": "a device", "versions": {}, "date": "", "rows": rows}
+    monkeypatch.setattr(tables, "read_results", lambda name: source)
+    assert "keep_format" in tables.table_text("df11", "forms")
+
+
+def test_other_tokens_are_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    df11.write_forms(tmp_path, TINY | {"num_hidden_layers": 1}, "cpu")
+    monkeypatch.setattr(df11, "generate", lambda model, *_: [type(model.lm_head).__name__])
+    with pytest.raises(SystemExit, match="samebits: other tokens"):
+        df11.measure_forms(tmp_path, 1, 1, "cpu")
