@@ -18,9 +18,7 @@ from transformers.integrations.accelerate import load_offloaded_parameter
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from samebits.api import decode, encode
-from samebits.digest import digest
-from samebits.format.container import FileInfo
-from samebits.format.names import original_name, stored_name
+from samebits.format.names import stored_name
 from samebits.format.packed import Header, PackedTensor
 from samebits.nn.packed_module import PackedModule
 
@@ -33,7 +31,7 @@ def checkpoint_tensors(model: Any, min_weights: int) -> Tensors:
     Args:
         min_weights: smaller tensors stay unpacked where a parameter is turned back into several of the checkpoint's.
     """
-    state = {name: _loaded(model, name, tensor) for name, tensor in model.state_dict().items()}
+    state = {name: loaded(model, name, tensor) for name, tensor in model.state_dict().items()}
     result = _take_pieces(model, state)
     headers = _under_original_names(model, state)
     state = remove_tied_weights_from_state_dict(state, model)
@@ -46,13 +44,8 @@ def checkpoint_tensors(model: Any, min_weights: int) -> Tensors:
     return result
 
 
-def file_info(tensors: Mapping[str, torch.Tensor]) -> FileInfo:
-    """FORMAT.md 7.3 for a file with these tensors."""
-    unpacked = {name: tensor for name, tensor in tensors.items() if original_name(name) is None}
-    return FileInfo({name: digest(tensor.detach().cpu().contiguous()) for name, tensor in unpacked.items()})
-
-
-def _loaded(model: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:
+def loaded(model: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of a state dict, fetched from where it was offloaded to."""
     return load_offloaded_parameter(model, name) if tensor.device.type == "meta" else tensor
 
 
