@@ -65,7 +65,7 @@ def tiny_pipeline() -> FluxPipeline:
         transformer=FluxTransformer2DModel(
             **blocks, in_channels=16, joint_attention_dim=64, pooled_projection_dim=64, axes_dims_rope=(4, 4, 8)
         ),
-        vae=AutoencoderKL(block_out_channels=(8, 8), latent_channels=4, norm_num_groups=2, shift_factor=0.1,
+        vae=AutoencoderKL(block_out_channels=(16, 16), latent_channels=4, norm_num_groups=2, shift_factor=0.1,
                           down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2),
     )  # fmt: skip
     return pipeline.to(torch.bfloat16)

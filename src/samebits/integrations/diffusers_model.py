@@ -16,6 +16,7 @@ from diffusers.models import modeling_utils
 from diffusers.models.modeling_utils import ModelMixin
 from diffusers.quantizers.pipe_quant_config import PipelineQuantizationConfig
 from diffusers.utils import SAFETENSORS_WEIGHTS_NAME
+from transformers.integrations.accelerate import load_offloaded_parameter
 
 from samebits.errors import InputError, SamebitsError
 from samebits.format.folder import INDEX_SUFFIX, STEM
@@ -23,7 +24,6 @@ from samebits.format.names import stored_name
 from samebits.format.safetensors_file import SUFFIX
 from samebits.integrations.diffusers import compressed, is_compressed
 from samebits.integrations.transformers import SamebitsConfig
-from samebits.integrations.transformers_state import loaded
 from samebits.integrations.weight_files import publish, write_weights
 from samebits.nn.packed_module import check_dtype, packed_parameters
 
@@ -157,7 +157,10 @@ def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _tensors(model: Any) -> dict[str, torch.Tensor]:
     """A model's tensors under the names of FORMAT.md 7.2."""
-    tensors = {name: loaded(model, name, tensor) for name, tensor in model.state_dict().items()}
+    tensors = {
+        name: load_offloaded_parameter(model, name) if tensor.device.type == "meta" else tensor
+        for name, tensor in model.state_dict().items()
+    }
     for full_name, module, name in packed_parameters(model):
         slot = full_name.removesuffix(name) + module.sb_recipes[name].slots[0]
         tensors[stored_name(full_name)] = tensors.pop(slot)

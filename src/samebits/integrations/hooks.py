@@ -20,6 +20,7 @@ INTEGRATIONS = {
     "transformers.modeling_utils": "samebits.integrations.transformers_model",
     "diffusers.quantizers.auto": "samebits.integrations.diffusers",
     "diffusers.models.modeling_utils": "samebits.integrations.diffusers_model",
+    "diffusers.pipelines.pipeline_utils": "samebits.integrations.diffusers_hub",
 }
 
 

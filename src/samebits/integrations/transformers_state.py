@@ -31,7 +31,7 @@ def checkpoint_tensors(model: Any, min_weights: int) -> Tensors:
     Args:
         min_weights: smaller tensors stay unpacked where a parameter is turned back into several of the checkpoint's.
     """
-    state = {name: loaded(model, name, tensor) for name, tensor in model.state_dict().items()}
+    state = {name: _loaded(model, name, tensor) for name, tensor in model.state_dict().items()}
     result = _take_pieces(model, state)
     headers = _under_original_names(model, state)
     state = remove_tied_weights_from_state_dict(state, model)
@@ -44,8 +44,7 @@ def checkpoint_tensors(model: Any, min_weights: int) -> Tensors:
     return result
 
 
-def loaded(model: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of a state dict, fetched from where it was offloaded to."""
+def _loaded(model: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:
     return load_offloaded_parameter(model, name) if tensor.device.type == "meta" else tensor
 
 
