@@ -18,11 +18,15 @@ INTEGRATIONS = {
     "transformers.integrations.moe": "samebits.integrations.transformers_experts",
     "transformers.quantizers.auto": "samebits.integrations.transformers",
     "transformers.modeling_utils": "samebits.integrations.transformers_model",
+    "diffusers.quantizers.auto": "samebits.integrations.diffusers",
+    "diffusers.models.modeling_utils": "samebits.integrations.diffusers_model",
+    "diffusers.pipelines.pipeline_utils": "samebits.integrations.diffusers_hub",
 }
 
 
 # Older versions are left alone.
-MINIMUM = {"transformers": (5, 17)}
+MINIMUM = {"transformers": (5, 17), "diffusers": (0, 42)}
+NEEDED = {"diffusers": "transformers"}  # by the integration, which is left out without it
 
 
 def register_on_import() -> None:
@@ -49,10 +53,13 @@ def _register(name: str) -> None:
 def _is_supported(package: str) -> bool:
     if package not in MINIMUM:
         return True
-    from importlib.metadata import version
+    from importlib.metadata import PackageNotFoundError, version
 
-    major, minor = version(package).split(".")[:2]
-    return (int(major), int(minor)) >= MINIMUM[package]
+    try:
+        major, minor = version(package).split(".")[:2]
+    except PackageNotFoundError:
+        return False
+    return (int(major), int(minor)) >= MINIMUM[package] and _is_supported(NEEDED.get(package, ""))
 
 
 class _Finder(MetaPathFinder):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,7 +30,7 @@ from samebits.format.packed import PackedTensor
 from samebits.format.safetensors_file import SUFFIX
 from samebits.integrations.transformers_load import check_dtypes, dtype_in_model, find_parameter, prepare
 from samebits.nn.convert import MIN_WEIGHTS, Report, Selection, decompress, encode_parameter, report
-from samebits.nn.packed_module import PackedModule, pack, packed_parameters, whole
+from samebits.nn.packed_module import pack, packed_parameters, whole
 
 # What from_pretrained was called with: the folder or hub id, and its keyword arguments.
 loading: ContextVar[tuple[str, Mapping[str, Any]] | None] = ContextVar("samebits_loading", default=None)
@@ -37,6 +38,12 @@ loading: ContextVar[tuple[str, Mapping[str, Any]] | None] = ContextVar("samebits
 _HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
 _ALIGNMENT = 16  # of packed tensors in memory, in bytes
 _PACKED_BYTES_PER_WEIGHT = 1.5  # more than packed weights take; for device maps
+
+
+class Method(StrEnum):
+    """What ``quant_method`` is: text for transformers, and an enumeration for diffusers."""
+
+    SAMEBITS = KEY
 
 
 class SamebitsConfig(QuantizationConfigMixin):  # type: ignore[misc]
@@ -57,7 +64,11 @@ class SamebitsConfig(QuantizationConfigMixin):  # type: ignore[misc]
             if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
                 raise InputError(f"{patterns!r} is no list of patterns", mend="give a list of strings")
         self.__dict__.update(
-            quant_method=KEY, version=VERSION, min_weights=min_weights, include=tuple(include), exclude=tuple(exclude)
+            quant_method=Method.SAMEBITS,
+            version=VERSION,
+            min_weights=min_weights,
+            include=tuple(include),
+            exclude=tuple(exclude),
         )
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -91,7 +102,8 @@ class SamebitsConfig(QuantizationConfigMixin):  # type: ignore[misc]
         return (config, kwargs) if return_unused_kwargs else config
 
     def to_dict(self) -> dict[str, Any]:
-        return {**self.__dict__, "include": list(self.include), "exclude": list(self.exclude)}
+        lists = {"include": list(self.include), "exclude": list(self.exclude)}
+        return {**self.__dict__, "quant_method": KEY, **lists}
 
     @property
     def selection(self) -> Selection:
@@ -205,8 +217,7 @@ class SamebitsQuantizer(HfQuantizer):  # type: ignore[misc]
         if self._failure:
             raise self._failure
         self.report = report(model, self.quantization_config.selection)
-        for _, module, name in packed_parameters(model):
-            _align(module, name)
+        align(model)
         return model
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor] | None, dict[str, str]]:
@@ -280,13 +291,14 @@ def _weights_file() -> str:
     return (found.index or found.files[0]).name
 
 
-def _align(module: PackedModule, name: str) -> None:
-    """Weights that transformers mapped from a file lie where the file has them."""
-    for slot in module.sb_recipes[name].slots:
-        parameter = module._parameters[slot]
-        assert parameter is not None
-        if parameter.device.type == "cpu" and parameter.data_ptr() % _ALIGNMENT:
-            parameter.data = parameter.data.clone()
+def align(model: torch.nn.Module) -> None:
+    """Packed weights that were mapped from a file lie where the file has them, not where decoders want them."""
+    for _, module, name in packed_parameters(model):
+        for slot in module.sb_recipes[name].slots:
+            parameter = module._parameters[slot]
+            assert parameter is not None
+            if parameter.device.type == "cpu" and parameter.data_ptr() % _ALIGNMENT:
+                parameter.data = parameter.data.clone()
 
 
 register()

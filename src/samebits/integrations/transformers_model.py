@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import json
 import os
-import re
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -13,22 +11,17 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors.torch import save_file
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from samebits.errors import InputError, SamebitsError
-from samebits.format.folder import CONFIG, INDEX_SUFFIX, KEY, STEM
-from samebits.format.safetensors_file import SUFFIX
 from samebits.integrations import transformers_df11
 from samebits.integrations.transformers import SamebitsConfig, SamebitsQuantizer, loading
 from samebits.integrations.transformers_layout import KEEP_FORMAT
-from samebits.integrations.transformers_state import checkpoint_tensors, file_info
+from samebits.integrations.transformers_state import checkpoint_tensors
+from samebits.integrations.weight_files import publish, write_weights
 from samebits.nn.df11 import holds_units
 from samebits.nn.packed_module import check_dtype, packed_parameters, share_ties
-
-_STALE = re.compile(r"(model|pytorch_model|samebits)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
 
 
 def register() -> None:
@@ -96,8 +89,10 @@ def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
             original(*call.args, **call.kwargs)
             if call.arguments.get("is_main_process", True):
                 call.apply_defaults()
-                _write_weights(self, Path(staging), call.arguments["max_shard_size"])
-                _publish(Path(staging), destination)
+                (Path(staging) / SAFE_WEIGHTS_NAME).unlink(missing_ok=True)  # an empty one
+                tensors = checkpoint_tensors(self, self.hf_quantizer.quantization_config.min_weights)
+                write_weights(tensors, Path(staging), call.arguments["max_shard_size"])
+                publish(Path(staging), destination)
         if push:
             options = call.arguments.get("kwargs", {})
             self.push_to_hub(options.pop("repo_id", destination.name), **options)
@@ -117,29 +112,6 @@ def _is_compressed(model: Any) -> bool:
         model.is_quantized, model.quantization_method = True, model.hf_quantizer.quantization_config.quant_method
         model.hf_quantizer.postprocess_model(model)
     return True
-
-
-def _write_weights(model: Any, folder: Path, max_shard_size: int | str) -> None:
-    """The files of FORMAT.md 7.1 and 7.3, instead of the empty one that transformers has written."""
-    (folder / SAFE_WEIGHTS_NAME).unlink(missing_ok=True)
-    tensors = checkpoint_tensors(model, model.hf_quantizer.quantization_config.min_weights)
-    pattern = f"{STEM}{{suffix}}{SUFFIX}"
-    split = split_torch_state_dict_into_shards(tensors, filename_pattern=pattern, max_shard_size=max_shard_size)
-    for file, names in split.filename_to_tensors.items():
-        shard = {name: tensors[name].contiguous() for name in names}
-        save_file(shard, folder / file, metadata={"format": "pt", KEY: file_info(shard).to_json()})
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (folder / (STEM + INDEX_SUFFIX)).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-
-
-def _publish(staging: Path, destination: Path) -> None:
-    """Stale weights go first and the config comes last, so that nothing half-written can be loaded."""
-    for path in destination.iterdir():
-        if _STALE.fullmatch(path.name):
-            path.unlink()
-    for path in sorted(staging.iterdir(), key=lambda path: path.name == CONFIG):
-        path.replace(destination / path.name)
 
 
 register()

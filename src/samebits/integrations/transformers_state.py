@@ -18,9 +18,7 @@ from transformers.integrations.accelerate import load_offloaded_parameter
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from samebits.api import decode, encode
-from samebits.digest import digest
-from samebits.format.container import FileInfo
-from samebits.format.names import original_name, stored_name
+from samebits.format.names import stored_name
 from samebits.format.packed import Header, PackedTensor
 from samebits.nn.packed_module import PackedModule
 
@@ -44,12 +42,6 @@ def checkpoint_tensors(model: Any, min_weights: int) -> Tensors:
     for names in converted:
         result |= _converted(model, {name: state[name] for name in names}, headers, min_weights)
     return result
-
-
-def file_info(tensors: Mapping[str, torch.Tensor]) -> FileInfo:
-    """FORMAT.md 7.3 for a file with these tensors."""
-    unpacked = {name: tensor for name, tensor in tensors.items() if original_name(name) is None}
-    return FileInfo({name: digest(tensor.detach().cpu().contiguous()) for name, tensor in unpacked.items()})
 
 
 def _loaded(model: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:

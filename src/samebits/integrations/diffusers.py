@@ -1,0 +1,271 @@
+"""diffusers: a quantizer "samebits", which loads compressed folders and compresses checkpoints while loading them.
+
+A model gives the bits that the same call of from_pretrained gives without compression: a packed weight is decoded to
+BF16 and converted to the dtype that the model was asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from diffusers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
+from diffusers.quantizers.base import DiffusersQuantizer
+from torch import nn
+
+from samebits.api import decode
+from samebits.errors import DtypeError, FormatError, InputError
+from samebits.format.container import Checkpoint, Entry
+from samebits.format.folder import KEY
+from samebits.format.names import original_name, stored_name
+from samebits.format.packed import PackedTensor
+from samebits.integrations.transformers import SamebitsConfig, align
+from samebits.integrations.transformers_load import check, find_parameter
+from samebits.nn.convert import Report, Selection, decompress, encode_parameter, report
+from samebits.nn.packed_module import pack, packed_parameters, slot_name, whole
+from samebits.nn.recipe import Piece, Recipe
+
+# Whether the model that is being loaded is a compressed one.
+compressed: ContextVar[bool] = ContextVar("samebits_compressed", default=False)
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_WORDS = {torch.float16: torch.int16, torch.float32: torch.int32}
+_PACKED_SHARE = 3  # twice the dense bytes over the packed ones, about: for the allocator's warm-up
+_NOT_BF16 = "has values that are not BF16"
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ModelSelection(Selection):
+    """Of a diffusers model's parameters.
+
+    Attributes:
+        asked: names of parameters whose dtype the model's code asks for (as that of a module's first parameter).
+    """
+
+    asked: frozenset[str] = field(default_factory=frozenset)
+
+    def reason_against(self, module: nn.Module, name: str, full_name: str) -> str | None:
+        if next(module.children(), None) is not None:
+            return "belongs to a module with others in it, whose class must stay"
+        if full_name in self.asked:
+            return "tells the model's code the dtype to compute with"
+        return super().reason_against(module, name, full_name)
+
+
+def select(model: nn.Module, selection: Selection) -> ModelSelection:
+    """A model's first parameter, and those that embed the time step, are asked for their dtype."""
+    names = [name for name, _ in model.named_parameters()]
+    asked = {*names[:1], *(name for name in names if _embeds_time(name))}
+    return ModelSelection(selection.min_weights, selection.include, selection.exclude, frozenset(asked))
+
+
+def _embeds_time(name: str) -> bool:
+    owners = name.split(".")[:-1]
+    return any(("time" in owner and "embed" in owner) or owner == "delta_embedder" for owner in owners)
+
+
+def as_bf16(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The same values in BF16, None if some would change; compared as bits."""
+    if tensor.dtype == torch.bfloat16:
+        return tensor
+    if tensor.dtype not in _WORDS:
+        return None
+    rounded, words = tensor.to(torch.bfloat16), _WORDS[tensor.dtype]
+    return rounded if torch.equal(rounded.to(tensor.dtype).view(words), tensor.view(words)) else None
+
+
+class SamebitsQuantizer(DiffusersQuantizer):  # type: ignore[misc]
+    """What diffusers calls while it loads, saves and dequantizes.
+
+    Attributes:
+        report: what was packed while loading.
+    """
+
+    use_keep_in_fp32_modules = True  # as without a quantizer
+    supports_parallel_loading = False  # a module's weight and bias may be in different files
+    is_serializable = True
+    is_trainable = True  # adapters on top
+    is_compileable = True
+
+    def __init__(self, quantization_config: SamebitsConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        compressed.set(self.pre_quantized)
+        self.report = Report()
+        self._dtype = torch.bfloat16
+        self._selection = ModelSelection()
+        # only while loading:
+        self._in_float32: Sequence[str] = ()  # names that mark parameters to be kept so
+        self._files: list[str] = []
+        self._keys: list[str] = []
+        self._slots: dict[str, str] = {}  # of packed tensors that stay packed: their parameter, by stored name
+        self._rounded: dict[str, str] = {}  # reasons by name
+
+    # Before the model exists
+
+    def validate_environment(self, device_map: Any = None, **kwargs: Any) -> None:
+        if not self.pre_quantized and isinstance(device_map, dict) and "disk" in device_map.values():
+            mend = "compress first with `samebits compress` or save_pretrained, and load that folder"
+            raise InputError("weights cannot be compressed while they are offloaded to disk", mend=mend)
+
+    def update_torch_dtype(self, torch_dtype: torch.dtype | None) -> torch.dtype:
+        """Without a dtype diffusers would make everything float32: a compressed model is then BF16."""
+        if torch_dtype is not None and torch_dtype not in _DTYPES:
+            mend = "pass dtype=torch.bfloat16"
+            raise DtypeError(f"a compressed model cannot be loaded as {torch_dtype}", mend=mend)
+        self._dtype = torch_dtype or torch.bfloat16
+        return self._dtype
+
+    def get_cuda_warm_up_factor(self) -> int:
+        return _PACKED_SHARE
+
+    # Between the model's making and the loading of its weights
+
+    def maybe_update_loaded_keys(self, loaded_keys: list[str], checkpoint_files: list[str]) -> list[str]:
+        """The list that is returned gets the names in the model as soon as there is one."""
+        self._files, self._keys = checkpoint_files, loaded_keys
+        return self._keys
+
+    def _process_model_before_weight_loading(
+        self, model: Any, keep_in_fp32_modules: Sequence[str] = (), **kwargs: Any
+    ) -> None:
+        self._in_float32 = keep_in_fp32_modules or ()
+        self._selection = select(model, self.quantization_config.selection)
+        if self.pre_quantized and not self._files:
+            mend = "compress the model while from_pretrained loads it"
+            raise InputError("single files are not loaded by this quantizer", mend=mend)
+        if self.pre_quantized:
+            for entry in Checkpoint.open(Path(self._files[0]).parent):
+                check(entry)
+                if entry.header is not None:
+                    self._place(model, entry)
+            self._keys[:] = [self._slots.get(name) or original_name(name) or name for name in self._keys]
+
+    def _place(self, model: Any, entry: Entry) -> None:
+        """Make a parameter a packed one, still on the meta device, if its module can hold it."""
+        found = find_parameter(model, entry.name)
+        if found is None or entry.header is None:
+            return  # diffusers reports it
+        module, leaf, parameter = found
+        if tuple(parameter.shape) != entry.shape:
+            what = f"shape {list(entry.shape)} where the model has {list(parameter.shape)}"
+            raise FormatError(what, where=entry.where, mend="these weights do not belong to this config.json")
+        if replace(self._selection, min_weights=0, include=(), exclude=()).reason_against(module, leaf, entry.name):
+            return
+        recipe = Recipe(entry.shape, (Piece(slot_name(leaf), entry.header),), self._dtype_of(entry.name))
+        pack(module, leaf, recipe, [torch.empty(entry.nbytes, dtype=torch.uint8, device="meta")])
+        self._slots[stored_name(entry.name)] = entry.name.removesuffix(leaf) + recipe.slots[0]
+
+    def _dtype_of(self, name: str) -> torch.dtype:
+        """Of a parameter in the model, by diffusers' rule."""
+        return torch.float32 if any(part in self._in_float32 for part in name.split(".")) else self._dtype
+
+    # While weights are loaded
+
+    def maybe_update_state_dict(self, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """A file's tensors under the model's names, decoded where the model cannot hold them packed."""
+        return dict(self._in_model(*item) for item in state_dict.items()) if self.pre_quantized else state_dict
+
+    def _in_model(self, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+        original = original_name(name)
+        if name in self._slots or original is None:
+            return self._slots.get(name, name), tensor
+        return original, decode(PackedTensor.from_data(tensor))
+
+    def check_if_quantized_param(
+        self, model: Any, param_value: torch.Tensor, param_name: str, *args: Any, **kwargs: Any
+    ) -> bool:
+        found = None if self.pre_quantized else find_parameter(model, param_name)
+        return found is not None and self._selection.reason_against(found[0], found[1], param_name) is None
+
+    def create_quantized_param(
+        self,
+        model: Any,
+        param_value: torch.Tensor,
+        param_name: str,
+        target_device: Any,
+        state_dict: dict[str, torch.Tensor],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Encode a weight on its device.
+
+        Args:
+            param_value: converted to the model's dtype already.
+            state_dict: of the checkpoint.
+        """
+        stored = state_dict[param_name].to(target_device)
+        module, leaf, parameter = cast("tuple[nn.Module, str, nn.Parameter]", find_parameter(model, param_name))
+        exact = as_bf16(stored)
+        packed = None if exact is None else encode_parameter(exact, param_name)
+        if exact is None:
+            self._rounded[param_name] = f"{stored.dtype}, {_NOT_BF16}"
+        if packed is None:
+            module._parameters[leaf] = nn.Parameter(param_value.to(target_device), parameter.requires_grad)
+            return
+        recipe = replace(whole(packed, leaf, parameter.requires_grad), dtype=self._dtype_of(param_name))
+        pack(module, leaf, recipe, [packed.data])
+
+    # After loading
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        self.report = report(model, self._selection)
+        self.report.raw.update(self._rounded)
+        if self._rounded:
+            name, reason = next(iter(self._rounded.items()))
+            mend = "rounding them to BF16 first (samebits compress --cast bf16) would lose bits"
+            count = len(self._rounded)
+            _log.warning(
+                "%d weights of %s stay as they are (%s: %s): %s", count, type(model).__name__, name, reason, mend
+            )
+        self._files, self._keys, self._slots, self._rounded = [], [], {}, {}
+        align(model)
+        return model
+
+    def get_state_dict_and_metadata(
+        self, state_dict: dict[str, Any], safe_serialization: bool = False
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Nothing for diffusers to write: see diffusers_model."""
+        return {}, {}
+
+    def _dequantize(self, model: Any) -> Any:
+        decompress(model)
+        forget(model)
+        return model
+
+
+def forget(model: Any) -> None:
+    """Remove from a model's config what it no longer is."""
+    kept = {key: value for key, value in model.config.items() if key != "quantization_config"}
+    model._internal_dict = type(model.config)(kept)
+
+
+def is_compressed(model: Any) -> bool:
+    """Whether it has packed weights; what it says of itself is brought in line with that."""
+    quantizer = getattr(model, "hf_quantizer", None)
+    if next(packed_parameters(model), None) is None:
+        if isinstance(quantizer, SamebitsQuantizer):
+            del model.hf_quantizer
+            model.is_quantized = False
+            forget(model)
+        return False
+    if quantizer is None:  # compressed by samebits.compress
+        config = SamebitsConfig()
+        model.hf_quantizer = SamebitsQuantizer(config, pre_quantized=False)
+        model.is_quantized, model.quantization_method = True, config.quant_method
+        model.register_to_config(quantization_config=config)
+    return True
+
+
+def register() -> None:
+    """Make the quantizer known to diffusers."""
+    AUTO_QUANTIZER_MAPPING[KEY] = SamebitsQuantizer
+    AUTO_QUANTIZATION_CONFIG_MAPPING[KEY] = SamebitsConfig
+
+
+register()

@@ -1,0 +1,50 @@
+"""The files of a compressed model folder (FORMAT.md 7.1 to 7.3), as save_pretrained writes them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import save_file
+
+from samebits.digest import digest
+from samebits.format.container import FileInfo
+from samebits.format.folder import CONFIG, INDEX_SUFFIX, KEY, STEM
+from samebits.format.names import original_name
+from samebits.format.safetensors_file import SUFFIX
+
+_STALE = re.compile(
+    r"(model|pytorch_model|diffusion_pytorch_model|samebits)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?"
+)
+
+
+def write_weights(tensors: Mapping[str, torch.Tensor], folder: Path, max_shard_size: int | str) -> None:
+    """Write tensors under the names of FORMAT.md 7.2 into ``folder``, with an index if there are several files."""
+    pattern = f"{STEM}{{suffix}}{SUFFIX}"
+    split = split_torch_state_dict_into_shards(dict(tensors), filename_pattern=pattern, max_shard_size=max_shard_size)
+    for file, names in split.filename_to_tensors.items():
+        shard = {name: tensors[name].contiguous() for name in names}
+        save_file(shard, folder / file, metadata={"format": "pt", KEY: _file_info(shard).to_json()})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / (STEM + INDEX_SUFFIX)).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def _file_info(tensors: Mapping[str, torch.Tensor]) -> FileInfo:
+    """FORMAT.md 7.3 for a file with these tensors."""
+    unpacked = {name: tensor for name, tensor in tensors.items() if original_name(name) is None}
+    return FileInfo({name: digest(tensor.detach().cpu().contiguous()) for name, tensor in unpacked.items()})
+
+
+def publish(staging: Path, destination: Path) -> None:
+    """Move the files of one folder to another: stale weights go first and the config comes last, so that nothing
+    half-written can be loaded."""
+    for path in destination.iterdir():
+        if _STALE.fullmatch(path.name):
+            path.unlink()
+    for path in sorted(staging.iterdir(), key=lambda path: path.name == CONFIG):
+        path.replace(destination / path.name)

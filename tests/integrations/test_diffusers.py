@@ -1,0 +1,232 @@
+"""diffusers: outputs equal to the uncompressed model's, by bytes, whichever way in; eligible weights are packed."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+import samebits
+from samebits.errors import DigestError, DtypeError, FormatError, InputError
+from samebits.format.container import Checkpoint
+from tests.integrations.diffusers_models import ARCHITECTURES, Reference, assert_same_bytes, eligible, make, output
+from tests.integrations.models import assert_same_checkpoint, compress_folder, files, packed_parameters
+
+
+@pytest.fixture(scope="module")
+def make_once(tmp_path_factory: pytest.TempPathFactory):
+    return cache(lambda name, **options: make(name, tmp_path_factory.mktemp(name) / "plain", **options))
+
+
+@pytest.fixture(params=ARCHITECTURES)
+def any_model(request: pytest.FixtureRequest, make_once) -> Reference:
+    return make_once(request.param)
+
+
+@pytest.fixture
+def flux(make_once) -> Reference:
+    return make_once("flux")
+
+
+@pytest.fixture
+def flux_folder(flux: Reference, config: samebits.SamebitsConfig, tmp_path: Path) -> Path:
+    flux.load(quantization_config=config).save_pretrained(tmp_path / "flux")
+    return tmp_path / "flux"
+
+
+def assert_all_packed(model, reference: Reference) -> None:
+    expected = set(eligible(reference.model))
+    assert len(expected) > 10
+    assert {name for name, _, _ in packed_parameters(model)} == expected
+    assert model.hf_quantizer.report.packed.keys() == expected
+
+
+def test_compressed_while_loading(any_model: Reference, config: samebits.SamebitsConfig) -> None:
+    model = any_model.load(quantization_config=config)
+    assert_all_packed(model, any_model)
+    any_model.assert_same(model)
+
+
+def test_saved_and_loaded_again(any_model: Reference, config: samebits.SamebitsConfig, tmp_path: Path) -> None:
+    any_model.model.save_pretrained(tmp_path / "plain")
+    any_model.load(quantization_config=config).save_pretrained(tmp_path / "packed")
+    assert files(tmp_path / "packed") == {"config.json", "samebits.safetensors"}
+    assert_same_checkpoint(tmp_path / "packed", tmp_path / "plain")
+    model = any_model.load(tmp_path / "packed")
+    assert_all_packed(model, any_model)
+    any_model.assert_same(model)
+
+
+def test_folder_of_the_command_line(any_model: Reference, tmp_path: Path) -> None:
+    folder = compress_folder(any_model.folder, tmp_path / "compressed")
+    model = any_model.load(folder)
+    assert_all_packed(model, any_model)
+    any_model.assert_same(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("name", ["sdxl", "wan"])
+def test_bf16_in_disguise(
+    make_once, config: samebits.SamebitsConfig, name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """A checkpoint in another dtype whose values are BF16's, and a model that computes in that dtype."""
+    reference = make_once(name, stored=dtype, dtype=dtype)
+    model = reference.load(dtype=dtype, quantization_config=config)
+    assert_all_packed(model, reference)
+    reference.assert_same(model)
+    model.save_pretrained(tmp_path)
+    model = reference.load(tmp_path, dtype=dtype)
+    assert_all_packed(model, reference)
+    reference.assert_same(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_other_weights_stay_as_they_are(
+    flux: Reference,
+    config: samebits.SamebitsConfig,
+    dtype: torch.dtype,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """One weight of an FP16 checkpoint has a value between two of BF16."""
+    name = "context_embedder.weight"
+    model = flux.load(dtype=torch.float16)
+    model.get_parameter(name).data[0, 0] = 1 + 2**-10
+    model.save_pretrained(tmp_path)
+    plain, packed = (flux.load(tmp_path, dtype=dtype, **options) for options in ({}, {"quantization_config": config}))
+    assert packed.hf_quantizer.report.packed.keys() == set(eligible(flux.model)) - {name}
+    assert packed.hf_quantizer.report.raw[name] == "torch.float16, has values that are not BF16"
+    assert "1 weights of FluxTransformer2DModel stay as they are (context_embedder.weight" in caplog.text
+    assert_same_bytes(output("flux", packed), output("flux", plain))
+
+
+def test_without_a_dtype_it_is_bf16(flux: Reference, flux_folder: Path) -> None:
+    model = flux.load(flux_folder, dtype=None)
+    assert model.dtype == torch.bfloat16
+    flux.assert_same(model)
+
+
+def test_sharded(flux: Reference, config: samebits.SamebitsConfig, tmp_path: Path) -> None:
+    flux.model.save_pretrained(tmp_path / "plain", max_shard_size="100KB")
+    model = flux.load(tmp_path / "plain", quantization_config=config)
+    assert_all_packed(model, flux)
+    model.save_pretrained(tmp_path / "packed", max_shard_size="100KB")
+    assert len(Checkpoint.open(tmp_path / "packed").files) > 1
+    assert "samebits.safetensors.index.json" in files(tmp_path / "packed")
+    model = flux.load(tmp_path / "packed")
+    assert_all_packed(model, flux)
+    flux.assert_same(model)
+
+
+def test_saved_over_another(flux: Reference, flux_folder: Path, tmp_path: Path) -> None:
+    """Of whichever kind: no stale weights stay."""
+    flux.model.save_pretrained(tmp_path / "out")
+    flux.load(flux_folder).save_pretrained(tmp_path / "out")
+    assert files(tmp_path / "out") == {"config.json", "samebits.safetensors"}
+    flux.assert_same(flux.load(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("by", ["dequantize", "decompress"])
+def test_decompressed(flux: Reference, flux_folder: Path, by: str, tmp_path: Path) -> None:
+    model = flux.load(flux_folder)
+    if by == "dequantize":
+        assert model.dequantize() is model
+    else:
+        samebits.decompress(model)
+    assert not list(packed_parameters(model))
+    flux.assert_same(model)
+    model.save_pretrained(tmp_path / "plain")
+    assert files(tmp_path / "plain") == {"config.json", "diffusion_pytorch_model.safetensors"}
+    assert_same_checkpoint(tmp_path / "plain", flux.folder)
+    flux.assert_same(flux.load(tmp_path / "plain"))
+
+
+def test_compressed_in_place_and_saved(flux: Reference, tmp_path: Path) -> None:
+    model = flux.load()
+    samebits.compress(model, min_weights=1024)
+    flux.assert_same(model)
+    model.save_pretrained(tmp_path)
+    assert files(tmp_path) == {"config.json", "samebits.safetensors"}
+    assert_same_checkpoint(tmp_path, flux.folder)
+    flux.assert_same(flux.load(tmp_path))
+
+
+def test_include_and_exclude(flux: Reference) -> None:
+    config = samebits.SamebitsConfig(1024, include=["*transformer_blocks.*"], exclude=["*.attn.*"])
+    model = flux.load(quantization_config=config)
+    names = {name for name in eligible(flux.model) if "transformer_blocks." in name and ".attn." not in name}
+    assert model.hf_quantizer.report.packed.keys() == names
+    flux.assert_same(model)
+
+
+def test_everything_packed_still_has_a_dtype(flux: Reference) -> None:
+    """Even where no floating point parameter is left."""
+    model = flux.load(quantization_config=samebits.SamebitsConfig(min_weights=1))
+    assert model.dtype == torch.bfloat16
+    flux.assert_same(model)
+
+
+@pytest.mark.parametrize("device_map", ["cpu", "auto", {"": "cpu"}])
+def test_device_maps(flux: Reference, flux_folder: Path, config: samebits.SamebitsConfig, device_map) -> None:
+    flux.assert_same(flux.load(flux_folder, device_map=device_map))
+    flux.assert_same(flux.load(quantization_config=config, device_map=device_map))
+
+
+def test_offloaded_to_disk(flux: Reference, flux_folder: Path, config: samebits.SamebitsConfig, tmp_path: Path) -> None:
+    places = {name: "cpu" for name, _ in flux.model.named_children()} | {"transformer_blocks": "disk"}
+    options = {"device_map": places, "offload_folder": str(tmp_path / "offload")}
+    model = flux.load(flux_folder, **options)
+    flux.assert_same(model)
+    model.save_pretrained(tmp_path / "saved")
+    flux.assert_same(flux.load(tmp_path / "saved"))
+    with pytest.raises(InputError, match="while they are offloaded to disk"):
+        flux.load(quantization_config=config, **options)
+
+
+def test_other_dtypes_are_refused(flux: Reference, flux_folder: Path) -> None:
+    model = flux.load(flux_folder)
+    for change in (model.to, model.type):
+        with pytest.raises((DtypeError, ValueError), match=r"dtype|cannot become"):
+            change(torch.float16)
+    for change in (model.half, model.float, model.double):
+        with pytest.raises((DtypeError, ValueError), match=r"not supported|cannot become"):
+            change()
+    flux.assert_same(model.to("cpu"))
+    with pytest.raises(DtypeError, match=r"cannot be loaded as torch.float64"):
+        flux.load(flux_folder, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("options", [{"variant": "fp16"}, {"safe_serialization": False}])
+def test_unsupported_ways_to_save(
+    flux: Reference, flux_folder: Path, options: dict[str, object], tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=next(iter(options))):
+        flux.load(flux_folder).save_pretrained(tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_damaged_file(flux: Reference, flux_folder: Path) -> None:
+    path = flux_folder / "samebits.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(DigestError, match=r"samebits.safetensors: .* damaged"):
+        flux.load(flux_folder)
+
+
+def test_weights_of_another_model(flux: Reference, flux_folder: Path) -> None:
+    path = flux_folder / "config.json"
+    path.write_text(path.read_text().replace('"joint_attention_dim": 64', '"joint_attention_dim": 32'))
+    with pytest.raises(FormatError, match=r"context_embedder.weight: shape .* do not belong to this config"):
+        flux.load(flux_folder)
+
+
+def test_uncompressed_models_are_as_before(flux: Reference, tmp_path: Path) -> None:
+    model = flux.load()
+    model.to(torch.float16).save_pretrained(tmp_path)
+    assert files(tmp_path) == {"config.json", "diffusion_pytorch_model.safetensors"}
+    (tmp_path / "diffusion_pytorch_model.safetensors").unlink()
+    with pytest.raises(OSError, match="diffusion_pytorch_model"):
+        flux.load(tmp_path)

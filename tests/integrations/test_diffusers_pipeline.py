@@ -1,0 +1,200 @@
+"""Whole diffusers pipelines: images and latents equal to the uncompressed one's, and what of them is left alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from inspect import signature
+from pathlib import Path
+
+import diffusers
+import pytest
+import torch
+from diffusers import DiffusionPipeline, PipelineQuantizationConfig
+from diffusers.pipelines import pipeline_loading_utils, pipeline_utils
+from examples.diffusion_pipeline import tiny_pipeline
+
+import samebits
+from tests.integrations.diffusers_models import ARCHITECTURES, assert_same_bytes
+from tests.integrations.models import MIN_WEIGHTS, files, packed_parameters
+from tests.integrations.test_hooks import run_python
+
+PACKED = ("transformer", "text_encoder", "text_encoder_2")
+CONFIGS = {
+    "by component": {"quant_mapping": dict.fromkeys(PACKED, samebits.SamebitsConfig(MIN_WEIGHTS))},
+    "by name": {"quant_backend": "samebits", "quant_kwargs": {"min_weights": MIN_WEIGHTS}},
+}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pipeline") / "plain"
+    tiny_pipeline().save_pretrained(folder)
+    return folder
+
+
+def load(folder: Path, **options) -> DiffusionPipeline:
+    pipeline = DiffusionPipeline.from_pretrained(folder, **{"dtype": torch.bfloat16, **options})
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def drawn(pipeline: DiffusionPipeline) -> torch.Tensor:
+    """Latents of two steps, followed by the image."""
+    options = {"height": 32, "width": 32, "num_inference_steps": 2, "max_sequence_length": 16, "output_type": "pt"}
+    seen = []
+
+    def keep(pipeline, step, time, values):
+        seen.append(values["latents"])
+        return values
+
+    image = pipeline("And the earth", generator=torch.Generator().manual_seed(3), callback_on_step_end=keep, **options)
+    tensors = [*seen, image.images]
+    assert all(tensor.isfinite().all() and tensor.unique().numel() > 100 for tensor in tensors)
+    return torch.cat([tensor.float().flatten() for tensor in tensors])
+
+
+@pytest.mark.parametrize("way", CONFIGS)
+def test_pipeline(plain: Path, way: str, tmp_path: Path) -> None:
+    expected = drawn(load(plain))
+    packed = load(plain, quantization_config=PipelineQuantizationConfig(**CONFIGS[way]))
+    assert_same_bytes(drawn(packed), expected)
+    packed.save_pretrained(tmp_path)
+    again = load(tmp_path)
+    assert_same_bytes(drawn(again), expected)
+    for name in PACKED:
+        assert "samebits.safetensors" in files(tmp_path / name)
+        for pipeline in (packed, again):
+            assert len(list(packed_parameters(getattr(pipeline, name)))) > 10
+    for pipeline in (packed, again):
+        assert not list(packed_parameters(pipeline.vae))
+        assert not hasattr(pipeline.vae, "hf_quantizer")
+    assert "diffusion_pytorch_model.safetensors" in files(tmp_path / "vae")
+
+
+def test_autoencoder_by_name(plain: Path) -> None:
+    """Left alone unless it is asked for."""
+    config = PipelineQuantizationConfig(**CONFIGS["by name"], components_to_quantize=["vae"])
+    pipeline = load(plain, quantization_config=config)
+    assert list(packed_parameters(pipeline.vae))
+    assert not list(packed_parameters(pipeline.transformer))
+    assert_same_bytes(drawn(pipeline), drawn(load(plain)))
+
+
+def test_compressed_transformer_in_a_plain_pipeline(plain: Path) -> None:
+    config = samebits.SamebitsConfig(MIN_WEIGHTS)
+    options = {"subfolder": "transformer", "dtype": torch.bfloat16, "quantization_config": config}
+    transformer = diffusers.FluxTransformer2DModel.from_pretrained(plain, **options)
+    assert_same_bytes(drawn(load(plain, transformer=transformer)), drawn(load(plain)))
+
+
+# name: pipeline class, the name of its denoiser in it, its autoencoder
+KL = ("AutoencoderKL", {"block_out_channels": (16,), "latent_channels": 4, "norm_num_groups": 2, "shift_factor": 0.1})
+WAN = {"base_dim": 4, "z_dim": 4, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
+STATISTICS = {"latents_mean": [0.0] * 4, "latents_std": [1.0] * 4}
+OTHERS = {
+    "sd3": ("StableDiffusion3Pipeline", "transformer", KL),
+    "sdxl": ("StableDiffusionXLPipeline", "unet", KL),
+    "wan": ("WanPipeline", "transformer", ("AutoencoderKLWan", WAN | STATISTICS)),
+    "qwen-image": ("QwenImagePipeline", "transformer", ("AutoencoderKLQwenImage", WAN | STATISTICS)),
+}
+
+
+def tiny(name: str) -> DiffusionPipeline:
+    """A pipeline without text encoders."""
+    class_name, part, (vae_name, vae_options) = OTHERS[name]
+    model_name, model_options = ARCHITECTURES[name]
+    torch.manual_seed(0)
+    flow = diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=name == "qwen-image")
+    given = {
+        "scheduler": diffusers.EulerDiscreteScheduler() if name == "sdxl" else flow,
+        "vae": getattr(diffusers, vae_name)(**vae_options),
+        part: getattr(diffusers, model_name)(**model_options),
+    }
+    pipeline_class = getattr(diffusers, class_name)
+    return pipeline_class(**without_texts(name) | given).to(torch.bfloat16)
+
+
+def without_texts(name: str) -> dict[str, None]:
+    """Components that ``tiny`` leaves out, as arguments."""
+    names = signature(getattr(diffusers, OTHERS[name][0])).parameters
+    return {name: None for name in names if name.startswith(("text_encoder", "tokenizer"))}
+
+
+def made(name: str, pipeline: DiffusionPipeline) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(4)
+    text = torch.randn(1, 8, 64, generator=generator).to(torch.bfloat16)
+    options = {"prompt_embeds": text, "height": 32, "width": 32, "num_inference_steps": 2, "output_type": "pt"}
+    pooled = {"pooled_prompt_embeds": text[:, 0], "negative_pooled_prompt_embeds": text[:, 1]}
+    if name in ("sd3", "sdxl"):
+        options |= pooled
+    if name == "wan":
+        options |= {"num_frames": 5}
+    if name == "qwen-image":
+        options |= {"prompt_embeds_mask": torch.ones(1, 8, dtype=torch.int64), "true_cfg_scale": 1.0}
+    else:
+        options |= {"negative_prompt_embeds": text.flip(1)}
+    result = pipeline(**options, generator=generator, return_dict=False)[0]
+    assert result.isfinite().all()
+    assert result.unique().numel() > 100
+    return result
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_pipelines(name: str, tmp_path: Path) -> None:
+    tiny(name).save_pretrained(tmp_path / "plain")
+    texts = without_texts(name)
+    expected = made(name, load(tmp_path / "plain", **texts))
+    packed = load(tmp_path / "plain", **texts, quantization_config=PipelineQuantizationConfig(**CONFIGS["by name"]))
+    assert len(list(packed_parameters(getattr(packed, OTHERS[name][1])))) > 10
+    assert_same_bytes(made(name, packed), expected)
+    packed.to("cpu").save_pretrained(tmp_path / "packed")
+    assert_same_bytes(made(name, load(tmp_path / "packed", **texts)), expected)
+
+
+def test_files_on_the_hub() -> None:
+    """A compressed pipeline's weights are among what is fetched, as safetensors, and what else is there is not."""
+    weights = {
+        "transformer/samebits-00001-of-00002.safetensors",
+        "transformer/samebits-00002-of-00002.safetensors",
+        "transformer/samebits.safetensors.index.json",
+        "text_encoder/samebits.safetensors",
+        "vae/diffusion_pytorch_model.safetensors",
+    }
+    others = {"model_index.json", "transformer/config.json", "samebits-notes.txt", "vae/other.safetensors"}
+    assert pipeline_utils.variant_compatible_siblings(weights | others) == (weights, set())
+    assert pipeline_loading_utils.is_safetensors_compatible(weights)
+    assert not pipeline_loading_utils.is_safetensors_compatible({*weights, "unet/diffusion_pytorch_model.bin"})
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import samebits",
+        "from diffusers import FluxPipeline, WanPipeline; import samebits",
+    ],
+)
+def test_either_order_of_imports(imports: str) -> None:
+    run_python(f"""{imports}
+from diffusers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AUTO_QUANTIZATION_CONFIG_MAPPING
+from diffusers import ModelMixin
+assert AUTO_QUANTIZER_MAPPING["samebits"].__module__ == "samebits.integrations.diffusers"
+assert AUTO_QUANTIZATION_CONFIG_MAPPING["samebits"] is samebits.SamebitsConfig
+assert ModelMixin._apply.__module__ == "samebits.integrations.diffusers_model"
+""")
+
+
+def test_without_samebits_diffusers_stops(plain: Path, tmp_path: Path) -> None:
+    load(plain, quantization_config=PipelineQuantizationConfig(**CONFIGS["by name"])).transformer.save_pretrained(
+        tmp_path
+    )
+    code = "import sys, diffusers; diffusers.FluxTransformer2DModel.from_pretrained(sys.argv[1])"
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode
+    assert "Unknown quantization type, got samebits" in done.stderr
+
+
+def test_example() -> None:
+    script = Path(__file__).parents[2] / "examples" / "diffusion_pipeline.py"
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("the same image, byte for byte: True\n")
