@@ -35,6 +35,7 @@ FRAMEWORKS = {
     "diffusers": ("samebits.integrations", "samebits.cli"),
     "vllm": ("samebits.integrations",),
     "accelerate": ("samebits.integrations",),
+    "peft": ("samebits.integrations",),
     "typer": ("samebits.cli",),
     "rich": ("samebits.cli",),
     "cuda": ("samebits.kernels", "samebits.cli"),

@@ -16,9 +16,20 @@ if TYPE_CHECKING:
     from samebits.integrations.transformers import SamebitsConfig
     from samebits.nn.convert import compress, decompress
     from samebits.nn.prepare import prepare
+    from samebits.nn.state import load_state_dict
 
 __version__ = "0.1.0"
-__all__ = ["PackedTensor", "SamebitsConfig", "__version__", "compress", "decode", "decompress", "encode", "prepare"]
+__all__ = [
+    "PackedTensor",
+    "SamebitsConfig",
+    "__version__",
+    "compress",
+    "decode",
+    "decompress",
+    "encode",
+    "load_state_dict",
+    "prepare",
+]
 
 _HOMES = {
     "encode": "samebits.api",
@@ -27,6 +38,7 @@ _HOMES = {
     "SamebitsConfig": "samebits.integrations.transformers",
     "compress": "samebits.nn.convert",
     "decompress": "samebits.nn.convert",
+    "load_state_dict": "samebits.nn.state",
     "prepare": "samebits.nn.prepare",
 }
 

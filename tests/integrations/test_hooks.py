@@ -42,8 +42,19 @@ def test_either_order(imports: str) -> None:
     run_python(imports + REGISTERED + WRAPPED)
 
 
+@pytest.mark.parametrize("imports", ["import samebits, peft", "import peft, samebits", "import peft.tuners, samebits"])
+def test_either_order_with_peft(imports: str) -> None:
+    wrapped = """
+from peft.tuners.lora import Linear
+from peft.tuners.tuners_utils import BaseTuner
+for method in (BaseTuner.inject_adapter, BaseTuner._check_merge_allowed, Linear.unmerge):
+    assert hasattr(method, "__wrapped__") and not hasattr(method.__wrapped__, "__wrapped__")
+"""
+    run_python(imports + wrapped)
+
+
 def test_samebits_loads_nothing_of_transformers() -> None:
-    run_python("import sys, samebits; assert not {'torch', 'transformers'} & set(sys.modules)")
+    run_python("import sys, samebits; assert not {'torch', 'transformers', 'peft'} & set(sys.modules)")
 
 
 def test_transformers_stays_lazy() -> None:

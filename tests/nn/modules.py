@@ -57,6 +57,31 @@ class ReadsAChild(nn.Module):
         return nn.functional.linear(x.to(self.child.weight.dtype), self.child.weight) + self.child(x)
 
 
+class Bare(nn.Module):
+    """Parameters of its own with two dimensions, and lists and dictionaries of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(64, 64) / 8)
+        self.list = nn.ParameterList([torch.randn(64, 64) / 8 for _ in range(2)])
+        self.dict = nn.ParameterDict({"weight": torch.randn(64, 64) / 8, "other": torch.randn(64, 64) / 8})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for matrix in (*self.list, *self.dict.values()):
+            x = x @ matrix
+        return x @ self.table.T
+
+
+def _channels_last() -> nn.Module:
+    return nn.Conv2d(32, 64, 3).to(memory_format=torch.channels_last)
+
+
+def _transposed() -> nn.Module:
+    layer = nn.Linear(64, 96)
+    layer.weight = nn.Parameter(torch.randn(64, 96).T / 8)
+    return layer
+
+
 def _attention(**options: Any) -> Callable[[], nn.Module]:
     return lambda: nn.MultiheadAttention(64, 4, batch_first=True, **options)
 
@@ -73,9 +98,15 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], torch.Tensor], s
     "linear": (lambda: nn.Linear(64, 96), lambda m: m(INPUT), {"weight"}),
     "large bias": (lambda: nn.Linear(64, 2000), lambda m: m(INPUT), {"weight", "bias"}),
     "embedding": (lambda: nn.Embedding(100, 64, padding_idx=0), lambda m: m(TOKENS), {"weight"}),
+    "embedding with max_norm": (lambda: nn.Embedding(100, 64, max_norm=1.0), lambda m: m(TOKENS), set()),
     "embedding bag": (lambda: nn.EmbeddingBag(100, 64), lambda m: m(TOKENS), {"weight"}),
     "conv1d": (lambda: nn.Conv1d(64, 32, 3), lambda m: m(INPUT.transpose(1, 2)), {"weight"}),
     "conv2d": (lambda: nn.Conv2d(8, 64, 3), lambda m: m(INPUT.reshape(1, 8, 9, 16)), {"weight"}),
+    "conv3d": (lambda: nn.Conv3d(4, 32, 3), lambda m: m(INPUT.reshape(1, 4, 4, 8, 9)), {"weight"}),
+    "transposed conv2d": (lambda: nn.ConvTranspose2d(8, 32, 3), lambda m: m(INPUT.reshape(1, 8, 9, 16)), {"weight"}),
+    "channels last": (_channels_last, lambda m: m(INPUT.reshape(1, 32, 4, 9)), {"weight"}),
+    "transposed linear": (_transposed, lambda m: m(INPUT), {"weight"}),
+    "bare": (Bare, lambda m: m(INPUT), {"table", "list.0", "list.1", "dict.weight", "dict.other"}),
     "bilinear": (lambda: nn.Bilinear(64, 64, 8), lambda m: m(INPUT, INPUT), {"weight"}),
     "experts": (Experts, lambda m: m(INPUT), {"up", "down"}),
     "tied": (Tied, lambda m: m(TOKENS), {"embedding.weight", "head.weight", "layers.0.weight", "layers.3.weight"}),
@@ -84,6 +115,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], torch.Tensor], s
         _attention(),
         lambda m: m(INPUT, INPUT, INPUT, need_weights=False)[0],
         {"in_proj_weight", "out_proj.weight"},
+    ),
+    "attention of three widths": (
+        _attention(kdim=32, vdim=48),
+        lambda m: m(INPUT, INPUT[..., :32], INPUT[..., :48])[0],
+        {"q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj.weight"},
     ),
     "attention without biases": (_attention(bias=False), lambda m: m(INPUT, INPUT, INPUT)[0], set()),
     "encoder layer": (

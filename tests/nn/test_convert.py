@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 import samebits
-from samebits.errors import DeviceError, DtypeError
+from samebits.errors import DeviceError, DtypeError, InputError
 from samebits.nn import convert
 from samebits.nn.packed_module import PackedModule, packed_parameters
 from tests.nn.modules import CASES, INPUT, MIN_WEIGHTS, Tied, make, same_bits
@@ -108,6 +109,48 @@ def test_report_says_why_not() -> None:
     assert size.nbytes == module.embedding.sb_packed.nbytes
     assert report.bits_per_weight == 8 * size.nbytes / size.words
     assert "layers.3.weight: torch.float32, not bfloat16" in str(report)
+
+
+def test_report_as_json() -> None:
+    report = samebits.compress(make("tied")[0], min_weights=MIN_WEIGHTS)
+    value = json.loads(report.to_json())
+    assert value["packed"]["embedding.weight"] == {"words": 6400, "nbytes": report.packed["embedding.weight"].nbytes}
+    assert value["raw"] == report.raw
+    assert value["bits_per_weight"] == report.bits_per_weight
+
+
+class OfAnotherClass(nn.Parameter):
+    """Stands for what quantizers make of a parameter."""
+
+
+def test_what_is_no_plain_tensor_is_left_alone() -> None:
+    module = nn.Sequential(*(nn.Linear(64, 64, bias=False).to(torch.bfloat16) for _ in range(3)))
+    module[0].weight = OfAnotherClass(module[0].weight.detach())
+    module[1].weight = nn.Parameter(module[1].weight.detach()[:1].expand(64, 64))
+    assert samebits.compress(module).raw == {
+        "0.weight": "is a OfAnotherClass, not a plain tensor",
+        "1.weight": "has gaps or repetitions in memory",
+    }
+
+
+def test_strides_stay() -> None:
+    for name in ("channels last", "transposed linear"):
+        module, _, _ = make(name)
+        stride = module.weight.stride()
+        samebits.compress(module)
+        assert module.weight.stride() == stride
+        samebits.decompress(module)
+        assert module.weight.stride() == stride
+
+
+def test_bad_arguments() -> None:
+    module, call, _ = make("tied")
+    expected = call(module)
+    with pytest.raises(InputError, match=r"'layers\.\*' is no list of patterns; give a list"):
+        samebits.compress(module, include="layers.*")
+    with pytest.raises(InputError, match=r"embedding\.weight: on the meta device"):
+        samebits.compress(copy.deepcopy(module).to("meta"))
+    assert same_bits(call(module), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import samebits
 
@@ -122,3 +124,118 @@ def test_moves_to_the_cpu_and_back(pair: tuple[nn.Sequential, nn.Sequential]) ->
     packed.to("cpu")
     assert {parameter.device.type for parameter in packed.parameters()} == {"cpu"}
     assert_same(packed.cuda()(tokens), dense(tokens))
+
+
+def make_modules() -> nn.ModuleDict:
+    """Of every number of dimensions, bare parameters and torch's attention, one after the other."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict(
+        {
+            "conv1d": nn.Conv1d(64, 128, 3, padding=1),
+            "conv2d": nn.Conv2d(64, 128, 3, padding=1),
+            "channels_last": nn.Conv2d(64, 128, 3, padding=1).to(memory_format=torch.channels_last),
+            "conv3d": nn.Conv3d(16, 64, 3, padding=1),
+            "attention": nn.MultiheadAttention(128, 4, batch_first=True),
+            "lists": nn.ParameterList([torch.randn(128, 128) / 16 for _ in range(2)]),
+        }
+    )
+    return model.to("cuda", torch.bfloat16).requires_grad_(False)
+
+
+def call_all(model: nn.ModuleDict, x: torch.Tensor) -> list[torch.Tensor]:
+    """``x``: [2, 64, 64, 16]."""
+    sequence = x.reshape(2, -1, 128)
+    return [
+        model["conv1d"](x.flatten(2)),
+        model["conv2d"](x),
+        model["channels_last"](x.to(memory_format=torch.channels_last)),
+        model["conv3d"](x.reshape(2, 16, 4, 64, 16)),
+        model["attention"](sequence, sequence, sequence, need_weights=False)[0],
+        sequence @ model["lists"][0] @ model["lists"][1].T,
+    ]
+
+
+@pytest.fixture
+def modules() -> tuple[nn.ModuleDict, nn.ModuleDict]:
+    dense = make_modules()
+    packed = copy.deepcopy(dense)
+    assert len(samebits.compress(packed).packed) == 8
+    return dense, packed
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_modules_of_all_kinds(modules: tuple[nn.ModuleDict, nn.ModuleDict], mode: type) -> None:
+    dense, packed = modules
+    x = torch.randn(2, 64, 64, 16, device="cuda").to(torch.bfloat16)
+    with mode():
+        for expected, result in zip(call_all(dense, x), call_all(packed, x), strict=True):
+            assert_same(result, expected)
+
+
+def test_modules_of_all_kinds_inside_a_cuda_graph(modules: tuple[nn.ModuleDict, nn.ModuleDict]) -> None:
+    dense, packed = modules
+    x = torch.randn(2, 64, 64, 16, device="cuda").to(torch.bfloat16)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        with torch.cuda.stream(side):
+            call_all(packed, x)
+        torch.cuda.current_stream().wait_stream(side)
+        with torch.cuda.graph(graph):
+            outputs = call_all(packed, x)
+        for _ in range(2):
+            x.copy_(torch.randn_like(x))
+            graph.replay()
+            for expected, result in zip(call_all(dense, x), outputs, strict=True):
+                assert_same(result, expected)
+
+
+def test_threads_with_their_own_streams(modules: tuple[nn.ModuleDict, nn.ModuleDict]) -> None:
+    dense, packed = modules
+    inputs = [torch.randn(2, 64, 64, 16, device="cuda").to(torch.bfloat16) for _ in range(8)]
+    with torch.no_grad():
+        expected = [call_all(dense, x) for x in inputs]
+    torch.cuda.synchronize()
+
+    @torch.no_grad()
+    def call(x: torch.Tensor) -> list[torch.Tensor]:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            outputs = call_all(packed, x)
+        stream.synchronize()
+        return outputs
+
+    with ThreadPoolExecutor(4) as pool:
+        for theirs, ours in zip(expected, pool.map(call, inputs), strict=True):
+            for first, second in zip(theirs, ours, strict=True):
+                assert_same(second, first)
+
+
+@sdpa_kernel(SDPBackend.MATH)  # the others' backward passes do not give the same twice
+@torch.backends.cudnn.flags(deterministic=True)
+def test_gradients(modules: tuple[nn.ModuleDict, nn.ModuleDict]) -> None:
+    x = torch.randn(2, 64, 64, 16, device="cuda").to(torch.bfloat16)
+    gradients = []
+    for model in modules:
+        leaf = x.clone().requires_grad_()
+        outputs = call_all(model, leaf)
+        torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+        gradients.append(leaf.grad)
+    assert_same(*gradients)
+
+
+def test_nothing_dense_is_kept_for_the_backward_pass() -> None:
+    torch.manual_seed(0)
+    dense = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(4))).to("cuda", torch.bfloat16)
+    dense.requires_grad_(False)
+    packed = copy.deepcopy(dense)
+    samebits.compress(packed)
+    x = torch.randn(8, 2048, device="cuda").to(torch.bfloat16)
+    first, second = x.clone().requires_grad_(), x.clone().requires_grad_()
+    dense(first).float().square().sum().backward()
+    before = torch.cuda.memory_allocated()
+    output = packed(second)
+    assert torch.cuda.memory_allocated() - before < dense[0].weight.nbytes / 2
+    output.float().square().sum().backward()
+    assert_same(second.grad, first.grad)

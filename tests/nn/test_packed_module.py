@@ -6,19 +6,23 @@ import copy
 import gc
 import pickle
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 import samebits
-from samebits.errors import DtypeError, FormatError
+from samebits.errors import DtypeError, FormatError, InputError
 from samebits.nn import recipe
-from samebits.nn.lazy import LazyWeight
+from samebits.nn.lazy import LazyTensor, LazyWeight
 from samebits.nn.packed_module import PackedModule, packed_class, share_ties
-from tests.nn.modules import INPUT, MIN_WEIGHTS, TOKENS, make, same_bits
+from tests.nn.modules import CASES, INPUT, MIN_WEIGHTS, TOKENS, make, same_bits
 
 NAMES = ["tied", "experts", "linear"]
 
@@ -54,6 +58,54 @@ def test_a_copy_keeps_ties_and_shares_nothing_else() -> None:
 def test_one_class_for_all_modules_of_a_kind() -> None:
     first, second = (compressed("linear")[0] for _ in range(2))
     assert type(first) is type(second) is packed_class(nn.Linear, ("weight",))
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {"embedding with max_norm"}))  # whose weights change
+def test_state_dict_into_a_fresh_module(name: str, assign: bool, tmp_path: Path) -> None:
+    """By way of a file that holds nothing but tensors; the module may have no memory yet."""
+    module, call, expected = compressed(name)
+    torch.save(module.state_dict(), tmp_path / "state.pt")
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    other = make(name)[0]
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    if assign:
+        other.to("meta")
+    samebits.load_state_dict(other, state, assign=assign)
+    assert list(other.state_dict()) == list(module.state_dict())
+    assert [type(m) for m in other.modules()] == [type(m) for m in module.modules()]
+    assert same_bits(call(other), expected)
+
+
+def test_a_fresh_module_keeps_ties() -> None:
+    for assign in (False, True):
+        module, call, expected = compressed("tied")
+        other = make("tied")[0]
+        samebits.load_state_dict(other, module.state_dict(), assign=assign)
+        assert other.head.sb_packed is other.embedding.sb_packed
+        samebits.decompress(other)
+        assert other.head.weight is other.embedding.weight
+        assert same_bits(call(other), expected)
+
+
+def test_bad_state_dicts_into_a_fresh_module() -> None:
+    state = compressed("linear")[0].state_dict()
+    fresh = make("linear")[0]
+    expected = fresh(INPUT)
+    with pytest.raises(FormatError, match=r"^sb_packed: "):
+        samebits.load_state_dict(fresh, {**state, "sb_packed": state["sb_packed"][:-16]})
+    with pytest.raises(DtypeError, match=r"^sb_packed: "):
+        samebits.load_state_dict(fresh, {**state, "sb_packed": state["bias"]})
+    with pytest.raises(FormatError, match=r"sb_packed: shape \[96, 64\] where the module has \[64, 96\]"):
+        samebits.load_state_dict(nn.Linear(96, 64).to(torch.bfloat16), state)
+    assert type(fresh) is nn.Linear
+    assert same_bits(fresh(INPUT), expected)
+    with pytest.raises(RuntimeError, match="bias"):
+        samebits.load_state_dict(fresh, {"sb_packed": state["sb_packed"]})
+    with pytest.raises(RuntimeError, match="other"):
+        samebits.load_state_dict(make("linear")[0], {**state, "other": state["bias"]})
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -99,6 +151,14 @@ def test_another_dtype_is_refused(dtype: torch.dtype) -> None:
     assert same_bits(call(module), expected)
     module.to(torch.bfloat16).to("cpu")
     assert same_bits(call(module), expected)
+
+
+def test_another_memory_format_is_refused() -> None:
+    module, call, expected = compressed("conv2d")
+    with pytest.raises(InputError, match=r"memory format.*before samebits\.compress"):
+        module.to(memory_format=torch.channels_last)
+    assert same_bits(call(module), expected)
+    compressed("linear")[0].to(memory_format=torch.channels_last)  # it has no such weights
 
 
 def test_a_new_weight_replaces_the_packed_one() -> None:
@@ -155,31 +215,106 @@ def test_decoded_once_for_each_forward_and_then_dropped(monkeypatch: pytest.Monk
         gc.enable()
 
 
-@pytest.mark.parametrize("name", ["tied", "experts", "attention", "conv2d"])
-def test_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of everything that is not packed are the same, and autograd keeps no decoded weight until then."""
-    plain, call, _ = make(name)
-    module = copy.deepcopy(plain)
-    samebits.compress(module, min_weights=MIN_WEIGHTS)
-    alive: list[weakref.ref[torch.Tensor]] = []
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
+    """The memory of each decoded weight: dead once no tensor, view or graph of autograd has it any more."""
+    seen: list[weakref.ref[Any]] = []
     decode = recipe.Recipe.decode
 
     def watched(weight: recipe.Recipe, data: list[torch.Tensor]) -> torch.Tensor:
-        decoded = decode(weight, data)
-        alive.append(weakref.ref(decoded))
-        return decoded
+        words = decode(weight, data).view(torch.int16).numpy().copy()
+        seen.append(weakref.ref(words))
+        return torch.from_numpy(words).view(torch.bfloat16)
 
     monkeypatch.setattr(recipe.Recipe, "decode", watched)
-    output = call(module)
+    return seen
+
+
+TRAINED = ["tied", "experts", "attention", "encoder layer", "conv2d", "conv3d", "bare", "parent reads child", "linear"]
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_gradients(name: str, decoded: list[weakref.ref[Any]]) -> None:
+    """Those of the input and of what is not packed are the same, and autograd keeps no decoded weight until then."""
+    plain, call, packed = make(name)
+    module = copy.deepcopy(plain)
+    samebits.compress(module, min_weights=MIN_WEIGHTS)
+    for full_name in packed:
+        plain.get_parameter(full_name).requires_grad_(False)
+    inputs: list[list[torch.Tensor]] = [[], []]
+    for each, leaves in zip((plain, module), inputs, strict=True):
+        each.register_forward_pre_hook(lambda _, args, leaves=leaves: _as_leaves(args, leaves))
+    expected, result = call(plain), call(module)
     gc.collect()
-    assert alive
-    assert [ref for ref in alive if ref() is not None] == []
-    output.float().square().sum().backward()
-    call(plain).float().square().sum().backward()
+    assert decoded
+    assert [ref for ref in decoded if ref() is not None] == []
+    count = len(decoded)
+    for output in (expected, result):
+        output.float().square().sum().backward()
+    assert len(decoded) > count
     gradients = {key: parameter.grad for key, parameter in module.named_parameters() if parameter.grad is not None}
-    assert gradients
-    for key, gradient in gradients.items():
-        assert same_bits(gradient, plain.get_parameter(key).grad)
+    assert gradients.keys() == {key for key, parameter in plain.named_parameters() if parameter.grad is not None}
+    assert all(same_bits(gradient, plain.get_parameter(key).grad) for key, gradient in gradients.items())
+    assert all(same_bits(first.grad, second.grad) for first, second in zip(*inputs, strict=True))
+
+
+def _as_leaves(args: tuple[torch.Tensor, ...], leaves: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Inputs of which a gradient is wanted; tokens are left alone."""
+    args = tuple(arg.clone().requires_grad_() if arg.is_floating_point() else arg for arg in args)
+    leaves += [arg for arg in args if arg.requires_grad]
+    return args
+
+
+def test_other_hooks_get_what_they_got() -> None:
+    """Checkpointing and offloading take saved activations by hooks: inside packed modules too."""
+    plain, call, packed = make("attention")
+    module = copy.deepcopy(plain)
+    samebits.compress(module, min_weights=MIN_WEIGHTS)
+    weights = {plain.get_parameter(full_name).requires_grad_(False).data_ptr() for full_name in packed}
+    seen: list[list[tuple[int, ...]]] = [[], []]
+    for each, shapes in zip((plain, module), seen, strict=True):
+
+        def save(tensor: torch.Tensor, shapes: list[tuple[int, ...]] = shapes) -> torch.Tensor:
+            if not isinstance(tensor, LazyTensor) and tensor.untyped_storage().data_ptr() not in weights:
+                shapes.append(tuple(tensor.shape))
+            return tensor
+
+        each.register_forward_pre_hook(lambda _, args: _as_leaves(args, []))
+        with saved_tensors_hooks(save, lambda tensor: tensor):
+            call(each)
+    assert seen[0]
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_gradients(reentrant: bool) -> None:
+    plain, _, packed = make("encoder layer")
+    module = copy.deepcopy(plain)
+    samebits.compress(module, min_weights=MIN_WEIGHTS)
+    for full_name in packed:
+        plain.get_parameter(full_name).requires_grad_(False)
+    inputs = [INPUT.clone().requires_grad_() for _ in range(2)]
+    for each, x in zip((plain, module), inputs, strict=True):
+        torch.manual_seed(0)  # for dropout
+        checkpoint(each.train(), x, use_reentrant=reentrant).float().square().sum().backward()
+    assert same_bits(inputs[0].grad, inputs[1].grad)
+    assert same_bits(module.norm1.weight.grad, plain.norm1.weight.grad)
+
+
+TRANSFORMS: dict[str, Callable[[nn.Module], torch.Tensor]] = {
+    "grad": lambda module: torch.func.grad(lambda x: module(x).float().square().sum())(INPUT),
+    "vjp": lambda module: torch.func.vjp(module, INPUT)[1](torch.ones(2, 9, 96, dtype=torch.bfloat16))[0],
+    "jacrev": lambda module: torch.func.jacrev(module)(INPUT[0, 0]),
+    "grad of each": lambda module: torch.vmap(torch.func.grad(lambda x: module(x).float().square().sum()))(INPUT),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms(name: str) -> None:
+    plain, _, _ = make("linear")
+    module = copy.deepcopy(plain)
+    samebits.compress(module)
+    assert same_bits(TRANSFORMS[name](module), TRANSFORMS[name](plain))
 
 
 @pytest.mark.parametrize("name", ["tied", "linear"])

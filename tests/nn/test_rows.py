@@ -91,15 +91,13 @@ def test_embeddings_decode_rows(kind: type[nn.Embedding], mode: Callable[[], Any
         assert calls == [("decode_rows", (ROWS, COLUMNS))]
 
 
-@pytest.mark.parametrize(
-    "options", [{"padding_idx": 3}, {"scale_grad_by_freq": True}, {"sparse": True}, {"max_norm": 20.0}], ids=str
-)
+@pytest.mark.parametrize("options", [{"padding_idx": 3}, {"scale_grad_by_freq": True}, {"sparse": True}], ids=str)
 @pytest.mark.parametrize("kind", [nn.Embedding, Scaled, Functional])
 def test_options_of_embeddings(kind: type[nn.Embedding], options: dict[str, Any], calls: list[Any]) -> None:
     plain, module = pair(kind, **options)
     ids = torch.tensor([3, 5])
     assert same_bits(module(ids), plain(ids))
-    assert calls == [("decode_packed" if "max_norm" in options else "decode_rows", (ROWS, COLUMNS))]
+    assert calls == [("decode_rows", (ROWS, COLUMNS))]
 
 
 @pytest.mark.parametrize("wrong", [-1, ROWS])

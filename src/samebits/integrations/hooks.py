@@ -15,6 +15,7 @@ from types import ModuleType
 
 # The module that an integration extends, and the integration, which is imported once that is loaded.
 INTEGRATIONS = {
+    "peft": "samebits.integrations.peft",
     "transformers.integrations.moe": "samebits.integrations.transformers_experts",
     "transformers.quantizers.auto": "samebits.integrations.transformers",
     "transformers.modeling_utils": "samebits.integrations.transformers_model",

@@ -261,7 +261,7 @@ class _Pack(ConversionOps):  # type: ignore[misc]
 def _pack_without_bytes(model: Any, name: str, packed: PackedTensor) -> str:
     """Make a parameter a packed one, still on the meta device; the name under which its bytes belong."""
     module, leaf, parameter = cast("tuple[torch.nn.Module, str, torch.nn.Parameter]", find_parameter(model, name))
-    recipe = whole(packed, leaf, parameter.requires_grad)
+    recipe = whole(packed, leaf, parameter)
     pack(module, leaf, recipe, [packed.data.to("meta")])
     return name.removesuffix(leaf) + recipe.slots[0]
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import cast
 
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from samebits.api import encode
-from samebits.errors import DtypeError, SamebitsError
+from samebits.errors import DtypeError, InputError, SamebitsError
 from samebits.format.names import is_selected
 from samebits.format.packed import PackedTensor
 from samebits.nn.packed_module import PackedModule, pack, packed_parameters, unpack, whole
@@ -32,23 +33,37 @@ class Selection:
     A parameter is eligible if it is floating point, has at least ``min_weights`` elements, and its module owns a
     matrix (which norms do not). Its full name must match one of the shell patterns ``include`` (empty: all) and none
     of ``exclude``.
+
+    Raises:
+        InputError: one string where a list of patterns is expected.
     """
 
     min_weights: int = MIN_WEIGHTS
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()
 
+    def __post_init__(self) -> None:
+        for patterns in (self.include, self.exclude):
+            if isinstance(patterns, str):
+                raise InputError(f"{patterns!r} is no list of patterns", mend="give a list of strings")
+
     def reason_against(self, module: nn.Module, name: str, full_name: str) -> str | None:
         """Why the parameter ``name`` of ``module`` is not to be packed, whatever its dtype; None if it is."""
         parameter = module._parameters[name]
         if parameter is None or not parameter.is_floating_point():
             return "not floating point"
+        if type(parameter) not in (nn.Parameter, torch.Tensor):
+            return f"is a {type(parameter).__name__}, not a plain tensor"
+        if torch.empty_like(parameter, device="meta").stride() != parameter.stride():
+            return "has gaps or repetitions in memory"
         if parameter.numel() < max(1, self.min_weights):
             return f"fewer than {self.min_weights} weights"
         if hasattr(module, "save_pretrained"):
             return "belongs to a model itself, whose class must stay"
         if isinstance(module, nn.RNNBase):
             return "belongs to a recurrent module, which keeps it in a list too"
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            return "changes while its module runs (max_norm)"
         if isinstance(module, _ATTENTION) and (parameter.dim() < 2 or _bias(module) is None):
             return "tells torch's attention, by having a gradient, how to compute"
         if not any(other is not None and other.dim() >= 2 for other in module._parameters.values()):
@@ -81,6 +96,11 @@ class Report:
         words = sum(size.words for size in self.packed.values())
         return 8 * sum(size.nbytes for size in self.packed.values()) / words if words else 0.0
 
+    def to_json(self) -> str:
+        """One JSON object: bits_per_weight, packed (words and nbytes of each), raw (why)."""
+        packed = {name: asdict(size) for name, size in self.packed.items()}
+        return json.dumps({"bits_per_weight": self.bits_per_weight, "packed": packed, "raw": self.raw})
+
     def __str__(self) -> str:
         head = f"{len(self.packed)} packed with {self.bits_per_weight:.2f} bits per weight, {len(self.raw)} unchanged"
         return "\n".join([head, *(f"  {name}: {reason}" for name, reason in self.raw.items())])
@@ -97,20 +117,24 @@ def compress(
         include: shell patterns of full parameter names; empty: all.
         exclude: shell patterns of parameters to leave alone.
 
+    Returns:
+        What is packed now, and what is not and why.
+
     Raises:
         DtypeError: there are weights that could be packed, but none is bfloat16.
+        InputError: weights on the meta device.
     """
     selection = Selection(min_weights, include, exclude)
-    owners = [owned for owned in _unpacked(module) if selection.reason_against(*owned[1:], owned[0]) is None]
+    owners = [owned for owned in unpacked(module) if selection.reason_against(*owned[1:], owned[0]) is None]
     _check_dtypes(owners)
-    for owned in _tied(owners):
+    for owned in tied(owners):
         _pack_tied(owned)
     return report(module, selection)
 
 
 def decompress(module: nn.Module) -> None:
     """Undo compress, or the loading of a compressed model: plain parameters again, and the original classes."""
-    for owned in _tied(list(packed_parameters(module))):
+    for owned in tied(list(packed_parameters(module))):
         first, first_name = cast(PackedModule, owned[0][1]), owned[0][2]
         recipe = first.sb_recipes[first_name]
         weight = nn.Parameter(first.sb_decode(first_name), requires_grad=recipe.requires_grad)
@@ -121,11 +145,11 @@ def decompress(module: nn.Module) -> None:
 def report(module: nn.Module, selection: Selection) -> Report:
     """What of a module is packed, and why the rest is not, if ``selection`` decided that."""
     result = Report()
-    for owned in _tied(list(packed_parameters(module))):
+    for owned in tied(list(packed_parameters(module))):
         full_name, owner, name = owned[0]
         recipe, data = cast(PackedModule, owner).sb_recipes[name], cast(PackedModule, owner).sb_data(name)
         result.packed[full_name] = Size(math.prod(recipe.shape), sum(stored.nbytes for stored in data))
-    for owned in _tied(list(_unpacked(module))):
+    for owned in tied(list(unpacked(module))):
         full_name, owner, name = owned[0]
         dtype = getattr(owner, name).dtype
         eligible = "packing does not make it smaller" if dtype == torch.bfloat16 else f"{dtype}, not bfloat16"
@@ -137,6 +161,9 @@ def encode_parameter(weight: torch.Tensor, full_name: str) -> PackedTensor | Non
     """Encode a parameter's new value, on the device it is on; None if it is not bfloat16 or would not get smaller."""
     if weight.dtype != torch.bfloat16:
         return None
+    if weight.is_meta:
+        mend = "load the model, or bring offloaded weights back, before compressing"
+        raise InputError("on the meta device there are no values to pack", where=full_name, mend=mend)
     try:
         packed = encode(weight.detach())
     except SamebitsError as error:
@@ -144,7 +171,7 @@ def encode_parameter(weight: torch.Tensor, full_name: str) -> PackedTensor | Non
     return None if packed.is_raw else packed
 
 
-def _unpacked(module: nn.Module) -> Iterator[Owned]:
+def unpacked(module: nn.Module) -> Iterator[Owned]:
     """Every parameter that is not packed and holds no packed one."""
     for prefix, owner in module.named_modules():
         slots = owner.sb_slots if isinstance(owner, PackedModule) else ()
@@ -160,7 +187,7 @@ def _check_dtypes(owners: Sequence[Owned]) -> None:
         raise DtypeError(f"the weights are {dtypes.pop()}, only bfloat16 can be packed", where=owners[0][0], mend=mend)
 
 
-def _tied(owners: Sequence[Owned]) -> list[list[Owned]]:
+def tied(owners: Sequence[Owned]) -> list[list[Owned]]:
     """Groups of owners that hold the same parameter, packed or not."""
     groups: dict[tuple[int, ...], list[Owned]] = {}
     for full_name, owner, name in owners:
@@ -178,4 +205,4 @@ def _pack_tied(owned: list[Owned]) -> None:
         return
     data = nn.Parameter(packed.data, requires_grad=False)
     for _, owner, name in owned:
-        pack(owner, name, whole(packed, name, weight.requires_grad), [data])
+        pack(owner, name, whole(packed, name, weight), [data])

@@ -14,12 +14,73 @@ if TYPE_CHECKING:
     from samebits.nn.recipe import Recipe
 
 
-class LazyWeight(torch.Tensor):
-    """Stands for a packed weight: has its shape, dtype and device, and decodes anew for each operation.
+# Views of a whole weight, as products take them: autograd keeps them for the backward pass, so they stay packed.
+_VIEWS = frozenset(
+    getattr(torch.ops.aten, name).default for name in ("t", "permute", "view", "unsqueeze", "expand", "alias")
+) | {torch.ops.aten.transpose.int}
+
+
+class LazyTensor(torch.Tensor):
+    """Has the shape, strides, dtype and device of what ``decode`` gives, and decodes anew for each operation.
+
+    It has no gradient and cannot be written to.
+    """
+
+    # Operations arrive below, where torch chooses its kernels as for a plain tensor: some it does not use for a tensor
+    # with a __torch_function__, and others round differently.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def decode(self) -> torch.Tensor:
+        """The plain tensor."""
+        raise NotImplementedError
+
+    def view_like(self, shadow: torch.Tensor) -> LazyTensor:
+        """The view of it that ``shadow`` is of a tensor of the same geometry."""
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares no class method
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten.detach.default:
+            return args[0].view_like(args[0])
+        if func in _VIEWS:
+            shadow = torch.empty_strided(args[0].shape, args[0].stride(), dtype=args[0].dtype, device="meta")
+            return args[0].view_like(func(shadow, *args[1:], **kwargs))
+        arguments = zip(func._schema.arguments, args, strict=False)
+        written = [value for argument, value in arguments if argument.is_write]
+        if any(isinstance(value, LazyTensor) for value in tree_leaves((written, kwargs.get("out")))):
+            _refuse(func.__name__)
+        indexed = _indexed(func, args)
+        return indexed if indexed is not None else func(*_decoded(args), **_decoded(kwargs))
+
+    @property
+    def data(self) -> LazyTensor:
+        return self
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        _refuse("data")
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        _refuse("__setitem__")
+
+    def requires_grad_(self, requires_grad: bool = True) -> LazyTensor:
+        return _refuse("requires_grad_") if requires_grad else self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.decode()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.decode().__reduce_ex__(protocol)
+
+
+class LazyWeight(LazyTensor):
+    """Stands for a packed weight.
 
     Operations that take entries of it along the first dimension (embedding, weight[number], weight[ids]) decode these.
-
-    It counts as an ``nn.Parameter``, as the weight that it stands for did. It has no gradient and cannot be written to.
+    It counts as an ``nn.Parameter``, as the weight that it stands for did.
 
     Attributes:
         recipe, packed: the weight in packed form.
@@ -30,56 +91,41 @@ class LazyWeight(torch.Tensor):
     recipe: Recipe
     packed: tuple[torch.Tensor, ...]
 
-    # Operations arrive below, where torch chooses its kernels as for a plain tensor: some it does not use for a tensor
-    # with a __torch_function__, and others round differently.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
     @staticmethod
     def __new__(cls, recipe: Recipe, data: Sequence[torch.Tensor]) -> LazyWeight:
         """Args: what Recipe.decode takes."""
         weight: LazyWeight = torch.Tensor._make_wrapper_subclass(
-            cls, recipe.shape, dtype=recipe.dtype, device=data[0].device
+            cls, recipe.shape, strides=recipe.stride or None, dtype=recipe.dtype, device=data[0].device
         )
         weight.recipe, weight.packed = recipe, tuple(data)
         return weight
 
     def decode(self) -> torch.Tensor:
-        """The weight as a plain tensor."""
         return self.recipe.decode(self.packed)
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch declares no class method
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if func is torch.ops.aten.detach.default:
-            return cls(args[0].recipe, args[0].packed)
-        kwargs = kwargs or {}
-        arguments = zip(func._schema.arguments, args, strict=False)
-        written = [value for argument, value in arguments if argument.is_write]
-        if any(isinstance(value, LazyWeight) for value in tree_leaves((written, kwargs.get("out")))):
-            _refuse(func.__name__)
-        indexed = _indexed(func, args)
-        return indexed if indexed is not None else func(*_decoded(args), **_decoded(kwargs))
+    def view_like(self, shadow: torch.Tensor) -> LazyTensor:
+        return LazyWeight(self.recipe, self.packed) if shadow is self else LazyView(self, shadow)
 
-    @property
-    def data(self) -> LazyWeight:
-        return self
 
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
-        _refuse("data")
+class LazyView(LazyTensor):
+    """A view of a whole LazyWeight."""
 
-    def __setitem__(self, index: Any, value: Any) -> None:
-        _refuse("__setitem__")
+    weight: LazyWeight
 
-    def requires_grad_(self, requires_grad: bool = True) -> LazyWeight:
-        return _refuse("requires_grad_") if requires_grad else self
+    @staticmethod
+    def __new__(cls, weight: LazyWeight, shadow: torch.Tensor) -> LazyView:
+        """Args: shadow: a tensor of the view's shape and strides."""
+        view: LazyView = torch.Tensor._make_wrapper_subclass(
+            cls, shadow.shape, strides=shadow.stride(), dtype=weight.dtype, device=weight.device
+        )
+        view.weight = weight
+        return view
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        return self.decode()
+    def decode(self) -> torch.Tensor:
+        return self.weight.decode().as_strided(self.shape, self.stride())
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.decode().__reduce_ex__(protocol)
+    def view_like(self, shadow: torch.Tensor) -> LazyView:
+        return LazyView(self.weight, shadow)
 
 
 def _indexed(func: Any, args: Sequence[Any]) -> torch.Tensor | None:
@@ -102,7 +148,7 @@ def _indexed(func: Any, args: Sequence[Any]) -> torch.Tensor | None:
 
 
 def _decoded(values: Any) -> Any:
-    return tree_map_only(LazyWeight, LazyWeight.decode, values)
+    return tree_map_only(LazyTensor, lambda tensor: tensor.decode(), values)
 
 
 def _refuse(what: str) -> Any:

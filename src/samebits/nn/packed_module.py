@@ -8,7 +8,7 @@ returns), and a LazyWeight elsewhere. An embedding's forward decodes the rows th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -17,11 +17,11 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 
-from samebits.errors import DtypeError, FormatError
+from samebits.errors import DtypeError, FormatError, InputError
 from samebits.format.names import BARE, PACKED, WEIGHT
 from samebits.format.packed import PackedTensor
 from samebits.kernels.ops import fields_of
-from samebits.nn.lazy import LazyWeight
+from samebits.nn.lazy import LazyTensor, LazyWeight
 from samebits.nn.recipe import Piece, Recipe
 from samebits.plans.dispatch import linear
 
@@ -35,11 +35,22 @@ class _Saved(NamedTuple):
     stride: tuple[int, ...]
     offset: int
 
+    def restore(self) -> torch.Tensor:
+        return self.recipe.decode(self.data).as_strided(self.shape, self.stride, self.offset)
 
-def _restore(saved: torch.Tensor | _Saved) -> torch.Tensor:
-    if isinstance(saved, torch.Tensor):
-        return saved
-    return saved.recipe.decode(saved.data).as_strided(saved.shape, saved.stride, saved.offset)
+
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+
+def _hooks_around() -> Hooks:
+    """What autograd would do with a saved tensor without the hooks here: checkpointing and offloading hook in too."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # from torch 2.8 on
+    hooks: Hooks | None = top(True) if top else None
+    return hooks or (_same, _same)
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 class PackedModule(nn.Module):
@@ -54,24 +65,36 @@ class PackedModule(nn.Module):
             return super().forward(*args, **kwargs)
         self.__dict__["sb_decoded"] = {}
         try:
-            with saved_tensors_hooks(self._sb_save, _restore) if torch.is_grad_enabled() else nullcontext():
+            with self._sb_hooks():
                 return super().forward(*args, **kwargs)
         finally:
             self.__dict__["sb_decoded"] = None
 
-    def _sb_save(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
+    def _sb_hooks(self) -> AbstractContextManager[object]:
+        """Has autograd keep packed what it wants to keep of the weights; not in torch.func, which has no such hooks."""
+        if not torch.is_grad_enabled() or not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+            return nullcontext()
+        pack, unpack = _hooks_around()
+        return saved_tensors_hooks(
+            lambda tensor: self._sb_saved(tensor) or pack(tensor),
+            lambda saved: saved.restore() if isinstance(saved, _Saved) else unpack(saved),
+        )
+
+    def _sb_saved(self, tensor: torch.Tensor) -> _Saved | None:
+        if isinstance(tensor, LazyTensor):  # a child's weight
+            return None
         for name, weight in (self.sb_decoded or {}).items():
             if tensor.dtype == weight.dtype and tensor.untyped_storage().data_ptr() == weight.data_ptr():
                 offset = int(tensor.storage_offset())
                 return _Saved(self.sb_recipes[name], self.sb_data(name), tensor.shape, tensor.stride(), offset)
-        return tensor
+        return None
 
     def sb_weight(self, name: str) -> torch.Tensor:
         """What the attribute ``name`` gives."""
         if torch.compiler.is_compiling():
             return self.sb_decode(name)
         decoded = self.sb_decoded
-        if decoded is None or (isinstance(self, nn.Embedding) and self.max_norm is None):
+        if decoded is None or isinstance(self, nn.Embedding):
             return LazyWeight(self.sb_recipes[name], self.sb_data(name))
         if name not in decoded:
             decoded[name] = self.sb_decode(name)
@@ -109,6 +132,10 @@ class PackedModule(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> PackedModule:
         check_dtype(fn)
+        probe = torch.empty(2, 2, 2, 2, dtype=torch.bfloat16)
+        if any(len(recipe.shape) == probe.dim() for recipe in self.sb_recipes.values()) and fn(probe).stride(1) == 1:
+            mend = "change it before samebits.compress"
+            raise InputError("the memory format of packed weights cannot be changed", mend=mend)
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
@@ -141,8 +168,6 @@ class _EmbeddingRows(nn.Embedding):
     """Stands behind an embedding's own class, in the place of nn.Embedding, where the others' forwards end too."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if self.max_norm is not None:  # it changes the weight
-            return super().forward(input)
         return cast(PackedModule, self).sb_rows("weight", input)
 
 
@@ -234,9 +259,12 @@ def slot_name(name: str, piece: int | None = None) -> str:
     return PACKED[1:] if name == WEIGHT[1:] else f"{BARE[1:]}_{name}"
 
 
-def whole(packed: PackedTensor, name: str, requires_grad: bool) -> Recipe:
-    """The recipe of a parameter that is one packed tensor."""
-    return Recipe(tuple(packed.shape), (Piece(slot_name(name), packed.header),), requires_grad=requires_grad)
+def whole(packed: PackedTensor, name: str, parameter: torch.Tensor) -> Recipe:
+    """The recipe of a ``parameter`` that is one packed tensor."""
+    shape, piece = tuple(packed.shape), Piece(slot_name(name), packed.header)
+    is_usual = parameter.stride() == torch.empty(shape, device="meta").stride()
+    stride = () if is_usual else tuple(parameter.stride())
+    return Recipe(shape, (piece,), requires_grad=parameter.requires_grad, stride=stride)
 
 
 def pack(module: nn.Module, name: str, recipe: Recipe, data: Sequence[torch.Tensor]) -> None:

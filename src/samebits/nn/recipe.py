@@ -37,12 +37,14 @@ class Recipe:
     Attributes:
         dtype: what the model computes with; float32 where it asks for more than the stored bfloat16.
         requires_grad: of the parameter that was packed.
+        stride: of the parameter, in elements; empty: contiguous. torch chooses by strides how it computes.
     """
 
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
     dtype: torch.dtype = torch.bfloat16
     requires_grad: bool = True
+    stride: tuple[int, ...] = ()
 
     @property
     def slots(self) -> list[str]:
@@ -52,7 +54,7 @@ class Recipe:
     def matrix(self) -> Header | None:
         """The header, if the weight is one packed matrix and nothing else."""
         piece = self.pieces[0]
-        is_matrix = not piece.index and len(self.shape) == 2 and self.dtype is torch.bfloat16
+        is_matrix = not (piece.index or self.stride) and len(self.shape) == 2 and self.dtype is torch.bfloat16
         return piece.header if is_matrix else None
 
     def decode(self, data: Sequence[torch.Tensor], entries: Container[int] | None = None) -> torch.Tensor:
@@ -64,13 +66,18 @@ class Recipe:
                 them are not decoded, and whatever the memory held stays in their place.
         """
         if not self.pieces[0].index:
-            return _decode(self.pieces[0], data[0]).to(self.dtype)
+            return self._arrange(_decode(self.pieces[0], data[0])).to(self.dtype)
         weight = torch.empty(self.shape, dtype=torch.bfloat16, device=data[0].device)
         for piece, stored in zip(self.pieces, data, strict=True):
             at = piece.index[0]
             if entries is None or isinstance(at, slice) or at in entries:
                 weight[piece.index] = _decode(piece, stored)
         return weight.to(self.dtype)
+
+    def _arrange(self, weight: torch.Tensor) -> torch.Tensor:
+        if not self.stride:
+            return weight
+        return torch.empty_strided(self.shape, self.stride, dtype=weight.dtype, device=weight.device).copy_(weight)
 
     def rows(self, data: Sequence[torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
         """``decode(data)[ids]``, decoding no more than that takes.
@@ -99,6 +106,8 @@ class Recipe:
         if not -size <= number < size:
             raise IndexError(f"index {number} is out of range for a weight of shape {list(self.shape)}")
         number %= size
+        if self.stride:
+            return self.decode(data)[number]
         if not self.pieces[0].index:
             return self.rows(data, torch.full((), number, device=data[0].device))
         entry = torch.empty(self.shape[1:], dtype=torch.bfloat16, device=data[0].device)
@@ -122,8 +131,8 @@ class Recipe:
         piece = self.pieces[0]
         if piece.index:
             return self.decode(data, _values(ids, self.shape[0]))
-        if piece.header is None:
-            return data[0].to(self.dtype)
+        if piece.header is None or self.stride:
+            return self.decode(data)
         return decode_experts(PackedTensor(piece.header, data[0]), ids).to(self.dtype)
 
 

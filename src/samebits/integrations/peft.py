@@ -1,0 +1,100 @@
+"""PEFT: what its adapters need of a compressed base beyond what packed modules do by themselves.
+
+Adapters call the layers below them, and read weights, as ever. A packed weight cannot be written to, so merging and
+unmerging are refused, before anything has changed. Two things PEFT does to parameters do not reach packed ones: freezing, and training
+a copy of a whole module.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import wraps
+from typing import Any
+
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from peft.utils.other import ModulesToSaveWrapper
+
+from samebits.errors import InputError
+from samebits.nn.convert import decompress
+from samebits.nn.packed_module import packed_parameters
+
+
+def register() -> None:
+    """Put the methods in their place; again is no change."""
+    if hasattr(BaseTuner.inject_adapter, "__wrapped__"):
+        return
+    BaseTuner.inject_adapter = _freezing(BaseTuner.inject_adapter)
+    BaseTuner._check_merge_allowed = _refusing(BaseTuner._check_merge_allowed)
+    for layer in _subclasses(BaseTunerLayer):
+        if "unmerge" in layer.__dict__:
+            layer.unmerge = _keeping_merged(layer.unmerge)
+    ModulesToSaveWrapper.update = _with_plain_copies(ModulesToSaveWrapper.update)
+
+
+def _freezing(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def inject_adapter(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Packed weights are frozen as all others of the base are: decompressed later, they are not trained either."""
+        result = original(self, model, *args, **kwargs)
+        for _, module, name in packed_parameters(model):
+            module.sb_recipes[name] = replace(module.sb_recipes[name], requires_grad=False)
+        return result
+
+    return inject_adapter
+
+
+def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def _check_merge_allowed(self: Any) -> None:
+        """PEFT asks this before it merges.
+
+        Raises:
+            InputError: a layer with an adapter is packed.
+        """
+        original(self)
+        for name, module in self.model.named_modules():
+            if isinstance(module, BaseTunerLayer) and next(packed_parameters(module), None) is not None:
+                mend = "call samebits.decompress on the model first, and samebits.compress after merging"
+                raise InputError("an adapter cannot be merged into a packed weight", where=name, mend=mend)
+
+    return _check_merge_allowed
+
+
+def _keeping_merged(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def unmerge(self: Any) -> None:
+        """PEFT notes that an adapter is unmerged before it tries.
+
+        Raises:
+            InputError: the layer was compressed with an adapter merged into it.
+        """
+        if self.merged and next(packed_parameters(self), None) is not None:
+            mend = "call samebits.decompress on the model first"
+            raise InputError("an adapter cannot be unmerged from a packed weight", mend=mend)
+        original(self)
+
+    return unmerge
+
+
+def _subclasses(cls: type) -> Iterator[Any]:
+    for subclass in cls.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)
+
+
+def _with_plain_copies(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def update(self: Any, adapter_name: str, tied_module: Any = None, **kwargs: Any) -> Any:
+        """A module of ``modules_to_save`` is copied to be trained, or to get weights that were: its copy is plain."""
+        if tied_module is None and adapter_name not in self.modules_to_save:
+            plain = copy.deepcopy(self.original_module)
+            decompress(plain)
+            self.modules_to_save[adapter_name] = plain
+        return original(self, adapter_name, tied_module=tied_module, **kwargs)
+
+    return update
+
+
+register()

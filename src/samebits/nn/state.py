@@ -1,0 +1,71 @@
+"""State dicts of compressed modules, loaded into modules that are not compressed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from samebits.errors import FormatError, SamebitsError
+from samebits.format.packed import PackedTensor
+from samebits.nn.convert import Owned, tied, unpacked
+from samebits.nn.packed_module import pack, slot_name, whole
+
+
+def load_state_dict(
+    module: nn.Module, state_dict: Mapping[str, Any], *, strict: bool = True, assign: bool = False
+) -> Any:
+    """``module.load_state_dict`` for the state dict of a compressed module: what is packed there becomes packed here.
+
+    Nothing is encoded or decoded. Parameters that are packed in both may have other bytes; those that are packed in
+    ``module`` alone are missing in the state dict.
+
+    Args:
+        module: of the same parameters, on any device; on the meta device with ``assign``.
+        state_dict: its packed tensors are validated before anything trusts them.
+        strict, assign: as torch's.
+
+    Returns:
+        What ``module.load_state_dict`` does.
+
+    Raises:
+        FormatError: a damaged packed tensor, or one of another shape; ``module`` is as it was then.
+        RuntimeError: other keys or shapes that do not fit, as torch raises it.
+    """
+    groups = [
+        [(full_name, owner, name) for full_name, owner, name in owned if _key(full_name, name) in state_dict]
+        for owned in tied(list(unpacked(module)))
+    ]
+    found = [(owned, _packed(owned[0], state_dict)) for owned in groups if owned]
+    for owned, packed in found:
+        _, first, first_name = owned[0]
+        parameter = first._parameters[first_name]
+        assert parameter is not None
+        data = nn.Parameter(torch.empty_like(packed.data, device=parameter.device), requires_grad=False)
+        for _, owner, name in owned:
+            pack(owner, name, whole(packed, name, parameter), [data])
+    result = module.load_state_dict(state_dict, strict=strict, assign=assign)
+    for owned, _ in found if assign else ():  # torch has given each its own
+        _, first, first_name = owned[0]
+        for _, owner, name in owned[1:]:
+            owner._parameters[slot_name(name)] = first._parameters[slot_name(first_name)]
+    return result
+
+
+def _key(full_name: str, name: str) -> str:
+    return full_name[: len(full_name) - len(name)] + slot_name(name)
+
+
+def _packed(owned: Owned, state_dict: Mapping[str, Any]) -> PackedTensor:
+    full_name, owner, name = owned
+    key, shape = _key(full_name, name), tuple(getattr(owner, name).shape)
+    try:
+        packed = PackedTensor.from_data(state_dict[key])
+    except SamebitsError as error:
+        raise error.at(key) from None
+    if packed.shape != shape:
+        what = f"shape {list(packed.shape)} where the module has {list(shape)}"
+        raise FormatError(what, where=key, mend="load a state dict of the same model")
+    return packed

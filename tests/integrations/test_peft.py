@@ -1,0 +1,222 @@
+"""PEFT's adapters on a compressed base: trained, saved, loaded and run with the bits of the BF16 base."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import samebits
+from samebits.errors import InputError
+from samebits.nn import recipe
+from samebits.nn.packed_module import PackedModule
+
+MIN_WEIGHTS = 1024
+TOKENS = torch.randint(0, 256, (2, 12), generator=torch.Generator().manual_seed(1))
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "LoRA": {"target_modules": ["q_proj", "v_proj", "down_proj"]},
+    "DoRA": {"target_modules": ["q_proj", "down_proj"], "use_dora": True},
+    "all layers, dropout": {"target_modules": "all-linear", "lora_dropout": 0.1},
+    "embedding and head": {"target_modules": ["embed_tokens", "lm_head"]},
+    "a trained head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    "trained tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [3, 5]},
+}
+
+
+@pytest.fixture(scope="module")
+def base() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, **heads)
+    return LlamaForCausalLM(config).to(torch.bfloat16)
+
+
+def pair(base: LlamaForCausalLM, device: str = "cpu") -> tuple[nn.Module, nn.Module]:
+    """The BF16 model, and a compressed copy of it with every matrix packed."""
+    dense, packed = copy.deepcopy(base).to(device), copy.deepcopy(base).to(device)
+    names = samebits.compress(packed, min_weights=MIN_WEIGHTS).packed
+    assert len(names) == 2 + 2 * 7
+    return dense, packed
+
+
+def adapted(model: nn.Module, seed: int = 2, **options: Any) -> PeftModel:
+    torch.manual_seed(seed)
+    return get_peft_model(model, LoraConfig(r=4, **options))
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def train(model: PeftModel, steps: int = 2) -> None:
+    tokens = TOKENS.to(model.device)
+    optimizer = torch.optim.SGD(trainable(model).values(), lr=0.1)
+    torch.manual_seed(3)  # for dropout
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model.train()(tokens, labels=tokens).loss.backward()
+        optimizer.step()
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(TOKENS.to(model.device)).logits
+
+
+def assert_same(left: torch.Tensor, right: torch.Tensor) -> None:
+    assert left.dtype == right.dtype
+    assert left.shape == right.shape
+    assert torch.equal(left.detach().contiguous().view(torch.uint8), right.detach().contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_training(name: str, device: str, base: LlamaForCausalLM, tmp_path: Path) -> None:
+    dense, packed = (adapted(model, **OPTIONS[name]) for model in pair(base, device))
+    for model in (dense, packed):
+        train(model)
+    expected, found = trainable(dense), trainable(packed)
+    assert expected.keys() == found.keys()
+    for key, parameter in found.items():
+        assert_same(parameter.grad, expected[key].grad)
+        assert_same(parameter, expected[key])
+    assert_same(logits(packed), logits(dense))
+    with packed.disable_adapter(), dense.disable_adapter():
+        assert_same(logits(packed), logits(dense))
+
+    packed.save_pretrained(tmp_path)
+    for model in pair(base, device):
+        loaded = PeftModel.from_pretrained(model, tmp_path)
+        assert_same(logits(loaded), logits(dense))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", ["LoRA", "DoRA"])
+def test_nothing_dense_is_kept(
+    name: str, checkpointing: bool, base: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the forward and the backward pass no decoded weight has memory; then they are decoded again."""
+    model = adapted(pair(base)[1], **OPTIONS[name]).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.enable_input_require_grads()
+    seen: list[weakref.ref[Any]] = []
+    decode = recipe.Recipe.decode
+
+    def watched(weight: recipe.Recipe, data: list[torch.Tensor]) -> torch.Tensor:
+        words = decode(weight, data).view(torch.int16).numpy().copy()
+        seen.append(weakref.ref(words))  # dead once no tensor, view or graph has this memory
+        return torch.from_numpy(words).view(torch.bfloat16)
+
+    monkeypatch.setattr(recipe.Recipe, "decode", watched)
+    loss = model(TOKENS, labels=TOKENS).loss
+    gc.collect()
+    count = len(seen)
+    assert count >= 2 * 7
+    assert not [ref for ref in seen if ref() is not None]
+    loss.backward()
+    assert len(seen) >= count + 2 * 7
+    gc.collect()
+    assert not [ref for ref in seen if ref() is not None]
+
+
+MERGES = {
+    "merge_adapter": lambda model: model.merge_adapter(),
+    "safe merge_adapter": lambda model: model.merge_adapter(safe_merge=True),
+    "merge_and_unload": lambda model: model.merge_and_unload(),
+}
+
+
+@pytest.mark.parametrize("merge", MERGES)
+@pytest.mark.parametrize("name", ["LoRA", "DoRA"])
+def test_merging_is_refused(name: str, merge: str, base: LlamaForCausalLM) -> None:
+    """Before anything is merged, also where the first layers are plain."""
+    packed = copy.deepcopy(base)
+    samebits.compress(packed, min_weights=MIN_WEIGHTS, exclude=["model.layers.0.*"])
+    model = adapted(packed, init_lora_weights=False, **OPTIONS[name])
+    expected = logits(model)
+    with pytest.raises(InputError, match=r"layers\.1\..*: an adapter cannot be merged.*samebits\.decompress"):
+        MERGES[merge](model)
+    assert_same(logits(model), expected)
+
+
+def test_merging_and_unmerging_of_single_layers_are_refused(base: LlamaForCausalLM) -> None:
+    model = adapted(pair(base)[1], init_lora_weights=False, **OPTIONS["LoRA"])
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    with pytest.raises(InputError, match="a packed weight cannot be changed"):
+        layer.merge()
+    assert not layer.merged
+    samebits.decompress(layer)
+    layer.merge()
+    samebits.compress(layer, min_weights=MIN_WEIGHTS)
+    expected = logits(model)
+    with pytest.raises(InputError, match=r"cannot be unmerged from a packed weight.*samebits\.decompress"):
+        layer.unmerge()
+    with pytest.raises(InputError, match="cannot be unmerged"), model.disable_adapter():
+        logits(model)
+    assert_same(logits(model), expected)
+
+
+def test_merged_after_decompressing(base: LlamaForCausalLM) -> None:
+    dense, packed = (adapted(model, init_lora_weights=False, **OPTIONS["LoRA"]) for model in pair(base))
+    samebits.decompress(packed)
+    assert trainable(packed).keys() == trainable(dense).keys()  # the base stays frozen
+    merged, expected = packed.merge_and_unload(), dense.merge_and_unload()
+    for key, value in expected.state_dict().items():
+        assert_same(merged.state_dict()[key], value)
+    samebits.compress(merged, min_weights=MIN_WEIGHTS)
+    assert_same(logits(merged), logits(expected))
+
+
+def test_unloading_gives_the_base_back(base: LlamaForCausalLM) -> None:
+    _, packed = pair(base)
+    expected = logits(packed)
+    model = adapted(packed, init_lora_weights=False, **OPTIONS["LoRA"])
+    assert not torch.equal(logits(model), expected)
+    unloaded = model.unload()
+    assert isinstance(unloaded.model.layers[0].self_attn.q_proj, PackedModule)
+    assert_same(logits(unloaded), expected)
+
+
+@pytest.mark.parametrize("initialisation", ["pissa", "olora"])
+def test_initialisations_that_change_the_base_are_refused(initialisation: str, base: LlamaForCausalLM) -> None:
+    _, packed = pair(base)
+    with pytest.raises(InputError, match="a packed weight cannot be changed"):
+        adapted(packed, init_lora_weights=initialisation, **OPTIONS["LoRA"])
+
+
+def test_several_adapters(base: LlamaForCausalLM) -> None:
+    dense, packed = (adapted(model, init_lora_weights=False, **OPTIONS["LoRA"]) for model in pair(base))
+    for model in (dense, packed):
+        torch.manual_seed(4)
+        model.add_adapter("other", LoraConfig(r=2, init_lora_weights=False, **OPTIONS["LoRA"]))
+    first = logits(packed)
+    assert_same(first, logits(dense))
+    for model in (dense, packed):
+        model.set_adapter("other")
+    assert_same(logits(packed), logits(dense))
+    assert not torch.equal(logits(packed), first)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_model_compressed_while_loading(device: str, base: LlamaForCausalLM, tmp_path: Path) -> None:
+    base.save_pretrained(tmp_path)
+    config = samebits.SamebitsConfig(min_weights=MIN_WEIGHTS)
+    packed = LlamaForCausalLM.from_pretrained(tmp_path, quantization_config=config, device_map=device)
+    dense = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, device_map=device)
+    models = [adapted(model, **OPTIONS["LoRA"]) for model in (dense, packed)]
+    for model in models:
+        train(model, steps=1)
+    expected, found = (trainable(model) for model in models)
+    assert all(torch.equal(found[key].grad, expected[key].grad) for key in expected)
+    tokens = [model.eval().generate(TOKENS.to(device), max_new_tokens=8, do_sample=False) for model in models]
+    assert torch.equal(*tokens)
