@@ -121,10 +121,23 @@ def decompress(
 def verify(
     destination: Annotated[str, typer.Argument(metavar="DST", help="Compressed folder or file.", show_default=False)],
     against: Annotated[str | None, typer.Option(help="Its original: compare byte by byte.")] = None,
+    logits: Annotated[bool, typer.Option("--logits", help="Run both and compare every logit instead.")] = False,
+    text: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --logits: over this text; default: random tokens.")
+    ] = None,
     device: On = Device.AUTO,
     as_json: Json = False,
 ) -> None:
     """Prove that nothing was lost: every byte against the original, or every digest. Exit code 1 if not identical."""
+    if text is not None and not logits:
+        raise typer.BadParameter("--text goes with --logits")
+    if logits:
+        if against is None:
+            raise typer.BadParameter("--logits needs --against")
+        from samebits.cli.logits import verify_logits
+
+        verify_logits(destination, against, text, device, as_json)
+        return
     from samebits.cli.commands import verify
 
     verify(destination, against, device, as_json)
