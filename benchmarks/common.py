@@ -164,16 +164,19 @@ def cpu_name() -> str:
     return f"{models[0] if models else platform.processor()}, {len(os.sched_getaffinity(0))} cores"
 
 
-def versions(packages: Iterable[str] = ("torch", "numba")) -> dict[str, str]:
+PACKAGES = ("torch", "numba")
+
+
+def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
     return {"python": platform.python_version(), "samebits": samebits.__version__} | {
         name: version(name) for name in packages
     }
 
 
-def write_results(name: str, device: str, rows: list[dict[str, Any]]) -> Path:
-    """Write ``results/<name>.json``."""
+def write_results(name: str, device: str, rows: list[dict[str, Any]], packages: Iterable[str] = PACKAGES) -> Path:
+    """Write ``results/<name>.json``, with the versions of ``packages``."""
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
-    content = {"name": name, "device": device, "versions": versions(), "date": date, "rows": rows}
+    content = {"name": name, "device": device, "versions": versions(packages), "date": date, "rows": rows}
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps(content, indent=1) + "\n")

@@ -1,7 +1,7 @@
-"""Put the tables made from results/ between README.md's markers ``<!-- table: name.table -->`` and ``<!-- end -->``.
+"""Put the tables made from results/ between a page's markers ``<!-- table: name.table -->`` and ``<!-- end -->``.
 
-python benchmarks/tables.py            rewrite the tables
-python benchmarks/tables.py --check    exit code 1 if README.md says something else than the results
+python benchmarks/tables.py            rewrite the tables of README.md and docs/families.md
+python benchmarks/tables.py --check    exit code 1 if a page says something else than the results
 
 Between ``<!-- plot: name -->`` and ``<!-- end -->`` comes docs/name.svg, which plots.py draws. What has not been
 measured leaves nothing between its markers.
@@ -18,7 +18,7 @@ from typing import Any
 from common import read_results
 
 ROOT = Path(__file__).resolve().parents[1]
-README = ROOT / "README.md"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "families.md")
 MARKED = re.compile(r"(<!-- table: (\S+)\.(\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 PLOT = re.compile(r"(<!-- plot: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
@@ -49,6 +49,10 @@ def peer_rate(row: Row) -> str:
         return str(row["note"])
     key = "decode_tb_per_s"
     return (with_spread if f"{key}_slowest" in row else decimals)(key, 2)(row)
+
+
+def verdict(key: str) -> Callable[[Row], str]:
+    return lambda row: {None: "", True: "same", False: "**no**"}[row[key]]
 
 
 SIZE_COLUMNS: dict[str, Cell] = {
@@ -137,6 +141,17 @@ COLUMNS: dict[str, dict[str, Cell]] = {
         "BF16, tokens/s": with_spread("bf16_tokens_per_s", 0),
         "samebits, tokens/s": with_spread("packed_tokens_per_s", 0),
     },
+    "families.families": {
+        "family": "family",
+        "class": "class",
+        "kind": "kind",
+        "packed tensors": "packed_tensors",
+        "of its weights": percent("packed_of_weights"),
+        "logits": verdict("logits"),
+        "greedy": verdict("greedy"),
+        "sampled": verdict("sampled"),
+        "": "note",
+    },
     "memory.memory": {
         "command": "command",
         "checkpoint": lambda row: f"{row['original_bytes'] / 1e9:.1f} GB",
@@ -172,8 +187,11 @@ def cell_text(cell: Cell, row: Row) -> str:
     return "" if value is None else str(value)
 
 
-def table_text(name: str, table: str) -> str:
-    """The table as Markdown, and a line that says where its numbers come from; nothing without results."""
+def table_text(name: str, table: str, root: str = "") -> str:
+    """The table as Markdown, and a line that says where its numbers come from; nothing without results.
+
+    ``root`` leads from the page to the repository's root.
+    """
     results = read_results(name)
     rows = [row for row in results["rows"] if row["table"] == table]
     if not rows:
@@ -184,31 +202,33 @@ def table_text(name: str, table: str) -> str:
     lines += [[cell_text(cell, row) for cell in columns.values()] for row in rows]
     versions = ", ".join(f"{package} {number}" for package, number in results["versions"].items())
     file = f"benchmarks/results/{name}.json"
-    source = f"<sub>[{file}]({file}): {results['device']}; {versions}; {results['date']}</sub>"
+    source = f"<sub>[{file}]({root}{file}): {results['device']}; {versions}; {results['date']}</sub>"
     caption = CAPTIONS.get(f"{name}.{table}")
     markdown = "".join(f"| {' | '.join(line)} |\n" for line in lines)
     return (f"{caption}\n\n" if caption else "") + f"{markdown}\n{source}\n"
 
 
-def plot_text(name: str) -> str:
+def plot_text(name: str, root: str = "") -> str:
     """The picture as Markdown; nothing where there is none."""
     file = f"docs/{name}.svg"
-    return f"![{PLOTS[name]}]({file})\n" if (ROOT / file).exists() else ""
+    return f"![{PLOTS[name]}]({root}{file})\n" if (ROOT / file).exists() else ""
 
 
-def with_tables(text: str) -> str:
+def with_tables(text: str, root: str = "") -> str:
     """``text`` with every marked table and picture made anew."""
-    text = MARKED.sub(lambda found: found[1] + table_text(found[2], found[3]) + found[5], text)
-    return PLOT.sub(lambda found: found[1] + plot_text(found[2]) + found[4], text)
+    text = MARKED.sub(lambda found: found[1] + table_text(found[2], found[3], root) + found[5], text)
+    return PLOT.sub(lambda found: found[1] + plot_text(found[2], root) + found[4], text)
 
 
 def main() -> int:
-    text = README.read_text(encoding="utf-8")
-    made = with_tables(text)
-    if sys.argv[1:] == ["--check"]:
-        return int(made != text)
-    README.write_text(made, encoding="utf-8")
-    return 0
+    stale = False
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        made = with_tables(text, "../" * (len(page.relative_to(ROOT).parts) - 1))
+        stale |= made != text
+        if sys.argv[1:] != ["--check"]:
+            page.write_text(made, encoding="utf-8")
+    return int(stale and sys.argv[1:] == ["--check"])
 
 
 if __name__ == "__main__":

@@ -121,10 +121,23 @@ def decompress(
 def verify(
     destination: Annotated[str, typer.Argument(metavar="DST", help="Compressed folder or file.", show_default=False)],
     against: Annotated[str | None, typer.Option(help="Its original: compare byte by byte.")] = None,
+    logits: Annotated[bool, typer.Option("--logits", help="Run both and compare every logit instead.")] = False,
+    text: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --logits: over this text; default: random tokens.")
+    ] = None,
     device: On = Device.AUTO,
     as_json: Json = False,
 ) -> None:
     """Prove that nothing was lost: every byte against the original, or every digest. Exit code 1 if not identical."""
+    if text is not None and not logits:
+        raise typer.BadParameter("--text goes with --logits")
+    if logits:
+        if against is None:
+            raise typer.BadParameter("--logits needs --against")
+        from samebits.cli.logits import verify_logits
+
+        verify_logits(destination, against, text, device, as_json)
+        return
     from samebits.cli.commands import verify
 
     verify(destination, against, device, as_json)
@@ -150,13 +163,25 @@ def estimate(
     exclude: Exclude = [],  # noqa: B006
     cast: CastTo = None,
     exact: Annotated[bool, typer.Option("--exact", help="Encode everything, not only samples.")] = False,
+    context: Annotated[int | None, typer.Option(min=1, help="Tell the memory for this many tokens instead.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="With --context: sequences.")] = 1,
+    gpu: Annotated[str | None, typer.Option(metavar="SIZE", help="With --context: what fits, as 24GiB.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Tell what compress would save, without writing."""
-    from samebits.cli.commands import estimate
+    """Tell what compress would save, without writing, or with --context what a model takes in memory."""
     from samebits.jobs.options import CompressOptions
 
-    estimate(source, CompressOptions(min_weights, tuple(include), tuple(exclude), cast is not None), exact, as_json)
+    options = CompressOptions(min_weights, tuple(include), tuple(exclude), cast is not None)
+    if context is not None:
+        from samebits.cli.memory import estimate_memory
+
+        estimate_memory(source, options, context, batch, gpu, exact, as_json)
+        return
+    if gpu is not None or batch != 1:
+        raise typer.BadParameter("--batch and --gpu go with --context")
+    from samebits.cli.commands import estimate
+
+    estimate(source, options, exact, as_json)
 
 
 @app.command()

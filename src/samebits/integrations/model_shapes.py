@@ -37,8 +37,7 @@ def model_shapes(folder: Path, names: Sequence[str]) -> Mapping[str, tuple[int, 
         if config.get("_class_name") and find_spec("diffusers"):
             return _of_diffusers(config, names)
     except _WRONG_CONFIG as error:
-        mend = "fetch config.json again, or install a version of the library that knows the model"
-        raise InputError(f"its model cannot be made ({error})", where=str(folder / CONFIG), mend=mend) from None
+        raise _unmade(error, folder) from None
     return {}
 
 
@@ -50,17 +49,42 @@ def _check_size(config: Mapping[str, Any], folder: Path) -> None:
             raise InputError(f"{key} is {value}", where=str(folder / CONFIG), mend="fetch config.json again")
 
 
-def _of_transformers(folder: Path, names: Sequence[str]) -> Mapping[str, tuple[int, ...]]:
+def meta_model(folder: Path) -> Any:
+    """The transformers model that a folder's config.json names, in bfloat16 on the meta device; None if it names none.
+
+    Raises:
+        InputError: transformers is not installed, or cannot make the model.
+    """
+    _check_size(read_json(folder / CONFIG), folder)
+    if not find_spec("transformers"):
+        raise InputError("transformers is not installed", mend="pip install 'samebits[transformers]'")
+    try:
+        return _meta_model(folder)
+    except _WRONG_CONFIG as error:
+        raise _unmade(error, folder) from None
+
+
+def _unmade(error: Exception, folder: Path) -> InputError:
+    mend = "fetch config.json again, or install a version of the library that knows the model"
+    return InputError(f"its model cannot be made ({error})", where=str(folder / CONFIG), mend=mend)
+
+
+def _meta_model(folder: Path) -> Any:
     import transformers
-    from transformers.conversion_mapping import get_model_conversion_mapping
 
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    model_class = _class_in(transformers, config.architectures[0], transformers.PreTrainedModel)
+    model_class = _class_in(transformers, (config.architectures or [""])[0], transformers.PreTrainedModel)
     if model_class is None:
-        return {}
+        return None
     with torch.device("meta"):
-        model = model_class(config)
-    return shapes_in(model, get_model_conversion_mapping(model), names)
+        return model_class._from_config(config, dtype=torch.bfloat16)
+
+
+def _of_transformers(folder: Path, names: Sequence[str]) -> Mapping[str, tuple[int, ...]]:
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    model = _meta_model(folder)
+    return {} if model is None else shapes_in(model, get_model_conversion_mapping(model), names)
 
 
 def shapes_in(model: Any, conversions: Sequence[Any], names: Sequence[str]) -> Mapping[str, tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""What compressed models need of transformers' PreTrainedModel: four methods, which act as before on other models."""
+"""What compressed models need of transformers' PreTrainedModel: a few members, which act as before on other models."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ from samebits.nn.packed_module import check_dtype, packed_parameters, share_ties
 
 
 def register() -> None:
-    """Put the methods in their place; again is no change."""
+    """Put the members in their place; again is no change."""
     if PreTrainedModel._apply is _apply:
         return
     PreTrainedModel._apply = _apply
+    PreTrainedModel.dtype = _dtype(PreTrainedModel.dtype.fget)
     PreTrainedModel.tie_weights = _tying(PreTrainedModel.tie_weights)
     PreTrainedModel.save_pretrained = _saving(PreTrainedModel.save_pretrained)
     PreTrainedModel.from_pretrained = classmethod(_loading(PreTrainedModel.from_pretrained.__func__))
@@ -56,6 +57,19 @@ def _apply(self: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool 
     if next(packed_parameters(self), None) is not None or holds_units(self):
         check_dtype(fn)
     return super(PreTrainedModel, self)._apply(fn, recurse)
+
+
+def _dtype(original: Callable[[Any], torch.dtype]) -> property:
+    def dtype(self: Any) -> torch.dtype:
+        """That of the first floating-point parameter; there is none where all are packed."""
+        try:
+            return original(self)
+        except StopIteration:
+            if next(packed_parameters(self), None) is None:
+                raise
+            return torch.bfloat16
+
+    return property(dtype)
 
 
 def _tying(original: Callable[..., Any]) -> Callable[..., Any]:

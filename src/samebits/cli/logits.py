@@ -1,0 +1,169 @@
+"""samebits verify --logits: two models over the same text, one after the other, every logit compared as bytes."""
+
+from __future__ import annotations
+
+import errno
+import gc
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from samebits.cli.console import print_json, print_lines, progress_bar, size
+from samebits.cli.generate import load
+from samebits.errors import InputError, MismatchError, ResourceError
+from samebits.format.mapping import scratch
+from samebits.jobs.device import resolve_device
+from samebits.jobs.options import Progress
+from samebits.verify import first_difference
+
+WINDOW = 256  # tokens of a forward pass at most
+RANDOM_TOKENS = 1024  # without a text
+
+
+@dataclass(frozen=True)
+class LogitMismatch:
+    """The first logit that differs.
+
+    Attributes:
+        position: of the text, in tokens.
+        token: whose logit it is.
+        found, expected: both values as hexadecimal words.
+    """
+
+    position: int
+    token: int
+    found: str
+    expected: str
+
+    def __str__(self) -> str:
+        where = f"at position {self.position} the logit of token {self.token}"
+        return f"{where} is {self.found} instead of {self.expected}"
+
+
+@dataclass(frozen=True)
+class LogitVerdict:
+    """What was compared: ``positions`` times ``vocabulary`` logits of ``dtype``."""
+
+    positions: int
+    vocabulary: int
+    dtype: str
+    mismatch: LogitMismatch | None
+
+
+def verify_logits(path: str, against: str, text: Path | None, device: str, as_json: bool) -> None:
+    """Report whether both models give the same logits.
+
+    Raises:
+        MismatchError: they do not.
+        InputError: a model or text that cannot be used.
+        ResourceError: no space for the logits.
+    """
+    device = resolve_device(device)
+    tokens = None if text is None else read_tokens(against, text)
+    with progress_bar("verify") as progress:
+        verdict = compare(path, against, tokens, device, progress)
+    count = verdict.positions * verdict.vocabulary
+    if as_json:
+        mismatch = vars(verdict.mismatch) if verdict.mismatch else None
+        found = {**vars(verdict), "mismatch": mismatch, "identical": mismatch is None, "logits": count}
+        print_json({"path": path, "against": against, "text": text, "device": device, **found})
+    if verdict.mismatch:
+        mend = f"`samebits verify {path} --against {against}` tells whether the weights differ"
+        raise MismatchError(f"not identical: {verdict.mismatch}", where=path, mend=mend)
+    if not as_json:
+        what = f"{verdict.positions:,} tokens, {count:,} logits on {device}"
+        print_lines(f"{path}: the logits are identical to those of {against}, {what}")
+
+
+def read_tokens(model: str, text: Path) -> torch.Tensor:
+    """A text as the model's tokenizer cuts it: int64 [tokens].
+
+    Raises:
+        InputError: it is not UTF-8, or empty.
+    """
+    try:
+        words = text.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise InputError("not a text in UTF-8", where=str(text), mend="convert it") from None
+    tokens = torch.tensor(load("AutoTokenizer", model)(words, verbose=False)["input_ids"], dtype=torch.int64)
+    if not len(tokens):
+        raise InputError("the text has no tokens", where=str(text), mend="give a longer one")
+    return tokens
+
+
+def compare(path: str, against: str, tokens: torch.Tensor | None, device: str, progress: Progress) -> LogitVerdict:
+    """Run ``against``, then ``path``, over the same tokens: random ones without any given.
+
+    Raises:
+        MismatchError: their logits differ in shape or dtype.
+    """
+    model = _load(against, device)
+    if tokens is None:
+        vocabulary = model.config.get_text_config().vocab_size
+        tokens = torch.randint(vocabulary, (RANDOM_TOKENS,), generator=torch.Generator().manual_seed(0))
+    windows = tokens.split(min(WINDOW, getattr(model.config.get_text_config(), "max_position_embeddings", WINDOW)))
+    expected, done = torch.empty(0), 0
+    for logits in _logits(model, windows):
+        if not done:
+            expected = _space(len(tokens), logits)
+        expected[done : done + len(logits)] = logits
+        done += len(logits)
+        progress(done * logits[0].nbytes, 2 * expected.nbytes)
+    del model
+    _free()
+    model, done = _load(path, device), 0
+    for logits in _logits(model, windows):
+        mismatch = _first_mismatch(logits, expected[done : done + len(logits)], done)
+        if mismatch:
+            return LogitVerdict(done, expected.shape[1], str(expected.dtype), mismatch)
+        done += len(logits)
+        progress(expected.nbytes + done * logits[0].nbytes, 2 * expected.nbytes)
+    return LogitVerdict(done, expected.shape[1], str(expected.dtype), None)
+
+
+def _load(path: str, device: str) -> Any:
+    return load("AutoModelForCausalLM", path, dtype=torch.bfloat16).to(device).eval()
+
+
+def _logits(model: Any, windows: tuple[torch.Tensor, ...]) -> Iterator[torch.Tensor]:
+    """Of each window [tokens, vocabulary], on the CPU."""
+    for window in windows:
+        with torch.inference_mode():
+            yield model(input_ids=window[None].to(model.device), use_cache=False).logits[0].cpu().contiguous()
+
+
+def _space(positions: int, logits: torch.Tensor) -> torch.Tensor:
+    """Room for the logits of all positions: [positions, vocabulary]."""
+    shape = (positions, logits.shape[1])
+    nbytes = positions * logits[0].nbytes
+    try:
+        return scratch(nbytes).view(logits.dtype).reshape(shape)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        mend = "give a shorter --text, or set TMPDIR to a folder with more space"
+        raise ResourceError(f"no space for {size(nbytes)} of logits", where=error.filename, mend=mend) from None
+
+
+def _first_mismatch(found: torch.Tensor, expected: torch.Tensor, start: int) -> LogitMismatch | None:
+    if (found.dtype, found.shape) != (expected.dtype, expected.shape):
+        described, wanted = (f"{tensor.dtype} {list(tensor.shape)}" for tensor in (found, expected))
+        raise MismatchError(f"logits {described} instead of {wanted}", mend="compare two forms of one model")
+    words = [tensor.reshape(-1).view(torch.uint8).numpy() for tensor in (found, expected)]
+    first = first_difference(*words)
+    if first is None:
+        return None
+    width = found.element_size()
+    position, token = divmod(first // width, found.shape[1])
+    value = slice(first // width * width, (first // width + 1) * width)
+    return LogitMismatch(start + position, token, *("0x" + array[value][::-1].tobytes().hex() for array in words))
+
+
+def _free() -> None:
+    """Memory of a model that is no longer there, so that the next one fits."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

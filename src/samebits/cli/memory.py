@@ -1,0 +1,112 @@
+"""samebits estimate --context: what a model takes while it generates, and what fits."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from samebits.cli.commands import open_source
+from samebits.cli.console import print_json, print_lines, print_table, progress_bar, size
+from samebits.errors import InputError
+from samebits.format.folder import CONFIG, INDEX_SUFFIX
+from samebits.format.safetensors_file import SUFFIX
+from samebits.integrations.model_memory import BITS_PER_WEIGHT, ModelMemory, Weights, model_memory
+from samebits.jobs import estimate as estimates
+from samebits.jobs.options import CompressOptions
+from samebits.nn.convert import Selection
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B", re.IGNORECASE)
+_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as 24GiB or 80 GB.
+
+    Raises:
+        InputError: something else.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if not match:
+        raise InputError(f"{text!r} is no size", mend="give one such as 24GiB or 80GB")
+    number, prefix, binary = match.groups()
+    return int(float(number) * (1024 if binary else 1000) ** _POWERS[prefix.upper()])
+
+
+def estimate_memory(
+    source: str, options: CompressOptions, context: int, batch: int, gpu: str | None, exact: bool, as_json: bool
+) -> None:
+    limit = None if gpu is None else parse_size(gpu)
+    path = Path(source)
+    bare = (path / CONFIG).is_file() and not any(path.glob(f"*{SUFFIX}")) and not any(path.glob(f"*{INDEX_SUFFIX}"))
+    folder, weights = (path, None) if bare else _weights(source, options, exact)
+    selection = Selection(options.min_weights, options.include, options.exclude)
+    memory = model_memory(folder, selection, weights)
+    if as_json:
+        print_json({"path": folder, "context": context, "batch": batch, **_figures(memory, context, batch, limit)})
+        return
+    _print(memory, f"{folder}: {context:,} tokens, batch {batch}", context, batch)
+    if bare:
+        print_lines(f"there are no weights to encode: {BITS_PER_WEIGHT} bits a packed weight are supposed")
+    if limit is not None:
+        _print_fit(memory, str(gpu), limit, context, batch)
+
+
+def _weights(source: str, options: CompressOptions, exact: bool) -> tuple[Path, Weights]:
+    checkpoint = open_source(source)
+    if checkpoint.is_packed:
+        return checkpoint.path, Weights.stored(checkpoint)
+    with progress_bar("estimate") as progress:
+        return checkpoint.path, Weights.estimated(
+            estimates.estimate(checkpoint, options, exact=exact, progress=progress)
+        )
+
+
+def _figures(memory: ModelMemory, context: int, batch: int, limit: int | None) -> dict[str, object]:
+    figures: dict[str, object] = {
+        "packed_bytes": memory.weights.packed,
+        "other_bytes": memory.weights.other + memory.buffers,
+        "cache_bytes": memory.cache(context, batch),
+        "decoded_layer_bytes": memory.decoded,
+        "peak_bytes": memory.peak(context, batch),
+        "bf16_peak_bytes": memory.plain_peak(context, batch),
+    }
+    if limit is None:
+        return figures
+    room, plain_room = _rooms(memory, limit)
+    return figures | {
+        "gpu_bytes": limit,
+        "fits": memory.peak(context, batch) <= limit,
+        "bf16_fits": memory.plain_peak(context, batch) <= limit,
+        "longest_context": memory.longest(room, batch),
+        "bf16_longest_context": memory.longest(plain_room, batch),
+    }
+
+
+def _rooms(memory: ModelMemory, limit: int) -> tuple[int, int]:
+    """What is left for the cache, packed and in BF16."""
+    return limit - memory.peak(0, 0), limit - memory.plain_peak(0, 0)
+
+
+def _print(memory: ModelMemory, title: str, context: int, batch: int) -> None:
+    other, cache = memory.weights.other + memory.buffers, memory.cache(context, batch)
+    plain = memory.weights.plain + memory.buffers
+    rows = [
+        ("weights", size(memory.weights.packed + other), size(plain)),
+        ("key-value cache", size(cache), size(cache)),
+        ("one decoded layer at most", size(memory.decoded), size(0)),
+        ("peak", size(memory.peak(context, batch)), size(memory.plain_peak(context, batch))),
+    ]
+    print_table(title, ("without activations and the GPU's own", "samebits", "BF16"), rows)
+
+
+def _print_fit(memory: ModelMemory, gpu: str, limit: int, context: int, batch: int) -> None:
+    peaks = memory.peak(context, batch), memory.plain_peak(context, batch)
+    for name, peak, room in zip(("samebits", "BF16"), peaks, _rooms(memory, limit), strict=True):
+        fits = f"fits into {gpu}, {size(limit - peak)} to spare" if peak <= limit else f"does not fit into {gpu}"
+        print_lines(f"{name} {fits}; {_longest(memory.longest(room, batch))}")
+
+
+def _longest(tokens: int | None) -> str:
+    if tokens is None:
+        return "its cache does not grow beyond that"
+    return "its weights alone are too large" if tokens < 0 else f"{tokens:,} tokens would"

@@ -1,0 +1,117 @@
+"""verify --logits: a model against its original, compared through what it says."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from samebits.cli import logits
+from samebits.cli.generate import default_model
+from samebits.format.container import Checkpoint
+from samebits.jobs.compress import Compression
+from samebits.jobs.options import CompressOptions, RunOptions
+from tests.cli.conftest import Command
+
+VOCABULARY = 3072
+
+
+@pytest.fixture
+def example() -> Path:
+    return Path(default_model())
+
+
+@pytest.fixture(scope="module")
+def packed_example(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "packed"
+    Compression(Checkpoint.open(Path(default_model())), folder, CompressOptions(), RunOptions(device="cpu")).run()
+    return folder
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text"
+    path.write_text("And the evening and the morning were the sixth day. " * 40)
+    return path
+
+
+@pytest.fixture
+def other(example: Path, tmp_path: Path) -> Path:
+    """The same model with one weight of its last norm another number by one bit."""
+    folder = tmp_path / "other"
+    folder.mkdir()
+    for file in example.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"].view(torch.int16)[5] ^= 64
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_identical_over_a_text(samebits: Command, example: Path, packed_example: Path, text: Path) -> None:
+    arguments = ("verify", "--logits", packed_example, "--against", example, "--text", text, "--device", "cpu")
+    report = samebits(*arguments, "--json").json
+    assert report["identical"] is True
+    assert report["positions"] > logits.WINDOW
+    assert report["logits"] == report["positions"] * VOCABULARY
+    assert samebits(*arguments).out == (
+        f"{packed_example}: the logits are identical to those of {example}, "
+        f"{report['positions']:,} tokens, {report['logits']:,} logits on cpu\n"
+    )
+
+
+def test_random_tokens_without_a_text(samebits: Command, example: Path, packed_example: Path) -> None:
+    outcome = samebits("verify", "--logits", packed_example, "--against", example, "--device", "cpu", "--json")
+    assert outcome.json["positions"] == logits.RANDOM_TOKENS
+
+
+def test_the_first_difference_is_named(samebits: Command, other: Path, packed_example: Path, text: Path) -> None:
+    arguments = ("verify", "--logits", packed_example, "--against", other, "--text", text, "--device", "cpu")
+    outcome = samebits(*arguments, "--json")
+    assert outcome.code == 1
+    found = outcome.json["mismatch"]
+    both = torch.tensor([int(found[key], 16) for key in ("found", "expected")], dtype=torch.int32)
+    values = (both << 16).view(torch.float32)
+    assert values[0] != values[1]
+    assert abs(values[0] - values[1]) < 1
+    assert samebits(*arguments).error == (
+        f"samebits: {packed_example}: not identical: at position {found['position']} the logit of token "
+        f"{found['token']} is {found['found']} instead of {found['expected']}; "
+        f"`samebits verify {packed_example} --against {other}` tells whether the weights differ\n"
+    )
+
+
+def test_position_and_token_of_a_mismatch() -> None:
+    expected = torch.zeros(6, 10, dtype=torch.bfloat16)
+    found = expected.clone()
+    found[4, 7] = -0.0
+    mismatch = logits._first_mismatch(found, expected, 100)
+    assert mismatch == logits.LogitMismatch(104, 7, "0x8000", "0x0000")
+    assert logits._first_mismatch(expected, expected.clone(), 0) is None
+
+
+def test_unusable_input(samebits: Command, example: Path, packed_example: Path, tmp_path: Path) -> None:
+    both = ("verify", packed_example, "--against", example, "--device", "cpu")
+    (tmp_path / "empty").write_text("")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    assert "not a text in UTF-8" in samebits(*both, "--logits", "--text", tmp_path / "binary").error
+    assert "No such file" in samebits(*both, "--logits", "--text", tmp_path / "none").error
+    assert "--text goes with --logits" in samebits(*both, "--text", tmp_path / "empty").error
+    assert "--logits needs --against" in samebits("verify", packed_example, "--logits").error
+    assert "cannot load it" in samebits("verify", packed_example, "--logits", "--against", tmp_path).error
+
+
+def test_too_little_space(
+    samebits: Command, example: Path, packed_example: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(nbytes: int) -> torch.Tensor:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp/full")
+
+    monkeypatch.setattr(logits, "scratch", full)
+    outcome = samebits("verify", "--logits", packed_example, "--against", example, "--device", "cpu")
+    assert outcome.code == 2
+    assert "/tmp/full: no space for 6.29 MB of logits; give a shorter --text" in outcome.error

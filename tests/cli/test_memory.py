@@ -1,0 +1,69 @@
+"""estimate --context: what a model takes in memory, and what fits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from samebits.cli.generate import default_model
+from samebits.cli.memory import parse_size
+from samebits.errors import InputError
+from tests.cli.conftest import Command
+
+CACHE = 4 * 2 * 5 * 32 * 2  # layers, keys and values, heads, their size, bytes: of a token of the example
+
+
+@pytest.fixture
+def example() -> Path:
+    return Path(default_model())
+
+
+@pytest.fixture
+def config(example: Path, tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_bytes((example / "config.json").read_bytes())
+    return tmp_path
+
+
+def test_what_fits(samebits: Command, example: Path) -> None:
+    arguments = ("estimate", example, "--context", 512, "--batch", 4, "--gpu", "20MB")
+    report = samebits(*arguments, "--json").json
+    assert report["cache_bytes"] == 4 * 512 * CACHE
+    parts = ("packed_bytes", "other_bytes", "cache_bytes", "decoded_layer_bytes")
+    assert report["peak_bytes"] == sum(report[part] for part in parts)
+    assert (report["fits"], report["bf16_fits"]) == (True, True)
+    assert report["longest_context"] == (20_000_000 - report["peak_bytes"]) // (4 * CACHE) + 512
+    assert report["longest_context"] > report["bf16_longest_context"]
+    outcome = samebits(*arguments)
+    assert f"samebits fits into 20MB, 5.56 MB to spare; {report['longest_context']:,} tokens would\n" in outcome.out
+
+
+def test_what_does_not_fit(samebits: Command, example: Path) -> None:
+    outcome = samebits("estimate", example, "--context", 512, "--gpu", "10MB")
+    assert "BF16 does not fit into 10MB; its weights alone are too large\n" in outcome.out
+
+
+def test_without_weights(samebits: Command, example: Path, config: Path) -> None:
+    there, supposed = (samebits("estimate", path, "--context", 9, "--json").json for path in (example, config))
+    assert supposed["peak_bytes"] == pytest.approx(there["peak_bytes"], rel=0.01)
+    assert supposed["bf16_peak_bytes"] == there["bf16_peak_bytes"]
+    assert "10.75 bits a packed weight are supposed" in samebits("estimate", config, "--context", 9).out
+
+
+def test_unusable_input(samebits: Command, example: Path) -> None:
+    assert "go with --context" in samebits("estimate", example, "--gpu", "1GB").error
+    assert "is no size" in samebits("estimate", example, "--context", 9, "--gpu", "much").error
+    assert "no config.json" in samebits("estimate", example / "model.safetensors", "--context", 9).error
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [("24GiB", 24 << 30), ("80 gb", 80 * 10**9), ("1.5MB", 1_500_000), ("7B", 7)]
+)
+def test_sizes(text: str, nbytes: int) -> None:
+    assert parse_size(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "24", "GiB", "-1GB", "1e9B", "24Gi"])
+def test_sizes_that_are_none(text: str) -> None:
+    with pytest.raises(InputError, match="is no size"):
+        parse_size(text)

@@ -1,0 +1,139 @@
+"""Predicted bytes against those of real models, on the CPU: weights, buffers and caches exactly."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import samebits
+from samebits.errors import InputError
+from samebits.format.container import Checkpoint
+from samebits.integrations import model_memory
+from samebits.integrations.model_memory import CacheLayer, ModelMemory, Weights
+from samebits.jobs.estimate import estimate
+from samebits.jobs.options import CompressOptions
+from samebits.nn.convert import Selection
+from tests.integrations.models import MIN_WEIGHTS, compress_folder, make
+
+SELECTION = Selection(MIN_WEIGHTS)
+LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+SMALL = {"vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+# By model_type: caches of other kinds than those of tests/integrations/models.py.
+OTHERS: dict[str, dict[str, Any]] = {
+    "falcon": SMALL,  # one key and value head for all
+    "deepseek_v3": {**SMALL, **LATENT, **ROUTED, "num_key_value_heads": 4, "moe_intermediate_size": 48},
+    "lfm2": {**SMALL, "num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]},
+    "bamba": {
+        **SMALL,
+        "num_key_value_heads": 2,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_d_state": 16,
+        "attn_layer_indices": [1],
+    },
+}
+
+
+def tensor_bytes(model: torch.nn.Module) -> int:
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+
+
+@torch.inference_mode()
+def cache_bytes(model: Any, context: int, batch: int) -> int:
+    """Of all tensors in a cache after a run over ``context`` tokens."""
+    tokens = torch.zeros(batch, context, dtype=torch.int64)
+    total = 0
+    for layer in model(input_ids=tokens, use_cache=True).past_key_values.layers:
+        states = [state for name in ("conv_states", "recurrent_states") for state in _values(layer, name)]
+        found = [getattr(layer, "keys", None), getattr(layer, "values", None), *states]
+        total += sum(tensor.numel() * tensor.element_size() for tensor in found if tensor is not None)
+    return total
+
+
+def _values(layer: Any, name: str) -> list[Any]:
+    return list((getattr(layer, name, None) or {}).values())
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "gemma3", "mixtral"])
+def test_equal_to_what_a_model_takes(name: str, tmp_path: Path) -> None:
+    reference = make(name, tmp_path / "bf16")
+    folder = compress_folder(tmp_path / "bf16", tmp_path / "packed")
+    memory = model_memory.model_memory(folder, SELECTION, Weights.stored(Checkpoint.open(folder)))
+    model = reference.load(folder)
+    assert memory.resident == tensor_bytes(model)
+    assert memory.weights.plain + memory.buffers == tensor_bytes(reference.model)
+    for context, batch in ((1, 1), (15, 1), (16, 2), (40, 3)):  # the sliding window is 16
+        assert memory.cache(context, batch) == cache_bytes(model, context, batch)
+    options = CompressOptions(min_weights=MIN_WEIGHTS)
+    before = Weights.estimated(estimate(Checkpoint.open(tmp_path / "bf16"), options, exact=True))
+    assert before == memory.weights
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_caches_of_all_kinds(name: str, tmp_path: Path) -> None:
+    config = transformers.AutoConfig.for_model(name, **OTHERS[name])
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16).eval()
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(tmp_path)
+    memory = model_memory.model_memory(tmp_path, SELECTION, None)
+    for context, batch in ((8, 1), (30, 2)):
+        assert memory.cache(context, batch) == cache_bytes(model, context, batch)
+
+
+def test_a_config_alone(tmp_path: Path) -> None:
+    reference = make("llama", tmp_path)
+    memory = model_memory.model_memory(tmp_path, SELECTION, None)
+    assert memory.weights.plain + memory.buffers == tensor_bytes(reference.model)
+    report = samebits.compress(reference.model, min_weights=MIN_WEIGHTS)
+    words = sum(size.words for size in report.packed.values())
+    assert memory.weights.packed == round(words * model_memory.BITS_PER_WEIGHT / 8)
+    assert memory.weights.other == memory.weights.plain - 2 * words
+
+
+def test_the_decoded_layer_is_the_largest_that_is_no_embedding(tmp_path: Path) -> None:
+    for name in ("llama", "llama-tied"):  # the head decodes its weight in either
+        make(name, tmp_path / name)
+        assert model_memory.model_memory(tmp_path / name, SELECTION, None).decoded == 2 * 300 * 64
+    make("mixtral", tmp_path / "mixtral")
+    assert model_memory.model_memory(tmp_path / "mixtral", SELECTION, None).decoded == 2 * 4 * 3 * 64 * 96
+
+
+def test_the_longest_context() -> None:
+    weights = Weights(100, 10, 160)
+    memory = ModelMemory(weights, 5, (CacheLayer(3, 1 << 60, 0), CacheLayer(2, 10, 7)), 20)
+    assert memory.peak(100, 2) == 100 + 10 + 5 + 20 + 2 * (300 + 20 + 7)
+    assert memory.plain_peak(100, 2) == 160 + 5 + 2 * (300 + 20 + 7)
+    for room in (13, 14, 100, 1000, 1001, 1002):
+        longest = memory.longest(room, 2)
+        assert longest is not None
+        assert memory.cache(longest, 2) <= room < memory.cache(longest + 1, 2) or longest == -1
+    assert memory.longest(13, 2) == -1
+    windows = ModelMemory(weights, 5, (CacheLayer(2, 10, 0),), 20)
+    assert (windows.longest(20, 1), windows.longest(19, 1), windows.longest(-1, 1)) == (None, 9, -1)
+
+
+@pytest.mark.parametrize("architecture", [None, "BertForMaskedLM", "T5ForConditionalGeneration", "NoSuchModel"])
+def test_models_without_such_a_cache(architecture: str | None, tmp_path: Path) -> None:
+    kind = "t5" if architecture == "T5ForConditionalGeneration" else "bert"
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "architectures": [architecture or ""]}))
+    with pytest.raises(InputError, match="not a decoder-only language model"):
+        model_memory.model_memory(tmp_path, SELECTION, None)
+
+
+def test_no_config(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"no config\.json"):
+        model_memory.model_memory(tmp_path, SELECTION, None)
+
+
+def test_a_cache_that_cannot_be_measured(tmp_path: Path) -> None:
+    config = {"model_type": "jetmoe", "architectures": ["JetMoeForCausalLM"], "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match="cannot be measured without weights"):
+        model_memory.model_memory(tmp_path, SELECTION, None)
