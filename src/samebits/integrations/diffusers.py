@@ -208,7 +208,7 @@ class SamebitsQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         if packed is None:
             module._parameters[leaf] = nn.Parameter(param_value.to(target_device), parameter.requires_grad)
             return
-        recipe = replace(whole(packed, leaf, parameter.requires_grad), dtype=self._dtype_of(param_name))
+        recipe = replace(whole(packed, leaf, parameter), dtype=self._dtype_of(param_name))
         pack(module, leaf, recipe, [packed.data])
 
     # After loading
