@@ -4,7 +4,7 @@
 
 The model has Llama 3.1 8B's shapes, fewer layers and synthetic weights. It is written in all forms to a temporary
 folder, and read from there while the system still has it in memory. Every form has to give the tokens of BF16 before
-its time counts. With a static cache, transformers compiles what can be compiled. Decoding is of one layer's seven
+its time counts. With a static cache, transformers compiles the model. Decoding is of one layer's seven
 matrices, over more than 900 MB of distinct bytes, beside the roof of gpu.py for the same bytes.
 """
 
