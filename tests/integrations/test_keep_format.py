@@ -122,14 +122,6 @@ def test_copies_run_on_their_own(plain: Reference) -> None:
     plain.assert_same(copied)
 
 
-def test_compiled(plain: Reference) -> None:
-    """In one graph, and as before behind it."""
-    model = load()
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    assert_same_bits(compiled(plain.tokens).logits, plain.logits)
-    plain.assert_same(model)
-
-
 @pytest.mark.parametrize("device_map", ["auto", {"": "cpu"}])
 def test_device_map(plain: Reference, device_map: Any) -> None:
     plain.assert_same(load(device_map=device_map))
