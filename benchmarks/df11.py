@@ -4,7 +4,7 @@
 
 The model has Llama 3.1 8B's shapes, fewer layers and synthetic weights. It is written in all forms to a temporary
 folder, and read from there while the system still has it in memory. Every form has to give the tokens of BF16 before
-its time counts. With a static cache, transformers compiles what can be compiled. Decoding is of one layer's seven
+its time counts. With a static cache, transformers compiles the model. Decoding is of one layer's seven
 matrices, over more than 900 MB of distinct bytes, beside the roof of gpu.py for the same bytes.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import gc
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -136,54 +137,54 @@ def measure_forms(folder: Path, tokens: int, repeats: int, device: str) -> list[
     Raises:
         SystemExit: a form gives other tokens than BF16, so there is nothing worth measuring.
     """
-    from transformers import AutoModelForCausalLM
-
     weights = sum(entry.words for entry in Checkpoint.open(folder / "bf16"))
     prompt = torch.arange(1, PROMPT + 1, device=device)[None]
-    expected: list[int] | None = None
+    expected: list[int] = []
     rows: list[Row] = []
     for form, (name, options) in FORMS.items():
-
-        def load(name: str = name, options: Mapping[str, Any] = options) -> Any:
-            model = AutoModelForCausalLM.from_pretrained(folder / name, device_map={"": device}, **options)
-            if device == "cuda":
-                torch.cuda.synchronize()
-            return model
-
+        load = partial(load_form, folder / name, device, options)
         loading = time_calls(load, repeats=repeats)
         model = load()
-        generated = generate(model, prompt, tokens)
-        expected = expected or generated
-        if generated != expected:
+        run = partial(generate, model, prompt, tokens)
+        expected = expected or run()
+        if run() != expected:
             raise SystemExit(f"{form}: other tokens than BF16's")
-        eager, static = (
-            time_calls(lambda cache=cache, model=model: generate(model, prompt, tokens, cache), repeats=repeats)  # type: ignore[misc]
-            for cache in (None, "static")
-        )
-        nbytes = sum(path.stat().st_size for path in (folder / name).glob("*.safetensors"))
-        rows.append(
-            {
-                "table": "forms",
-                "form": form,
-                "layers": model.config.num_hidden_layers,
-                "bits_per_weight": round(8 * nbytes / weights, 4),
-                **_seconds("load_seconds", loading),
-                **eager.rates("tokens_per_s", tokens),
-                **static.rates("static_tokens_per_s", tokens),
-            }
-        )
-        print(rows[-1], flush=True)
-        del model
+        row = {
+            "table": "forms",
+            "form": form,
+            "layers": model.config.num_hidden_layers,
+            "bits_per_weight": round(8 * bytes_of(folder / name) / weights, 4),
+            **_seconds("load_seconds", loading),
+            **time_calls(run, repeats=repeats).rates("tokens_per_s", tokens),
+            **time_calls(partial(run, cache="static"), repeats=repeats).rates("static_tokens_per_s", tokens),
+        }
+        print(row, flush=True)
+        rows.append(row)
+        del model, run
         torch.compiler.reset()  # or its graphs keep the model
         gc.collect()
     return rows
 
 
+def load_form(folder: Path, device: str, options: Mapping[str, Any]) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, device_map={"": device}, **options)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return model
+
+
+@torch.no_grad()
 def generate(model: Any, prompt: torch.Tensor, tokens: int, cache: str | None = None) -> list[int]:
     """Greedily, as many tokens as asked for."""
     options = {"min_new_tokens": tokens, "max_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
-    with torch.no_grad():
-        return model.generate(prompt, cache_implementation=cache, **options)[0].tolist()  # type: ignore[no-any-return]
+    result: list[int] = model.generate(prompt, cache_implementation=cache, **options)[0].tolist()
+    return result
+
+
+def bytes_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
 def _seconds(key: str, timing: Timing) -> dict[str, float]:

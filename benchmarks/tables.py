@@ -169,7 +169,7 @@ which decodes the exponents alone (its rate is that of the BF16 weights they bel
 added). DFloat11 decodes the seven matrices of a block in one launch, samebits in seven:""",
     "df11.forms": """\
 The same model in each form (Llama 3.1 8B's shapes, fewer layers, synthetic weights), generating one token after the
-other; with a static cache, transformers compiles all forms but the last:""",
+other; with a static cache, transformers compiles the model:""",
     "df11.decode": "One layer of it decoded, each form by samebits' own kernel:",
     "linear.prefill": "All seven products of a decoder layer of Llama 3.1 8B's shapes, one after the other:",
 }

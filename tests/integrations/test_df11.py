@@ -17,6 +17,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 import samebits
 from samebits.df11.checkpoint import open_checkpoint
+from samebits.df11.unit import Unit
 from samebits.errors import DtypeError, FormatError, InputError, VersionError
 from samebits.integrations import transformers_df11
 from samebits.jobs.decompress import Decompression
@@ -189,8 +190,11 @@ def test_registering_again_changes_nothing() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{"device_map": "cuda"}, {}])
-def test_on_a_gpu(plain: Reference, options: dict[str, Any]) -> None:
+def test_on_a_gpu(plain: Reference, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the weights belong there, none is decoded on the CPU."""
     expected = AutoModelForCausalLM.from_pretrained(plain.folder).to("cuda")
+    if options:
+        monkeypatch.delattr(Unit, "decode")
     model = AutoModelForCausalLM.from_pretrained(FOLDER, **options).to("cuda")
     tokens = plain.tokens.to("cuda")
     plain.assert_all_packed(model)

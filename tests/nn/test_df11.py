@@ -129,6 +129,17 @@ def test_inference_mode_and_others_in_turn() -> None:
             assert_same_bits(packed(x).detach(), model(x).detach())
 
 
+def test_compiled() -> None:
+    """In one graph, and as before behind it."""
+    model, packed, _ = pair([(7, 9), (33, 7), (5, 33)])
+    x = torch.randn(4, 9, dtype=torch.bfloat16)
+    compiled = torch.compile(packed, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        for run in (compiled, packed, compiled):
+            assert_same_bits(run(x), model(x))
+            assert not hasattr(packed[0], "weight")
+
+
 def test_a_unit_inside_of_another() -> None:
     """Each has memory of its own then."""
 

@@ -79,6 +79,17 @@ def pack_gaps(gaps: NDArray[np.uint8], packed: NDArray[np.uint8], first: int, la
 
 
 @njit(cache=True, nogil=True)
+def unpack_gaps(packed: NDArray[np.uint8], gaps: NDArray[np.uint8], first: int, last: int) -> None:
+    """Unpack groups [first, last): the reverse."""
+    for group in range(first, last):
+        held = np.uint64(0)
+        for part in range(5 * group, 5 * group + 5):
+            held = held << np.uint64(8) | np.uint64(packed[part])
+        for i in range(8):
+            gaps[8 * group + i] = np.uint8(held >> np.uint64(35 - 5 * i) & np.uint64(31))
+
+
+@njit(cache=True, nogil=True)
 def decode_blocks(
     stream: NDArray[np.uint8], sign_mantissa: NDArray[np.uint8], luts: NDArray[np.uint8], gaps: NDArray[np.uint8],
     positions: NDArray[np.int64], output: NDArray[np.uint16], first: int, last: int,

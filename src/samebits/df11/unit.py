@@ -104,8 +104,9 @@ class Unit:
 
     def _gaps(self) -> NDArray[np.uint8]:
         """uint8 [512 blocks]"""
-        bits = np.unpackbits(self.gaps).reshape(-1, GAP_BITS)
-        return np.packbits(bits, axis=1).ravel() >> np.uint8(8 - GAP_BITS)
+        gaps = np.empty(self.gaps.size // GAP_BITS * 8, np.uint8)
+        run_ranges(loops.unpack_gaps, gaps.size // 8, _TASK_WORDS, self.gaps, gaps)
+        return gaps
 
     def decode(self, output: NDArray[np.uint16] | None = None) -> NDArray[np.uint16]:
         """The words of all matrices behind each other.

@@ -46,7 +46,7 @@ class LayoutQuantizer(HfQuantizer):  # type: ignore[misc]
 
     requires_calibration = False
     is_trainable = False
-    is_compileable = False  # hooks decode: a graph would hold every unit's weights
+    is_compileable = True
 
     def __init__(self, quantization_config: LayoutConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
