@@ -10,6 +10,7 @@ from typing import Any
 import diffusers
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from tests.integrations.models import MIN_WEIGHTS
 
@@ -124,12 +125,16 @@ def make(
 
 
 @torch.no_grad()
-def output(name: str, model: Any) -> torch.Tensor:
+def output(name: str, model: Any, device: str = "cpu") -> torch.Tensor:
     """Plain weights are put where they are aligned as decoded ones are: on a CPU float32 products depend on that."""
     for parameter in model.parameters():
         if parameter.device.type != "meta":
             parameter.data = parameter.data.clone()
-    result: torch.Tensor = model(**inputs(name, model.dtype), return_dict=False)[0]
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device)
+
+    result: torch.Tensor = model(**tree_map_only(torch.Tensor, moved, inputs(name, model.dtype)), return_dict=False)[0]
     assert result.isfinite().all()
     assert result.unique().numel() > 100
     return result

@@ -153,6 +153,21 @@ def test_compressed_in_place_and_saved(flux: Reference, tmp_path: Path) -> None:
     flux.assert_same(flux.load(tmp_path))
 
 
+@pytest.mark.parametrize("source", ["plain", "packed"])
+def test_single_file(
+    flux: Reference, flux_folder: Path, config: samebits.SamebitsConfig, source: str, tmp_path: Path
+) -> None:
+    """A plain one, and one that was compressed: from_single_file converts its names first."""
+    plain = source == "plain"
+    file = flux.folder / "diffusion_pytorch_model.safetensors" if plain else flux_folder / "samebits.safetensors"
+    options = {"config": str(flux.folder), "dtype": torch.bfloat16, "quantization_config": config}
+    model = type(flux.model).from_single_file(str(file), **options)
+    assert_all_packed(model, flux)
+    flux.assert_same(model)
+    model.save_pretrained(tmp_path / "saved")
+    flux.assert_same(flux.load(tmp_path / "saved"))
+
+
 def test_include_and_exclude(flux: Reference) -> None:
     config = samebits.SamebitsConfig(1024, include=["*transformer_blocks.*"], exclude=["*.attn.*"])
     model = flux.load(quantization_config=config)
