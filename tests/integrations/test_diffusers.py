@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+pytest.importorskip("diffusers")
 import samebits
 from samebits.errors import DigestError, DtypeError, FormatError, InputError
 from samebits.format.container import Checkpoint

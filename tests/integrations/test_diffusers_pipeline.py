@@ -7,9 +7,11 @@ import sys
 from inspect import signature
 from pathlib import Path
 
-import diffusers
 import pytest
 import torch
+
+pytest.importorskip("diffusers")
+import diffusers
 from diffusers import DiffusionPipeline, PipelineQuantizationConfig
 from diffusers.pipelines import pipeline_loading_utils, pipeline_utils
 from examples.diffusion_pipeline import tiny_pipeline
