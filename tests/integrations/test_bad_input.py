@@ -194,13 +194,13 @@ def test_saved_into_the_folder_it_was_loaded_from(llama: Reference, llama_folder
 def test_failed_save_leaves_the_folder_as_it_was(
     llama: Reference, llama_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from samebits.integrations import transformers_model
+    from samebits.integrations import weight_files
 
     def full_disk(*args: object, **kwargs: object) -> None:
         raise OSError(28, "No space left on device")
 
     before = {path.name: path.read_bytes() for path in llama_folder.iterdir()}
-    monkeypatch.setattr(transformers_model, "save_file", full_disk)
+    monkeypatch.setattr(weight_files, "save_file", full_disk)
     with pytest.raises(OSError, match="No space"):
         llama.load(llama_folder).save_pretrained(llama_folder)
     assert {path.name: path.read_bytes() for path in llama_folder.iterdir()} == before
