@@ -10,6 +10,7 @@ from typing import Any
 import diffusers
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from tests.integrations.models import MIN_WEIGHTS
 
@@ -17,6 +18,14 @@ _TEXT, _WIDE = (1, 8, 64), {"num_attention_heads": 4, "attention_head_dim": 16}
 _FLUX = {
     **_WIDE, "patch_size": 1, "in_channels": 16, "num_layers": 1, "num_single_layers": 1,
     "joint_attention_dim": 64, "pooled_projection_dim": 64, "axes_dims_rope": (4, 4, 8), "guidance_embeds": True,
+}  # fmt: skip
+_FLUX2 = {
+    **_WIDE, "in_channels": 16, "num_layers": 1, "num_single_layers": 1, "joint_attention_dim": 64,
+    "timestep_guidance_channels": 32, "axes_dims_rope": (4, 4, 4, 4),
+}  # fmt: skip
+_AURA = {
+    **_WIDE, "sample_size": 8, "num_mmdit_layers": 1, "num_single_dit_layers": 1, "joint_attention_dim": 64,
+    "caption_projection_dim": 64, "pos_embed_max_size": 64,
 }  # fmt: skip
 _SD3 = {
     **_WIDE, "sample_size": 8, "patch_size": 2, "in_channels": 4, "out_channels": 4, "num_layers": 2,
@@ -46,13 +55,21 @@ _SDXL = {
 # name: model class, options of its config
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "flux": ("FluxTransformer2DModel", _FLUX),
+    "flux2": ("Flux2Transformer2DModel", _FLUX2),
+    "auraflow": ("AuraFlowTransformer2DModel", _AURA),
     "sd3": ("SD3Transformer2DModel", _SD3),
     "wan": ("WanTransformer3DModel", _WAN),
     "qwen-image": ("QwenImageTransformer2DModel", _QWEN),
     "hidream": ("HiDreamImageTransformer2DModel", _HIDREAM),
     "sdxl": ("UNet2DConditionModel", _SDXL),
 }
-TIME = ("time_embedder", "time_embedding", "time_text_embed", "t_embedder")  # leave their weights plain
+TIME = (
+    "time_embedder",
+    "time_embedding",
+    "time_text_embed",
+    "time_guidance_embed",
+    "t_embedder",
+)  # leave their weights plain
 MATRICES = (nn.Linear, nn.Embedding, nn.Conv2d, nn.Conv3d)
 
 
@@ -67,6 +84,11 @@ def inputs(name: str, dtype: torch.dtype) -> dict[str, Any]:
         ids = {"img_ids": torch.zeros(16, 3), "txt_ids": torch.zeros(8, 3), "guidance": torch.tensor([3.5])}
         tokens = {"hidden_states": noise(1, 16, 16), "encoder_hidden_states": text}
         return {**tokens, **ids, "pooled_projections": noise(1, 64), "timestep": time / 1000}
+    if name == "flux2":
+        ids = {"img_ids": torch.zeros(16, 4), "txt_ids": torch.zeros(8, 4), "guidance": torch.tensor([3.5])}
+        return {"hidden_states": noise(1, 16, 16), "encoder_hidden_states": text, **ids, "timestep": time / 1000}
+    if name == "auraflow":
+        return {"hidden_states": noise(1, 4, 8, 8), "encoder_hidden_states": text, "timestep": time / 1000}
     if name == "sd3":
         pooled = noise(1, 64)
         return {
@@ -124,12 +146,16 @@ def make(
 
 
 @torch.no_grad()
-def output(name: str, model: Any) -> torch.Tensor:
+def output(name: str, model: Any, device: str = "cpu") -> torch.Tensor:
     """Plain weights are put where they are aligned as decoded ones are: on a CPU float32 products depend on that."""
     for parameter in model.parameters():
         if parameter.device.type != "meta":
             parameter.data = parameter.data.clone()
-    result: torch.Tensor = model(**inputs(name, model.dtype), return_dict=False)[0]
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device)
+
+    result: torch.Tensor = model(**tree_map_only(torch.Tensor, moved, inputs(name, model.dtype)), return_dict=False)[0]
     assert result.isfinite().all()
     assert result.unique().numel() > 100
     return result

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+pytest.importorskip("diffusers")
 import samebits
 from samebits.errors import DigestError, DtypeError, FormatError, InputError
 from samebits.format.container import Checkpoint
@@ -151,6 +152,21 @@ def test_compressed_in_place_and_saved(flux: Reference, tmp_path: Path) -> None:
     assert files(tmp_path) == {"config.json", "samebits.safetensors"}
     assert_same_checkpoint(tmp_path, flux.folder)
     flux.assert_same(flux.load(tmp_path))
+
+
+@pytest.mark.parametrize("source", ["plain", "packed"])
+def test_single_file(
+    flux: Reference, flux_folder: Path, config: samebits.SamebitsConfig, source: str, tmp_path: Path
+) -> None:
+    """A plain one, and one that was compressed: from_single_file converts its names first."""
+    plain = source == "plain"
+    file = flux.folder / "diffusion_pytorch_model.safetensors" if plain else flux_folder / "samebits.safetensors"
+    options = {"config": str(flux.folder), "dtype": torch.bfloat16, "quantization_config": config}
+    model = type(flux.model).from_single_file(str(file), **options)
+    assert_all_packed(model, flux)
+    flux.assert_same(model)
+    model.save_pretrained(tmp_path / "saved")
+    flux.assert_same(flux.load(tmp_path / "saved"))
 
 
 def test_include_and_exclude(flux: Reference) -> None:

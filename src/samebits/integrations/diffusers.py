@@ -35,7 +35,6 @@ compressed: ContextVar[bool] = ContextVar("samebits_compressed", default=False)
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _WORDS = {torch.float16: torch.int16, torch.float32: torch.int32}
-_PACKED_SHARE = 3  # twice the dense bytes over the packed ones, about: for the allocator's warm-up
 _NOT_BF16 = "has values that are not BF16"
 _log = logging.getLogger(__name__)
 
@@ -87,6 +86,7 @@ class SamebitsQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         report: what was packed while loading.
     """
 
+    pre_quantized: bool
     use_keep_in_fp32_modules = True  # as without a quantizer
     supports_parallel_loading = False  # a module's weight and bias may be in different files
     is_serializable = True
@@ -122,7 +122,8 @@ class SamebitsQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         return self._dtype
 
     def get_cuda_warm_up_factor(self) -> int:
-        return _PACKED_SHARE
+        """Elements to be loaded for one of the model's dtype to allocate ahead: packed ones are bytes."""
+        return 2
 
     # Between the model's making and the loading of its weights
 
@@ -136,9 +137,8 @@ class SamebitsQuantizer(DiffusersQuantizer):  # type: ignore[misc]
     ) -> None:
         self._in_float32 = keep_in_fp32_modules or ()
         self._selection = select(model, self.quantization_config.selection)
-        if self.pre_quantized and not self._files:
-            mend = "compress the model while from_pretrained loads it"
-            raise InputError("single files are not loaded by this quantizer", mend=mend)
+        if not self._files:  # from_single_file, which calls all files quantized; what is packed there is decoded by now
+            self.pre_quantized = False
         if self.pre_quantized:
             for entry in Checkpoint.open(Path(self._files[0]).parent):
                 check(entry)
@@ -255,10 +255,10 @@ def is_compressed(model: Any) -> bool:
             forget(model)
         return False
     if quantizer is None:  # compressed by samebits.compress
-        config = SamebitsConfig()
-        model.hf_quantizer = SamebitsQuantizer(config, pre_quantized=False)
-        model.is_quantized, model.quantization_method = True, config.quant_method
-        model.register_to_config(quantization_config=config)
+        model.hf_quantizer = SamebitsQuantizer(SamebitsConfig(), pre_quantized=False)
+    config = model.hf_quantizer.quantization_config
+    model.is_quantized, model.quantization_method = True, config.quant_method
+    model.register_to_config(quantization_config=config)
     return True
 
 
