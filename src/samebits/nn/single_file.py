@@ -23,7 +23,7 @@ _ALIGNMENT = 16  # of tensors in memory, in bytes; in a file they lie anywhere
 class SingleFile:
     """A safetensors file by the names, shapes and dtypes that its tensors had before they were compressed.
 
-    This interface is stable: what is described here stays as it is in all 1.x versions. Opening reads headers alone.
+    This interface is stable: later versions add to it and take nothing away. Opening reads headers alone.
 
     Args:
         path: of a ``.safetensors`` file, compressed or plain.
