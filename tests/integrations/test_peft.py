@@ -221,3 +221,24 @@ def test_a_model_compressed_while_loading(device: str, base: LlamaForCausalLM, t
     assert all(torch.equal(found[key].grad, expected[key].grad) for key in expected)
     tokens = [model.eval().generate(TOKENS.to(device), max_new_tokens=8, do_sample=False) for model in models]
     assert torch.equal(*tokens)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(1, 1024), (2, 3, 1024), (7, 64, 1024)], ids=str)
+@pytest.mark.parametrize("is_contiguous", [True, False])
+def test_layers_as_large_as_fused_products_take(shape: tuple[int, ...], is_contiguous: bool) -> None:
+    torch.manual_seed(0)
+    dense = nn.Sequential(nn.Linear(1024, 2048), nn.GELU(), nn.Linear(2048, 1024)).to("cuda", torch.bfloat16)
+    packed = copy.deepcopy(dense)
+    assert len(samebits.compress(packed).packed) == 2
+    dense, packed = (adapted(model, target_modules=["0", "2"], init_lora_weights=False) for model in (dense, packed))
+    x = torch.randn(shape, device="cuda").to(torch.bfloat16)
+    x = x if is_contiguous else x.transpose(0, -2).contiguous().transpose(0, -2)
+    with torch.no_grad():
+        assert_same(packed(x), dense(x))
+    leaves = [x.detach().clone(memory_format=torch.preserve_format).requires_grad_() for _ in range(2)]
+    for model, leaf in zip((dense, packed), leaves, strict=True):
+        model(leaf).float().square().sum().backward()
+    assert_same(leaves[1].grad, leaves[0].grad)
+    for key, parameter in trainable(packed).items():
+        assert_same(parameter.grad, trainable(dense)[key].grad)
