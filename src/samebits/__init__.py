@@ -16,12 +16,14 @@ if TYPE_CHECKING:
     from samebits.integrations.transformers import SamebitsConfig
     from samebits.nn.convert import compress, decompress
     from samebits.nn.prepare import prepare
+    from samebits.nn.single_file import SingleFile
     from samebits.nn.state import load_state_dict
 
 __version__ = "0.1.0"
 __all__ = [
     "PackedTensor",
     "SamebitsConfig",
+    "SingleFile",
     "__version__",
     "compress",
     "decode",
@@ -36,6 +38,7 @@ _HOMES = {
     "decode": "samebits.api",
     "PackedTensor": "samebits.format.packed",
     "SamebitsConfig": "samebits.integrations.transformers",
+    "SingleFile": "samebits.nn.single_file",
     "compress": "samebits.nn.convert",
     "decompress": "samebits.nn.convert",
     "load_state_dict": "samebits.nn.state",

@@ -21,6 +21,7 @@ from samebits.nn.packed_module import PackedModule
 
 MIN_WEIGHTS = 1024
 TOKENS = torch.randint(0, 256, (2, 12), generator=torch.Generator().manual_seed(1))
+EAGER = {"attn_implementation": "eager"}  # on a GPU the others' backward passes may not give the same twice
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 OPTIONS: dict[str, dict[str, Any]] = {
     "LoRA": {"target_modules": ["q_proj", "v_proj", "down_proj"]},
@@ -36,7 +37,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def base() -> LlamaForCausalLM:
     torch.manual_seed(0)
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, **heads)
+    config = LlamaConfig(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, **heads, **EAGER)
     return LlamaForCausalLM(config).to(torch.bfloat16)
 
 
@@ -211,8 +212,8 @@ def test_several_adapters(base: LlamaForCausalLM) -> None:
 def test_a_model_compressed_while_loading(device: str, base: LlamaForCausalLM, tmp_path: Path) -> None:
     base.save_pretrained(tmp_path)
     config = samebits.SamebitsConfig(min_weights=MIN_WEIGHTS)
-    packed = LlamaForCausalLM.from_pretrained(tmp_path, quantization_config=config, device_map=device)
-    dense = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, device_map=device)
+    packed = LlamaForCausalLM.from_pretrained(tmp_path, quantization_config=config, device_map=device, **EAGER)
+    dense = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, device_map=device, **EAGER)
     models = [adapted(model, **OPTIONS["LoRA"]) for model in (dense, packed)]
     for model in models:
         train(model, steps=1)
@@ -220,3 +221,24 @@ def test_a_model_compressed_while_loading(device: str, base: LlamaForCausalLM, t
     assert all(torch.equal(found[key].grad, expected[key].grad) for key in expected)
     tokens = [model.eval().generate(TOKENS.to(device), max_new_tokens=8, do_sample=False) for model in models]
     assert torch.equal(*tokens)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(1, 1024), (2, 3, 1024), (7, 64, 1024)], ids=str)
+@pytest.mark.parametrize("is_contiguous", [True, False])
+def test_layers_as_large_as_fused_products_take(shape: tuple[int, ...], is_contiguous: bool) -> None:
+    torch.manual_seed(0)
+    dense = nn.Sequential(nn.Linear(1024, 2048), nn.GELU(), nn.Linear(2048, 1024)).to("cuda", torch.bfloat16)
+    packed = copy.deepcopy(dense)
+    assert len(samebits.compress(packed).packed) == 2
+    dense, packed = (adapted(model, target_modules=["0", "2"], init_lora_weights=False) for model in (dense, packed))
+    x = torch.randn(shape, device="cuda").to(torch.bfloat16)
+    x = x if is_contiguous else x.transpose(0, -2).contiguous().transpose(0, -2)
+    with torch.no_grad():
+        assert_same(packed(x), dense(x))
+    leaves = [x.detach().clone(memory_format=torch.preserve_format).requires_grad_() for _ in range(2)]
+    for model, leaf in zip((dense, packed), leaves, strict=True):
+        model(leaf).float().square().sum().backward()
+    assert_same(leaves[1].grad, leaves[0].grad)
+    for key, parameter in trainable(packed).items():
+        assert_same(parameter.grad, trainable(dense)[key].grad)

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from samebits.errors import FormatError, SamebitsError
+from samebits.digest import digest
+from samebits.errors import DigestError, FormatError, SamebitsError
 from samebits.format.folder import DAMAGED, KEY, VERSION, Folder, check_version, file_name_of, single_file
 from samebits.format.names import original_name
-from samebits.format.packed import HEADER_BYTES, MAX_DIMENSIONS, Header, PackedTensor
+from samebits.format.packed import HEADER_BYTES, MAX_DIMENSIONS, STORED_DIGEST_END, Header, PackedTensor
 from samebits.format.safetensors_file import SafetensorsFile, TensorSpec
 
 
@@ -132,6 +133,22 @@ class Entry:
             return PackedTensor.from_data(self.data(), header=self.header)
         except SamebitsError as error:
             raise error.at(self.where) from None
+
+    def check(self) -> None:
+        """What decoders trust about a stored tensor, and its digest.
+
+        Raises:
+            FormatError, DigestError: the file is damaged.
+        """
+        found, expected = 0, self.digest or 0
+        if self.header is not None:
+            self.packed()
+            found, expected = digest(self.data()[STORED_DIGEST_END:]), self.header.stored_digest
+        elif self.digest is not None:
+            found = digest(self.data())
+        if found != expected:
+            mend = "the file is damaged: fetch or write it again"
+            raise DigestError("the bytes differ from their digest", where=self.where, mend=mend)
 
     @classmethod
     def read(cls, file: SafetensorsFile, spec: TensorSpec, info: FileInfo) -> Entry:

@@ -1,8 +1,8 @@
 """PEFT: what its adapters need of a compressed base beyond what packed modules do by themselves.
 
 Adapters call the layers below them, and read weights, as ever. A packed weight cannot be written to, so merging and
-unmerging are refused, before anything has changed. Two things PEFT does to parameters do not reach packed ones: freezing, and training
-a copy of a whole module.
+unmerging are refused, before anything has changed. Two things PEFT does to parameters do not reach packed ones:
+freezing, and training a copy of a whole module.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _keeping_merged(original: Callable[..., Any]) -> Callable[..., Any]:
     return unmerge
 
 
-def _subclasses(cls: type) -> Iterator[Any]:
+def _subclasses(cls: Any) -> Iterator[Any]:
     for subclass in cls.__subclasses__():
         yield subclass
         yield from _subclasses(subclass)

@@ -17,11 +17,9 @@ import torch
 from torch import nn
 from transformers.core_model_loading import dot_natural_key
 
-from samebits.digest import digest
-from samebits.errors import DigestError, DtypeError, FormatError
+from samebits.errors import DtypeError, FormatError
 from samebits.format.container import Checkpoint, Entry
 from samebits.format.names import stored_name
-from samebits.format.packed import STORED_DIGEST_END
 from samebits.format.safetensors_file import FLOATS
 from samebits.integrations.transformers_names import Claims, DecodingConverter, Names, arrange
 from samebits.nn.convert import Selection
@@ -29,7 +27,7 @@ from samebits.nn.packed_module import pack, slot_name
 from samebits.nn.recipe import Piece, Recipe
 
 _HOLDS_ANY = Selection(min_weights=0)
-_DAMAGED = "the file is damaged: fetch or write it again"
+check = Entry.check
 
 
 class Source(NamedTuple):
@@ -126,22 +124,6 @@ class _Preparation:
 
     def _dtype(self, target: str) -> torch.dtype:
         return dtype_in_model(self.model, target, self.names.parameters[target])
-
-
-def check(entry: Entry) -> None:
-    """What decoders trust about a stored tensor, and its digest.
-
-    Raises:
-        FormatError, DigestError: the file is damaged.
-    """
-    found, expected = 0, entry.digest or 0
-    if entry.header is not None:
-        entry.packed()
-        found, expected = digest(entry.data()[STORED_DIGEST_END:]), entry.header.stored_digest
-    elif entry.digest is not None:
-        found = digest(entry.data())
-    if found != expected:
-        raise DigestError("the bytes differ from their digest", where=entry.where, mend=_DAMAGED)
 
 
 def find_parameter(model: Any, name: str) -> tuple[nn.Module, str, nn.Parameter] | None:

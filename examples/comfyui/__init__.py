@@ -1,0 +1,72 @@
+"""Nodes for ComfyUI: copy this folder to custom_nodes/samebits, and `pip install samebits` into ComfyUI's Python.
+
+Compress a diffusion model   writes a compressed copy of a file of models/diffusion_models beside it
+Load a compressed model      loads such a file; its weights stay packed, and each is decoded when its layer runs
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import comfy.sd
+import folder_paths
+
+import samebits
+
+MODELS = "diffusion_models"
+
+
+class SamebitsLoader:
+    """A diffusion model from a compressed file, or from a plain one, with the bits of the plain model.
+
+    With ``keep_packed`` it stays compressed in memory. ComfyUI's LoRA nodes change weights, which packed ones do not
+    allow: switch it off for them, and the model is the plain one.
+    """
+
+    CATEGORY = "loaders"
+    FUNCTION = "load"
+    RETURN_TYPES = ("MODEL",)
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802  ComfyUI's name
+        files = folder_paths.get_filename_list(MODELS)
+        return {"required": {"file": (files,), "keep_packed": ("BOOLEAN", {"default": True})}}
+
+    def load(self, file: str, keep_packed: bool = True) -> tuple[Any]:
+        source = samebits.SingleFile(folder_paths.get_full_path_or_raise(MODELS, file))
+        model = comfy.sd.load_diffusion_model_state_dict(source.state_dict())
+        if model is None:
+            raise ValueError(f"{file}: ComfyUI knows no model with these tensors")
+        if keep_packed:
+            print(f"samebits: {samebits.compress(model.model.diffusion_model)}")
+        return (model,)
+
+
+class SamebitsCompressor:
+    """A compressed copy of a diffusion model's file; its name is the result."""
+
+    CATEGORY = "loaders"
+    FUNCTION = "compress"
+    RETURN_TYPES = ("STRING",)
+    OUTPUT_NODE = True
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802  ComfyUI's name
+        return {"required": {"file": (folder_paths.get_filename_list(MODELS),)}}
+
+    def compress(self, file: str) -> tuple[str]:
+        source = Path(folder_paths.get_full_path_or_raise(MODELS, file))
+        target = source.with_name(f"{source.stem}-samebits.safetensors")
+        command = "from samebits.cli import main; main()"
+        subprocess.run([sys.executable, "-c", command, "compress", str(source), str(target)], check=True)
+        return (target.name,)
+
+
+NODE_CLASS_MAPPINGS = {"SamebitsLoader": SamebitsLoader, "SamebitsCompressor": SamebitsCompressor}
+NODE_DISPLAY_NAME_MAPPINGS = {
+    "SamebitsLoader": "Load a compressed diffusion model (samebits)",
+    "SamebitsCompressor": "Compress a diffusion model (samebits)",
+}
