@@ -30,6 +30,10 @@ def megabytes(key: str) -> Callable[[Row], str]:
     return lambda row: f"{row[key] / 1e6:,.1f} MB"
 
 
+def gigabytes(key: str) -> Callable[[Row], str]:
+    return lambda row: "" if row[key] is None else f"{row[key] / 1e9:.2f} GB"
+
+
 def decimals(key: str, count: int) -> Callable[[Row], str]:
     return lambda row: "" if row[key] is None else f"{row[key]:,.{count}f}"
 
@@ -151,6 +155,29 @@ COLUMNS: dict[str, dict[str, Cell]] = {
         "greedy": verdict("greedy"),
         "sampled": verdict("sampled"),
         "": "note",
+    },
+    "generate.generate": {
+        "model": "model",
+        "way": "way",
+        "batch": "batch",
+        "prompt": "prompt",
+        "BF16, tokens/s": decimals("bf16_tokens_per_s", 1),
+        "samebits, tokens/s": decimals("samebits_tokens_per_s", 1),
+        "speed of BF16": decimals("speed", 2),
+        "BF16, first token, s": decimals("bf16_first_token_seconds", 3),
+        "samebits, first token, s": decimals("samebits_first_token_seconds", 3),
+        "BF16, peak": gigabytes("bf16_peak_bytes"),
+        "samebits, peak": gigabytes("samebits_peak_bytes"),
+        "tokens": verdict("same_tokens"),
+    },
+    "harness.harness": {
+        "task": "task",
+        "samples": "samples",
+        "log-likelihoods": "log_likelihoods",
+        "different": "different",
+        "result": "metric",
+        "BF16": decimals("bf16", 4),
+        "samebits": decimals("samebits", 4),
     },
     "memory.memory": {
         "command": "command",
