@@ -92,8 +92,11 @@ class LayoutQuantizer(HfQuantizer):  # type: ignore[misc]
         return {name: opened[path].get_slice(name) for name, path in self._files.items()}
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        """Its config is that of the checkpoint."""
+        """Its config is that of the checkpoint, and some models compute otherwise where it says more."""
         del model.config.quantization_config
+        for module in model.modules():
+            if hasattr(module, "config"):
+                vars(module.config).pop("_is_quantized", None)
         return model
 
     def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
