@@ -4,11 +4,17 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 
 import samebits
+from samebits.df11.checkpoint import open_checkpoint
+from samebits.jobs.decompress import Decompression
+from samebits.jobs.options import RunOptions
 from samebits.nn import recipe
-from tests.integrations.models import ARCHITECTURES, MIN_WEIGHTS, Reference, make
+from tests.df11.checkpoints import VECTORS, originals
+from tests.integrations.models import ARCHITECTURES, MIN_WEIGHTS, Reference, make, outputs
+from tests.jobs.checkpoints import stored
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -31,6 +37,17 @@ def reference(request: pytest.FixtureRequest, references) -> Reference:
 @pytest.fixture
 def llama(references) -> Reference:
     return references("llama")
+
+
+@pytest.fixture(scope="session")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """DFloat11's tiny-llama as decompressed: its tensors are proved to be those that the original encoder was given."""
+    folder = tmp_path_factory.mktemp("df11") / "plain"
+    Decompression(open_checkpoint(VECTORS / "tiny-llama"), folder, RunOptions(device="cpu")).run()
+    assert stored(folder) == originals("tiny-llama")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    tokens = torch.randint(0, 1024, (2, 20), generator=torch.Generator().manual_seed(0))
+    return Reference(folder, model, tokens, *outputs(model, tokens))
 
 
 @pytest.fixture

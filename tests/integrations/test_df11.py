@@ -16,32 +16,18 @@ from transformers import AutoModel, AutoModelForCausalLM
 from transformers.modeling_utils import PreTrainedModel
 
 import samebits
-from samebits.df11.checkpoint import open_checkpoint
 from samebits.df11.unit import Unit
 from samebits.errors import DtypeError, FormatError, InputError, VersionError
 from samebits.integrations import transformers_df11
-from samebits.jobs.decompress import Decompression
-from samebits.jobs.options import RunOptions
 from samebits.nn.packed_module import packed_parameters
 from tests.df11.checkpoints import VECTORS, copy, originals, regroup, tensors_of
-from tests.integrations.models import Reference, assert_same_bits, outputs
+from tests.integrations.models import Reference, assert_same_bits
 from tests.integrations.test_placement import as_hub_cache
 from tests.jobs.checkpoints import stored
 
 FOLDER = VECTORS / "tiny-llama"
 DISK = {"model.embed_tokens": "cpu", "lm_head": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu",
         "model.layers.0": "cpu", "model.layers.1": "disk", "model.layers.2": "cpu"}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    """The model as decompressed: its tensors are proved to be those that the original encoder was given."""
-    folder = tmp_path_factory.mktemp("df11") / "plain"
-    Decompression(open_checkpoint(FOLDER), folder, RunOptions(device="cpu")).run()
-    assert stored(folder) == originals("tiny-llama")
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    tokens = torch.randint(0, 1024, (2, 20), generator=torch.Generator().manual_seed(0))
-    return Reference(folder, model, tokens, *outputs(model, tokens))
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM
 
 import samebits
-from samebits.df11.checkpoint import open_checkpoint
 from samebits.errors import DtypeError, FormatError, InputError
 from samebits.format.container import Checkpoint
 from samebits.jobs.compress_df11 import Df11Compression
-from samebits.jobs.decompress import Decompression
-from samebits.jobs.options import RunOptions
 from samebits.nn.df11 import holds_units
 from tests.df11.checkpoints import VECTORS, regroup, tensors_of
 from tests.df11.checkpoints import copy as copy_folder
-from tests.integrations.models import Reference, assert_same_bits, make, outputs
+from tests.integrations.models import Reference, assert_same_bits, make
 from tests.jobs.checkpoints import stored
 
 FOLDER = VECTORS / "tiny-llama"
@@ -31,21 +27,6 @@ FOLDER = VECTORS / "tiny-llama"
 
 def load(folder: Path | str = FOLDER, **options: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, keep_format=True, **options)
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    folder = tmp_path_factory.mktemp("df11") / "plain"
-    Decompression(open_checkpoint(FOLDER), folder, RunOptions(device="cpu")).run()
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    tokens = torch.randint(0, 1024, (2, 20), generator=torch.Generator().manual_seed(0))
-    return Reference(folder, model, tokens, *outputs(model, tokens))
-
-
-@pytest.fixture(autouse=True)
-def _no_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 def assert_same_tensors(model: Any, folder: Path, tied: str = "") -> None:

@@ -216,7 +216,7 @@ class SamebitsQuantizer(HfQuantizer):  # type: ignore[misc]
         self._model, self._settled = None, set()
         if self._failure:
             raise self._failure
-        _compute_as_plain(model)
+        compute_as_plain(model)
         self.report = report(model, self.quantization_config.selection)
         align(model)
         return model
@@ -267,7 +267,7 @@ def _pack_without_bytes(model: Any, name: str, packed: PackedTensor) -> str:
     return name.removesuffix(leaf) + recipe.slots[0]
 
 
-def _compute_as_plain(model: Any) -> None:
+def compute_as_plain(model: Any) -> None:
     """Some models (Jamba, FalconMamba) round otherwise where their config says that they are quantized."""
     for module in model.modules():
         if hasattr(module, "config"):

@@ -24,7 +24,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from samebits.df11.checkpoint import StoredUnit, UnitEntry, open_checkpoint
 from samebits.errors import InputError, SamebitsError
 from samebits.integrations.model_shapes import shapes_in
-from samebits.integrations.transformers import SamebitsQuantizer, refuse_splitting
+from samebits.integrations.transformers import SamebitsQuantizer, compute_as_plain, refuse_splitting
 from samebits.integrations.transformers_names import Names
 from samebits.nn.df11 import DecodingMemory, attach_unit, share_unit
 
@@ -94,9 +94,7 @@ class LayoutQuantizer(HfQuantizer):  # type: ignore[misc]
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         """Its config is that of the checkpoint, and some models compute otherwise where it says more."""
         del model.config.quantization_config
-        for module in model.modules():
-            if hasattr(module, "config"):
-                vars(module.config).pop("_is_quantized", None)
+        compute_as_plain(model)
         return model
 
     def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
