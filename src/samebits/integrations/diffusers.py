@@ -25,7 +25,7 @@ from samebits.format.folder import KEY
 from samebits.format.names import original_name, stored_name
 from samebits.format.packed import PackedTensor
 from samebits.integrations.transformers import SamebitsConfig, align
-from samebits.integrations.transformers_load import check, find_parameter
+from samebits.integrations.transformers_load import find_parameter
 from samebits.nn.convert import Report, Selection, decompress, encode_parameter, report
 from samebits.nn.packed_module import pack, packed_parameters, slot_name, whole
 from samebits.nn.recipe import Piece, Recipe
@@ -141,7 +141,7 @@ class SamebitsQuantizer(DiffusersQuantizer):  # type: ignore[misc]
             self.pre_quantized = False
         if self.pre_quantized:
             for entry in Checkpoint.open(Path(self._files[0]).parent):
-                check(entry)
+                entry.check()
                 if entry.header is not None:
                     self._place(model, entry)
             self._keys[:] = [self._slots.get(name) or original_name(name) or name for name in self._keys]

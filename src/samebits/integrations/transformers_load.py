@@ -27,7 +27,6 @@ from samebits.nn.packed_module import pack, slot_name
 from samebits.nn.recipe import Piece, Recipe
 
 _HOLDS_ANY = Selection(min_weights=0)
-check = Entry.check
 
 
 class Source(NamedTuple):
@@ -72,7 +71,7 @@ class _Preparation:
         """The checkpoint's tensors, in the order in which transformers collects them."""
         targets: dict[str, list[Source]] = {}
         for entry in sorted(checkpoint, key=lambda entry: dot_natural_key(entry.name)):
-            check(entry)
+            entry.check()
             target, pattern = self.names.target(entry.name)
             targets.setdefault(target, []).append(Source(entry, pattern))
         return targets
