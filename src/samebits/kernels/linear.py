@@ -18,6 +18,7 @@ from samebits.kernels import nvrtc
 from samebits.kernels.linear_launch import CHUNK_STAGES, VARIANTS, launch_of, max_tokens, nearest_launch
 from samebits.kernels.overlap import may_start_early
 from samebits.kernels.structures import GeometryStructure, JobStructure, PackedStructure
+from samebits.kernels.tables import decode_table
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,10 @@ def fused_linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | Non
     job = JobStructure(x.data_ptr(), bias.data_ptr() if bias is not None else None, y.data_ptr(), *launch.job)
     with torch.cuda.device(device):
         function = nvrtc.kernel(launch.file, launch.name, device)
+        early = may_start_early(packed.data)
+        table = decode_table(packed) if early else None
         nvrtc.launch(
             function, launch.grid, 32 * launch.warps, launch.shared_bytes, GeometryStructure.of(header.geometry),
-            PackedStructure.of(packed), job, early=may_start_early(packed.data),
+            PackedStructure.of(packed, table), job, early=early,
         )  # fmt: skip
     return y

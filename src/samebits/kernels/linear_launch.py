@@ -56,7 +56,7 @@ class Variant:
 VARIANTS = (
     Variant(Kernel.AHEAD, warps=16),
     Variant(Kernel.AHEAD, warps=16, shared_x=False),
-    Variant(Kernel.AHEAD, warps=10),
+    Variant(Kernel.AHEAD, warps=12),
     Variant(Kernel.CHAINS, warps=20),
     Variant(Kernel.CHAINS, warps=20, shared_x=False),
     Variant(Kernel.CHAINS, warps=14),
@@ -99,7 +99,7 @@ class _Planner:
 
     def __init__(self, header: Header, m: int, split: int, device: int) -> None:
         geometry = header.geometry
-        self.m, self.device, self.stages = m, device, geometry.stages
+        self.m, self.device, self.stages, self.chunks = m, device, geometry.stages, geometry.chunks_per_row_group
         self.octets = -(-m // _OCTET)
         self.stages_per_range = -(-geometry.stages // split)
         self.ranges = -(-geometry.stages // self.stages_per_range)
@@ -121,20 +121,22 @@ class _Planner:
         slots = -(-self.own // batches)
         kind = ("halves" if self.octets == 1 else "pairs") if variant.shared_x else "global"
         x = {"halves": 32 * self.m, "pairs": 64 * _OCTET, "global": 0}[kind] * self.stages
+        x = max(x, self.entries)
         sums = 64 * self.octets * slots * self.ranges
-        words = self.table + self.entries + sums + slots * (self.ranges + 2) + _LANES + x
+        words = self.table + x + sums + slots * (self.ranges + 2)
         warp_words = self.buffer + CHUNK_STAGES * (STAGE_WORDS + SIGN_BYTES // 2) // 4  # a byte a weight, and signs
-        warps = min(variant.warps, (self.room - words) // warp_words)
-        if warps < _MIN_WARPS:
+        wanted = min(variant.warps, self.own * self.chunks)
+        warps = min(wanted, (self.room - words) // warp_words)
+        if warps < min(wanted, _MIN_WARPS):
             return None
         name = f"linear_ahead_{_OCTET * self.octets}_{kind}"
-        return self._launch("linear_ahead", name, warps, words + warps * warp_words, slots, batches, warps)
+        return self._launch("linear_ahead", name, warps, words + warps * warp_words, slots, batches, warps, x)
 
     def _chains(self, variant: Variant) -> Launch | None:
         kind = "shared" if variant.shared_x else "global"
-        x = 32 * self.m * self.stages if variant.shared_x else 0
+        x = max(32 * self.m * self.stages if variant.shared_x else 0, self.entries)
         sums = 64 * self.octets
-        words = self.table + self.entries + self.own + _LANES + x
+        words = self.table + x + self.own
         words += self.own * self.ranges * sums if self.ranges > 1 else 0
         warp_words = 2 * self.buffer + _RING_SLABS * SLAB_BYTES // 4 + sums + _WALK_WORDS
         wanted = min(variant.warps, self.own * self.ranges)  # a warp for each chain is enough
@@ -142,7 +144,7 @@ class _Planner:
         if warps < min(wanted, _MIN_WARPS):
             return None
         name = f"linear_chains_{_OCTET * self.octets}_{kind}"
-        return self._launch("linear_chains", name, warps, words + warps * warp_words, self.own, 1, warps)
+        return self._launch("linear_chains", name, warps, words + warps * warp_words, self.own, 1, warps, x)
 
     def _tiles(self, variant: Variant) -> Launch | None:
         """With as few batches as fit, and then as many warps.
@@ -164,12 +166,23 @@ class _Planner:
                     continue
                 words = (fixed + warps * 8 * self.buffer + ring * slot_bytes) // 4
                 name = f"linear_tiles_{wide}_{tiles}"
-                return self._launch("linear_tiles", name, multiplying + warps, words, slots, batches, warps, ring)
+                return self._launch(
+                    "linear_tiles", name, multiplying + warps, words, slots, batches, warps, self.entries, ring
+                )
         return None
 
     def _launch(
-        self, stem: str, name: str, warps: int, words: int, slots: int, batches: int, decoders: int, ring: int = 0
+        self,
+        stem: str,
+        name: str,
+        warps: int,
+        words: int,
+        slots: int,
+        batches: int,
+        decoders: int,
+        x: int,
+        ring: int = 0,
     ) -> Launch:
         job = (self.m, self.ranges, self.stages_per_range, slots, batches, decoders // slots, decoders % slots,
-               self.table, self.entries, self.buffer, ring)  # fmt: skip
+               self.table, x, self.buffer, ring)  # fmt: skip
         return Launch(f"{stem}.cu", name, self.grid, warps, 4 * words, job)

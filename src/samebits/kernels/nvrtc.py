@@ -79,9 +79,13 @@ def kernel(file: str, name: str, device: int) -> Kernel:
 
     Device(device).set_current()
     function = _module(file, device).get_kernel(name)
-    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    attribute = driver.CUfunction_attribute
     available = shared_memory(device) - function.attributes[device].shared_size_bytes
-    _check(driver.cuKernelSetAttribute(attribute, available, function.handle, driver.CUdevice(device)))
+    for name, value in (
+        (attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, available),
+        (attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100),  # percent: room for the kernel behind
+    ):
+        _check(driver.cuKernelSetAttribute(name, value, function.handle, driver.CUdevice(device)))
     return function
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 
+import torch
+
 from samebits.format.geometry import Geometry
 from samebits.format.packed import PackedTensor
 
@@ -28,19 +30,22 @@ class PackedStructure(ctypes.Structure):
     """csrc/decoder.cuh: Packed."""
 
     _fields_ = (
-        ("data", ctypes.c_void_p), ("code", ctypes.c_uint64), ("row_shifts", ctypes.c_uint64),
-        ("offsets", ctypes.c_uint64), ("planes", ctypes.c_uint64), ("streams", ctypes.c_uint64),
+        ("data", ctypes.c_void_p), ("table", ctypes.c_void_p), ("code", ctypes.c_uint64),
+        ("row_shifts", ctypes.c_uint64), ("offsets", ctypes.c_uint64), ("planes", ctypes.c_uint64),
+        ("streams", ctypes.c_uint64),
         ("stream_words", ctypes.c_uint32), ("max_chunk_words", ctypes.c_int32), ("width", ctypes.c_int32),
         ("symbols", ctypes.c_int32), ("window", ctypes.c_int32), ("shift", ctypes.c_int32),
         ("has_row_shifts", ctypes.c_int32),
     )  # fmt: skip
 
     @classmethod
-    def of(cls, packed: PackedTensor) -> PackedStructure:
+    def of(cls, packed: PackedTensor, table: torch.Tensor | None = None) -> PackedStructure:
         header = packed.header
         starts = [header.sections[name].start for name in ("code", "row_shifts", "offsets", "planes", "streams")]
-        return cls(packed.data.data_ptr(), *starts, header.stream_words, header.max_chunk_words, header.max_code_length,
-                   header.symbol_count, header.window, header.shift, header.has_row_shifts)  # fmt: skip
+        table_pointer = table.data_ptr() if table is not None else None
+        return cls(packed.data.data_ptr(), table_pointer, *starts, header.stream_words, header.max_chunk_words,
+                   header.max_code_length, header.symbol_count, header.window, header.shift,
+                   header.has_row_shifts)  # fmt: skip
 
 
 class CompactStructure(ctypes.Structure):
@@ -116,6 +121,6 @@ class JobStructure(ctypes.Structure):
         ("x", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("y", ctypes.c_void_p), ("tokens", ctypes.c_int32),
         ("ranges", ctypes.c_int32), ("stages_per_range", ctypes.c_int32), ("slots", ctypes.c_int32),
         ("batches", ctypes.c_int32), ("chunk_step", ctypes.c_int32), ("slot_step", ctypes.c_int32),
-        ("table_words", ctypes.c_int32), ("entry_words", ctypes.c_int32), ("buffer_words", ctypes.c_int32),
+        ("table_words", ctypes.c_int32), ("x_words", ctypes.c_int32), ("buffer_words", ctypes.c_int32),
         ("ring", ctypes.c_int32),
     )  # fmt: skip

@@ -47,11 +47,7 @@ struct Columns {
     __device__ __forceinline__ Vec4 load(int stage, int half, int octet) const {
         Vec4 v;
         if (kind == shared) {
-            asm("" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w));   // anything
-            asm volatile("{ .reg .pred any;\n"
-                         "  setp.ne.u32 any, %4, 0;\n"
-                         "  @any ld.shared.v4.u32 {%0,%1,%2,%3}, [%5]; }"
-                         : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "r"(u32(any[octet])), "r"(halves[octet][half] + stage * 128));
+            v = load_shared_vec4_if(any[octet], halves[octet][half] + stage * 128);
         } else {
             const u16* words = source[octet] + stage * 64 + 32 * half;
             const Vec2 first = *reinterpret_cast<const Vec2*>(words), second = *reinterpret_cast<const Vec2*>(words + 16);

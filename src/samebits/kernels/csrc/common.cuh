@@ -101,6 +101,17 @@ __device__ __forceinline__ Vec4 load_shared_vec4(u32 address) {
     return v;
 }
 
+// Or anything.
+__device__ __forceinline__ Vec4 load_shared_vec4_if(bool any, u32 address) {
+    Vec4 v;
+    asm("" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w));
+    asm volatile("{ .reg .pred any;\n"
+                 "  setp.ne.u32 any, %4, 0;\n"
+                 "  @any ld.shared.v4.u32 {%0,%1,%2,%3}, [%5]; }"
+                 : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "r"(u32(any)), "r"(address));
+    return v;
+}
+
 __device__ __forceinline__ void store_shared(u32 address, Vec4 v) {
     asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }

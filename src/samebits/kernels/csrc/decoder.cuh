@@ -232,9 +232,9 @@ __device__ __forceinline__ void decode_tasks(const Geometry& geometry, const Pac
     if (Tasks::sparse) await_kernel_before();   // which tasks are wanted may have just been written
     int task = next_wanted(warp < decoders ? blockIdx.x * decoders + warp : count), slot = 0, begin = 0, size = 0;
     if (Tasks::sparse && !__syncthreads_or(task < count)) return;   // before the table is built for nothing
-    const CodeSection section(packed.data + packed.code, packed.symbols);
+    const Table<quad> table(packed, shared, shared + division.table_words);
     stage_chunk(task, 0, begin, size);
-    build_table<quad>(shared, shared + division.table_words, section, packed.width, packed.symbols, packed.window);
+    table.template finish<0>();
     await_kernel_before();
     Decoder<quad> decoder{geometry, packed, u32(__cvta_generic_to_shared(shared)), lane, ((1u << packed.width) - 1) << 2, u32(packed.window >> 4) * 0x10101010u, {}};
     for (; task < count; task = next_wanted(task + stride)) {

@@ -25,7 +25,7 @@ constexpr u32 kCompactCodes = 16384;
 constexpr int kEntries = 256;
 constexpr int kTables = 17;
 constexpr u32 kFirstPointer = 240;
-constexpr int kWidth = 11;                     // bits of a look-up
+constexpr int kWidth = 10;                     // bits of a look-up
 constexpr int kBatch = 6;                      // times 8 weights that a thread stores at once
 
 // Where a walk over codes is, and (as a difference) what a look-up moves it on by:

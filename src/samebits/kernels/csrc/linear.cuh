@@ -18,12 +18,12 @@ struct Job {
     int slots;           // row groups whose sums a block keeps in shared memory
     int batches;         // of so many row groups
     int chunk_step, slot_step;   // warps of a block = chunk_step * slots + slot_step
-    int table_words, entry_words, buffer_words;   // of shared memory: decode table, its entries, and each staging buffer
+    int table_words, x_words, buffer_words;   // of shared memory: decode table, its entries and later x, each staging buffer
     int ring;            // linear_tiles.cu: pairs of stages that a block keeps decoded, at least those of the chunks that a warp is ahead
 };
 
 __device__ __forceinline__ void multiply(float sums[4], const u32 x[4], u32 low, u32 high) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
         : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(low), "r"(high));
 }
@@ -50,6 +50,88 @@ __device__ __forceinline__ Vec4 read_stage(const u32* words, int stage, int lane
     auto complete = [&](int q) { return (sign << q & kSignMask) | (tops[q] & ~kSignMask); };
     return {complete(0), complete(1), complete(2), complete(3)};
 }
+
+// An opened chunk's bytes where it is raw (6.5).
+struct RawChunk {
+    u32 at;        // shared address
+    int stages;
+
+    __device__ __forceinline__ Vec4 tops(int stage, int lane) const {
+        const u32 tops = at + 4 + 512 * min(stage, stages - 1) + 16 * lane;
+        return {load_shared(tops) & ~kSignMask, load_shared(tops + 4) & ~kSignMask, load_shared(tops + 8) & ~kSignMask, load_shared(tops + 12) & ~kSignMask};
+    }
+};
+
+// The first look-ups of a stage, one in each of a lane's streams.
+struct LookUps { u32 windows[2], entries[2]; };
+
+// A chunk at a lane's streams, decoded stage by stage: begin, go_on, complete, mend. What stands between these calls runs while they wait.
+struct Opened {
+    Stream streams[2];
+    u32 patch, next_patch;         // the next patch, and where it is; of a raw chunk 0 and 0, so that each stage is mended
+
+    // 6.2, 6.3. As StagedChunk::open: whatever the contents, nothing behind the chunk's end starts a stream or a patch.
+    __device__ __forceinline__ void open(u32 at, int size, int stages, int lane) {
+        const u32 head = load_shared(at), steps = load_shared(at + 4 + (lane & ~3)) >> (8 * (lane & 3));
+        if (lane == 0) store_shared(at + 4 * size, kNoPatch);   // ends the patches
+        const u32 base = head & 8191, unit = head >> 13 & 63, first = base + unit * (steps & 15);
+        int total;
+        const u32 start = kHeadWords * 32, end = u32(max(size, 1)) * 32;
+        const u32 own = start + sum_before(int(first + base + unit * (steps >> 4 & 15)), lane, total);
+        streams[0].start(at, min(own, end));
+        streams[1].start(at, min(own + first, end));
+        __syncwarp();
+        const bool raw = head == 0 && size >= 1 + 128 * stages;
+        next_patch = raw ? 0 : at + 4 * u32(size - min(int(head >> 19), max(size - kHeadWords, 0)));
+        patch = raw ? 0 : load_shared(next_patch);
+    }
+    __device__ __forceinline__ LookUps begin(u32 table, u32 byte_mask) const {
+        LookUps begun;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) begun.windows[i] = streams[i].window();
+#pragma unroll
+        for (int i = 0; i < 2; ++i) begun.entries[i] = look_up(table, begun.windows[i], byte_mask);
+        return begun;
+    }
+    // The entries of the stage's four quads.
+    __device__ __forceinline__ Vec4 go_on(const LookUps& begun, u32 table, u32 byte_mask) const {
+        Vec4 entries{begun.entries[0], 0, begun.entries[1], 0};
+        entries.y = look_up(table, begun.windows[0] >> (entries.x >> 28), byte_mask);
+        entries.w = look_up(table, begun.windows[1] >> (entries.z >> 28), byte_mask);
+        return entries;
+    }
+    // Moves the streams on, and makes upper bytes without signs of the entries. common: the upper nibble of each.
+    __device__ __forceinline__ void complete(Vec4& quads, u32 common) {
+        streams[0].move_to(streams[0].bit + (quads.x >> 28) + (quads.y >> 28));
+        streams[1].move_to(streams[1].bit + (quads.z >> 28) + (quads.w >> 28));
+        quads = {and_or(quads.x, kNibbles, common), and_or(quads.y, kNibbles, common), and_or(quads.z, kNibbles, common), and_or(quads.w, kNibbles, common)};
+    }
+    // What is left to do for a stage's upper bytes, rarely: patches (6.4), raw chunks. Stages come in their order. raw_chunk() is only asked then.
+    template <class Raw>
+    __device__ __forceinline__ void mend(Vec4& upper, int stage, int lane, const Raw& raw_chunk) {
+        if (patch >> 16 > u32(stage)) return;
+        if (next_patch == 0) {
+            upper = raw_chunk().tops(stage, lane);
+            return;
+        }
+        do {
+            const u32 change = lane == (patch >> 9 & 31) ? (patch & 127) << (8 * (patch >> 7 & 3)) : 0, step = patch >> 14 & 3;
+            next_patch += 4;
+            patch = load_shared(next_patch);
+            change_if(upper.x, step, 0, change);
+            change_if(upper.y, step, 1, change);
+            change_if(upper.z, step, 2, change);
+            change_if(upper.w, step, 3, change);
+        } while (patch >> 16 <= u32(stage));
+    }
+
+   private:
+    static __device__ __forceinline__ void change_if(u32& value, u32 place, u32 here, u32 change) {
+        asm("{ .reg .pred hit;\n"
+            "  setp.eq.u32 hit, %1, %2;\n"
+            "  @hit xor.b32 %0, %0, %3; }" : "+r"(value) : "r"(place), "r"(here), "r"(change));
+    }
+};
 
 // Flags in shared memory. A warp's accesses to it happen in the order of the program, so what a warp wrote before a flag (__syncwarp between)
 // is there for whoever has seen the flag. Release and acquire would say the same, but wait for the warp's loads from global memory.

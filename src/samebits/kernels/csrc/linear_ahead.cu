@@ -24,18 +24,18 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
     const Tasks tasks{chunks, job.slots, own, job.batches, job.chunk_step, job.slot_step};
     const int chains = job.slots * job.ranges;
 
-    // Shared memory: table, its entries, for each warp (a chunk's streams, its sign words, its upper bytes), sums, flags, x.
+    // Shared memory: table, its entries and then x, for each warp (a chunk's streams, its sign words, its upper bytes), sums, flags.
     const u32 base = u32(__cvta_generic_to_shared(shared));
     const int warp_words = job.buffer_words + kSignWords + kUpperWords;
-    u32* buffer = shared + job.table_words + job.entry_words + warp * warp_words;
+    u32* buffer = shared + job.table_words + job.x_words + warp * warp_words;
     const u32 signs = u32(__cvta_generic_to_shared(buffer + job.buffer_words)), upper = signs + 4 * kSignWords + 16 * lane;
     u8* upper_bytes = reinterpret_cast<u8*>(buffer + job.buffer_words + kSignWords);
-    float* all_sums = reinterpret_cast<float*>(shared + job.table_words + job.entry_words + warps * warp_words);
+    float* all_sums = reinterpret_cast<float*>(shared + job.table_words + job.x_words + warps * warp_words);
     u32* flags = reinterpret_cast<u32*>(all_sums + chains * 64 * octets);
     const u32 progress = u32(__cvta_generic_to_shared(flags));     // [chains]: tickets of the chunks added
     const u32 done = progress + 4 * chains;                        // [slots]: ranges finished
     const u32 epoch = done + 4 * job.slots;                        // [slots]: batches finished
-    const u32 x_shared = base + ((epoch + 4 * job.slots - base + 127) & ~127u);
+    const u32 x_shared = base + 4 * job.table_words;
 
     Vec4 raw[kRun];
     const u8* slab = nullptr;        // of the present task: its first
@@ -65,7 +65,7 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
     Task task = tasks.first(warp);
     const bool busy = tasks.has(task);
     if (busy) find_chunk(task);
-    const CodeSection section(packed.data + packed.code, packed.symbols);
+    const Table<true> table(packed, shared, shared + job.table_words);
     for (int i = threadIdx.x; i < chains + 2 * job.slots; i += blockDim.x) flags[i] = 0;
     if (busy) {
         slab = slab_of(task);
@@ -75,14 +75,19 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
         prefetch_planes(slab, stages_of(task), lane);
     }
     copy_commit();
-    build_table<true>(shared, shared + job.table_words, section, packed.width, packed.symbols, packed.window);
-    await_kernel_before();
-    stage_x<kind>(job.x, x_shared, job.tokens, geometry.columns);
-    copy_commit();
+    table.finish<0>();
     bool x_staged = false;
+    auto bring_x = [&] {
+        await_kernel_before();
+        stage_x<kind>(job.x, x_shared, job.tokens, geometry.columns);
+        copy_commit();
+        copy_wait<0>();
+        __syncthreads();
+        x_staged = true;
+    };
 
     const u32 byte_mask = ((1u << packed.width) - 1) << 2, common = u32(packed.window >> 4) * 0x10101010u;
-    const Tokens<kind, octets> tokens(job.x, reinterpret_cast<const u8*>(shared) + (x_shared - base), job.tokens, geometry.columns, lane);
+    const Tokens<kind, octets> tokens(job.x, x_shared, job.tokens, geometry.columns, lane);
 
     while (tasks.has(task)) {
         const int first_stage = task.chunk * kChunkStages, count = stages_of(task);
@@ -96,8 +101,7 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
         }
 
         // 1. Decode.
-        if (x_staged) copy_wait<0>();
-        else copy_wait<1>();
+        copy_wait<0>();
         __syncwarp();
         StagedChunk chunk;
         Stream streams[2];
@@ -121,11 +125,7 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
         __syncwarp();
         if (tasks.has(next)) stage_chunk(next_slab, stages_of(next));
         copy_commit();
-        if (!x_staged) {
-            copy_wait<1>();
-            __syncthreads();
-            x_staged = true;
-        }
+        if (!x_staged) bring_x();   // decoding needs nothing of the kernel before
 
         // 2. Multiply, for each range that has stages in this chunk. The first may have to wait, so it comes last.
         int first_range = 0, range_end = job.stages_per_range;
@@ -189,10 +189,7 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
         slab = next_slab;
         task = next;
     }
-    if (!x_staged) {   // a warp without tasks has copied its part of x
-        copy_wait<0>();
-        __syncthreads();
-    }
+    if (!x_staged) bring_x();
 }
 
 #define LINEAR_KERNEL(name, kind, octets)                                                                                            \

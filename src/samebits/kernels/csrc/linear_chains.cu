@@ -1,6 +1,5 @@
 // The fused linear layer where chains are many: a warp walks a row group as rows of mma's A operand, and decodes the stage behind while it
-// multiplies the one at hand. Planes pass through a ring in shared memory, by asynchronous copies, of which each lane reads what it has copied
-// itself: loads to registers would have to be waited for all at once. See linear.cuh, and linear_ahead.cu for few chains.
+// multiplies the one at hand. See linear.cuh, and linear_ahead.cu for few chains.
 //
 // A block's chains (row group, range) stand behind each other, and each of its warps has an equal *segment* of them, in
 // stages. Where a segment ends inside a chain, the warp behind goes on with its sums. So a warp starts with its last chain and ends with its
@@ -76,53 +75,6 @@ struct alignas(16) Ahead {
     int walk_valid, staged_valid;
 };
 
-__device__ __forceinline__ void change_if(u32& value, u32 place, u32 here, u32 change) {
-    asm("{ .reg .pred hit;\n"
-        "  setp.eq.u32 hit, %1, %2;\n"
-        "  @hit xor.b32 %0, %0, %3; }" : "+r"(value) : "r"(place), "r"(here), "r"(change));
-}
-
-// A chunk at the streams.
-struct Opened {
-    Stream streams[2];
-    u32 patch, next_patch;         // the next patch, and where it is; of a raw chunk (6.5) 0 and 0, so that each stage sees to it
-
-    // 6.2, 6.3. As StagedChunk::open: whatever the contents, nothing behind the chunk's end starts a stream or a patch.
-    __device__ __forceinline__ void open(u32 at, int size, int stages, int lane) {
-        const u32 head = load_shared(at), steps = load_shared(at + 4 + (lane & ~3)) >> (8 * (lane & 3));
-        if (lane == 0) store_shared(at + 4 * size, kNoPatch);   // ends the patches
-        const u32 base = head & 8191, unit = head >> 13 & 63, first = base + unit * (steps & 15);
-        int total;
-        const u32 start = kHeadWords * 32, end = u32(max(size, 1)) * 32;
-        const u32 own = start + sum_before(int(first + base + unit * (steps >> 4 & 15)), lane, total);
-        streams[0].start(at, min(own, end));
-        streams[1].start(at, min(own + first, end));
-        __syncwarp();
-        const bool raw = head == 0 && size >= 1 + 128 * stages;
-        next_patch = raw ? 0 : at + 4 * u32(size - min(int(head >> 19), max(size - kHeadWords, 0)));
-        patch = raw ? 0 : load_shared(next_patch);
-    }
-    // What decoding leaves to do for a stage's upper bytes, rarely.
-    __device__ __forceinline__ void mend(Vec4& upper, int stage, const Ahead& ahead, int lane) {
-        if (patch >> 16 > u32(stage)) return;
-        if (next_patch == 0) {
-            const u32 tops = ahead.opened_at + 4 + 512 * min(stage, ahead.opened_stages - 1) + 16 * lane;
-            upper = {load_shared(tops) & ~kSignMask, load_shared(tops + 4) & ~kSignMask, load_shared(tops + 8) & ~kSignMask,
-                     load_shared(tops + 12) & ~kSignMask};
-            return;
-        }
-        do {
-            const u32 change = lane == (patch >> 9 & 31) ? (patch & 127) << (8 * (patch >> 7 & 3)) : 0, step = patch >> 14 & 3;
-            next_patch += 4;
-            patch = load_shared(next_patch);
-            change_if(upper.x, step, 0, change);
-            change_if(upper.y, step, 1, change);
-            change_if(upper.z, step, 2, change);
-            change_if(upper.w, step, 3, change);
-        } while (patch >> 16 <= u32(stage));
-    }
-};
-
 template <int octets>
 struct Sums { float of[octets][4]; };
 
@@ -159,6 +111,26 @@ __device__ __forceinline__ void finish(const Geometry& geometry, const Job& job,
     }
 }
 
+// A warp's slabs in shared memory and on their way there, by asynchronous copies, of which each lane reads what it has copied itself: loads to
+// registers would have to be waited for all at once.
+struct Ring {
+    u32 slabs;
+
+    // The slab behind one that has been read, to its place; in the order of places. A group of copies of its own.
+    __device__ __forceinline__ void fetch(int place, const u8* slab, int lane) const {
+        const u32 target = slabs + place * kSlabBytes;
+        copy_async_4(target + 4 * lane, slab + 4 * lane);
+        copy_async(target + kSignBytes + 16 * lane, slab + kSignBytes + 16 * lane);
+        copy_async(target + kSignBytes + kStageBytes + 16 * lane, slab + kSignBytes + kStageBytes + 16 * lane);
+        copy_commit();
+    }
+    __device__ __forceinline__ void await_next() const { copy_wait<kRing - 1>(); }
+    __device__ __forceinline__ Vec4 bytes(int stage, int lane) const {
+        return load_shared_vec4(slabs + (stage >> 1) * kSlabBytes + kSignBytes + (stage & 1) * kStageBytes + 16 * lane);
+    }
+    __device__ __forceinline__ u32 sign(int stage, int lane) const { return load_shared(slabs + (stage >> 1) * kSlabBytes + 4 * lane) << 4 * (stage & 1); }
+};
+
 template <Kind kind, int octets>
 __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& packed, const Job& job) {
     extern __shared__ __align__(128) u32 memory[];
@@ -166,18 +138,18 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, block_warps = blockDim.x >> 5;
     const int own = (geometry.row_groups - int(blockIdx.x) + int(gridDim.x) - 1) / int(gridDim.x), warps = min(block_warps, own * job.ranges);
 
-    // Shared memory: table, its entries, for each warp two staging buffers and a ring of slabs, its state, sums, flags, x.
+    // Shared memory: table, its entries and then x, for each warp two staging buffers and a ring of slabs, its state, sums, flags.
     const int warp_words = 2 * job.buffer_words + kRing * kSlabBytes / 4;
     const u32 base = u32(__cvta_generic_to_shared(memory));
-    u32* buffers = memory + job.table_words + job.entry_words + warp * warp_words;
-    u32* behind = memory + job.table_words + job.entry_words + block_warps * warp_words;
+    const u32 x_shared = base + 4 * job.table_words;
+    u32* buffers = memory + job.table_words + job.x_words + warp * warp_words;
+    u32* behind = memory + job.table_words + job.x_words + block_warps * warp_words;
     Ahead& ahead = reinterpret_cast<Ahead*>(behind)[warp];
     float* handed = reinterpret_cast<float*>(behind + block_warps * sizeof(Ahead) / 4);
     float* parts = handed + block_warps * kSums * kLanes;
     u32* flags = reinterpret_cast<u32*>(parts + (job.ranges > 1 ? job.slots * job.ranges * kSums * kLanes : 0));
     const u32 ready = u32(__cvta_generic_to_shared(flags));        // [warps]: sums handed to this warp
     const u32 done = ready + 4 * block_warps;                      // [slots]: ranges finished
-    const u32 x_shared = base + ((done + 4 * job.slots - base + 127) & ~127u);
 
     auto group_of = [&](int slot) { return slot * int(gridDim.x) + int(blockIdx.x); };
     auto slab_of = [&](const Place& place) {
@@ -200,7 +172,7 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
         }
     };
     auto cut = [&](int warp) {
-        const int position = int(i64(own) * geometry.stages * warp / warps), slot = position / geometry.stages, stage = position - slot * geometry.stages;
+        const int position = u32(own) * geometry.stages * warp / warps, slot = position / geometry.stages, stage = position - slot * geometry.stages;
         return slot * geometry.stages + max(stage & -kChunkStages, stage / job.stages_per_range * job.stages_per_range);
     };
 
@@ -221,19 +193,11 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
         }
     }
     copy_commit();
-    const CodeSection section(packed.data + packed.code, packed.symbols);
+    const Table<true> table(packed, memory, memory + job.table_words);
     for (int i = threadIdx.x; i < job.slots + block_warps; i += blockDim.x) flags[i] = 0;
 
-    // Copies a slab to its place in the ring: the lane's sign word and its raw bytes of both stages. A group of its own.
-    const u32 ring = u32(__cvta_generic_to_shared(buffers + 2 * job.buffer_words));
-    auto copy_slab = [&](int place, const u8* slab) {
-        const u32 target = ring + place * kSlabBytes;
-        copy_async_4(target + 4 * lane, slab + 4 * lane);
-        copy_async(target + kSignBytes + 16 * lane, slab + kSignBytes + 16 * lane);
-        copy_async(target + kSignBytes + kStageBytes + 16 * lane, slab + kSignBytes + kStageBytes + 16 * lane);
-        copy_commit();
-    };
-    const u8* following = packed.data + packed.planes;   // the next slab to copy
+    const Ring ring{u32(__cvta_generic_to_shared(buffers + 2 * job.buffer_words))};
+    const u8* following = packed.data + packed.planes;   // the slabs behind those at hand
     if (busy) {
         copy_wait<0>();
         __syncwarp();
@@ -243,16 +207,22 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
         copy_commit();
         following = slab_of(place);
 #pragma unroll
-        for (int i = 0; i < kRing; ++i) copy_slab(i, following + i * kSlabBytes);
+        for (int place = 0; place < kRing; ++place) ring.fetch(place, following + place * kSlabBytes, lane);
         following += kRing * kSlabBytes;
     }
-    build_table<true>(memory, memory + job.table_words, section, packed.width, packed.symbols, packed.window);
-    await_kernel_before();
-    stage_columns<kind>(job.x, x_shared, job.tokens, geometry.columns);
-    copy_commit();
-    copy_wait<0>();
-    __syncthreads();
-    if (!busy) return;
+    else copy_commit();
+    table.finish<kRing>();
+    auto bring_x = [&] {
+        await_kernel_before();
+        stage_columns<kind>(job.x, x_shared, job.tokens, geometry.columns);
+        copy_commit();
+        copy_wait<0>();
+        __syncthreads();
+    };
+    if (!busy) {
+        bring_x();
+        return;
+    }
 
     const u32 byte_mask = ((1u << packed.width) - 1) << 2, common = u32(packed.window >> 4) * 0x10101010u;
     Opened chunk;
@@ -282,39 +252,38 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
     };
     Sums<octets> sums = {};
     u32 scale = kNoShift, active = 0;
-    Vec4 upper[2];                      // all but the signs, of the stage at hand and the one behind
-    auto decode = [&](Vec4& upper) {
-        decode_two(chunk.streams[0], base, byte_mask, upper.x, upper.y);
-        decode_two(chunk.streams[1], base, byte_mask, upper.z, upper.w);
-        upper = {and_or(upper.x, kNibbles, common), and_or(upper.y, kNibbles, common), and_or(upper.z, kNibbles, common), and_or(upper.w, kNibbles, common)};
+
+    // Look-ups and multiplications take turns: each waits for what it depends on, and nothing waits for the other. While a stage is multiplied,
+    // the one behind is decoded; its second look-ups stand in front of the first multiplications, and the first look-ups of the stage behind
+    // that in front of the last.
+    Vec4 upper[2];                      // of the stage at hand and the one behind: all but the signs
+    LookUps begun;
+    auto mend = [&](Vec4& upper, int stage) { chunk.mend(upper, stage, lane, [&] { return RawChunk{ahead.opened_at, ahead.opened_stages}; }); };
+    struct { Vec4 bytes; u32 sign; Vec4 x[octets]; } at_hand;
+    auto step = [&](int q, u32 raw, u32 top, u32 sign, const Vec4 (&x)[octets]) {
+        const u32 complete = and_or(sign << q, kSignMask, top);
+        u32 weights[4];                     // the lower rows of A hold anything, and nobody reads their sums
+        weights[0] = unshift(__byte_perm(raw, complete, 0x5140), scale);
+        weights[2] = unshift(__byte_perm(raw, complete, 0x7362), scale);
+#pragma unroll
+        for (int octet = 0; octet < octets; ++octet)
+            multiply(sums.of[octet], weights, q & 1 ? x[octet].z : x[octet].x, q & 1 ? x[octet].w : x[octet].y);
     };
-    auto multiply_stage = [&](const Columns<kind, octets>& columns, int stage) {
-        const u32 slab = ring + (stage >> 1) * kSlabBytes;
-        const Vec4 bytes = load_shared_vec4(slab + kSignBytes + (stage & 1) * kStageBytes + 16 * lane), &tops = upper[stage & 1];
-        const u32 sign = load_shared(slab + 4 * lane) << 4 * (stage & 1);
-        auto step = [&](int q, u32 raw, u32 top, const Vec4 (&x)[octets]) {
-            const u32 complete = and_or(sign << q, kSignMask, top);
-            u32 weights[4];                     // the lower rows of A hold anything, and nobody reads their sums
-            weights[0] = unshift(__byte_perm(raw, complete, 0x5140), scale);
-            weights[2] = unshift(__byte_perm(raw, complete, 0x7362), scale);
+    auto load_x = [&](Vec4 (&x)[octets], const Columns<kind, octets>& columns, int stage, int half) {
 #pragma unroll
-            for (int octet = 0; octet < octets; ++octet)
-                multiply(sums.of[octet], weights, q & 1 ? x[octet].z : x[octet].x, q & 1 ? x[octet].w : x[octet].y);
-        };
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            Vec4 x[octets];
-#pragma unroll
-            for (int octet = 0; octet < octets; ++octet) x[octet] = columns.load(stage, half, octet);
-            step(2 * half, half ? bytes.z : bytes.x, half ? tops.z : tops.x, x);
-            step(2 * half + 1, half ? bytes.w : bytes.y, half ? tops.w : tops.y, x);
-        }
+        for (int octet = 0; octet < octets; ++octet) x[octet] = columns.load(stage, half, octet);
     };
 
-    // The first chunk's first stage; from here on decoding is a stage ahead.
+    // The first chunk's first stage.
+    copy_wait<kRing>();
     open_staged(0);
-    decode(upper[0]);
-    chunk.mend(upper[0], 0, ahead, lane);
+    begun = chunk.begin(base, byte_mask);
+    upper[0] = chunk.go_on(begun, base, byte_mask);
+    chunk.complete(upper[0], common);
+    mend(upper[0], 0);
+    begun = chunk.begin(base, byte_mask);
+    bring_x();
+    at_hand.bytes = ring.bytes(0, lane), at_hand.sign = ring.sign(0, lane);
 
     for (;;) {
         // Part of a chain, from here to its last chunk.
@@ -334,19 +303,37 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
             low = 0;
             more = ahead.staged_valid;
             const u8* next_slab = more ? slab_of(ahead.staged) : packed.data + packed.planes;
+            const int count = min(kChunkStages, geometry.stages - chunk_first);
 #pragma unroll 1
-            for (int run = 0; run < kChunkStages; run += kTurn) {
-                const bool last = run == kChunkStages - kTurn;
+            for (int run = 0; run < count; run += kTurn) {
+                const bool last = run + kTurn >= count;
                 if (last) following = next_slab;
                 auto turn = [&](bool whole) {
+                    load_x(at_hand.x, columns, 0, 0);
 #pragma unroll
                     for (int stage = 0; stage < kTurn; ++stage) {
-                        if (stage == kTurn - 1 && last && more) open_staged(buffer ^ 1);
-                        decode(upper[(stage + 1) & 1]);
-                        if (stage % 2 == 0) copy_wait<kRing - 1>();
-                        if (whole || (active >> stage & 1)) multiply_stage(columns, stage);
-                        if (stage % 2 == 1) copy_slab(stage >> 1, following + (stage >> 1) * kSlabBytes);
-                        chunk.mend(upper[(stage + 1) & 1], stage == kTurn - 1 && last ? 0 : run + stage + 1, ahead, lane);
+                        const bool any = whole || (active >> stage & 1);
+                        const auto now = at_hand;
+                        Vec4 x[octets];
+                        load_x(x, columns, stage, 1);
+                        const Vec4 tops = upper[stage & 1];
+                        upper[(stage + 1) & 1] = chunk.go_on(begun, base, byte_mask);
+                        if (any) {
+                            step(0, now.bytes.x, tops.x, now.sign, now.x);
+                            step(1, now.bytes.y, tops.y, now.sign, now.x);
+                        }
+                        chunk.complete(upper[(stage + 1) & 1], common);
+                        mend(upper[(stage + 1) & 1], stage == kTurn - 1 && last ? 0 : run + stage + 1);
+                        if (stage == kTurn - 2 && last && more) open_staged(buffer ^ 1);
+                        begun = chunk.begin(base, byte_mask);
+                        if (stage % 2 == 1) ring.await_next();
+                        at_hand.bytes = ring.bytes((stage + 1) % kTurn, lane), at_hand.sign = ring.sign((stage + 1) % kTurn, lane);
+                        if (stage + 1 < kTurn) load_x(at_hand.x, columns, stage + 1, 0);
+                        if (any) {
+                            step(2, now.bytes.z, tops.z, now.sign, x);
+                            step(3, now.bytes.w, tops.w, now.sign, x);
+                        }
+                        if (stage % 2 == 0) ring.fetch(stage >> 1, following + (stage >> 1) * kSlabBytes, lane);
                     }
                 };
                 constexpr u32 whole = (1u << kTurn) - 1;

@@ -364,8 +364,9 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
             open_barrier(rings.full + 8 * i, job.slots);
             open_barrier(rings.empty + 8 * i, 4 * warpgroups);
         }
-    const CodeSection section(packed.data + packed.code, packed.symbols);
-    build_table<true>(table, reinterpret_cast<u32*>(shared), section, packed.width, packed.symbols, packed.window);
+    const Table<true> decode_table(packed, table, reinterpret_cast<u32*>(shared));
+    copy_commit();
+    decode_table.finish<0>();
 
     if (decoding >= 0) {
         const u32 table_address = u32(__cvta_generic_to_shared(table));

@@ -4,6 +4,7 @@
 
 struct Packed {
     const u8* data;
+    const u32* table;     // the decode table, as tables.cu left it in memory; or null: every block builds it
     u64 code, row_shifts, offsets, planes, streams;   // byte offsets of the sections
     u32 stream_words;
     int max_chunk_words, width, symbols, window, shift, has_row_shifts;

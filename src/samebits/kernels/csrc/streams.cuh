@@ -1,6 +1,6 @@
 // Section 3 and 6 on the device: the decode table in shared memory, chunks staged from global memory, and their streams.
 #pragma once
-#include "common.cuh"
+#include "packed.cuh"
 
 constexpr int kCounts = 16;          // entries of the code section's count array
 constexpr int kMaxLength = 13;
@@ -87,6 +87,32 @@ __device__ void build_table(u32* table, u32* entries, const CodeSection& section
     }
     __syncthreads();
 }
+
+// The decode table on its way to shared memory, by the whole block: copied, or built from the code section.
+template <bool quad>
+struct Table {
+    const Packed& packed;
+    u32 *table, *entries;            // entries: shared memory for one word for each symbol
+    const CodeSection section;
+
+    // Starts copies, which belong to the next group that is committed.
+    __device__ __forceinline__ Table(const Packed& packed, u32* table, u32* entries)
+        : packed(packed), table(table), entries(entries), section(packed.data + packed.code, packed.table ? 0 : packed.symbols) {
+        if (!packed.table) return;
+        const u32 target = u32(__cvta_generic_to_shared(table));
+        for (u32 unit = threadIdx.x; unit < max(1u << packed.width >> 2, 1u); unit += blockDim.x) copy_async(target + 16 * unit, packed.table + 4 * unit);
+    }
+    // `pending`: groups committed behind that of the copies.
+    template <int pending>
+    __device__ __forceinline__ void finish() const {
+        if (!packed.table) {
+            build_table<quad>(table, entries, section, packed.width, packed.symbols, packed.window);
+            return;
+        }
+        copy_wait<pending>();
+        __syncthreads();
+    }
+};
 
 // One stream: 64 bits of it in registers, the next word on its way. The codeword at hand starts at bit 2 of the window, so that
 // masking the window gives a byte offset into the table.

@@ -24,13 +24,13 @@ __device__ __forceinline__ void stage_x(const u16* x, u32 target, int tokens, in
 // A lane's part of x. With octets 1, the lower rows of A hold anything, and nobody reads their sums.
 template <int kind, int octets>
 struct Tokens {
-    const u8* place;      // in shared memory, of the first stage
+    u32 place;            // shared address, of the first stage
     const u16* source;    // in x
     size_t eight;         // elements from a token to the one eight behind, or to the last
     u32 parity;
     bool any;             // without tokens of its own, a lane leaves the memory's time to others
 
-    __device__ __forceinline__ Tokens(const u16* x, const u8* shared, int tokens, int columns, int lane) {
+    __device__ __forceinline__ Tokens(const u16* x, u32 shared, int tokens, int columns, int lane) {
         const int g = lane >> 2, t = lane & 3, token = min(g, tokens - 1);
         place = shared + (kind == kHalves ? token * (columns * 2) : g * (columns * 4)) + 16 * t;
         source = x + size_t(token) * columns + 4 * t;
@@ -45,11 +45,11 @@ struct Tokens {
         later.source += stage * 64;
         return later;
     }
+    __device__ __forceinline__ Vec4 load_any(u32 address) const { return load_shared_vec4_if(any, address); }
     // The A operands of steps 2 half and 2 half + 1.
     __device__ __forceinline__ void load(int stage, int half, u32 x[2][4]) const {
         if (kind == kHalves) {
-            Vec4 v;
-            if (any) v = *reinterpret_cast<const Vec4*>(place + stage * 128 + ((half ^ parity) << 6));
+            const Vec4 v = load_any(place + stage * 128 + ((half ^ parity) << 6));
             x[0][0] = v.x, x[0][1] = v.y, x[0][2] = v.z, x[0][3] = v.w;
             x[1][0] = v.y, x[1][2] = v.w;
             asm("" : "=r"(x[1][1]), "=r"(x[1][3]));   // anything
@@ -58,8 +58,7 @@ struct Tokens {
 #pragma unroll
         for (int step = 0; step < 2; ++step) {
             if (kind == kPairs) {
-                Vec4 v;
-                if (any) v = *reinterpret_cast<const Vec4*>(place + stage * 256 + (((2 * half + step) ^ parity) << 6));
+                const Vec4 v = load_any(place + stage * 256 + (((2 * half + step) ^ parity) << 6));
                 x[step][0] = v.x, x[step][1] = v.y, x[step][2] = v.z, x[step][3] = v.w;
             } else {
                 const u16* words = source + stage * 64 + 32 * half + 16 * step;

@@ -1,0 +1,63 @@
+"""Decode tables in memory: csrc/tables.cu.
+
+A table follows from a packed tensor's code section, and every block of every launch could build it: which takes 2 us,
+and on small matrices as many instructions as decoding does. So tensors that are used again keep theirs, 32 KiB at most.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+
+import torch
+
+from samebits.format.geometry import Code
+from samebits.format.packed import PackedTensor, align
+from samebits.kernels import nvrtc
+from samebits.kernels.structures import PackedStructure
+
+_THREADS = 512
+
+# By id of the packed bytes: these, their version, and the table; none once they have changed, as they may go on to. As
+# in overlap.py.
+_tables: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor | None]] = {}
+
+
+def table_words(packed: PackedTensor) -> int:
+    """32-bit words of its decode table, at least one unit of copies."""
+    return max(4, 1 << packed.header.max_code_length)
+
+
+def decode_table(packed: PackedTensor) -> torch.Tensor | None:
+    """The decode table: int32 [table_words(packed)] on the tensor's device; None where there is none yet.
+
+    The first call for these bytes makes it, and waits until it is there for every stream. Nobody may be writing them
+    (see overlap.may_start_early). During a capture nothing is made, nor of a buffer whose bytes have changed.
+
+    Raises:
+        DeviceError: the kernel cannot be built or launched.
+    """
+    data = packed.data
+    key, version = id(data), data._version
+    known = _tables.get(key)
+    if known and known[0]() is data and known[1] == version:
+        return known[2]
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    changed = known is not None and known[0]() is data
+    table = None if changed else _make(packed)
+    _tables[key] = weakref.ref(data, lambda _: _tables.pop(key, None)), version, table
+    return table
+
+
+def _make(packed: PackedTensor) -> torch.Tensor:
+    header, device = packed.header, packed.device.index or 0
+    words = table_words(packed)
+    table = torch.empty(words, dtype=torch.int32, device=packed.device)
+    name = f"make_table_{'quad' if header.code is Code.QUAD else 'single'}"
+    with torch.cuda.device(device):
+        shared = 4 * (words + align(header.symbol_count, 4))
+        nvrtc.launch(nvrtc.kernel("tables.cu", name, device), 1, _THREADS, shared, PackedStructure.of(packed),
+                     ctypes.c_void_p(table.data_ptr()))  # fmt: skip
+        torch.cuda.current_stream().synchronize()
+    return table
