@@ -61,6 +61,14 @@ def test_not_made_during_a_capture(made: list[PackedTensor], monkeypatch: pytest
     assert len(made) == 1
 
 
+def test_none_of_inference_tensors(made: list[PackedTensor]) -> None:
+    with torch.inference_mode():
+        packed = packed_tensor()
+        packed = PackedTensor(packed.header, packed.data.clone())
+    assert decode_table(packed) is None
+    assert made == []
+
+
 def test_forgotten_with_the_bytes(made: list[PackedTensor]) -> None:
     packed = packed_tensor()
     decode_table(packed)

@@ -81,7 +81,7 @@ def launch(
         name = f"{kernel}_{header.code.name.lower()}_{'whole' if whole else 'clipped'}"
         grid = min(nvrtc.multiprocessors(device), tasks)
         early = may_start_early(packed.data)
-        table = decode_table(packed) if early else None
+        table = decode_table(packed)
         nvrtc.launch(nvrtc.kernel(file, name, device), grid, 32 * block.warps, block.shared_bytes,
                      GeometryStructure.of(geometry), PackedStructure.of(packed, table),
                      ctypes.c_void_p(output.data_ptr()), block.division, *arguments, early=early)  # fmt: skip

@@ -83,7 +83,7 @@ def fused_linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | Non
     with torch.cuda.device(device):
         function = nvrtc.kernel(launch.file, launch.name, device)
         early = may_start_early(packed.data)
-        table = decode_table(packed) if early else None
+        table = decode_table(packed)
         nvrtc.launch(
             function, launch.grid, 32 * launch.warps, launch.shared_bytes, GeometryStructure.of(header.geometry),
             PackedStructure.of(packed, table), job, early=early,

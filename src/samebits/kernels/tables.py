@@ -31,13 +31,16 @@ def table_words(packed: PackedTensor) -> int:
 def decode_table(packed: PackedTensor) -> torch.Tensor | None:
     """The decode table: int32 [table_words(packed)] on the tensor's device; None where there is none yet.
 
-    The first call for these bytes makes it, and waits until it is there for every stream. Nobody may be writing them
-    (see overlap.may_start_early). During a capture nothing is made, nor of a buffer whose bytes have changed.
+    The first call for these bytes makes it on torch's current stream, behind what wrote them, and waits until it is
+    there for every stream. During a capture nothing is made, nor of a buffer whose bytes have changed, nor of inference
+    tensors, which do not tell that they have.
 
     Raises:
         DeviceError: the kernel cannot be built or launched.
     """
     data = packed.data
+    if data.is_inference():
+        return None
     key, version = id(data), data._version
     known = _tables.get(key)
     if known and known[0]() is data and known[1] == version:
