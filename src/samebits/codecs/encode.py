@@ -178,13 +178,16 @@ def header_of(plan: Plan, shape: tuple[int, ...], max_chunk_words: int, stream_w
 
 
 def write_tables(data: torch.Tensor, plan: Plan, header: Header) -> None:
-    """Write header, shape, code and row shifts into the output buffer (any device), and zeros between the sections."""
+    """Write header, shape, code and row shifts, and zeros between the sections.
+
+    Args:
+        data: uint8 on the CPU: all of the packed tensor, or what comes before its offsets.
+    """
     header.write(data)
-    code = plan.table.to_section().astype("<u2").view(np.uint8)
-    data[header.sections["code"]] = torch.from_numpy(code).to(data.device)
+    content = data.numpy()
+    content[header.sections["code"]] = plan.table.to_section().astype("<u2").view(np.uint8)
     if plan.has_row_shifts:
-        row_shifts = plan.shifts.astype(np.int8).view(np.uint8)
-        data[header.sections["row_shifts"]] = torch.from_numpy(row_shifts).to(data.device)
+        content[header.sections["row_shifts"]] = plan.shifts.astype(np.int8).view(np.uint8)
 
 
 def seal(packed: PackedTensor) -> PackedTensor:

@@ -30,25 +30,25 @@ def package_merge(weights: NDArray[np.int64], limit: int) -> NDArray[np.int64]:
         return np.ones(1, np.int64)
     level, packages = np.empty(2 * count, np.int64), np.empty(count, np.int64)
     level[:count] = weights
-    places = np.full((limit, count), 2 * count, np.int64)  # of each level's packages among its items, cheapest first
-    size, changed = count, 0  # items of the level; how many of them are those of the level before
+    places = np.full((limit, count), 2 * count, np.int32)  # of each level's packages among its items, cheapest first
+    size, changed = count, 0  # items of the level; the first package that the level before has elsewhere
     for depth in range(1, limit):
-        package, number = changed // 2, size // 2
-        for i in range(package, number):
-            packages[i] = level[2 * i] + level[2 * i + 1]
-        places[depth, :package] = places[depth - 1, :package]
-        start = places[depth, package - 1] + 1 if package > 0 else 0
-        symbol, size = start - package, count + number
-        changed = size
-        for i in range(start, size):
-            if symbol < count and (package >= number or weights[symbol] <= packages[package]):
+        first, number = changed // 2, size // 2
+        place = places[depth]
+        place[:first] = places[depth - 1, :first]
+        i = int(place[first - 1]) + 1 if first > 0 else 0
+        symbol, size = i - first, count + number
+        for package in range(first, number):
+            packages[package] = level[2 * package] + level[2 * package + 1]
+        for package in range(first, number):
+            while symbol < count and weights[symbol] <= packages[package]:
                 level[i] = weights[symbol]
-                symbol += 1
-            else:
-                level[i] = packages[package]
-                places[depth, package] = i
-                changed = min(changed, i)
-                package += 1
+                symbol, i = symbol + 1, i + 1
+            level[i] = packages[package]
+            place[package] = i
+            i += 1
+        level[i:size] = weights[symbol:]
+        changed = int(place[first]) if first < number else size
     lengths = np.zeros(count, np.int64)
     take = 2 * count - 2
     for depth in range(limit - 1, -1, -1):

@@ -53,18 +53,16 @@ BOOK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 640, 800, 1000, 1
 
 @njit(cache=True, nogil=True)
 def _extent(aligned: NDArray[np.int64]) -> tuple[int, int]:
-    """The columns [first, last) of ``aligned`` that are in use."""
-    first, last = ALIGNED, 0
+    total = np.zeros(ALIGNED, np.int64)
     for fraction in range(FRACTIONS):
-        for i in range(ALIGNED):
-            if aligned[fraction, i] > 0:
-                first, last = min(first, i), max(last, i + 1)
-    return first, last
+        total += aligned[fraction]
+    used = np.nonzero(total)[0]
+    return (used[0], used[-1] + 1) if used.size > 0 else (0, 0)
 
 
 @njit(cache=True, nogil=True)
 def _shift_histogram(
-    aligned: NDArray[np.int64], pinned: NDArray[np.int64], target: int, extent: tuple[int, int]
+    aligned: NDArray[np.int64], pinned: NDArray[np.int64], extent: tuple[int, int], target: int
 ) -> NDArray[np.int64]:
     result = pinned.copy()
     for fraction in range(FRACTIONS):
@@ -154,13 +152,24 @@ class RowStatistics:
 
     def shifted(self, target: int) -> NDArray[np.int64]:
         """Histogram [256] of the exponents after shifting every row's mean to ``target`` sixteenths."""
-        histogram: NDArray[np.int64] = _shift_histogram(self.aligned, self.pinned, target, _extent(self.aligned))
+        histogram: NDArray[np.int64] = _shift_histogram(self.aligned, self.pinned, self.extent, target)
         return histogram
 
     def shifts(self, target: int) -> tuple[NDArray[np.int32], bool]:
         """The shift of each row for ``target``, kept within FORMAT.md 4.3; whether ``shifted`` is what they make."""
         shifts: tuple[NDArray[np.int32], bool] = _shift_rows(self.centers, self.lowest, self.highest, target)
         return shifts
+
+    @cached_property
+    def extent(self) -> tuple[int, int]:
+        """The columns [first, last) of ``aligned`` that are in use."""
+        extent: tuple[int, int] = _extent(self.aligned)
+        return extent
+
+    @cached_property
+    def entropy(self) -> float:
+        """Of the histogram, in bits."""
+        return entropy(self.histogram)
 
     @cached_property
     def center(self) -> int:
@@ -224,7 +233,7 @@ def make_plan(shape: tuple[int, ...], counter: Counter, chunk_stages: int = CHUN
         best = _single(statistics, geometry)
     if best.bits >= 16:
         return None
-    return Plan(best.code, layout, geometry, best.shifts, best.window, best.table, entropy(statistics.histogram),
+    return Plan(best.code, layout, geometry, best.shifts, best.window, best.table, statistics.entropy,
                 best.bits + _framing(geometry))  # fmt: skip
 
 
@@ -247,7 +256,7 @@ def _best_candidate(statistics: RowStatistics, counter: Counter, geometry: Geome
     if single.bits >= 16 + QUAD_PREMIUM:
         return single
     quad = _quad(statistics, counter, geometry, stride)
-    bound = 8 + entropy(statistics.histogram) + QUAD_OVERHEAD
+    bound = 8 + statistics.entropy + QUAD_OVERHEAD
     worthy = quad.bits <= single.bits + QUAD_PREMIUM and quad.bits + _framing(geometry) <= bound
     return quad if worthy or quad.bits < single.bits else single
 
@@ -265,7 +274,7 @@ def _single(statistics: RowStatistics, geometry: Geometry) -> _Candidate:
     if rows > 1 and geometry.columns > 64:
         moved = statistics.shifted(statistics.center)
         row_shifts, exact = statistics.shifts(statistics.center)
-        gain = (entropy(histogram) - entropy(moved)) * geometry.words
+        gain = (statistics.entropy - entropy(moved)) * geometry.words
         if exact and gain > 8 * rows:
             shifts, histogram = row_shifts, moved
     symbols = np.nonzero(histogram)[0]
@@ -296,51 +305,61 @@ def _quad(statistics: RowStatistics, counter: Counter, geometry: Geometry, strid
 def _best_target(statistics: RowStatistics) -> tuple[int, float]:
     """The target (sixteenths) at which top7 costs least, and that cost in bits."""
     targets = statistics.center + np.arange(0, 2 * FRACTIONS, 2)
-    costs = _top7_costs(statistics.aligned, statistics.pinned, targets)
+    costs = _top7_costs(statistics.aligned, statistics.pinned, statistics.extent, targets)
     best = int(np.argmin(costs))
     return int(targets[best]), float(costs[best])
 
 
 @njit(cache=True, nogil=True)
 def _top7_costs(
-    aligned: NDArray[np.int64], pinned: NDArray[np.int64], targets: NDArray[np.int64]
+    aligned: NDArray[np.int64], pinned: NDArray[np.int64], extent: tuple[int, int], targets: NDArray[np.int64]
 ) -> NDArray[np.float64]:
     """For each target, bits of coding top7 in its best window, legal or not (a further even shift makes it legal)."""
-    costs, extent = np.empty(targets.size), _extent(aligned)
+    costs = np.empty(targets.size)
     for i in range(targets.size):
-        histogram = _shift_histogram(aligned, pinned, targets[i], extent)
-        top7 = histogram[0::2] + histogram[1::2]
-        covered, start = -1, 0
-        for first in range(top7.size - CLASSES + 1):
-            words = top7[first : first + CLASSES].sum()
-            if words > covered:
-                covered, start = words, first
+        top7, words = _windows(aligned, pinned, extent, targets[i])
+        start = np.argmax(words)
+        covered = words[start]
         costs[i] = OUTSIDE_BITS * (top7.sum() - covered)
-        for words in top7[start : start + CLASSES]:
-            if words > 0:
-                costs[i] += words * np.log2(covered / words)
+        for number in top7[start : start + CLASSES]:
+            if number > 0:
+                costs[i] += number * np.log2(covered / number)
     return costs
+
+
+@njit(cache=True, nogil=True)
+def _windows(
+    aligned: NDArray[np.int64], pinned: NDArray[np.int64], extent: tuple[int, int], target: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """How many words have each top7 [128], and how many each window covers [121]."""
+    histogram = _shift_histogram(aligned, pinned, extent, target)
+    top7 = histogram[0::2] + histogram[1::2]
+    words = np.empty(MAX_WINDOW + 1, np.int64)
+    words[0] = top7[:CLASSES].sum()
+    for window in range(1, words.size):
+        words[window] = words[window - 1] + top7[window + CLASSES - 1] - top7[window - 1]
+    return top7, words
 
 
 def _place_window(statistics: RowStatistics, target: int) -> tuple[NDArray[np.int32], int]:
     """The rows' shifts and the window (FORMAT.md 3.4) that covers most words."""
     moves = (0, 1, -1, 2, -2, 3, -3, 4, -4)  # in top7; one of them leads out of every straddling window
     targets = target + 2 * FRACTIONS * np.array(moves)
-    best, window = _best_window(statistics.aligned, statistics.pinned, targets)
+    best, window = _best_window(statistics.aligned, statistics.pinned, statistics.extent, targets)
     return statistics.shifts(best)[0], window
 
 
 @njit(cache=True, nogil=True)
-def _best_window(aligned: NDArray[np.int64], pinned: NDArray[np.int64], targets: NDArray[np.int64]) -> tuple[int, int]:
+def _best_window(
+    aligned: NDArray[np.int64], pinned: NDArray[np.int64], extent: tuple[int, int], targets: NDArray[np.int64]
+) -> tuple[int, int]:
     """The first target, and the first window for it, with which a legal window covers most words."""
-    extent, covered, best, best_window = _extent(aligned), -1, 0, 0
+    covered, best, best_window = -1, 0, 0
     for target in targets:
-        histogram = _shift_histogram(aligned, pinned, target, extent)
-        top7 = histogram[0::2] + histogram[1::2]
-        for window in range(MAX_WINDOW + 1):
-            words = top7[window : window + CLASSES].sum()
-            if window % 16 <= 8 and words > covered:
-                covered, best, best_window = words, target, window
+        _, words = _windows(aligned, pinned, extent, target)
+        for window in range(words.size):
+            if window % 16 <= 8 and words[window] > covered:
+                covered, best, best_window = words[window], target, window
     return best, best_window
 
 
