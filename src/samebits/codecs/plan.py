@@ -73,6 +73,20 @@ def _shift_histogram(
 
 
 @njit(cache=True, nogil=True)
+def _align(histogram: NDArray[np.int64], is_free: bool) -> tuple[int, NDArray[np.int64], NDArray[np.int64]]:
+    """Centre, ``aligned`` and ``pinned`` (RowStatistics) of one row."""
+    aligned, pinned = np.zeros((FRACTIONS, ALIGNED), np.int64), histogram.copy()
+    nonzero = histogram[1:].sum()
+    if nonzero == 0 or not is_free:
+        return PINNED, aligned, pinned
+    center = FRACTIONS * (np.arange(histogram.size) * histogram).sum() // nonzero
+    start = ALIGNED_ZERO - center // FRACTIONS
+    aligned[center % FRACTIONS, start + 1 : start + histogram.size] = histogram[1:]
+    pinned[1:] = 0
+    return center, aligned, pinned
+
+
+@njit(cache=True, nogil=True)
 def _median_center(centers: NDArray[np.int32]) -> int:
     counts = np.zeros(FRACTIONS * EXPONENTS, np.int64)
     for center in centers:
@@ -124,13 +138,7 @@ class RowStatistics:
     @classmethod
     def of_one_row(cls, histogram: NDArray[np.int64], lowest: int, highest: int, has_subnormals: bool) -> RowStatistics:
         """Statistics of words that share one shift."""
-        aligned, pinned = np.zeros((FRACTIONS, ALIGNED), np.int64), histogram.copy()
-        center, weights = PINNED, histogram[1:]
-        if weights.any() and highest < 255 and not has_subnormals:
-            center = int(FRACTIONS * int((np.arange(1, 256) * weights).sum()) // int(weights.sum()))
-            start = ALIGNED_ZERO - center // FRACTIONS
-            aligned[center % FRACTIONS, start + 1 : start + 256] = weights
-            pinned[1:] = 0
+        center, aligned, pinned = _align(histogram, highest < 255 and not has_subnormals)
         centers, lows, highs = (np.array([value], np.int32) for value in (center, lowest, highest))
         return cls(histogram, centers, lows, highs, has_subnormals, aligned, pinned)
 
@@ -368,35 +376,92 @@ def _quad_book(counts: NDArray[np.int64], words: int) -> tuple[CanonicalCode, fl
     inside = counts[:QUAD_SYMBOLS]
     used = np.flatnonzero(inside) if inside.any() else np.zeros(1, np.int64)
     order = used[np.argsort(-inside[used], kind="stable")[: BOOK_SIZES[-1]]]
-    falling = inside[order]
-    ascending = falling[::-1].copy()
+    sizes = np.array([size for size in BOOK_SIZES if size < order.size] + [order.size])
     sample = max(1, int(counts.sum()))
-    scale = words / (4 * sample)
-    best: tuple[float, int, NDArray[np.int64]] | None = None
-    for bound, size in sorted(_book_bounds(falling, sample, scale)):
-        if best is not None and bound > best[0]:
-            break
-        weights = ascending[ascending.size - size :]
-        lengths = package_merge(weights, MAX_CODE_LENGTH)
-        uncoded = sample - int(weights.sum())
-        bits = (int(lengths @ weights) + (PATCH_BITS + 7) * uncoded) * scale + 16 * size
-        if best is None or bits < best[0]:
-            best = bits, size, lengths
-    assert best is not None
-    bits, size, lengths = best
-    rarest_first = np.argsort(falling[:size], kind="stable")  # of equally frequent ones the first gets the longest code
+    lengths, bits = _best_book(inside[order], sizes, sample, words / (4 * sample))
+    # Of equally frequent quads the first gets the longest code.
+    rarest_first = np.argsort(inside[order[: lengths.size]], kind="stable")
     return CanonicalCode.from_lengths(order[rarest_first], lengths), bits
 
 
-def _book_bounds(counts: NDArray[np.int64], sample: int, scale: float) -> list[tuple[float, int]]:
-    """For each size of a book the fewest bits that it can come to: no prefix code is shorter than the entropy.
+@njit(cache=True, nogil=True)
+def _best_book(
+    counts: NDArray[np.int64], sizes: NDArray[np.int64], sample: int, scale: float
+) -> tuple[NDArray[np.int64], float]:
+    """The code lengths of the most frequent quads, rarest first, in the cheapest book; what it costs in bits.
+
+    Bounds say which sizes cannot be the cheapest, so that a code is made for one or two of them.
 
     Args:
         counts: of the most frequent quads, falling.
+        sizes: of the books to choose from.
+        sample: quads counted, those outside the window too.
+        scale: quads of the tensor for each of them.
     """
-    sizes = np.unique(np.minimum(BOOK_SIZES, counts.size))
-    covered = np.cumsum(counts)[sizes - 1]
-    entropies = covered * np.log2(np.maximum(covered, 1))
-    entropies -= np.cumsum(counts * np.log2(np.maximum(counts, 1)))[sizes - 1]
-    bits = (entropies + (PATCH_BITS + 7) * (sample - covered)) * scale + 16 * sizes
-    return list(zip((bits * (1 - 1e-9)).tolist(), sizes.tolist(), strict=True))
+    covered = np.zeros(counts.size + 1, np.int64)
+    covered[1:] = np.cumsum(counts)
+    rest = (PATCH_BITS + 7) * (sample - covered)[sizes] * scale + 16 * sizes
+    ascending = counts[::-1].copy()
+    loose = _entropies(counts, covered)[sizes] * scale * (1 - 1e-9) + rest
+    bounds, is_tight = loose.copy(), np.zeros(sizes.size, np.bool_)
+    best, best_bits, best_lengths = 0, np.inf, np.zeros(0, np.int64)
+    while True:
+        i = np.argmin(bounds)
+        if bounds[i] > best_bits or bounds[i] == np.inf:
+            return best_lengths, best_bits
+        size = sizes[i]
+        if not is_tight[i]:
+            bounds[i] = max(bounds[i], _least_bits(counts, covered, size) * scale * (1 - 1e-9) + rest[i])
+            is_tight[i] = True
+            continue
+        weights = ascending[counts.size - size :]
+        lengths = package_merge(weights, MAX_CODE_LENGTH)
+        coded = (lengths * weights).sum()
+        bits = (coded + (PATCH_BITS + 7) * (sample - covered[size])) * scale + 16 * size
+        bounds[i] = np.inf
+        if bits < best_bits or (bits == best_bits and loose[i] < loose[best]):
+            best, best_bits, best_lengths = int(i), bits, lengths
+
+
+@njit(cache=True, nogil=True)
+def _entropies(counts: NDArray[np.int64], covered: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Bits of the first ``size`` symbols at their entropy, for every size: no prefix code takes fewer."""
+    bits, own = np.zeros(covered.size), 0.0
+    for size in range(1, covered.size):
+        own += counts[size - 1] * np.log2(max(counts[size - 1], 1))
+        bits[size] = covered[size] * np.log2(max(covered[size], 1)) - own
+    return bits
+
+
+@njit(cache=True, nogil=True)
+def _least_bits(counts: NDArray[np.int64], covered: NDArray[np.int64], size: int) -> float:
+    """Fewer bits than any prefix code takes for the first ``size`` symbols, by very little.
+
+    At a price for every share of the codes that it uses up, each symbol by itself takes the length that is best for it
+    (Lagrange's relaxation of Kraft's inequality). That is a bound at any price; the best price uses up all codes.
+    """
+    best = 0.0
+    low, high = 1.0 * covered[size], 4.0 * covered[size]
+    for _ in range(10):
+        price = np.sqrt(low * high)
+        bits, shares, first = 0, 0.0, 0
+        for length in range(1, MAX_CODE_LENGTH + 1):
+            last, beyond = first, size  # the symbols [first, last) gain nothing from being a bit longer
+            if length == MAX_CODE_LENGTH:
+                last = size
+            least = price / (2 << length)
+            while last < beyond:
+                middle = (last + beyond) // 2
+                if counts[middle] >= least:
+                    last = middle + 1
+                else:
+                    beyond = middle
+            bits += length * int(covered[last] - covered[first])
+            shares += (last - first) / (1 << length)
+            first = last
+        best = max(best, bits + price * (shares - 1))
+        if shares > 1:
+            low = price
+        else:
+            high = price
+    return best
