@@ -18,7 +18,8 @@ import torch
 from samebits.bf16 import histogram_of_words, words_of
 from samebits.codecs import loops
 from samebits.codecs.compact import CompactWords
-from samebits.codecs.plan import ALIGNED, FRACTIONS, Plan, RowStatistics, make_plan, wants_compact
+from samebits.codecs.plan import Plan, make_plan, wants_compact
+from samebits.codecs.row_statistics import ALIGNED, FRACTIONS, RowStatistics
 from samebits.digest import digest
 from samebits.format.geometry import ROW_GROUP, Code, Geometry, Layout
 from samebits.format.packed import (

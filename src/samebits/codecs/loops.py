@@ -84,7 +84,7 @@ def summarize_rows(
     words: NDArray[np.uint16], columns: int, centers: NDArray[np.int32], lowest: NDArray[np.int32],
     highest: NDArray[np.int32], subnormal: NDArray[np.int32], first: int, last: int,
 ) -> None:  # fmt: skip
-    """Fill centre, bounds and the subnormal flag (codecs.plan.RowStatistics) of rows [first, last)."""
+    """Fill centre, bounds and the subnormal flag (codecs.row_statistics) of rows [first, last)."""
     quads = words[: words.size // 4 * 4].view(np.uint64)
     for row in range(first, last):
         start, stop = row * columns, (row + 1) * columns
@@ -135,7 +135,7 @@ def count_rows(
     words: NDArray[np.uint16], columns: int, centers: NDArray[np.int32], stride: int, histogram: NDArray[np.int64],
     aligned: NDArray[np.int64], pinned: NDArray[np.int64], first: int, last: int,
 ) -> None:  # fmt: skip
-    """Add exponents of the sampled rows ``stride * [first, last)`` to the histograms of codecs.plan.RowStatistics."""
+    """Add exponents of the sampled rows ``stride * [first, last)`` to the histograms of codecs.row_statistics."""
     counts = np.zeros((4, 256), np.int64)
     for sample in range(first, last):
         row = sample * stride

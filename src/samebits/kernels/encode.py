@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from samebits.codecs import loops
 from samebits.codecs.encode import encode_cpu, header_of, write_tables
-from samebits.codecs.plan import ALIGNED, FRACTIONS, Plan, RowStatistics, is_small, make_plan, wants_compact
+from samebits.codecs.plan import Plan, is_small, make_plan, wants_compact
+from samebits.codecs.row_statistics import ALIGNED, FRACTIONS, RowStatistics
 from samebits.errors import DeviceError
 from samebits.format.geometry import Code, Geometry, Layout
 from samebits.format.packed import EXPONENTS, QUAD_SYMBOLS, STORED_DIGEST_END, PackedTensor
