@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 PATCH_BITS = 48  # what a quad without codeword is charged: a patch and a half
 BOOK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 640, 800, 1000, 1250, 1600)
+ROUNDING = 1e-9  # more than a bound can be too high because its numbers are rounded
 
 
 def quad_book(counts: NDArray[np.int64], words: int) -> tuple[CanonicalCode, float]:
@@ -45,38 +46,40 @@ def _best_book(
         scale: quads of the tensor for each of them.
     """
     covered = np.zeros(counts.size + 1, np.int64)
-    covered[1:] = np.cumsum(counts)
-    rest = (PATCH_BITS + 7) * (sample - covered)[sizes] * scale + 16 * sizes
-    ascending = counts[::-1].copy()
-    loose = _entropies(counts, covered)[sizes] * scale * (1 - 1e-9) + rest
-    bounds, is_tight = loose.copy(), np.zeros(sizes.size, np.bool_)
+    ascending, own = np.empty(counts.size, np.int64), np.zeros(counts.size + 1)
+    for i in range(counts.size):
+        covered[i + 1] = covered[i] + counts[i]
+        own[i + 1] = own[i] + counts[i] * np.log2(max(counts[i], 1))
+        ascending[counts.size - 1 - i] = counts[i]
+    loose, bounds, is_tight = np.empty(sizes.size), np.empty(sizes.size), np.zeros(sizes.size, np.bool_)
+    for i in range(sizes.size):
+        bits = covered[sizes[i]] * np.log2(max(covered[sizes[i]], 1)) - own[sizes[i]]  # at their entropy
+        loose[i] = bounds[i] = _price(bits, sizes[i], covered, sample, scale) * (1 - ROUNDING)
     best, best_bits, best_lengths = 0, np.inf, np.zeros(0, np.int64)
     while True:
-        i = np.argmin(bounds)
+        i = int(np.argmin(bounds))
         if bounds[i] > best_bits or bounds[i] == np.inf:
             return best_lengths, best_bits
-        size = sizes[i]
         if not is_tight[i]:
-            bounds[i] = max(bounds[i], least_bits(counts, covered, size) * scale * (1 - 1e-9) + rest[i])
+            bits = least_bits(counts, covered, sizes[i])
+            bounds[i] = max(bounds[i], _price(bits, sizes[i], covered, sample, scale) * (1 - ROUNDING))
             is_tight[i] = True
             continue
-        weights = ascending[counts.size - size :]
+        weights = ascending[counts.size - sizes[i] :]
         lengths = package_merge(weights, MAX_CODE_LENGTH)
-        coded = (lengths * weights).sum()
-        bits = (coded + (PATCH_BITS + 7) * (sample - covered[size])) * scale + 16 * size
+        coded = 0
+        for symbol in range(weights.size):
+            coded += lengths[symbol] * weights[symbol]
+        bits = _price(float(coded), sizes[i], covered, sample, scale)
         bounds[i] = np.inf
         if bits < best_bits or (bits == best_bits and loose[i] < loose[best]):
-            best, best_bits, best_lengths = int(i), bits, lengths
+            best, best_bits, best_lengths = i, bits, lengths
 
 
 @njit(cache=True, nogil=True)
-def _entropies(counts: NDArray[np.int64], covered: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Bits of the first ``size`` symbols at their entropy, for every size: no prefix code takes fewer."""
-    bits, own = np.zeros(covered.size), 0.0
-    for size in range(1, covered.size):
-        own += counts[size - 1] * np.log2(max(counts[size - 1], 1))
-        bits[size] = covered[size] * np.log2(max(covered[size], 1)) - own
-    return bits
+def _price(coded: float, size: int, covered: NDArray[np.int64], sample: int, scale: float) -> float:
+    """Bits of the whole tensor: of quads with codewords, which take ``coded`` in the sample, of others, of the book."""
+    return float((coded + (PATCH_BITS + 7) * (sample - covered[size])) * scale + 16 * size)
 
 
 @njit(cache=True, nogil=True)

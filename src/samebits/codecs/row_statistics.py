@@ -99,9 +99,14 @@ class RowStatistics:
 def _extent(aligned: NDArray[np.int64]) -> tuple[int, int]:
     total = np.zeros(ALIGNED, np.int64)
     for fraction in range(FRACTIONS):
-        total += aligned[fraction]
-    used = np.nonzero(total)[0]
-    return (used[0], used[-1] + 1) if used.size > 0 else (0, 0)
+        for i in range(ALIGNED):
+            total[i] += aligned[fraction, i]
+    first, last = 0, ALIGNED
+    while first < last and total[first] == 0:
+        first += 1
+    while first < last and total[last - 1] == 0:
+        last -= 1
+    return first, last
 
 
 @njit(cache=True, nogil=True)
@@ -121,13 +126,16 @@ def shift_histogram(
 def _align(histogram: NDArray[np.int64], is_free: bool) -> tuple[int, NDArray[np.int64], NDArray[np.int64]]:
     """Centre, ``aligned`` and ``pinned`` (RowStatistics) of one row."""
     aligned, pinned = np.zeros((FRACTIONS, ALIGNED), np.int64), histogram.copy()
-    nonzero = histogram[1:].sum()
+    nonzero, weighted = 0, 0
+    for e in range(1, histogram.size):
+        nonzero += histogram[e]
+        weighted += e * histogram[e]
     if nonzero == 0 or not is_free:
         return PINNED, aligned, pinned
-    center = FRACTIONS * (np.arange(histogram.size) * histogram).sum() // nonzero
-    start = ALIGNED_ZERO - center // FRACTIONS
-    aligned[center % FRACTIONS, start + 1 : start + histogram.size] = histogram[1:]
-    pinned[1:] = 0
+    center = FRACTIONS * weighted // nonzero
+    for e in range(1, histogram.size):
+        aligned[center % FRACTIONS, e - center // FRACTIONS + ALIGNED_ZERO] = histogram[e]
+        pinned[e] = 0
     return center, aligned, pinned
 
 
