@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cache
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samebits.codecs.huffman import CanonicalCode, code_lengths
+from samebits.codecs.huffman import CanonicalCode, code_lengths, package_merge
 from tests.codecs.slow_encoder import QUAD, Choices, huffman_lengths
 
 WEIGHTS = st.lists(st.integers(1, 1000) | st.sampled_from([1, 1 << 40]), min_size=2, max_size=200)
@@ -43,6 +44,23 @@ def test_no_complete_code_is_cheaper(weights: list[int], limit: int) -> None:
     assert max(lengths) <= limit
     best = min(cost(sorted(weights, reverse=True), code) for code in complete_codes(len(weights), limit))
     assert cost(weights, lengths) == best
+
+
+def plain_package_merge(weights: list[int], limit: int) -> list[int]:
+    """Larmore and Hirschberg's lists as they stand; of equal weights a symbol comes before a package."""
+    symbols = [(weight, (i,)) for i, weight in enumerate(weights)]
+    level = symbols
+    for _ in range(limit - 1):
+        packages = [(a + b, one + other) for (a, one), (b, other) in zip(level[::2], level[1::2], strict=False)]
+        level = sorted(symbols + packages, key=lambda item: item[0])
+    lengths = Counter(i for _, taken in level[: 2 * len(weights) - 2] for i in taken)
+    return [lengths[i] for i in range(len(weights))]
+
+
+@given(WEIGHTS | st.lists(st.integers(1, 3), min_size=2, max_size=200), st.sampled_from([8, 12, 13]))
+def test_shortcuts_change_no_length(weights: list[int], limit: int) -> None:
+    weights.sort()
+    assert package_merge(np.array(weights, np.int64), limit).tolist() == plain_package_merge(weights, limit)
 
 
 @given(WEIGHTS)

@@ -18,7 +18,8 @@ import torch
 from samebits.bf16 import histogram_of_words, words_of
 from samebits.codecs import loops
 from samebits.codecs.compact import CompactWords
-from samebits.codecs.plan import ALIGNED, FRACTIONS, Plan, RowStatistics, make_plan, wants_compact
+from samebits.codecs.plan import Plan, make_plan, wants_compact
+from samebits.codecs.row_statistics import ALIGNED, FRACTIONS, RowStatistics
 from samebits.digest import digest
 from samebits.format.geometry import ROW_GROUP, Code, Geometry, Layout
 from samebits.format.packed import (
@@ -148,7 +149,7 @@ def _encode_chunks(words: NDArray[np.uint16], plan: Plan) -> tuple[NDArray[np.in
     geometry = plan.geometry
     quad = plan.code is Code.QUAD
     table = plan.table.encode_table(QUAD_SYMBOLS if quad else EXPONENTS)
-    nearest = loops.nearest_quads(ranks_of(plan)) if quad else np.zeros(1, np.int64)
+    nearest = loops.nearest_quads(plan.table.symbols) if quad else np.zeros(1, np.int16)
     first_symbol = int(plan.table.symbols[0])
 
     def encode(first: int, last: int) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
@@ -161,13 +162,6 @@ def _encode_chunks(words: NDArray[np.uint16], plan: Plan) -> tuple[NDArray[np.in
     results = run_ranges(encode, geometry.chunks, grain)
     sizes = np.concatenate([sizes for sizes, _ in results])
     return np.concatenate([[0], np.cumsum(sizes)]), [streams for _, streams in results]
-
-
-def ranks_of(plan: Plan) -> NDArray[np.int64]:
-    """int64 [4096]: a quad's place in the code section, or -1 if it has no codeword."""
-    ranks = np.full(QUAD_SYMBOLS, -1, np.int64)
-    ranks[plan.table.symbols] = np.arange(plan.table.symbols.size)
-    return ranks
 
 
 def _write_planes(words: NDArray[np.uint16], plan: Plan, packed: PackedTensor) -> None:
@@ -185,13 +179,16 @@ def header_of(plan: Plan, shape: tuple[int, ...], max_chunk_words: int, stream_w
 
 
 def write_tables(data: torch.Tensor, plan: Plan, header: Header) -> None:
-    """Write header, shape, code and row shifts into the output buffer (any device), and zeros between the sections."""
+    """Write header, shape, code and row shifts, and zeros between the sections.
+
+    Args:
+        data: uint8 on the CPU: all of the packed tensor, or what comes before its offsets.
+    """
     header.write(data)
-    code = plan.table.to_section().astype("<u2").view(np.uint8)
-    data[header.sections["code"]] = torch.from_numpy(code).to(data.device)
+    content = data.numpy()
+    content[header.sections["code"]] = plan.table.to_section().astype("<u2").view(np.uint8)
     if plan.has_row_shifts:
-        row_shifts = plan.shifts.astype(np.int8).view(np.uint8)
-        data[header.sections["row_shifts"]] = torch.from_numpy(row_shifts).to(data.device)
+        content[header.sections["row_shifts"]] = plan.shifts.astype(np.int8).view(np.uint8)
 
 
 def seal(packed: PackedTensor) -> PackedTensor:

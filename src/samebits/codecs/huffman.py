@@ -19,44 +19,55 @@ if TYPE_CHECKING:
 
 
 @njit(cache=True, nogil=True)
-def _package_merge(weights: NDArray[np.int64], limit: int) -> NDArray[np.int64]:
-    """Code lengths of symbols with ascending ``weights``; at least 2 symbols, ``2 ** limit`` >= their number."""
+def package_merge(weights: NDArray[np.int64], limit: int) -> NDArray[np.int64]:
+    """``code_lengths`` of ascending weights.
+
+    Packages only get lighter from level to level, so a level is like the one before it up to the first package that
+    changed, and is merged anew from there on: a third of the work for a thousand symbols.
+    """
     count = weights.size
-    leaf = np.zeros((limit, 2 * count), np.bool_)  # is the i-th cheapest item of a level a symbol or a package?
-    level = weights.copy()
-    leaf[0, :count] = True
+    if count == 1:
+        return np.ones(1, np.int64)
+    level, packages = np.empty(2 * count, np.int64), np.empty(count, np.int64)
+    for i in range(count):
+        level[i] = weights[i]
+    places = np.full((limit, count), 2 * count, np.int32)  # of each level's packages among its items, cheapest first
+    size, changed = count, 0  # items of the level; the first package that the level before has elsewhere
     for depth in range(1, limit):
-        packages = level.size // 2
-        merged = np.empty(count + packages, np.int64)
-        symbol, package = 0, 0
-        for i in range(merged.size):
-            value = level[2 * package] + level[2 * package + 1] if package < packages else 0
-            if symbol < count and (package >= packages or weights[symbol] <= value):
-                merged[i] = weights[symbol]
-                leaf[depth, i] = True
-                symbol += 1
-            else:
-                merged[i] = value
-                package += 1
-        level = merged
+        first, number = changed // 2, size // 2
+        for package in range(first):
+            places[depth, package] = places[depth - 1, package]
+        for package in range(first, number):
+            packages[package] = level[2 * package] + level[2 * package + 1]
+        i = int(places[depth, first - 1]) + 1 if first > 0 else 0
+        symbol, size = i - first, count + number
+        for package in range(first, number):
+            while symbol < count and weights[symbol] <= packages[package]:
+                level[i] = weights[symbol]
+                symbol, i = symbol + 1, i + 1
+            level[i] = packages[package]
+            places[depth, package] = i
+            i += 1
+        for rest in range(symbol, count):
+            level[number + rest] = weights[rest]
+        changed = int(places[depth, first]) if first < number else size
     lengths = np.zeros(count, np.int64)
     take = 2 * count - 2
     for depth in range(limit - 1, -1, -1):
-        symbols = 0
-        for i in range(take):
-            symbols += leaf[depth, i]
-        lengths[:symbols] += 1
-        take = 2 * (take - symbols)
+        taken = 0
+        for package in range(count):
+            taken += places[depth, package] < take
+        for symbol in range(take - taken):
+            lengths[symbol] += 1
+        take = 2 * taken
     return lengths
 
 
 def code_lengths(weights: NDArray[np.int64], limit: int) -> NDArray[np.int64]:
-    """Optimal code lengths of at most ``limit`` bits for positive ``weights``; one symbol alone gets length 1."""
-    if weights.size == 1:
-        return np.ones(1, np.int64)
+    """Optimal code lengths of at most ``limit`` bits for 1 to ``2 ** limit`` positive weights; of one alone: 1."""
     order = np.argsort(weights, kind="stable")
     lengths = np.empty(weights.size, np.int64)
-    lengths[order] = _package_merge(weights[order].astype(np.int64), limit)
+    lengths[order] = package_merge(weights[order].astype(np.int64), limit)
     return lengths
 
 
@@ -74,9 +85,7 @@ class CanonicalCode:
 
     @classmethod
     def from_lengths(cls, symbols: NDArray[np.int64], lengths: NDArray[np.int64]) -> CanonicalCode:
-        order = np.lexsort((symbols, lengths))
-        counts = np.bincount(lengths, minlength=COUNTS).astype(np.uint16)
-        return cls(counts, symbols[order].astype(np.uint16))
+        return cls(*_by_length(symbols, lengths))
 
     @classmethod
     def from_section(cls, section: NDArray[np.uint16]) -> CanonicalCode:
@@ -99,6 +108,23 @@ class CanonicalCode:
         """uint16 [2 ** width]: ``length << 12 | symbol`` for every window of ``width`` bits, the first bit lowest."""
         table: NDArray[np.uint16] = _decode_table(self.counts, self.symbols, width)
         return table
+
+
+@njit(cache=True, nogil=True)
+def _by_length(symbols: NDArray[np.int64], lengths: NDArray[np.int64]) -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
+    """How many codewords have each length, and the symbols by length, then value."""
+    counts, length_of = np.zeros(COUNTS, np.uint16), np.zeros(symbols.max() + 1, np.int64)
+    for i in range(symbols.size):
+        counts[lengths[i]] += 1
+        length_of[symbols[i]] = lengths[i]
+    places = np.cumsum(counts) - counts
+    ordered = np.empty(symbols.size, np.uint16)
+    for symbol in range(length_of.size):
+        length = length_of[symbol]
+        if length > 0:
+            ordered[places[length]] = symbol
+            places[length] += 1
+    return counts, ordered
 
 
 @njit(cache=True, nogil=True)

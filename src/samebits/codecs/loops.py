@@ -84,7 +84,7 @@ def summarize_rows(
     words: NDArray[np.uint16], columns: int, centers: NDArray[np.int32], lowest: NDArray[np.int32],
     highest: NDArray[np.int32], subnormal: NDArray[np.int32], first: int, last: int,
 ) -> None:  # fmt: skip
-    """Fill centre, bounds and the subnormal flag (codecs.plan.RowStatistics) of rows [first, last)."""
+    """Fill centre, bounds and the subnormal flag (codecs.row_statistics) of rows [first, last)."""
     quads = words[: words.size // 4 * 4].view(np.uint64)
     for row in range(first, last):
         start, stop = row * columns, (row + 1) * columns
@@ -135,7 +135,7 @@ def count_rows(
     words: NDArray[np.uint16], columns: int, centers: NDArray[np.int32], stride: int, histogram: NDArray[np.int64],
     aligned: NDArray[np.int64], pinned: NDArray[np.int64], first: int, last: int,
 ) -> None:  # fmt: skip
-    """Add exponents of the sampled rows ``stride * [first, last)`` to the histograms of codecs.plan.RowStatistics."""
+    """Add exponents of the sampled rows ``stride * [first, last)`` to the histograms of codecs.row_statistics."""
     counts = np.zeros((4, 256), np.int64)
     for sample in range(first, last):
         row = sample * stride
@@ -179,47 +179,30 @@ def count_quads(
 
 
 @njit(cache=True, nogil=True)
-def nearest_quads(ranks: NDArray[np.int64]) -> NDArray[np.int64]:
+def nearest_quads(symbols: NDArray[np.uint16]) -> NDArray[np.int16]:
     """For each quad the coded one that differs in the fewest words, then comes first in the code section.
 
     Args:
-        ranks: int64 [4096], place in the code section or -1.
+        symbols: of the code section, in its order.
+
+    Returns:
+        int16 [4096].
     """
-    quads = np.empty(QUAD_SYMBOLS, np.int64)  # by rank
-    free = np.empty((16, QUAD_SYMBOLS), np.int64)  # [positions]: the best rank where these words may be any
+    ranks = np.full(QUAD_SYMBOLS, 5 * QUAD_SYMBOLS, np.int32)  # of the best quad so far, + 4096 for each word changed
+    for rank in range(symbols.size):
+        ranks[symbols[rank]] = rank
+    for step in (1, 8, 64, 512):  # from one value of a quad's word to the next
+        for block in range(0, QUAD_SYMBOLS, 8 * step):
+            for first in range(block, block + step):
+                best = ranks[first]
+                for other in range(first + step, first + 8 * step, step):
+                    best = min(best, ranks[other])
+                for quad in range(first, first + 8 * step, step):
+                    ranks[quad] = min(ranks[quad], best + QUAD_SYMBOLS)
+    nearest = np.empty(QUAD_SYMBOLS, np.int16)
     for quad in range(QUAD_SYMBOLS):
-        free[0, quad] = ranks[quad] if ranks[quad] >= 0 else QUAD_SYMBOLS
-        if ranks[quad] >= 0:
-            quads[ranks[quad]] = quad
-    for positions in range(1, 16):
-        freed = 0
-        while not positions >> freed & 1:
-            freed += 1
-        _free_word(free[positions & (positions - 1)], 3 * freed, free[positions])
-    nearest = np.empty(QUAD_SYMBOLS, np.int64)
-    for quad in range(QUAD_SYMBOLS):
-        best = QUAD_SYMBOLS
-        for changes in range(5):
-            for positions in range(16):
-                size = (positions & 1) + (positions >> 1 & 1) + (positions >> 2 & 1) + (positions >> 3 & 1)
-                if size == changes:
-                    best = min(best, free[positions, quad])
-            if best < QUAD_SYMBOLS:
-                break
-        nearest[quad] = quads[best] if best < QUAD_SYMBOLS else -1
+        nearest[quad] = symbols[ranks[quad] % QUAD_SYMBOLS]
     return nearest
-
-
-@njit(cache=True, nogil=True)
-def _free_word(ranks: NDArray[np.int64], shift: int, result: NDArray[np.int64]) -> None:
-    """The best of ``ranks`` over all values of the word at bit ``shift``."""
-    for quad in range(QUAD_SYMBOLS):
-        if quad >> shift & 7 == 0:
-            best = ranks[quad]
-            for value in range(1, 8):
-                best = min(best, ranks[quad | value << shift])
-            for value in range(8):
-                result[quad | value << shift] = best
 
 
 @njit(cache=True, nogil=True, inline="always")
@@ -276,7 +259,7 @@ def padding_quad(quad: bool, window: int, symbol: int) -> int:
 @njit(cache=True, nogil=True)
 def encode_chunks(
     words: NDArray[np.uint16], rows: int, columns: int, chunk_stages: int, quad: bool, shifts: NDArray[np.int32],
-    window: int, table: NDArray[np.uint32], nearest: NDArray[np.int64], first_symbol: int, sizes: NDArray[np.int64],
+    window: int, table: NDArray[np.uint32], nearest: NDArray[np.int16], first_symbol: int, sizes: NDArray[np.int64],
     first: int, last: int,
 ) -> NDArray[np.uint32]:  # fmt: skip
     """Encode chunks [first, last) (FORMAT.md section 6): their words one after the other, and ``sizes`` of each."""
@@ -339,7 +322,7 @@ def load_stage(
 
 @njit(cache=True, nogil=True)
 def _encode_quads(
-    values: NDArray[np.uint64], stage: int, window: int, table: NDArray[np.uint32], nearest: NDArray[np.int64],
+    values: NDArray[np.uint64], stage: int, window: int, table: NDArray[np.uint32], nearest: NDArray[np.int16],
     common: int, pairs: NDArray[np.uint32], bits: NDArray[np.int64], patches: NDArray[np.uint32], patched: int,
 ) -> int:  # fmt: skip
     """One stage: the two codewords of each stream as one pair ``length << 26 | bits``; the number of patches."""
@@ -417,7 +400,7 @@ def common_class(table: NDArray[np.uint32]) -> int:
 
 
 @njit(cache=True, nogil=True)
-def _substitute(classes: int, nearest: NDArray[np.int64], common: int) -> int:
+def _substitute(classes: int, nearest: NDArray[np.int16], common: int) -> int:
     """The codeword to write for a quad that has none."""
     for i in range(4):
         field = classes >> U64(16 * i) & U64(0xFFFF)

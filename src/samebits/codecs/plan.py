@@ -10,23 +10,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numba import njit
 
 from samebits.bf16 import entropy
+from samebits.codecs.book import quad_book
 from samebits.codecs.huffman import CanonicalCode, code_lengths
+from samebits.codecs.row_statistics import FRACTIONS, RowStatistics, shift_histogram
 from samebits.format.geometry import STREAMS, Code, Geometry, Layout
-from samebits.format.packed import (
-    MAX_CODE_LENGTH,
-    MAX_COMPACT_WORDS,
-    MAX_SHIFT,
-    MAX_SINGLE_CODE_LENGTH,
-    MAX_WINDOW,
-    QUAD_SYMBOLS,
-)
+from samebits.format.packed import MAX_COMPACT_WORDS, MAX_SINGLE_CODE_LENGTH, MAX_WINDOW
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -34,102 +28,13 @@ if TYPE_CHECKING:
 CHUNK_STAGES = 16
 STREAM_BITS = 5.4  # what a stream's length costs: a nibble, and the rounding to its unit
 CHUNK_BITS = 80  # a chunk's first word, its offset and the rounding to whole words
-FRACTIONS = 16  # row means are kept in sixteenths of an exponent
-ALIGNED = 512  # width of a histogram of exponents relative to a row's mean
-ALIGNED_ZERO = 256
-PINNED = -1  # centre of a row that must not be shifted
 CLASSES = 8
 SAMPLE_WORDS = 1 << 22  # words whose quads are counted
-
-PATCH_BITS = 48  # what a quad without codeword is charged: a patch and a half
 OUTSIDE_BITS = 44  # what a word outside the window is charged while the target is sought
 QUAD_PREMIUM = 0.10  # bits per weight a quad code may cost beyond the single code, for its speed
 QUAD_OVERHEAD = 0.195  # and beyond the entropy
 COMPACT_WORDS = 1 << 16  # smaller tensors take the compact code wherever it is the smallest
 COMPACT_EXCESS = 0.25  # larger ones where the others take so many bits more than 8 and the entropy
-BOOK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 640, 800, 1000, 1250, 1600)
-
-
-@njit(cache=True, nogil=True)
-def _shift_histogram(aligned: NDArray[np.int64], pinned: NDArray[np.int64], target: int) -> NDArray[np.int64]:
-    result = pinned.copy()
-    for fraction in range(FRACTIONS):
-        move = (target - fraction + FRACTIONS // 2) // FRACTIONS - ALIGNED_ZERO
-        for i in range(ALIGNED):
-            if aligned[fraction, i] > 0:
-                result[min(max(i + move, 1), 254)] += aligned[fraction, i]
-    return result
-
-
-@dataclass(frozen=True)
-class RowStatistics:
-    """What is counted first. A flat tensor counts as one row.
-
-    Attributes:
-        histogram: int64 [256], exponents of the sampled rows (of all words, if all rows are).
-        centers: int32 [rows], mean exponent of the row's nonzero words in sixteenths, rounded down; PINNED where a word
-            is subnormal, infinite or NaN (FORMAT.md 4.3), or where all are zero.
-        lowest, highest: int32 [rows], bounds of the exponents other than 0: their extremes or, if these lie closer,
-            64 and 191.
-        has_subnormals: whether any word has exponent 0 and a mantissa.
-        aligned: int64 [FRACTIONS, ALIGNED], exponents other than 0 of the sampled rows that may be shifted, relative to
-            the row's whole mean (plus ALIGNED_ZERO), by the fraction of the mean.
-        pinned: int64 [256], of the sampled rows: exponents of pinned ones, zeros of all others.
-    """
-
-    histogram: NDArray[np.int64]
-    centers: NDArray[np.int32]
-    lowest: NDArray[np.int32]
-    highest: NDArray[np.int32]
-    has_subnormals: bool
-    aligned: NDArray[np.int64]
-    pinned: NDArray[np.int64]
-
-    @classmethod
-    def of_one_row(cls, histogram: NDArray[np.int64], lowest: int, highest: int, has_subnormals: bool) -> RowStatistics:
-        """Statistics of words that share one shift."""
-        aligned, pinned = np.zeros((FRACTIONS, ALIGNED), np.int64), histogram.copy()
-        center, weights = PINNED, histogram[1:]
-        if weights.any() and highest < 255 and not has_subnormals:
-            center = int(FRACTIONS * int((np.arange(1, 256) * weights).sum()) // int(weights.sum()))
-            start = ALIGNED_ZERO - center // FRACTIONS
-            aligned[center % FRACTIONS, start + 1 : start + 256] = weights
-            pinned[1:] = 0
-        centers, lows, highs = (np.array([value], np.int32) for value in (center, lowest, highest))
-        return cls(histogram, centers, lows, highs, has_subnormals, aligned, pinned)
-
-    @classmethod
-    def of_flat(cls, histogram: NDArray[np.int64], has_subnormals: bool) -> RowStatistics:
-        """Statistics of a flat tensor, all of which is counted."""
-        used = np.nonzero(histogram[1:])[0] + 1
-        lowest, highest = (int(used[0]), int(used[-1])) if used.size else (1, 254)
-        return cls.of_one_row(histogram, lowest, highest, has_subnormals)
-
-    def as_one_row(self) -> RowStatistics:
-        """The same words under one shift for all."""
-        return self.of_one_row(self.histogram, int(self.lowest.min()), int(self.highest.max()), self.has_subnormals)
-
-    @property
-    def words(self) -> int:
-        """Words counted in the histogram."""
-        return int(self.histogram.sum())
-
-    def shifted(self, target: int) -> NDArray[np.int64]:
-        """Histogram [256] of the exponents after shifting every row's mean to ``target`` sixteenths."""
-        histogram: NDArray[np.int64] = _shift_histogram(self.aligned, self.pinned, target)
-        return histogram
-
-    def shifts(self, target: int) -> NDArray[np.int32]:
-        """The shift of each row for ``target``, kept within FORMAT.md 4.3."""
-        shifts = (target - self.centers + FRACTIONS // 2) // FRACTIONS
-        shifts = np.clip(shifts, np.maximum(1 - self.lowest, -MAX_SHIFT), np.minimum(254 - self.highest, MAX_SHIFT))
-        return np.where(self.centers == PINNED, 0, shifts).astype(np.int32)
-
-    @cached_property
-    def center(self) -> int:
-        """The median centre of the rows that may be shifted."""
-        free = self.centers[self.centers != PINNED]
-        return int(np.sort(free)[free.size // 2]) if free.size else 0
 
 
 class Counter(Protocol):
@@ -188,7 +93,7 @@ def make_plan(shape: tuple[int, ...], counter: Counter, chunk_stages: int = CHUN
         best = _single(statistics, geometry)
     if best.bits >= 16:
         return None
-    return Plan(best.code, layout, geometry, best.shifts, best.window, best.table, entropy(statistics.histogram),
+    return Plan(best.code, layout, geometry, best.shifts, best.window, best.table, statistics.entropy,
                 best.bits + _framing(geometry))  # fmt: skip
 
 
@@ -211,7 +116,7 @@ def _best_candidate(statistics: RowStatistics, counter: Counter, geometry: Geome
     if single.bits >= 16 + QUAD_PREMIUM:
         return single
     quad = _quad(statistics, counter, geometry, stride)
-    bound = 8 + entropy(statistics.histogram) + QUAD_OVERHEAD
+    bound = 8 + statistics.entropy + QUAD_OVERHEAD
     worthy = quad.bits <= single.bits + QUAD_PREMIUM and quad.bits + _framing(geometry) <= bound
     return quad if worthy or quad.bits < single.bits else single
 
@@ -227,11 +132,11 @@ def _single(statistics: RowStatistics, geometry: Geometry) -> _Candidate:
     rows = statistics.centers.size
     shifts, histogram = np.zeros(1, np.int32), statistics.histogram
     if rows > 1 and geometry.columns > 64:
-        target = statistics.center
-        moved, exact = statistics.shifted(target), _is_exact(statistics, target)
-        gain = (entropy(histogram) - entropy(moved)) * geometry.words
+        moved = statistics.shifted(statistics.center)
+        row_shifts, exact = statistics.shifts(statistics.center)
+        gain = (statistics.entropy - entropy(moved)) * geometry.words
         if exact and gain > 8 * rows:
-            shifts, histogram = statistics.shifts(target), moved
+            shifts, histogram = row_shifts, moved
     symbols = np.nonzero(histogram)[0]
     lengths = code_lengths(histogram[symbols], MAX_SINGLE_CODE_LENGTH)
     coded = int((lengths * histogram[symbols]).sum()) * geometry.words / statistics.words
@@ -239,12 +144,6 @@ def _single(statistics: RowStatistics, geometry: Geometry) -> _Candidate:
     table = CanonicalCode.from_lengths(symbols, lengths)
     bits += 8 * geometry.plane_bytes(Code.SINGLE)
     return _Candidate(Code.SINGLE, bits / geometry.words, shifts, 0, table)
-
-
-def _is_exact(statistics: RowStatistics, target: int) -> bool:
-    """Whether no row's shift had to be cut, so that ``shifted(target)`` is what will be coded."""
-    wanted = (target - statistics.centers + FRACTIONS // 2) // FRACTIONS
-    return bool(((statistics.shifts(target) == wanted) | (statistics.centers == PINNED)).all())
 
 
 def _quad(statistics: RowStatistics, counter: Counter, geometry: Geometry, stride: int) -> _Candidate:
@@ -258,7 +157,7 @@ def _quad(statistics: RowStatistics, counter: Counter, geometry: Geometry, strid
             chosen, target, row_bits = statistics, row_target, 8 * rows
     shifts, window = _place_window(chosen, target)
     counts = counter.quads(shifts, window, stride)
-    table, bits = _quad_book(counts, geometry.words)
+    table, bits = quad_book(counts, geometry.words)
     bits += row_bits + 8 * geometry.plane_bytes(Code.QUAD)
     return _Candidate(Code.QUAD, bits / geometry.words, shifts, window, table)
 
@@ -266,87 +165,59 @@ def _quad(statistics: RowStatistics, counter: Counter, geometry: Geometry, strid
 def _best_target(statistics: RowStatistics) -> tuple[int, float]:
     """The target (sixteenths) at which top7 costs least, and that cost in bits."""
     targets = statistics.center + np.arange(0, 2 * FRACTIONS, 2)
-    costs = _top7_costs(statistics.aligned, statistics.pinned, targets)
+    costs = _top7_costs(statistics.aligned, statistics.pinned, statistics.extent, targets)
     best = int(np.argmin(costs))
     return int(targets[best]), float(costs[best])
 
 
 @njit(cache=True, nogil=True)
 def _top7_costs(
-    aligned: NDArray[np.int64], pinned: NDArray[np.int64], targets: NDArray[np.int64]
+    aligned: NDArray[np.int64], pinned: NDArray[np.int64], extent: tuple[int, int], targets: NDArray[np.int64]
 ) -> NDArray[np.float64]:
     """For each target, bits of coding top7 in its best window, legal or not (a further even shift makes it legal)."""
     costs = np.empty(targets.size)
     for i in range(targets.size):
-        histogram = _shift_histogram(aligned, pinned, targets[i])
-        top7 = histogram[0::2] + histogram[1::2]
-        covered, start = -1, 0
-        for first in range(top7.size - CLASSES + 1):
-            words = top7[first : first + CLASSES].sum()
-            if words > covered:
-                covered, start = words, first
+        top7, words = _windows(aligned, pinned, extent, targets[i])
+        start = np.argmax(words)
+        covered = words[start]
         costs[i] = OUTSIDE_BITS * (top7.sum() - covered)
-        for words in top7[start : start + CLASSES]:
-            if words > 0:
-                costs[i] += words * np.log2(covered / words)
+        for number in top7[start : start + CLASSES]:
+            if number > 0:
+                costs[i] += number * np.log2(covered / number)
     return costs
+
+
+@njit(cache=True, nogil=True)
+def _windows(
+    aligned: NDArray[np.int64], pinned: NDArray[np.int64], extent: tuple[int, int], target: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """How many words have each top7 [128], and how many each window covers [121]."""
+    histogram = shift_histogram(aligned, pinned, extent, target)
+    top7 = histogram[0::2] + histogram[1::2]
+    words = np.empty(MAX_WINDOW + 1, np.int64)
+    words[0] = top7[:CLASSES].sum()
+    for window in range(1, words.size):
+        words[window] = words[window - 1] + top7[window + CLASSES - 1] - top7[window - 1]
+    return top7, words
 
 
 def _place_window(statistics: RowStatistics, target: int) -> tuple[NDArray[np.int32], int]:
     """The rows' shifts and the window (FORMAT.md 3.4) that covers most words."""
-    best: tuple[int, NDArray[np.int32], int] | None = None
-    for move in (0, 1, -1, 2, -2, 3, -3, 4, -4):  # in top7; one of them leads out of every straddling window
-        moved = target + 2 * FRACTIONS * move
-        covered, window = _best_window(statistics.shifted(moved))
-        if best is None or covered > best[0]:
-            best = covered, statistics.shifts(moved), window
-    assert best is not None
-    return best[1], best[2]
+    moves = (0, 1, -1, 2, -2, 3, -3, 4, -4)  # in top7; one of them leads out of every straddling window
+    targets = target + 2 * FRACTIONS * np.array(moves)
+    best, window = _best_window(statistics.aligned, statistics.pinned, statistics.extent, targets)
+    return statistics.shifts(best)[0], window
 
 
-def _best_window(histogram: NDArray[np.int64]) -> tuple[int, int]:
-    """The legal window with most words: (words covered, window)."""
-    top7 = histogram.reshape(128, 2).sum(1)
-    sums = np.concatenate([[0], np.cumsum(top7)])
-    starts = np.arange(MAX_WINDOW + 1)
-    legal = starts[starts % 16 <= 8]
-    covered = sums[legal + CLASSES] - sums[legal]
-    best = int(np.argmax(covered))
-    return int(covered[best]), int(legal[best])
-
-
-def _quad_book(counts: NDArray[np.int64], words: int) -> tuple[CanonicalCode, float]:
-    """The code book that makes ``words`` words cheapest, and the bits they take, from the counts of a sample."""
-    inside = counts[:QUAD_SYMBOLS]
-    order = np.argsort(-inside, kind="stable")
-    order = order[: max(1, int(np.count_nonzero(inside)))]
-    sample = max(1, int(counts.sum()))
-    scale = words / (4 * sample)
-    best: tuple[float, CanonicalCode] | None = None
-    for bound, size in sorted(_book_bounds(inside[order], sample, scale)):
-        if best is not None and bound > best[0]:
-            break
-        symbols = order[:size]
-        lengths = code_lengths(inside[symbols], MAX_CODE_LENGTH)
-        coded = int((lengths * inside[symbols]).sum())
-        uncoded = sample - int(inside[symbols].sum())
-        bits = (coded + (PATCH_BITS + 7) * uncoded) * scale + 16 * symbols.size
-        if best is None or bits < best[0]:
-            best = bits, CanonicalCode.from_lengths(symbols, lengths)
-    assert best is not None
-    return best[1], best[0]
-
-
-def _book_bounds(counts: NDArray[np.int64], sample: int, scale: float) -> list[tuple[float, int]]:
-    """For each size of a book the fewest bits that it can come to: no prefix code is shorter than the entropy.
-
-    Args:
-        counts: of the quads that occur, falling.
-    """
-    covered = np.cumsum(counts)
-    entropies = covered * np.log2(np.maximum(covered, 1)) - np.cumsum(counts * np.log2(np.maximum(counts, 1)))
-    sizes = sorted({min(size, max(1, counts.size)) for size in BOOK_SIZES})
-    bits = [
-        (entropies[size - 1] + (PATCH_BITS + 7) * (sample - covered[size - 1])) * scale + 16 * size for size in sizes
-    ]
-    return [(float(bound) * (1 - 1e-9), size) for bound, size in zip(bits, sizes, strict=True)]
+@njit(cache=True, nogil=True)
+def _best_window(
+    aligned: NDArray[np.int64], pinned: NDArray[np.int64], extent: tuple[int, int], targets: NDArray[np.int64]
+) -> tuple[int, int]:
+    """The first target, and the first window for it, with which a legal window covers most words."""
+    covered, best, best_window = -1, 0, 0
+    for target in targets:
+        _, words = _windows(aligned, pinned, extent, target)
+        for window in range(words.size):
+            if window % 16 <= 8 and words[window] > covered:
+                covered, best, best_window = words[window], target, window
+    return best, best_window

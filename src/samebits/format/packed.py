@@ -145,13 +145,18 @@ class Header:
         return head + struct.pack(f"<{len(self.shape)}Q", *self.shape)
 
     def write(self, data: torch.Tensor) -> None:
-        """Write header and shape into a packed tensor's bytes (any device), and zeros between its sections."""
+        """Write header and shape into a packed tensor's bytes on the CPU, and zeros between its sections.
+
+        Args:
+            data: the bytes, or as many of the first ones as are wanted.
+        """
+        content = data.numpy()
         ends = [0, *(section.stop for section in self.sections.values())]
         starts = [*(section.start for section in self.sections.values()), self.nbytes]
         for end, start in zip(ends, starts, strict=True):
-            data[end:start] = 0
+            content[end:start] = 0
         head = self.to_bytes()
-        data[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        content[: len(head)] = np.frombuffer(head, np.uint8)
 
     def _rows_and_columns(self) -> tuple[int, int]:
         return (0, 0) if self.code is Code.COMPACT else (self.geometry.rows, self.geometry.columns)

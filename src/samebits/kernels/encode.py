@@ -1,14 +1,15 @@
 """Encoding on a CUDA device: csrc/encode.cu counts, measures and writes; the host plans.
 
 The bytes are those of codecs/encode.py, which encodes itself what may take the compact code: tensors so small that they
-gain little from a GPU.
+gain little from a GPU. The host waits four times: for the counts of the rows and of the quads, for the chunks' lengths,
+and for the digest of what was written. All copies go through pinned memory, so nothing else waits.
 """
 
 from __future__ import annotations
 
 import ctypes
-import struct
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,9 @@ import torch
 from numpy.typing import NDArray
 
 from samebits.codecs import loops
-from samebits.codecs.encode import encode_cpu, header_of, ranks_of, write_tables
-from samebits.codecs.plan import ALIGNED, FRACTIONS, Plan, RowStatistics, is_small, make_plan, wants_compact
+from samebits.codecs.encode import encode_cpu, header_of, write_tables
+from samebits.codecs.plan import Plan, is_small, make_plan, wants_compact
+from samebits.codecs.row_statistics import ALIGNED, FRACTIONS, RowStatistics
 from samebits.errors import DeviceError
 from samebits.format.geometry import Code, Geometry, Layout
 from samebits.format.packed import EXPONENTS, QUAD_SYMBOLS, STORED_DIGEST_END, PackedTensor
@@ -43,25 +45,37 @@ def encode_cuda(tensor: torch.Tensor) -> PackedTensor:
     if max(geometry.rows, geometry.columns, geometry.row_groups * geometry.stages) >= 1 << 31:
         raise DeviceError(f"a tensor of shape {shape} is too large for the CUDA kernels", mend="encode it on the CPU")
     with torch.cuda.device(tensor.device):
-        needs_plan = tensor.numel() and not is_small(tensor.numel())
-        plan = make_plan(shape, CudaCounter(tensor, layout, geometry)) if needs_plan else None
+        if tensor.numel() and is_small(tensor.numel()):
+            return encode_cpu(tensor.cpu()).to(tensor.device)
+        original = _digest(tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8))
+        counter = CudaCounter(tensor, layout, geometry)
+        plan = make_plan(shape, counter) if tensor.numel() else None
         if tensor.numel() and wants_compact(tensor.numel(), plan):
             return encode_cpu(tensor.cpu()).to(tensor.device)
-        original = digest_cuda(tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8))
-        packed = _pack(tensor, plan, original) if plan else None
-    return packed or PackedTensor.raw(tensor, original)
+        packed = _pack(counter, plan, original) if plan else None
+        return packed or PackedTensor.raw(tensor, _value(original))
 
 
 def digest_cuda(data: torch.Tensor) -> int:
     """FORMAT.md 2.3 of contiguous uint8 data on a CUDA device, starting at a multiple of 8 bytes in memory."""
+    return _value(_digest(data))
+
+
+def _digest(data: torch.Tensor) -> torch.Tensor:
+    """The digest on its way: int64 [1], on the device."""
     total = torch.zeros(1, dtype=torch.int64, device=data.device)
-    whole = data.numel() // 8
-    tail = torch.zeros(8, dtype=torch.uint8, device=data.device)
-    tail[: data.numel() - 8 * whole] = data[8 * whole :]
-    for part, count, first in ((data, whole, 0), (tail, int(data.numel() > 8 * whole), whole)):
-        if count:
-            _launch("digest", count // 256, part, ctypes.c_int64(count), ctypes.c_int64(first), total)
-    return int(total.item()) & _MASK
+    whole, rest = divmod(data.numel(), 8)
+    if whole:
+        _launch("digest", whole // 256, data, ctypes.c_int64(whole), ctypes.c_int64(0), total)
+    if rest:
+        tail = torch.zeros(8, dtype=torch.uint8, device=data.device)
+        tail[:rest] = data[8 * whole :]
+        _launch("digest", 0, tail, ctypes.c_int64(1), ctypes.c_int64(whole), total)
+    return total
+
+
+def _value(digest: torch.Tensor) -> int:
+    return int(digest.item()) & _MASK
 
 
 class CudaCounter:
@@ -69,86 +83,97 @@ class CudaCounter:
 
     def __init__(self, tensor: torch.Tensor, layout: Layout, geometry: Geometry) -> None:
         self.tensor, self.layout, self.geometry = tensor, layout, geometry
+        self._shifts: tuple[NDArray[np.int32], torch.Tensor] | None = None
 
     def rows(self, stride: int) -> RowStatistics:
+        rows = self.geometry.rows if self.layout is Layout.MATRIX else 0
+        ends = list(accumulate((EXPONENTS, EXPONENTS, FRACTIONS * ALIGNED, 1, -(-3 * rows // 2))))
+        counts = self._zeros(ends[-1])
+        histogram, pinned, aligned, subnormal, by_row = counts.tensor_split(ends[:-1])
         geometry = GeometryStructure.of(self.geometry)
-        subnormal = self._zeros(1, torch.int32)
-        counts = self._zeros(2 * EXPONENTS + FRACTIONS * ALIGNED, torch.int64)
-        histogram, pinned, aligned = counts[:EXPONENTS], counts[EXPONENTS : 2 * EXPONENTS], counts[2 * EXPONENTS :]
-        if self.layout is Layout.FLAT:
+        if rows:
+            by_row = by_row.view(torch.int32)[: 3 * rows].view(3, rows)
+            _launch("row_statistics", rows // _WARPS, geometry, self.tensor, *by_row, histogram, aligned, pinned,
+                    subnormal, ctypes.c_int32(stride))  # fmt: skip
+        else:
             _launch("histogram", self.geometry.words // 4096, geometry, self.tensor, histogram, subnormal)
-            return RowStatistics.of_flat(histogram.cpu().numpy(), bool(subnormal.item()))
-        rows = self._zeros(3 * self.geometry.rows, torch.int32).view(3, -1)
-        _launch("row_statistics", self.geometry.rows // _WARPS, geometry, self.tensor, *rows, histogram, aligned,
-                pinned, subnormal, ctypes.c_int32(stride))  # fmt: skip
-        host = counts.cpu().numpy()
-        centers, lowest, highest = rows.cpu().numpy()
-        return RowStatistics(host[:EXPONENTS], centers, lowest, highest, bool(subnormal.item()),
-                             host[2 * EXPONENTS :].reshape(FRACTIONS, ALIGNED),
-                             host[EXPONENTS : 2 * EXPONENTS])  # fmt: skip
+        host = _to_host(counts)[0].numpy()
+        numbers, has_subnormals = host[: ends[0]], bool(host[ends[2]])
+        if not rows:
+            return RowStatistics.of_flat(numbers, has_subnormals)
+        centers, lowest, highest = host[ends[3] :].view(np.int32)[: 3 * rows].reshape(3, rows)
+        return RowStatistics(numbers, centers, lowest, highest, has_subnormals,
+                             host[ends[1] : ends[2]].reshape(FRACTIONS, ALIGNED), host[ends[0] : ends[1]])  # fmt: skip
 
     def quads(self, shifts: NDArray[np.int32], window: int, stride: int) -> NDArray[np.int64]:
-        counts = self._zeros(QUAD_SYMBOLS + 1, torch.int64)
-        row_shifts, source = _source(self.tensor, shifts, window)
+        counts = self._zeros(QUAD_SYMBOLS + 1)
         sampled = -(-self.geometry.rows // stride)
-        _launch("quad_counts", sampled // _WARPS, GeometryStructure.of(self.geometry), source, ctypes.c_int32(stride),
-                counts, blocks=2)  # fmt: skip
-        del row_shifts
-        return counts.cpu().numpy()
+        _launch("quad_counts", sampled // _WARPS, GeometryStructure.of(self.geometry), self.source(shifts, window),
+                ctypes.c_int32(stride), counts, blocks=2)  # fmt: skip
+        host: NDArray[np.int64] = _to_host(counts)[0].numpy()
+        return host
 
-    def _zeros(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(size, dtype=dtype, device=self.tensor.device)
+    def source(self, shifts: NDArray[np.int32], window: int) -> SourceStructure:
+        """The kernels' view of the words. It points to row shifts that last until others are asked for."""
+        if shifts.size == 1:
+            return SourceStructure(self.tensor.data_ptr(), None, int(shifts[0]), window)
+        if self._shifts is None or self._shifts[0] is not shifts:
+            self._shifts = shifts, _to_device(shifts, self.tensor.device)
+        return SourceStructure(self.tensor.data_ptr(), self._shifts[1].data_ptr(), 0, window)
+
+    def _zeros(self, size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=torch.int64, device=self.tensor.device)
 
 
-def _pack(tensor: torch.Tensor, plan: Plan, original: int) -> PackedTensor | None:
+def _pack(counter: CudaCounter, plan: Plan, original: torch.Tensor) -> PackedTensor | None:
     """Measure and write; None if the result is not smaller than the words."""
-    geometry = GeometryStructure.of(plan.geometry)
-    kept, source, book = _book(tensor, plan)
+    tensor, device, chunks = counter.tensor, counter.tensor.device, plan.geometry.chunks
+    geometry, source = GeometryStructure.of(plan.geometry), counter.source(plan.shifts, plan.window)
+    tables, book = _book(plan, device)
     quad = plan.code is Code.QUAD
     name, shared = plan.code.name.lower(), 4 * (QUAD_SYMBOLS if quad else EXPONENTS)
-    sizes = torch.empty(plan.geometry.chunks, dtype=torch.int32, device=tensor.device)
-    blocks = plan.geometry.chunks // _WARPS
-    _launch(f"measure_{name}", blocks, geometry, source, book, sizes, shared=shared)
-    ends = torch.cumsum(sizes, 0, dtype=torch.int64)
-    longest, stream_words = (int(value) for value in torch.stack([sizes.max().to(torch.int64), ends[-1]]).tolist())
-    header = header_of(plan, tuple(tensor.shape), longest, stream_words, original)
+    sizes = torch.empty(chunks, dtype=torch.int32, device=device)
+    _launch(f"measure_{name}", chunks // _WARPS, geometry, source, book, sizes, shared=shared)
+    ends = torch.zeros(chunks + 1, dtype=torch.int64, device=device)
+    torch.cumsum(sizes, 0, dtype=torch.int64, out=ends[1:])
+    longest, stream_words, digest = (int(value) for value in _to_host(sizes.max(), ends[-1], original[0]))
+    header = header_of(plan, tuple(tensor.shape), longest, stream_words, digest & _MASK)
     if header.nbytes >= 2 * tensor.numel():
         return None
-    data = torch.zeros(header.nbytes, dtype=torch.uint8, device=tensor.device)
-    write_tables(data, plan, header)
-    offsets = data[header.sections["offsets"]].view(torch.int32)
-    offsets[1:] = torch.where(ends >= 1 << 31, ends - (1 << 32), ends).to(torch.int32)
-    planes, streams = data[header.sections["planes"]], data[header.sections["streams"]]
-    _launch(f"write_{name}", blocks, geometry, source, book, offsets, streams, planes, shared=shared)
-    stored = digest_cuda(data[STORED_DIGEST_END:])
-    stored_bytes = torch.frombuffer(bytearray(struct.pack("<Q", stored)), dtype=torch.uint8)
-    data[8:STORED_DIGEST_END] = stored_bytes.to(data.device)
-    del kept
-    return PackedTensor(replace(header, stored_digest=stored), data)
+    data = torch.zeros(header.nbytes, dtype=torch.uint8, device=device)
+    front = torch.empty(header.sections["offsets"].start, dtype=torch.uint8, pin_memory=True)
+    write_tables(front, plan, header)
+    data[: front.numel()].copy_(front, non_blocking=True)
+    offsets, planes, streams = (data[header.sections[part]] for part in ("offsets", "planes", "streams"))
+    offsets.view(torch.int32).copy_(ends.view(torch.int32)[::2])  # modulo 2^32
+    _launch(f"write_{name}", chunks // _WARPS, geometry, source, book, offsets, streams, planes, shared=shared)
+    stored = _digest(data[STORED_DIGEST_END:])
+    data[8:STORED_DIGEST_END] = stored.view(torch.uint8)
+    packed = PackedTensor(replace(header, stored_digest=_value(stored)), data)
+    del tables  # outlived the launches
+    return packed
 
 
-def _source(
-    tensor: torch.Tensor, shifts: NDArray[np.int32], window: int
-) -> tuple[torch.Tensor | None, SourceStructure]:
-    """The kernels' view of the words; the tensor of row shifts it points to must outlive the launch."""
-    if shifts.size == 1:
-        return None, SourceStructure(tensor.data_ptr(), None, int(shifts[0]), window)
-    rows = torch.from_numpy(shifts).to(tensor.device)
-    return rows, SourceStructure(tensor.data_ptr(), rows.data_ptr(), 0, window)
-
-
-def _book(tensor: torch.Tensor, plan: Plan) -> tuple[list[Any], SourceStructure, BookStructure]:
-    """What the chunk kernels look codewords up in, and the tensors that must outlive the launches."""
+def _book(plan: Plan, device: torch.device) -> tuple[torch.Tensor, BookStructure]:
+    """What the chunk kernels look codewords up in, and the tensor it points to, which must outlive their launches."""
     quad = plan.code is Code.QUAD
     table = plan.table.encode_table(QUAD_SYMBOLS if quad else EXPONENTS)
-    nearest = loops.nearest_quads(ranks_of(plan)) if quad else np.zeros(1, np.int64)
+    nearest = loops.nearest_quads(plan.table.symbols) if quad else np.zeros(1, np.int16)
     common = int(loops.common_class(table)) if quad else 0
     padding = int(loops.padding_quad(quad, plan.window, int(plan.table.symbols[0]))) & _MASK
-    rows, source = _source(tensor, plan.shifts, plan.window)
-    device_table = torch.from_numpy(table.view(np.int32)).to(tensor.device)
-    device_nearest = torch.from_numpy(nearest.astype(np.int16)).to(tensor.device)
-    book = BookStructure(device_table.data_ptr(), device_nearest.data_ptr(), padding, common)
-    return [rows, device_table, device_nearest], source, book
+    tables = _to_device(np.concatenate([table.view(np.uint8), nearest.view(np.uint8)]), device)
+    return tables, BookStructure(tables.data_ptr(), tables.data_ptr() + table.nbytes, padding, common)
+
+
+def _to_host(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Copies in memory, once the current stream has got so far."""
+    copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]  # to pinned memory
+    torch.cuda.current_stream().synchronize()
+    return copies
+
+
+def _to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(array).pin_memory().to(device, non_blocking=True)
 
 
 def _launch(name: str, blocks_wanted: int, *arguments: Any, shared: int = 0, blocks: int = _BLOCKS) -> None:

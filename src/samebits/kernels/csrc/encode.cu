@@ -64,7 +64,7 @@ __device__ __forceinline__ u32 quad_symbol(u64 classes) {
 // ---- counting
 
 // One warp per row: its histogram in shared memory, then the row's centre and, every stride-th row, its share of the others
-// (codecs/plan.py).
+// (codecs/row_statistics.py).
 extern "C" __global__ void __launch_bounds__(32 * kWarps) row_statistics(
     const Geometry geometry, const u16* __restrict__ words, int* __restrict__ centers, int* __restrict__ lowest, int* __restrict__ highest,
     u64* histogram, u64* aligned, u64* pinned, int* any_subnormal, int stride) {

@@ -1,0 +1,164 @@
+"""What is counted of a tensor's rows, and where shifts would move their exponents."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numba import njit
+
+from samebits.bf16 import entropy
+from samebits.format.packed import EXPONENTS, MAX_SHIFT
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+FRACTIONS = 16  # row means are kept in sixteenths of an exponent
+ALIGNED = 512  # width of a histogram of exponents relative to a row's mean
+ALIGNED_ZERO = 256
+PINNED = -1  # centre of a row that must not be shifted
+
+
+@dataclass(frozen=True)
+class RowStatistics:
+    """What is counted first. A flat tensor counts as one row.
+
+    Attributes:
+        histogram: int64 [256], exponents of the sampled rows (of all words, if all rows are).
+        centers: int32 [rows], mean exponent of the row's nonzero words in sixteenths, rounded down; PINNED where a word
+            is subnormal, infinite or NaN (FORMAT.md 4.3), or where all are zero.
+        lowest, highest: int32 [rows], bounds of the exponents other than 0: their extremes or, if these lie closer,
+            64 and 191.
+        has_subnormals: whether any word has exponent 0 and a mantissa.
+        aligned: int64 [FRACTIONS, ALIGNED], exponents other than 0 of the sampled rows that may be shifted, relative to
+            the row's whole mean (plus ALIGNED_ZERO), by the fraction of the mean.
+        pinned: int64 [256], of the sampled rows: exponents of pinned ones, zeros of all others.
+    """
+
+    histogram: NDArray[np.int64]
+    centers: NDArray[np.int32]
+    lowest: NDArray[np.int32]
+    highest: NDArray[np.int32]
+    has_subnormals: bool
+    aligned: NDArray[np.int64]
+    pinned: NDArray[np.int64]
+
+    @classmethod
+    def of_one_row(cls, histogram: NDArray[np.int64], lowest: int, highest: int, has_subnormals: bool) -> RowStatistics:
+        """Statistics of words that share one shift."""
+        center, aligned, pinned = _align(histogram, highest < 255 and not has_subnormals)
+        centers, lows, highs = (np.array([value], np.int32) for value in (center, lowest, highest))
+        return cls(histogram, centers, lows, highs, has_subnormals, aligned, pinned)
+
+    @classmethod
+    def of_flat(cls, histogram: NDArray[np.int64], has_subnormals: bool) -> RowStatistics:
+        """Statistics of a flat tensor, all of which is counted."""
+        used = np.nonzero(histogram[1:])[0] + 1
+        lowest, highest = (int(used[0]), int(used[-1])) if used.size else (1, 254)
+        return cls.of_one_row(histogram, lowest, highest, has_subnormals)
+
+    def as_one_row(self) -> RowStatistics:
+        """The same words under one shift for all."""
+        return self.of_one_row(self.histogram, int(self.lowest.min()), int(self.highest.max()), self.has_subnormals)
+
+    @property
+    def words(self) -> int:
+        """Words counted in the histogram."""
+        return int(self.histogram.sum())
+
+    def shifted(self, target: int) -> NDArray[np.int64]:
+        """Histogram [256] of the exponents after shifting every row's mean to ``target`` sixteenths."""
+        histogram: NDArray[np.int64] = shift_histogram(self.aligned, self.pinned, self.extent, target)
+        return histogram
+
+    def shifts(self, target: int) -> tuple[NDArray[np.int32], bool]:
+        """The shift of each row for ``target``, kept within FORMAT.md 4.3; whether ``shifted`` is what they make."""
+        shifts: tuple[NDArray[np.int32], bool] = _shift_rows(self.centers, self.lowest, self.highest, target)
+        return shifts
+
+    @cached_property
+    def extent(self) -> tuple[int, int]:
+        """The columns [first, last) of ``aligned`` that are in use."""
+        extent: tuple[int, int] = _extent(self.aligned)
+        return extent
+
+    @cached_property
+    def entropy(self) -> float:
+        """Of the histogram, in bits."""
+        return entropy(self.histogram)
+
+    @cached_property
+    def center(self) -> int:
+        """The median centre of the rows that may be shifted; 0 if there are none."""
+        return int(_median_center(self.centers))
+
+
+@njit(cache=True, nogil=True)
+def _extent(aligned: NDArray[np.int64]) -> tuple[int, int]:
+    total = np.zeros(ALIGNED, np.int64)
+    for fraction in range(FRACTIONS):
+        for i in range(ALIGNED):
+            total[i] += aligned[fraction, i]
+    first, last = 0, ALIGNED
+    while first < last and total[first] == 0:
+        first += 1
+    while first < last and total[last - 1] == 0:
+        last -= 1
+    return first, last
+
+
+@njit(cache=True, nogil=True)
+def shift_histogram(
+    aligned: NDArray[np.int64], pinned: NDArray[np.int64], extent: tuple[int, int], target: int
+) -> NDArray[np.int64]:
+    """RowStatistics.shifted, compiled."""
+    result = pinned.copy()
+    for fraction in range(FRACTIONS):
+        move = (target - fraction + FRACTIONS // 2) // FRACTIONS - ALIGNED_ZERO
+        for i in range(extent[0], extent[1]):
+            result[min(max(i + move, 1), 254)] += aligned[fraction, i]
+    return result
+
+
+@njit(cache=True, nogil=True)
+def _align(histogram: NDArray[np.int64], is_free: bool) -> tuple[int, NDArray[np.int64], NDArray[np.int64]]:
+    """Centre, ``aligned`` and ``pinned`` (RowStatistics) of one row."""
+    aligned, pinned = np.zeros((FRACTIONS, ALIGNED), np.int64), histogram.copy()
+    nonzero, weighted = 0, 0
+    for e in range(1, histogram.size):
+        nonzero += histogram[e]
+        weighted += e * histogram[e]
+    if nonzero == 0 or not is_free:
+        return PINNED, aligned, pinned
+    center = FRACTIONS * weighted // nonzero
+    for e in range(1, histogram.size):
+        aligned[center % FRACTIONS, e - center // FRACTIONS + ALIGNED_ZERO] = histogram[e]
+        pinned[e] = 0
+    return center, aligned, pinned
+
+
+@njit(cache=True, nogil=True)
+def _median_center(centers: NDArray[np.int32]) -> int:
+    counts = np.zeros(FRACTIONS * EXPONENTS, np.int64)
+    for center in centers:
+        if center != PINNED:
+            counts[center] += 1
+    below = np.cumsum(counts)
+    return np.searchsorted(below, below[-1] // 2, side="right") if below[-1] > 0 else 0
+
+
+@njit(cache=True, nogil=True)
+def _shift_rows(
+    centers: NDArray[np.int32], lowest: NDArray[np.int32], highest: NDArray[np.int32], target: int
+) -> tuple[NDArray[np.int32], bool]:
+    """Each row's shift (RowStatistics.shifts), and whether none had to be cut."""
+    shifts, exact = np.zeros(centers.size, np.int32), True
+    for row in range(centers.size):
+        if centers[row] != PINNED:
+            wanted = (target - centers[row] + FRACTIONS // 2) // FRACTIONS
+            shift = max(wanted, 1 - lowest[row], -MAX_SHIFT)
+            shifts[row] = min(shift, 254 - highest[row], MAX_SHIFT)
+            exact &= shifts[row] == wanted
+    return shifts, exact
