@@ -68,6 +68,19 @@ SIZE_COLUMNS: dict[str, Cell] = {
     "samebits, bits": decimals("bits_per_weight", 3),
     "DFloat11, bits": decimals("dfloat11_bits_per_weight", 3),
 }
+GENERATE_COLUMNS: dict[str, Cell] = {
+    "model": "model",
+    "batch": "batch",
+    "prompt": "prompt",
+    "BF16, tokens/s": decimals("bf16_tokens_per_s", 1),
+    "samebits, tokens/s": decimals("samebits_tokens_per_s", 1),
+    "speed of BF16": decimals("speed", 2),
+    "BF16, first token, s": decimals("bf16_first_token_seconds", 3),
+    "samebits, first token, s": decimals("samebits_first_token_seconds", 3),
+    "BF16, peak": gigabytes("bf16_peak_bytes"),
+    "samebits, peak": gigabytes("samebits_peak_bytes"),
+    "tokens": verdict("same_tokens"),
+}
 COLUMNS: dict[str, dict[str, Cell]] = {
     "sizes.models": {"model": "name"} | SIZE_COLUMNS,
     "sizes.minilm": {"part": "name"} | SIZE_COLUMNS,
@@ -156,20 +169,7 @@ COLUMNS: dict[str, dict[str, Cell]] = {
         "sampled": verdict("sampled"),
         "": "note",
     },
-    "generate.generate": {
-        "model": "model",
-        "way": "way",
-        "batch": "batch",
-        "prompt": "prompt",
-        "BF16, tokens/s": decimals("bf16_tokens_per_s", 1),
-        "samebits, tokens/s": decimals("samebits_tokens_per_s", 1),
-        "speed of BF16": decimals("speed", 2),
-        "BF16, first token, s": decimals("bf16_first_token_seconds", 3),
-        "samebits, first token, s": decimals("samebits_first_token_seconds", 3),
-        "BF16, peak": gigabytes("bf16_peak_bytes"),
-        "samebits, peak": gigabytes("samebits_peak_bytes"),
-        "tokens": verdict("same_tokens"),
-    },
+    **{f"generate.{way}": GENERATE_COLUMNS for way in ("eager", "graphs", "compile")},
     "harness.harness": {
         "task": "task",
         "samples": "samples",
