@@ -56,8 +56,11 @@ def config_of(name: str) -> Any:
     return transformers.AutoConfig.for_model(kind, **options, tie_word_embeddings=False, dtype="bfloat16")
 
 
-def build(name: str, device: str, packed: bool) -> Any:
-    """A model with synthetic weights, the same whether packed or not; no token ends what it generates."""
+def build(name: str, device: str, packed: bool, *, tight: bool = False) -> Any:
+    """A model with synthetic weights, the same whether packed or not; no token ends what it generates.
+
+    With ``tight`` no room is left between weights in the GPU's memory, which takes some seconds more.
+    """
     config = config_of(name)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -69,6 +72,8 @@ def build(name: str, device: str, packed: bool) -> Any:
         for leaf, parameter in list(module._parameters.items()):
             if parameter is not None:
                 module._parameters[leaf] = torch.nn.Parameter(_weights(parameter.shape, seed, device))
+                if tight and device == "cuda":
+                    torch.cuda.empty_cache()
         if packed and module._parameters and not module._modules:
             samebits.compress(module)
     model.generation_config.eos_token_id = None
