@@ -140,7 +140,8 @@ def rows(name: str, context: int, device: str) -> Iterator[dict[str, Any]]:
         forget(device)
     limits = memory.longest(cap - memory.peak(0, 0), batch), memory.longest(cap - memory.plain_peak(0, 0), batch)
     yield {
-        "table": "longest", "model": name, "cap_bytes": cap, "batch": batch, "bf16_tokens": plain,
+        "table": "longest", "model": name, "cap_bytes": cap, "batch": batch,
+        "bf16_room_bytes": cap - memory.plain_peak(0, 0), "bf16_tokens": plain,
         "samebits_tokens": ours, "ratio": significant(ours / plain) if ours and plain else None, "paper_ratio": paper,
         "predicted_tokens": batch * max(0, limits[0] or 0), "bf16_predicted_tokens": batch * max(0, limits[1] or 0),
     }  # fmt: skip
