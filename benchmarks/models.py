@@ -61,7 +61,7 @@ def build(name: str, device: str, packed: bool, *, tight: bool = False) -> Any:
 
     With ``tight`` no room is left between weights in the GPU's memory, which takes some seconds more.
     """
-    config = config_of(name)
+    config, give_back = config_of(name), torch.cuda.empty_cache if tight and device == "cuda" else lambda: None
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     for path, module in list(model.named_modules()):
@@ -72,10 +72,10 @@ def build(name: str, device: str, packed: bool, *, tight: bool = False) -> Any:
         for leaf, parameter in list(module._parameters.items()):
             if parameter is not None:
                 module._parameters[leaf] = torch.nn.Parameter(_weights(parameter.shape, seed, device))
-                if tight and device == "cuda":
-                    torch.cuda.empty_cache()
+                give_back()
         if packed and module._parameters and not module._modules:
             samebits.compress(module)
+            give_back()
     model.generation_config.eos_token_id = None
     return model.eval()
 

@@ -179,8 +179,8 @@ class PackedLinearModule(PackedModule):
             return super().forward(input)  # type: ignore[no-any-return]
         data = cast(torch.Tensor, self._parameters[PACKED[1:]])
         if torch.compiler.is_compiling():
-            rows, columns, *fields = map(int, recipe.operands.split())
-            return torch.ops.samebits.linear(input, data, bias, (rows, columns), fields)  # type: ignore[no-any-return]
+            numbers = [int(number) for number in recipe.operands.split()]
+            return torch.ops.samebits.linear(input, data, bias, numbers[:2], numbers[2:])  # type: ignore[no-any-return]
         return linear(input, PackedTensor(cast(Header, recipe.matrix), data), bias)
 
 
