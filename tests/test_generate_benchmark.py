@@ -5,9 +5,12 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
+from transformers import StaticCache
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -15,6 +18,8 @@ sys.path.insert(0, str(BENCHMARKS))
 import common  # noqa: E402
 import generate  # noqa: E402
 import models  # noqa: E402
+from samebits.kernels.ops import decode_packed  # noqa: E402
+from samebits.nn import packed_module  # noqa: E402
 from samebits.nn.packed_module import packed_parameters  # noqa: E402
 
 
@@ -71,3 +76,30 @@ def test_results_are_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert [row["x"] for row in common.read_results("merged")["rows"]] == [3, 2]
     common.add_results("merged", "another device", [{"table": "t", "a": 5}], ("a",))
     assert [row["a"] for row in common.read_results("merged")["rows"]] == [5]
+
+
+def test_a_compiled_step_has_the_packed_bytes_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One graph with the operator for each layer; CUDA graphs copy nothing at each step but the step's own inputs."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._guards import TracingContext
+
+    monkeypatch.setattr(packed_module, "_is_plain", lambda tensor: True)
+    monkeypatch.setattr(packed_module, "linear", lambda x, packed, bias: F.linear(x, decode_packed(packed), bias))
+    graphs: list[tuple[str, list[torch.Tensor]]] = []
+
+    def compiler(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        static = TracingContext.get().fw_metadata.static_input_indices
+        graphs.append((graph.code, [tensor for i, tensor in enumerate(inputs) if i not in static]))
+        return graph.forward
+
+    model = models.build("tiny", "cpu", True)
+    torch.compiler.reset()
+    with torch.no_grad():
+        cache = StaticCache(config=model.config, max_cache_len=16)
+        ids, mask = torch.zeros(1, 4, dtype=torch.int64), torch.ones(1, 1, 1, 16, dtype=torch.bool)
+        model(input_ids=ids, past_key_values=cache)
+        step = torch.compile(model, backend=aot_autograd(fw_compiler=compiler), fullgraph=True)
+        step(input_ids=ids[:, :1], attention_mask=mask, position_ids=ids[:, :1], past_key_values=cache)
+    [(code, moving)] = graphs
+    assert code.count("samebits.linear") == 7 * model.config.num_hidden_layers + 1
+    assert sorted(tensor.numel() for tensor in moving) == [1, 1, 16]
