@@ -51,7 +51,7 @@ bench-gpu:  ## measure speed on the GPU, with PYTHON as it is; PEERS is a folder
 	for file in gpu linear growth df11; do PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) benchmarks/$$file.py || exit; done
 	PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) benchmarks/peers.py $(if $(PEERS),--dfloat11 $(PEERS) --nvcomp $(PEERS))
 
-bench-models:  ## measure whole language models on the GPU, with PYTHON as it is: about ten minutes
+bench-models:  ## measure whole language models on the GPU, with PYTHON as it is
 	for file in generate token_profile longest; do PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) benchmarks/$$file.py || exit; done
 
 tables: setup  ## README.md's tables and pictures from benchmarks/results/

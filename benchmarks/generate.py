@@ -1,7 +1,7 @@
 """Generation with transformers' ``generate``: compressed beside BF16 in one run, the tokens compared as bytes.
 
-    python benchmarks/generate.py                                  on a GPU, to results/generate.json, in 5 minutes
-    python benchmarks/generate.py --ways compile --batches 1,16 --prompts 128    a minute for each of 8 compilations
+    python benchmarks/generate.py                                       on a GPU, to results/generate.json
+    python benchmarks/generate.py --ways compile --batches 1,16 --prompts 128         compiles eight times
     python benchmarks/generate.py --models tiny --device cpu --batches 1 --prompts 16 --name trial
 
 Real configurations, synthetic weights (models.py). One model at a time is in memory. Ways to run:

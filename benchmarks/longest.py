@@ -1,6 +1,6 @@
 """How much a model remembers before memory runs out, BF16 beside compressed; and what it takes at its peak.
 
-    python benchmarks/longest.py                                     on a GPU, to results/longest.json; 3 minutes
+    python benchmarks/longest.py                                     on a GPU, to results/longest.json
     python benchmarks/longest.py --models "Mistral Nemo 12B"
     python benchmarks/longest.py --models tiny --device cpu --name trial                no cap there, a few steps
 

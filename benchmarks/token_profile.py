@@ -1,6 +1,6 @@
 """Where a token's time goes: one decoding step, BF16 and compressed, eager and as a CUDA graph.
 
-    python benchmarks/token_profile.py                               on a GPU, to results/profile.json; half a minute
+    python benchmarks/token_profile.py                               on a GPU, to results/profile.json
     python benchmarks/token_profile.py --models "Qwen3 14B" --batches 1,64
     python benchmarks/token_profile.py --models tiny --device cpu --name trial            no kernels there
 
