@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.samebits-ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check test-gpu bench bench-gpu tables clean
+.PHONY: help setup demo test check test-gpu bench bench-gpu bench-models tables clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -50,6 +50,9 @@ bench: setup  ## measure sizes and CPU speed again, and put them into README.md
 bench-gpu:  ## measure speed on the GPU, with PYTHON as it is; PEERS is a folder with the other decoders (peers.py)
 	for file in gpu linear growth df11; do PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) benchmarks/$$file.py || exit; done
 	PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) benchmarks/peers.py $(if $(PEERS),--dfloat11 $(PEERS) --nvcomp $(PEERS))
+
+bench-models:  ## measure whole language models on the GPU, with PYTHON as it is
+	for file in generate token_profile longest; do PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) benchmarks/$$file.py || exit; done
 
 tables: setup  ## README.md's tables and pictures from benchmarks/results/
 	$(BIN)/python benchmarks/plots.py

@@ -24,7 +24,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -181,6 +181,20 @@ def write_results(name: str, device: str, rows: list[dict[str, Any]], packages: 
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps(content, indent=1) + "\n")
     return path
+
+
+def add_results(
+    name: str, device: str, rows: list[dict[str, Any]], keys: Sequence[str], packages: Iterable[str] = PACKAGES
+) -> Path:
+    """As write_results, but rows that the file has already stay, unless a new one is the same in table and ``keys``.
+
+    What another device or other versions measured does not stay.
+    """
+    old = read_results(name)
+    is_same = (old.get("device"), old.get("versions")) == (device, versions(packages))
+    kept = old["rows"] if is_same else []
+    by_keys = {tuple(row.get(key) for key in ("table", *keys)): row for row in [*kept, *rows]}
+    return write_results(name, device, list(by_keys.values()), packages)
 
 
 def read_results(name: str) -> dict[str, Any]:

@@ -1,116 +1,127 @@
 """Generation with transformers' ``generate``: compressed beside BF16 in one run, the tokens compared as bytes.
 
-    python benchmarks/generate.py                                          all of it on a GPU, to results/generate.json
-    python benchmarks/generate.py --models "Llama 3.1 8B" --batches 1,8 --prompts 128 --ways eager,graphs
+    python benchmarks/generate.py                                       on a GPU, to results/generate.json
+    python benchmarks/generate.py --ways compile --batches 1,16 --prompts 128         compiles eight times
     python benchmarks/generate.py --models tiny --device cpu --batches 1 --prompts 16 --name trial
 
-Real configurations, synthetic weights (common.synthetic_matrix), made module by module and packed at once, so that the
-compressed model never exists in BF16. One model at a time is in memory. Ways to run:
+Real configurations, synthetic weights (models.py). One model at a time is in memory. Ways to run:
 
     eager      a cache that grows, Python for every layer
-    graphs     a static cache, the decoding step as CUDA graphs
-    compile    a static cache, the decoding step through torch.compile, as transformers does by itself
+    graphs     a static cache; the step that transformers would compile is one CUDA graph of the model as it is
+    compile    a static cache; transformers compiles the step by itself (torch.compile, mode reduce-overhead)
 
-On a CPU "graphs" and "compile" have a static cache only. Each figure is the median of REPEATS runs after one that warms
-up; the first token's time contains the prompt, tokens_per_s counts the tokens after it, of all sequences.
+On a CPU "graphs" calls the model where a GPU replays it, and "compile" does not compile. Prompts are never compiled, by
+transformers' own rule. Plans are found before (samebits.prepare), and kernels are compiled then.
+
+A case is generated twice, the first time to warm up; only once if that took more than LONG seconds. Of the last time,
+``first_token_seconds`` runs from the call of ``generate`` to the first token. ``tokens_per_s`` is of all sequences
+together, from the median time between two tokens, without the first SETTLED ones, in which a graph is captured or a
+step compiled. Times are those of the GPU's own clock (CUDA events). ``peak_bytes`` is torch's max_memory_allocated.
+
+Cases are taken by their number of tokens, small ones first, until each model's share of --seconds is spent; what is
+left out is said. Rows are written after each model. A row that the file has already of the same case, device and
+versions is replaced; all other rows of that device and these versions stay.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import statistics
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise, product
 from typing import Any
 
 import torch
-import transformers
-from transformers import CompileConfig, StoppingCriteria, StoppingCriteriaList
+from transformers import CompileConfig, StaticCache, StoppingCriteria, StoppingCriteriaList
 
 import samebits
-from common import PACKAGES, cpu_name, significant, synthetic_matrix, write_results
+from common import PACKAGES, add_results, cpu_name, significant
+from models import MODELS, build, forget, random_prompt
 
-LLAMA = {"architectures": ["LlamaForCausalLM"], "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
-# model_type, and what its config says besides.
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "Llama 3.1 8B": ("llama", LLAMA | {
-        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
-    }),
-    "Qwen3 14B": ("qwen3", {
-        "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40, "num_attention_heads": 40,
-        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960,
-    }),
-    "Mistral Nemo 12B": ("mistral", {
-        "hidden_size": 5120, "intermediate_size": 14336, "num_hidden_layers": 40, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 131072, "max_position_embeddings": 131072,
-        "sliding_window": None,
-    }),
-    "Mistral Small 24B": ("mistral", {
-        "hidden_size": 5120, "intermediate_size": 32768, "num_hidden_layers": 40, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 131072, "max_position_embeddings": 32768,
-        "sliding_window": None,
-    }),
-    "tiny": ("llama", {
-        "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 4096,
-    }),
-}  # fmt: skip
-WAYS: dict[str, dict[str, Any]] = {
-    "eager": {"disable_compile": True},
-    "graphs": {"cache_implementation": "static", "compile_config": CompileConfig(backend="cudagraphs", mode="default")},
-    "compile": {"cache_implementation": "static"},
-}
+WAYS = ("eager", "graphs", "compile")
 DEFAULT_MODELS = ("Llama 3.1 8B", "Qwen3 14B")
-REPEATS = 3
-
-
-def build(name: str, device: str, packed: bool) -> Any:
-    """A model with synthetic weights, the same whether packed or not."""
-    kind, options = MODELS[name]
-    config = transformers.AutoConfig.for_model(kind, **options, tie_word_embeddings=False)
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    for path, module in list(model.named_modules()):
-        if module._buffers:  # rotary frequencies, from the config
-            with torch.device(device):
-                model.set_submodule(path, type(module)(config=config))
-    for seed, module in enumerate(model.modules()):
-        for leaf, parameter in list(module._parameters.items()):
-            if parameter is not None:
-                module._parameters[leaf] = torch.nn.Parameter(_weights(parameter.shape, seed, device))
-        if packed and module._parameters and not module._modules:
-            samebits.compress(module)
-    return model.eval()
-
-
-def _weights(shape: torch.Size, seed: int, device: str) -> torch.Tensor:
-    """Matrices are random; what has one dimension belongs to norms."""
-    if len(shape) == 2:
-        return synthetic_matrix(*shape, seed=seed, device=device)
-    return torch.ones(shape, dtype=torch.bfloat16, device=device)
+LONG = 3.0  # seconds
+SETTLED = 8  # tokens
+KEYS = ("model", "batch", "prompt", "tokens")
+BF16_SHARE = 0.45  # of a model's time
+CACHE_STEP = 64  # tokens
 
 
 class Clock(StoppingCriteria):  # type: ignore[misc]
-    """Takes the time when the first token is there, and stops nothing."""
+    """Takes the time at the start and when each token is there; stops nothing and waits for nothing."""
 
     def __init__(self, device: str) -> None:
-        self.device, self.first = device, 0.0
+        self.device = device
+        self.marks: list[Any] = []
+        self._mark()
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        if not self.first:
-            self.first = now(self.device)
+        self._mark()
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
+    def _mark(self) -> None:
+        if self.device == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.marks.append(event)
+        else:
+            self.marks.append(time.perf_counter())
 
-def now(device: str) -> float:
-    """Seconds, with the device's work done."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
+    def intervals(self) -> list[float]:
+        """Seconds to the first token, then from each to the next."""
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+            return [earlier.elapsed_time(later) / 1e3 for earlier, later in pairwise(self.marks)]
+        return [later - earlier for earlier, later in pairwise(self.marks)]
+
+
+class GraphedStep:
+    """Stands for a model in decoding: runs it twice as it is, then captures it as a CUDA graph, which it replays.
+
+    Between two calls only the contents of tensors may change; all other arguments are the same objects, among them the
+    static cache, which the graph writes to.
+    """
+
+    EAGER_CALLS = 2
+
+    def __init__(self, model: Any, device: str) -> None:
+        self.model, self.calls = model, 0
+        self.capture = captured if device == "cuda" else lambda run: run
+        self.inputs: dict[str, torch.Tensor] = {}
+        self.others: dict[str, Any] = {}
+        self.replay: Callable[[], Any] | None = None
+
+    def __call__(self, **arguments: Any) -> Any:
+        self.calls += 1
+        if self.calls <= self.EAGER_CALLS:
+            return self.model(**arguments)
+        inputs = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
+        others = {name: value for name, value in arguments.items() if name not in inputs}
+        if self.replay is None:
+            self.inputs, self.others = {name: value.clone() for name, value in inputs.items()}, others
+            self.replay = self.capture(partial(self.model, **self.inputs, **others))
+        if inputs.keys() != self.inputs.keys() or any(others[name] is not self.others[name] for name in others):
+            raise SystemExit("the decoding step is called in another way than it was captured")
+        for name, value in inputs.items():
+            self.inputs[name].copy_(value)
+        return self.replay()
+
+
+def captured(run: Callable[[], Any]) -> Callable[[], Any]:
+    """A function that replays ``run`` on the GPU, and gives the same tensors each time."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = run()
+
+    def replay() -> Any:
+        graph.replay()
+        return output
+
+    return replay
 
 
 @dataclass(frozen=True)
@@ -122,10 +133,19 @@ class Setting:
     prompt: int
     tokens: int
 
-    def inputs(self, vocabulary: int, device: str) -> torch.Tensor:
-        """Random prompts: int64 [batch, prompt]."""
-        shape = (self.batch, self.prompt)
-        return torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(self.prompt)).to(device)
+    def options(self, model: Any, device: str) -> dict[str, Any]:
+        """What ``generate`` is given besides the prompt; for graphs the model's step is replaced."""
+        options = {"max_new_tokens": self.tokens, "do_sample": False}
+        if self.way == "eager":
+            return options
+        room = -(-(self.prompt + self.tokens + 1) // CACHE_STEP) * CACHE_STEP  # never full: masks keep their shape
+        options["past_key_values"] = StaticCache(config=model.config, max_cache_len=room)
+        if self.way == "graphs":
+            step = GraphedStep(model, device)
+            model.get_compiled_call = lambda compile_config: step
+            options["compile_config"] = CompileConfig()
+            options["compile_config"]._compile_all_devices = True
+        return options
 
 
 @dataclass(frozen=True)
@@ -138,53 +158,65 @@ class Figures:
     tokens: torch.Tensor
 
 
-@torch.inference_mode()
 def measure(model: Any, setting: Setting, device: str) -> Figures:
-    """Generate REPEATS times, after once to warm up."""
-    prompt = setting.inputs(model.config.vocab_size, device)
-    options = {"max_new_tokens": setting.tokens, "min_new_tokens": setting.tokens, "do_sample": False}
-    firsts, rates = [], []
-    for repeat in range(1 + REPEATS):
-        if device == "cuda" and repeat == 1:
-            torch.cuda.reset_peak_memory_stats()
-        clock = Clock(device)
-        start = now(device)
-        tokens = model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), stopping_criteria=StoppingCriteriaList([clock]),
-            **options, **WAYS[setting.way],
-        )  # fmt: skip
-        end = now(device)
-        if repeat:
-            firsts.append(clock.first - start)
-            rates.append(setting.batch * (setting.tokens - 1) / (end - clock.first))
+    """Generate once or twice."""
+    forget(device)
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    prompt = random_prompt(model, setting.batch, setting.prompt, device)
+    options = setting.options(model, device)
+    run = partial(model.generate, prompt, attention_mask=torch.ones_like(prompt), **options)
+    try:
+        clock, tokens = _timed(run, device)
+        if sum(clock.intervals()) < LONG or setting.way == "compile":
+            if "past_key_values" in options:
+                options["past_key_values"].reset()
+            clock, tokens = _timed(run, device)
+    finally:
+        vars(model).pop("get_compiled_call", None)
+    first, *others = clock.intervals()
+    rate = setting.batch / statistics.median(others[SETTLED:] or others)
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else None
-    return Figures(statistics.median(firsts), statistics.median(rates), peak, tokens.cpu())
+    return Figures(first, rate, peak, tokens.cpu())
 
 
-def measure_all(name: str, settings: list[Setting], device: str, packed: bool) -> list[Figures]:
-    """Every setting on one model, which is gone afterwards."""
+def _timed(run: Callable[..., torch.Tensor], device: str) -> tuple[Clock, torch.Tensor]:
+    clock = Clock(device)
+    return clock, run(stopping_criteria=StoppingCriteriaList([clock]))
+
+
+def measure_all(name: str, settings: list[Setting], device: str, packed: bool, deadline: float) -> list[Figures]:
+    """As many settings as there is time for, on one model, which is gone afterwards."""
+    start = time.monotonic()
     model = build(name, device, packed)
     if packed:
-        samebits.prepare(model, sorted({setting.batch for setting in settings}))
-    found = []
+        samebits.prepare(model, sorted({tokens for s in settings for tokens in (s.batch, s.batch * s.prompt)}))
+    measure(model, replace(settings[0], way="eager", tokens=2), device)  # the first run of all compiles kernels
+    kind = "samebits" if packed else "BF16"
+    print(f"{name}, {kind}: ready after {time.monotonic() - start:.1f} s", flush=True)
+    found: list[Figures] = []
     for setting in settings:
-        torch.compiler.reset()
+        if time.monotonic() > deadline:
+            print(f"{name}: no time left for", *settings[len(found) :], sep="\n  ", flush=True)
+            break
+        start = time.monotonic()
         found.append(measure(model, setting, device))
-        print(name, "samebits" if packed else "BF16", setting, f"{found[-1].rate:.1f} tokens/s", flush=True)
+        figures, seconds = found[-1], time.monotonic() - start
+        print(f"{name}, {kind}, {setting}: first token {figures.first_token:.3f} s, then {figures.rate:.1f} tokens/s; "
+              f"took {seconds:.1f} s", flush=True)  # fmt: skip
     del model
-    torch.compiler.reset()
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
+    forget(device)
     return found
 
 
-def rows(name: str, settings: list[Setting], device: str) -> Iterator[dict[str, Any]]:
+def rows(name: str, settings: list[Setting], device: str, seconds: float) -> Iterator[dict[str, Any]]:
     """BF16 first, then compressed, each setting beside the other."""
-    plain = measure_all(name, settings, device, packed=False)
-    packed = measure_all(name, settings, device, packed=True)
+    plain = measure_all(name, settings, device, packed=False, deadline=time.monotonic() + BF16_SHARE * seconds)
+    settings = settings[: len(plain)]
+    packed = measure_all(name, settings, device, packed=True, deadline=float("inf"))
     for setting, bf16, ours in zip(settings, plain, packed, strict=True):
-        row = {"table": "generate", "model": name, **vars(setting)}
+        row: dict[str, Any] = {"table": setting.way, "model": name}
+        row |= {key: getattr(setting, key) for key in ("batch", "prompt", "tokens")}
         for key, found in (("bf16", bf16), ("samebits", ours)):
             row[f"{key}_tokens_per_s"] = significant(found.rate)
             row[f"{key}_first_token_seconds"] = significant(found.first_token)
@@ -199,25 +231,28 @@ def numbers(text: str) -> list[int]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--name", default="generate")
-    parser.add_argument("--models", type=lambda text: text.split(","), default=list(DEFAULT_MODELS))
+    parser.add_argument(
+        "--models", type=lambda text: text.split(","), default=list(DEFAULT_MODELS), help=", ".join(MODELS)
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--ways", type=lambda text: text.split(","), default=list(WAYS))
-    parser.add_argument("--batches", type=numbers, default=[1, 4, 16, 32, 64, 128])
+    parser.add_argument("--ways", type=lambda text: text.split(","), default=["eager", "graphs"], help=", ".join(WAYS))
+    parser.add_argument("--batches", type=numbers, default=[1, 4, 16, 64, 128])
     parser.add_argument("--prompts", type=numbers, default=[128, 2048])
-    parser.add_argument("--tokens", type=int, default=64, help="generated, of each sequence")
+    parser.add_argument("--tokens", type=int, default=32, help="generated, of each sequence")
+    parser.add_argument("--seconds", type=float, default=300, help="for all models together")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("no CUDA device")
-    settings = [
-        Setting(way, batch, prompt, options.tokens)
-        for way in options.ways
-        for prompt in options.prompts
-        for batch in options.batches
-    ]
-    found = [row for name in options.models for row in rows(name, settings, options.device)]
+    settings = [Setting(*case, options.tokens) for case in product(options.ways, options.batches, options.prompts)]
+    settings.sort(key=lambda setting: setting.batch * setting.prompt)
     device = torch.cuda.get_device_name() if options.device == "cuda" else cpu_name()
-    print(write_results(options.name, device, found, (*PACKAGES, "transformers")))
-    return int(not all(row["same_tokens"] for row in found))
+    start, all_same = time.monotonic(), True
+    for number, name in enumerate(options.models):
+        left = options.seconds - (time.monotonic() - start)
+        found = list(rows(name, settings, options.device, left / (len(options.models) - number)))
+        all_same &= all(row["same_tokens"] for row in found)
+        print(add_results(options.name, device, found, KEYS, (*PACKAGES, "transformers")), flush=True)
+    return int(not all_same)
 
 
 if __name__ == "__main__":

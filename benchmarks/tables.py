@@ -1,6 +1,6 @@
 """Put the tables made from results/ between a page's markers ``<!-- table: name.table -->`` and ``<!-- end -->``.
 
-python benchmarks/tables.py            rewrite the tables of README.md and docs/families.md
+python benchmarks/tables.py            rewrite the tables of README.md and of pages in docs
 python benchmarks/tables.py --check    exit code 1 if a page says something else than the results
 
 Between ``<!-- plot: name -->`` and ``<!-- end -->`` comes docs/name.svg, which plots.py draws. What has not been
@@ -18,7 +18,7 @@ from typing import Any
 from common import read_results
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = (ROOT / "README.md", ROOT / "docs" / "families.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "families.md", ROOT / "docs" / "language-models.md")
 MARKED = re.compile(r"(<!-- table: (\S+)\.(\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 PLOT = re.compile(r"(<!-- plot: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
@@ -41,6 +41,14 @@ def decimals(key: str, count: int) -> Callable[[Row], str]:
 def with_spread(key: str, count: int) -> Callable[[Row], str]:
     """The median, and from slowest to fastest."""
     return lambda row: f"{row[key]:.{count}f} ({row[f'{key}_slowest']:.{count}f} to {row[f'{key}_fastest']:.{count}f})"
+
+
+def gibibytes(key: str) -> Callable[[Row], str]:
+    return lambda row: "" if row[key] is None else f"{row[key] / (1 << 30):,.2f} GiB"
+
+
+def tokens_that_fit(row: Row) -> str:
+    return "does not fit" if row["bf16_tokens"] is None else f"{row['bf16_tokens']:,}"
 
 
 def percent(key: str) -> Callable[[Row], str]:
@@ -67,6 +75,19 @@ SIZE_COLUMNS: dict[str, Cell] = {
     "limit, bits": decimals("limit_bits_per_weight", 3),
     "samebits, bits": decimals("bits_per_weight", 3),
     "DFloat11, bits": decimals("dfloat11_bits_per_weight", 3),
+}
+GENERATE_COLUMNS: dict[str, Cell] = {
+    "model": "model",
+    "batch": "batch",
+    "prompt": "prompt",
+    "BF16, tokens/s": decimals("bf16_tokens_per_s", 1),
+    "samebits, tokens/s": decimals("samebits_tokens_per_s", 1),
+    "speed of BF16": decimals("speed", 2),
+    "BF16, first token, s": decimals("bf16_first_token_seconds", 3),
+    "samebits, first token, s": decimals("samebits_first_token_seconds", 3),
+    "BF16, peak": gigabytes("bf16_peak_bytes"),
+    "samebits, peak": gigabytes("samebits_peak_bytes"),
+    "tokens": verdict("same_tokens"),
 }
 COLUMNS: dict[str, dict[str, Cell]] = {
     "sizes.models": {"model": "name"} | SIZE_COLUMNS,
@@ -156,19 +177,48 @@ COLUMNS: dict[str, dict[str, Cell]] = {
         "sampled": verdict("sampled"),
         "": "note",
     },
-    "generate.generate": {
+    **{f"generate.{way}": GENERATE_COLUMNS for way in ("eager", "graphs", "compile")},
+    "profile.steps": {
         "model": "model",
-        "way": "way",
+        "weights": "form",
         "batch": "batch",
-        "prompt": "prompt",
-        "BF16, tokens/s": decimals("bf16_tokens_per_s", 1),
-        "samebits, tokens/s": decimals("samebits_tokens_per_s", 1),
-        "speed of BF16": decimals("speed", 2),
-        "BF16, first token, s": decimals("bf16_first_token_seconds", 3),
-        "samebits, first token, s": decimals("samebits_first_token_seconds", 3),
-        "BF16, peak": gigabytes("bf16_peak_bytes"),
-        "samebits, peak": gigabytes("samebits_peak_bytes"),
-        "tokens": verdict("same_tokens"),
+        "way": "way",
+        "step, ms": decimals("step_milliseconds", 2),
+        "host, ms": decimals("host_milliseconds", 2),
+        "fused products": decimals("fused_milliseconds", 2),
+        "decoding": decimals("decoding_milliseconds", 2),
+        "BF16 products": decimals("bf16_product_milliseconds", 2),
+        "attention": decimals("attention_milliseconds", 2),
+        "other kernels": decimals("other_milliseconds", 2),
+        "GPU idle": decimals("idle_milliseconds", 2),
+    },
+    "profile.calls": {
+        "model": "model",
+        "matrix": "matrix",
+        "nn.Linear, µs": decimals("linear_microseconds", 1),
+        "packed, µs": decimals("packed_microseconds", 1),
+    },
+    "longest.longest": {
+        "model": "model",
+        "card": gibibytes("cap_bytes"),
+        "sequences": "batch",
+        "left beside BF16": gibibytes("bf16_room_bytes"),
+        "BF16, tokens": tokens_that_fit,
+        "samebits, tokens": decimals("samebits_tokens", 0),
+        "times as many": decimals("ratio", 1),
+        "DFloat11's paper": decimals("paper_ratio", 1),
+        "predicted, tokens": decimals("predicted_tokens", 0),
+    },
+    "longest.peak": {
+        "model": "model",
+        "tokens": "context",
+        "weights": gigabytes("weights_bytes"),
+        "key-value cache": gigabytes("cache_bytes"),
+        "largest layer": gigabytes("layer_bytes"),
+        "predicted peak": gigabytes("predicted_bytes"),
+        "measured peak": gigabytes("measured_bytes"),
+        "prediction off by": percent("off"),
+        "BF16, predicted": gigabytes("bf16_predicted_bytes"),
     },
     "harness.harness": {
         "task": "task",
@@ -198,6 +248,12 @@ added). DFloat11 decodes the seven matrices of a block in one launch, samebits i
 The same model in each form (Llama 3.1 8B's shapes, fewer layers, synthetic weights), generating one token after the
 other; with a static cache, transformers compiles the model:""",
     "df11.decode": "One layer of it decoded, each form by samebits' own kernel:",
+    "generate.graphs": """\
+Whole models of real shapes and synthetic weights through transformers' `generate`, BF16 and compressed in one run,
+every token compared; a static cache, each decoding step replayed as one CUDA graph of the model as it is:""",
+    "longest.longest": """\
+Tokens in the key-value cache when memory runs out, on cards emulated in memory alone; BF16 counts where at least 1 GiB
+is left beside its weights:""",
     "linear.prefill": "All seven products of a decoder layer of Llama 3.1 8B's shapes, one after the other:",
 }
 PLOTS = {

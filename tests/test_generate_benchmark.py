@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
+from transformers import StaticCache
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+import common  # noqa: E402
 import generate  # noqa: E402
+import models  # noqa: E402
+from samebits.kernels.ops import decode_packed  # noqa: E402
+from samebits.nn import packed_module  # noqa: E402
 from samebits.nn.packed_module import packed_parameters  # noqa: E402
 
 
 def test_both_models_have_the_same_weights() -> None:
-    plain, packed = (generate.build("tiny", "cpu", which) for which in (False, True))
+    plain, packed = (models.build("tiny", "cpu", which) for which in (False, True))
     names = {name for name, _, _ in packed_parameters(packed)}
     assert names == {name for name, parameter in plain.named_parameters() if parameter.dim() == 2}
     for name, module, leaf in packed_parameters(packed):
@@ -24,16 +32,74 @@ def test_both_models_have_the_same_weights() -> None:
     assert not any(tensor.is_meta for tensor in (*packed.parameters(), *packed.buffers()))
 
 
-def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generate, "REPEATS", 1)
+def test_rows() -> None:
     settings = [generate.Setting(way, 2, 5, 4) for way in generate.WAYS]
-    found = list(generate.rows("tiny", settings, "cpu"))
-    assert [row["way"] for row in found] == list(generate.WAYS)
+    found = list(generate.rows("tiny", settings, "cpu", 1e9))
+    assert [row["table"] for row in found] == list(generate.WAYS)
     assert all(row["same_tokens"] for row in found)
     assert all(row["speed"] > 0 and row["samebits_first_token_seconds"] > 0 for row in found)
     assert all(row["samebits_peak_bytes"] is None for row in found)
 
 
+def test_all_ways_give_the_same_tokens() -> None:
+    """The graph's step, here called again instead of replayed, sees each token and the cache as the model would."""
+    model = models.build("tiny", "cpu", False)
+    eager, graphs = (generate.measure(model, generate.Setting(way, 2, 5, 9), "cpu") for way in ("eager", "graphs"))
+    assert torch.equal(eager.tokens, graphs.tokens)
+    assert "get_compiled_call" not in vars(model)
+
+
+def test_no_case_is_taken_after_the_deadline(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = [generate.Setting("eager", 1, 3, 2)]
+    assert generate.measure_all("tiny", settings, "cpu", packed=False, deadline=time.monotonic()) == []
+    assert f"no time left for\n  {settings[0]}" in capsys.readouterr().out
+
+
+def test_a_graph_refuses_other_arguments() -> None:
+    step = generate.GraphedStep(lambda ids, cache: ids + 1, "cpu")
+    cache = object()
+    for number in range(4):
+        assert step(ids=torch.tensor(number), cache=cache) == number + 1
+    with pytest.raises(SystemExit, match="called in another way"):
+        step(ids=torch.tensor(0), cache=object())
+
+
 def test_a_prompt_is_the_same_each_time() -> None:
-    setting = generate.Setting("eager", 3, 7, 1)
-    assert torch.equal(setting.inputs(100, "cpu"), setting.inputs(100, "cpu"))
+    model = models.build("tiny", "cpu", False)
+    assert torch.equal(models.random_prompt(model, 3, 7, "cpu"), models.random_prompt(model, 3, 7, "cpu"))
+
+
+def test_results_are_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    for rows in ([{"table": "t", "a": 1, "x": 1}, {"table": "t", "a": 2, "x": 2}], [{"table": "t", "a": 1, "x": 3}]):
+        common.add_results("merged", "a device", rows, ("a",))
+    assert [row["x"] for row in common.read_results("merged")["rows"]] == [3, 2]
+    common.add_results("merged", "another device", [{"table": "t", "a": 5}], ("a",))
+    assert [row["a"] for row in common.read_results("merged")["rows"]] == [5]
+
+
+def test_a_compiled_step_has_the_packed_bytes_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One graph with the operator for each layer; CUDA graphs copy nothing at each step but the step's own inputs."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._guards import TracingContext
+
+    monkeypatch.setattr(packed_module, "_is_plain", lambda tensor: True)
+    monkeypatch.setattr(packed_module, "linear", lambda x, packed, bias: F.linear(x, decode_packed(packed), bias))
+    graphs: list[tuple[str, list[torch.Tensor]]] = []
+
+    def compiler(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        static = TracingContext.get().fw_metadata.static_input_indices
+        graphs.append((graph.code, [tensor for i, tensor in enumerate(inputs) if i not in static]))
+        return graph.forward
+
+    model = models.build("tiny", "cpu", True)
+    torch.compiler.reset()
+    with torch.no_grad():
+        cache = StaticCache(config=model.config, max_cache_len=16)
+        ids, mask = torch.zeros(1, 4, dtype=torch.int64), torch.ones(1, 1, 1, 16, dtype=torch.bool)
+        model(input_ids=ids, past_key_values=cache)
+        step = torch.compile(model, backend=aot_autograd(fw_compiler=compiler), fullgraph=True)
+        step(input_ids=ids[:, :1], attention_mask=mask, position_ids=ids[:, :1], past_key_values=cache)
+    [(code, moving)] = graphs
+    assert code.count("samebits.linear") == 7 * model.config.num_hidden_layers + 1
+    assert sorted(tensor.numel() for tensor in moving) == [1, 1, 16]

@@ -178,6 +178,25 @@ def test_compiled(products: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch)
     assert not products
 
 
+def test_compiled_again_for_another_header(products: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text in which a graph keeps a header is compared at every call."""
+    monkeypatch.setattr(packed_module, "_is_plain", lambda tensor: True)
+    _, packed = make(bias=False)
+    wide = nn.Linear(64, 96, bias=False).to(torch.bfloat16).requires_grad_(False)
+    wide.weight.copy_(torch.randn(96, 64).mul(torch.randn(96, 1).mul(4).exp()))
+    other = copy.deepcopy(wide)
+    samebits.compress(other)
+    operands = packed.sb_recipes["weight"].operands
+    torch.compiler.reset()
+    compiled = torch.compile(packed, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        compiled(INPUT)
+        packed.load_state_dict(other.state_dict())
+        assert packed.sb_recipes["weight"].operands != operands
+        assert same_bits(compiled(INPUT), wide(INPUT))
+    assert not products
+
+
 @pytest.mark.parametrize(
     "transform",
     [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -67,6 +67,14 @@ class Header:
     stream_words: int
     original_digest: int = 0
     stored_digest: int = 0
+
+    def __hash__(self) -> int:
+        """As dataclass makes it, but only once: headers are looked up at every launch."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(astuple(self))
 
     @classmethod
     def of_compact(cls, shape: tuple[int, ...], code_bytes: int, stream_words: int, original_digest: int) -> Header:

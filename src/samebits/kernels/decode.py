@@ -42,7 +42,7 @@ def _decode_compact(packed: PackedTensor, output: torch.Tensor) -> None:
     if packed.data.data_ptr() % _ALIGNMENT:
         packed = PackedTensor(packed.header, packed.data.clone())
     device = packed.device.index or 0
-    with torch.cuda.device(device):
+    with nvrtc.on_device(device):
         function = nvrtc.kernel("compact.cu", "decode_compact", device)
         nvrtc.launch(function, -(-packed.header.runs // LANES), LANES, 0, CompactStructure.of(packed),
                      ctypes.c_void_p(output.data_ptr()))  # fmt: skip
@@ -76,7 +76,7 @@ def launch(
     if packed.data.data_ptr() % _ALIGNMENT:
         packed = PackedTensor(header, packed.data.clone())
     device = packed.device.index or 0
-    with torch.cuda.device(device):
+    with nvrtc.on_device(device):
         block = _Block.of(header, device)
         name = f"{kernel}_{header.code.name.lower()}_{'whole' if whole else 'clipped'}"
         grid = min(nvrtc.multiprocessors(device), tasks)

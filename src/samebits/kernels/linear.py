@@ -8,6 +8,7 @@ order, with a number of ranges that depends on the shape and on much else (see s
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -34,6 +35,7 @@ class LinearPlan:
     variant: int = 0
 
 
+@lru_cache(maxsize=65536)
 def is_supported(header: Header, m: int, device: int) -> bool:
     """Whether there is a fused kernel for ``m`` tokens: quad code, matrix layout, whole row groups and stages."""
     if header.code is not Code.QUAD or header.layout is not Layout.MATRIX or not 1 <= m <= max_tokens(device):
@@ -64,23 +66,24 @@ def fused_linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | Non
     """``x @ W.T + bias`` without ever writing W, on torch's current stream.
 
     Args:
-        x: bfloat16 [m, K], contiguous, 16-byte aligned.
+        x: bfloat16 [..., K], contiguous, 16-byte aligned; m tokens in all.
         packed: W, [N, K], on x's device; is_supported(packed.header, m, its device).
         bias: bfloat16 [N], contiguous, 16-byte aligned, or None.
 
     Returns:
-        bfloat16 [m, N].
+        bfloat16 [..., N].
 
     Raises:
         DeviceError: the plan does not fit on the device, or the kernel cannot be built or launched.
     """
     header, device = packed.header, x.device.index or 0
-    launch = nearest_launch(header, x.shape[0], plan.split, plan.variant, device)
+    *outer, columns = x.shape
+    launch = nearest_launch(header, x.numel() // columns, plan.split, plan.variant, device)
     if launch is None:
         raise DeviceError(f"{plan} does not fit on this device", mend="ask is_launchable first")
-    y = torch.empty(x.shape[0], header.geometry.rows, dtype=torch.bfloat16, device=x.device)
+    y = torch.empty(*outer, header.geometry.rows, dtype=torch.bfloat16, device=x.device)
     job = JobStructure(x.data_ptr(), bias.data_ptr() if bias is not None else None, y.data_ptr(), *launch.job)
-    with torch.cuda.device(device):
+    with nvrtc.on_device(device):
         function = nvrtc.kernel(launch.file, launch.name, device)
         early = may_start_early(packed.data)
         table = decode_table(packed)

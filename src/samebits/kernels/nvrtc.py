@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import re
-from functools import cache
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, lru_cache, partial
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
@@ -116,6 +118,14 @@ def has_wgmma(device: int) -> bool:
     return torch.cuda.get_device_capability(device) == (9, 0)
 
 
+_ALREADY = nullcontext()
+
+
+def on_device(device: int) -> AbstractContextManager[object]:
+    """Makes ``device`` the current one, which takes no time where it is."""
+    return _ALREADY if torch.cuda.current_device() == device else torch.cuda.device(device)
+
+
 @cache
 def _starts_early(device: int) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
@@ -136,25 +146,32 @@ def launch(
         early: the kernel may start before the one in front of it has ended (programmatic dependent launch); it waits
             itself before it touches what that kernel may write or read. Older devices than Hopper cannot.
     """
+    device = torch.cuda.current_device()
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    start = _launcher(function, grid, threads, shared, stream, early and _starts_early(device))
+    pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
+    _check(start(ctypes.addressof(pointers), 0))
+
+
+@lru_cache(maxsize=65536)
+def _launcher(
+    function: Kernel, grid: int, threads: int, shared: int, stream: int, early: bool
+) -> Callable[[int, int], tuple[Any, ...]]:
+    """cuLaunchKernelEx without the last two arguments; its configuration is made once, for that takes longest."""
     from cuda.bindings import driver
 
-    stream = torch.cuda.current_stream().cuda_stream
-    pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
-    if early and _starts_early(torch.cuda.current_device()):
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes = shared
+    config.hStream = driver.CUstream(stream)
+    if early:
         attribute = driver.CUlaunchAttribute()
         attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         attribute.value.programmaticStreamSerializationAllowed = 1
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-        config.sharedMemBytes = shared
-        config.hStream = driver.CUstream(stream)
         config.attrs = [attribute]
         config.numAttrs = 1
-        _check(driver.cuLaunchKernelEx(config, driver.CUfunction(int(function.handle)), ctypes.addressof(pointers), 0))
-        return
-    _check(driver.cuLaunchKernel(driver.CUfunction(int(function.handle)), grid, 1, 1, threads, 1, 1, shared, stream,
-                                 ctypes.addressof(pointers), 0))  # fmt: skip
+    return partial(driver.cuLaunchKernelEx, config, driver.CUfunction(int(function.handle)))
 
 
 def _check(result: tuple[Any, ...]) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+from functools import lru_cache
 
 import torch
 
 from samebits.format.geometry import Geometry
-from samebits.format.packed import PackedTensor
+from samebits.format.packed import Header, PackedTensor
 
 
 class GeometryStructure(ctypes.Structure):
@@ -20,7 +21,9 @@ class GeometryStructure(ctypes.Structure):
     )  # fmt: skip
 
     @classmethod
+    @lru_cache(maxsize=65536)
     def of(cls, geometry: Geometry) -> GeometryStructure:
+        """Kept, and not to be changed."""
         return cls(geometry.words, geometry.rows, geometry.columns, geometry.stages, geometry.chunk_stages,
                    geometry.chunks, geometry.chunks_per_row_group, geometry.row_groups_per_chunk,
                    geometry.row_groups)  # fmt: skip
@@ -40,12 +43,17 @@ class PackedStructure(ctypes.Structure):
 
     @classmethod
     def of(cls, packed: PackedTensor, table: torch.Tensor | None = None) -> PackedStructure:
-        header = packed.header
+        structure = cls.from_buffer_copy(cls._without_data(packed.header))
+        structure.data = packed.data.data_ptr()
+        structure.table = table.data_ptr() if table is not None else None
+        return structure
+
+    @classmethod
+    @lru_cache(maxsize=65536)
+    def _without_data(cls, header: Header) -> PackedStructure:
         starts = [header.sections[name].start for name in ("code", "row_shifts", "offsets", "planes", "streams")]
-        table_pointer = table.data_ptr() if table is not None else None
-        return cls(packed.data.data_ptr(), table_pointer, *starts, header.stream_words, header.max_chunk_words,
-                   header.max_code_length, header.symbol_count, header.window, header.shift,
-                   header.has_row_shifts)  # fmt: skip
+        return cls(None, None, *starts, header.stream_words, header.max_chunk_words, header.max_code_length,
+                   header.symbol_count, header.window, header.shift, header.has_row_shifts)  # fmt: skip
 
 
 class CompactStructure(ctypes.Structure):

@@ -58,7 +58,7 @@ def _make(packed: PackedTensor) -> torch.Tensor:
     words = table_words(packed)
     table = torch.empty(words, dtype=torch.int32, device=packed.device)
     name = f"make_table_{'quad' if header.code is Code.QUAD else 'single'}"
-    with torch.cuda.device(device):
+    with nvrtc.on_device(device):
         shared = 4 * (words + align(header.symbol_count, 4))
         nvrtc.launch(nvrtc.kernel("tables.cu", name, device), 1, _THREADS, shared, PackedStructure.of(packed),
                      ctypes.c_void_p(table.data_ptr()))  # fmt: skip

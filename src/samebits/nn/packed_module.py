@@ -19,8 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from samebits.errors import DtypeError, FormatError, InputError
 from samebits.format.names import BARE, PACKED, WEIGHT
-from samebits.format.packed import PackedTensor
-from samebits.kernels.ops import fields_of
+from samebits.format.packed import Header, PackedTensor
 from samebits.nn.lazy import LazyTensor, LazyWeight
 from samebits.nn.recipe import Piece, Recipe
 from samebits.plans.dispatch import linear
@@ -176,13 +175,13 @@ class PackedLinearModule(PackedModule):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         recipe, bias = self.sb_recipes["weight"], cast("torch.Tensor | None", self.bias)
-        header = recipe.matrix
-        if header is None or _is_watched() or not all(map(_is_plain, (input,) if bias is None else (input, bias))):
+        if not recipe.operands or _is_watched() or not (_is_plain(input) and (bias is None or _is_plain(bias))):
             return super().forward(input)  # type: ignore[no-any-return]
-        data = cast(torch.Tensor, self._parameters[recipe.pieces[0].slot])
+        data = cast(torch.Tensor, self._parameters[PACKED[1:]])
         if torch.compiler.is_compiling():
-            return torch.ops.samebits.linear(input, data, bias, header.shape, fields_of(header))  # type: ignore[no-any-return]
-        return linear(input, PackedTensor(header, data), bias)
+            numbers = [int(number) for number in recipe.operands.split()]
+            return torch.ops.samebits.linear(input, data, bias, numbers[:2], numbers[2:])  # type: ignore[no-any-return]
+        return linear(input, PackedTensor(cast(Header, recipe.matrix), data), bias)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

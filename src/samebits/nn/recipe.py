@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from samebits.format.packed import Header, PackedTensor
-from samebits.kernels.ops import decode_experts, decode_packed, decode_rows
+from samebits.kernels.ops import decode_experts, decode_packed, decode_rows, fields_of
 
 Index = tuple[int | slice, ...]
 
@@ -38,6 +38,9 @@ class Recipe:
         dtype: what the model computes with; float32 where it asks for more than the stored bfloat16.
         requires_grad: of the parameter that was packed.
         stride: of the parameter, in elements; empty: contiguous. torch chooses by strides how it computes.
+        matrix: the header, if the weight is one packed matrix and nothing else.
+        operands: its rows, columns and fields_of(matrix) then, else nothing. As text, because torch.compile guards each
+            number of a tuple by itself, at every call, and a text as one.
     """
 
     shape: tuple[int, ...]
@@ -45,17 +48,20 @@ class Recipe:
     dtype: torch.dtype = torch.bfloat16
     requires_grad: bool = True
     stride: tuple[int, ...] = ()
+    matrix: Header | None = field(init=False, repr=False, compare=False)
+    operands: str = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        piece = self.pieces[0]
+        is_matrix = not (piece.index or self.stride) and len(self.shape) == 2 and self.dtype is torch.bfloat16
+        matrix = piece.header if is_matrix else None
+        numbers = (*matrix.shape, *fields_of(matrix)) if matrix else ()
+        object.__setattr__(self, "matrix", matrix)
+        object.__setattr__(self, "operands", " ".join(str(int(number)) for number in numbers))
 
     @property
     def slots(self) -> list[str]:
         return [piece.slot for piece in self.pieces]
-
-    @property
-    def matrix(self) -> Header | None:
-        """The header, if the weight is one packed matrix and nothing else."""
-        piece = self.pieces[0]
-        is_matrix = not (piece.index or self.stride) and len(self.shape) == 2 and self.dtype is torch.bfloat16
-        return piece.header if is_matrix else None
 
     def decode(self, data: Sequence[torch.Tensor], entries: Container[int] | None = None) -> torch.Tensor:
         """The weight, a new tensor.

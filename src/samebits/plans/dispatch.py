@@ -41,10 +41,7 @@ def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> 
     plan = plan_of(x, packed, bias)
     if plan is None:
         return F.linear(x, decode_cuda(packed), bias)
-    if x.dim() == 2:
-        return fused_linear(x, packed, bias, plan)
-    batch, length, columns = x.shape
-    return fused_linear(x.view(batch * length, columns), packed, bias, plan).view(batch, length, -1)
+    return fused_linear(x, packed, bias, plan)
 
 
 def _packed(data: torch.Tensor, shape: list[int], fields: list[int]) -> PackedTensor:

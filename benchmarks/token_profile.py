@@ -1,0 +1,177 @@
+"""Where a token's time goes: one decoding step, BF16 and compressed, eager and as a CUDA graph.
+
+    python benchmarks/token_profile.py                               on a GPU, to results/profile.json
+    python benchmarks/token_profile.py --models "Qwen3 14B" --batches 1,64
+    python benchmarks/token_profile.py --models tiny --device cpu --name trial            no kernels there
+
+Table "steps": the step is the model's forward for one token a sequence, with a static cache of ROOM tokens, so that
+eager and graph run the same kernels. ``step_milliseconds`` is the wall's median over REPEATS, ``host_milliseconds`` the
+part of it until the host has launched all (in eager mode the Python of the model). torch.profiler says what the GPU did
+in one more step, by KINDS of kernels; a kernel that starts before the one in front ends counts from there. What is left
+of the step is ``idle_milliseconds``.
+
+Table "calls": microseconds of the host for one call of a linear layer of each shape, nn.Linear and packed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+from transformers import StaticCache
+
+import samebits
+from common import PACKAGES, add_results, cpu_name, significant
+from generate import captured, numbers
+from models import MODELS, build, forget, random_prompt
+
+CONTEXT = 128  # tokens
+ROOM = 256  # tokens of the cache
+REPEATS = 10
+CALLS = 50  # of a layer, before the host waits for the GPU
+# The first that is found in a kernel's name.
+KINDS = {
+    "fused": re.compile(r"linear_(ahead|chains|tiles)"),
+    "decoding": re.compile(r"^decode"),
+    "attention": re.compile(r"flash|fmha|sdpa|attention|softmax", re.IGNORECASE),
+    "bf16_product": re.compile(r"gemm|gemv|nvjet|cutlass|cublas|xmma|splitk|dot_kernel", re.IGNORECASE),
+    "other": re.compile(""),
+}
+Kernel = tuple[str, float, float]  # name, start and end in microseconds
+
+
+def kind_of(kernel: str) -> str:
+    return next(kind for kind, pattern in KINDS.items() if pattern.search(kernel))
+
+
+def by_kind(kernels: list[Kernel]) -> dict[str, float]:
+    """Milliseconds of each kind; no moment counts twice."""
+    found, busy_until = dict.fromkeys(KINDS, 0.0), 0.0
+    for name, start, end in sorted(kernels, key=lambda kernel: kernel[1]):
+        found[kind_of(name)] += max(0.0, end - max(start, busy_until)) / 1e3
+        busy_until = max(busy_until, end)
+    return found
+
+
+def kernels_of(run: Callable[[], object], device: str) -> list[Kernel]:
+    """What the GPU does in ``run``."""
+    if device != "cuda":
+        return []
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        run()
+        torch.cuda.synchronize()
+    events = [event for event in seen.events() if event.device_type == DeviceType.CUDA]
+    return [(event.name, event.time_range.start, event.time_range.end) for event in events]
+
+
+def milliseconds(run: Callable[[], object], device: str) -> tuple[float, float]:
+    """Medians of one run's time: until the host is done, and until the device is."""
+    host, whole = [], []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        run()
+        host.append(time.perf_counter() - start)
+        wait(device)
+        whole.append(time.perf_counter() - start)
+    return 1e3 * statistics.median(host), 1e3 * statistics.median(whole)
+
+
+def wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def decoding_step(model: Any, batch: int, device: str) -> Callable[[], Any]:
+    """The forward for one more token of each sequence; every call takes one of ROOM - CONTEXT places in the cache."""
+    cache = StaticCache(config=model.config, max_cache_len=ROOM)
+    prompt = random_prompt(model, batch, CONTEXT, device)
+    model(input_ids=prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    mask = (torch.arange(ROOM, device=device) <= CONTEXT).expand(batch, 1, 1, ROOM).contiguous()
+    positions = torch.full((batch, 1), CONTEXT, device=device)
+    return partial(model, input_ids=prompt[:, -1:].clone(), attention_mask=mask, position_ids=positions,
+                   past_key_values=cache, use_cache=True)  # fmt: skip
+
+
+def step_rows(model: Any, batches: list[int], device: str) -> Iterator[dict[str, Any]]:
+    """The table "steps" of one model, without its name and form."""
+    for batch in batches:
+        step = decoding_step(model, batch, device)
+        for way in ("eager", "graph"):
+            step(), step()
+            wait(device)
+            run = captured(step) if way == "graph" and device == "cuda" else step
+            host, whole = milliseconds(run, device)
+            kinds = by_kind(kernels_of(run, device))
+            times = {"step": whole, "host": host, **kinds, "idle": max(0.0, whole - sum(kinds.values()))}
+            row = {"batch": batch, "way": way, "context": CONTEXT}
+            yield row | {f"{key}_milliseconds": significant(value) for key, value in times.items()}
+            del run
+
+
+def call_microseconds(model: Any, device: str) -> dict[tuple[int, int], float]:
+    """Of one call of a linear layer at one token, by its shape: what the host needs, the median."""
+    found: dict[tuple[int, int], float] = {}
+    for module in model.modules():
+        if not isinstance(module, nn.Linear) or (module.out_features, module.in_features) in found:
+            continue
+        x = torch.zeros(1, 1, module.in_features, dtype=torch.bfloat16, device=device)
+        times = []
+        for _ in range(1 + REPEATS):
+            start = time.perf_counter()
+            for _ in range(CALLS):
+                module(x)
+            times.append((time.perf_counter() - start) / CALLS)
+            wait(device)
+        found[module.out_features, module.in_features] = 1e6 * statistics.median(times[1:])
+    return found
+
+
+@torch.no_grad()
+def rows(name: str, batches: list[int], device: str) -> Iterator[dict[str, Any]]:
+    """Both tables of one model."""
+    calls = []
+    for form, packed in (("BF16", False), ("samebits", True)):
+        model = build(name, device, packed)
+        if packed:
+            samebits.prepare(model, sorted({1, *batches, *(batch * CONTEXT for batch in batches)}))
+        for row in step_rows(model, batches, device):
+            print(row := {"table": "steps", "model": name, "form": form, **row}, flush=True)
+            yield row
+        calls.append(call_microseconds(model, device))
+        del model
+        forget(device)
+    for (outputs, inputs), plain in calls[0].items():
+        row = {"table": "calls", "model": name, "matrix": f"{outputs} x {inputs}"}
+        row["linear_microseconds"] = significant(plain)
+        yield row | {"packed_microseconds": significant(calls[1][outputs, inputs])}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--name", default="profile")
+    parser.add_argument("--models", type=lambda text: text.split(","), default=["Llama 3.1 8B"], help=", ".join(MODELS))
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--batches", type=numbers, default=[1, 16])
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("no CUDA device")
+    device = torch.cuda.get_device_name() if options.device == "cuda" else cpu_name()
+    for name in options.models:
+        found = list(rows(name, options.batches, options.device))
+        keys = ("model", "form", "batch", "way", "matrix")
+        print(add_results(options.name, device, found, keys, (*PACKAGES, "transformers")))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""What a launch hands to the driver, which is played by a function that reads it."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import samebits
+from samebits.format.packed import PackedTensor
+from samebits.kernels import linear, nvrtc
+from samebits.kernels.linear import LinearPlan, fused_linear
+from samebits.kernels.structures import GeometryStructure, JobStructure, PackedStructure
+
+Launch = SimpleNamespace
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    """Launches of the fused product so far, on a CPU that is taken for an H200."""
+    seen: list[Launch] = []
+
+    def launcher(function: Any, grid: int, threads: int, shared: int, stream: int, early: bool) -> Any:
+        def start(pointers: int, extra: int) -> tuple[int]:
+            addresses = (ctypes.c_void_p * 3).from_address(pointers)
+            kinds = (GeometryStructure, PackedStructure, JobStructure)
+            values = [kind.from_buffer_copy(kind.from_address(at)) for kind, at in zip(kinds, addresses, strict=True)]
+            geometry, packed, job = values
+            seen.append(Launch(function=function, grid=grid, threads=threads, stream=stream, early=early,
+                               geometry=geometry, packed=packed, job=job))  # fmt: skip
+            return (0,)
+
+        return start
+
+    monkeypatch.setattr(nvrtc, "_launcher", launcher)
+    monkeypatch.setattr(nvrtc, "kernel", lambda file, name, device: name)
+    monkeypatch.setattr(nvrtc, "_starts_early", lambda device: True)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(linear, "nearest_launch", lambda *arguments: LAUNCH)
+    return seen
+
+
+LAUNCH = SimpleNamespace(file="f.cu", name="kernel", grid=132, warps=16, shared_bytes=1000, job=tuple(range(1, 12)))
+
+
+def packed_matrix(seed: int) -> PackedTensor:
+    generator = torch.Generator().manual_seed(seed)
+    return samebits.encode(torch.randn(64, 1024, generator=generator).mul(0.02).to(torch.bfloat16))
+
+
+def test_every_launch_has_its_own_addresses(launches: list[Launch]) -> None:
+    """The packed structure's other fields, the geometry and the launch are kept between calls."""
+    inputs = [torch.zeros(shape, dtype=torch.bfloat16) for shape in ((4, 1024), (2, 3, 1024), (1024,), (1, 1, 1024))]
+    bias, matrices = torch.zeros(64, dtype=torch.bfloat16), [packed_matrix(0), packed_matrix(1)]
+    for x in inputs:
+        for packed in matrices:
+            for b in (None, bias):
+                y = fused_linear(x, packed, b, LinearPlan(2))
+                found = launches[-1]
+                assert y.shape == (*x.shape[:-1], 64)
+                assert (found.packed.data, found.job.x, found.job.y) == (
+                    packed.data.data_ptr(),
+                    x.data_ptr(),
+                    y.data_ptr(),
+                )
+                assert found.job.bias == (b.data_ptr() if b is not None else None)
+                assert (found.job.tokens, found.job.ring) == (1, 11)
+                assert found.packed.planes == packed.header.sections["planes"].start
+                assert found.geometry.columns == 1024
+                assert (found.grid, found.threads, found.stream) == (132, 512, 7)
+
+
+def test_only_settled_bytes_start_early(launches: list[Launch]) -> None:
+    x, packed = torch.zeros(1, 1024, dtype=torch.bfloat16), packed_matrix(2)
+    for _ in range(3):
+        fused_linear(x, packed, None, LinearPlan(1))
+    packed.data.add_(0)
+    fused_linear(x, packed, None, LinearPlan(1))
+    assert [launch.early for launch in launches] == [False, True, True, False]

@@ -1,0 +1,70 @@
+"""The benchmarks of whole language models on a GPU, with a model that is small and has layers for fused products."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import samebits
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import generate  # noqa: E402
+import longest  # noqa: E402
+import models  # noqa: E402
+import token_profile  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+SMALL = models.LLAMA | {
+    "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 3, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "vocab_size": 8192, "max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(models.MODELS, "small", ("llama", SMALL))
+
+
+@pytest.mark.parametrize("way", generate.WAYS)
+def test_tokens_are_those_of_bf16(way: str) -> None:
+    settings = [generate.Setting(way, batch, 200, 12) for batch in (1, 4)]
+    found = list(generate.rows("small", settings, "cuda", 1e9))
+    assert [row["same_tokens"] for row in found] == [True, True]
+    assert all(row["samebits_peak_bytes"] and row["bf16_first_token_seconds"] > 0 for row in found)
+
+
+def test_a_replayed_step_is_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = models.build("small", "cuda", True)
+    samebits.prepare(model, [2])
+    setting = generate.Setting("graphs", 2, 50, 20)
+    replayed = generate.measure(model, setting, "cuda")
+    monkeypatch.setattr(generate, "captured", lambda run: run)
+    called = generate.measure(model, setting, "cuda")
+    assert torch.equal(replayed.tokens, called.tokens)
+
+
+def test_the_steps_work_is_found() -> None:
+    found = [row for row in token_profile.rows("small", [1], "cuda") if row["table"] == "steps"]
+    for row in found:
+        product = "fused" if row["form"] == "samebits" else "bf16_product"
+        assert row[f"{product}_milliseconds"] > 0
+        assert row["attention_milliseconds"] > 0
+        assert row["other_milliseconds"] > 0
+
+
+def test_memory_ends_at_the_cap() -> None:
+    model = models.build("small", "cuda", True, tight=True)
+    longest.forget("cuda")
+    cap = torch.cuda.memory_allocated() + longest.ROOM + (64 << 20)
+    tokens = longest.longest_under(cap, model, 1, "cuda")
+    bytes_per_token = longest.predicted("small").cache(1, 1)
+    assert tokens is not None
+    assert 0.6 * longest.ROOM < tokens * bytes_per_token < longest.ROOM + (64 << 20)
+    torch.empty(2 * longest.ROOM, dtype=torch.uint8, device="cuda")  # there is no cap any more
+    assert longest.longest_under(torch.cuda.memory_allocated() + longest.ROOM - 1, model, 1, "cuda") is None

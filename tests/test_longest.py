@@ -1,0 +1,55 @@
+"""benchmarks/longest.py in small, on the CPU, where memory ends when a test says so."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import longest  # noqa: E402
+import models  # noqa: E402
+
+
+class Capped:
+    """A model that is out of memory with more than ``most`` tokens in the cache."""
+
+    def __init__(self, model: Any, most: int) -> None:
+        self.model, self.config, self.most = model, model.config, most
+
+    def __call__(self, **arguments: Any) -> Any:
+        output = self.model(**arguments)
+        if arguments["past_key_values"].get_seq_length() > self.most:
+            raise torch.OutOfMemoryError
+        return output
+
+
+@pytest.mark.parametrize(
+    ("most", "held"),
+    [(longest.PROMPT - 1, 0), (longest.PROMPT, longest.PROMPT), (300, longest.PROMPT + 2 * longest.STEP)],
+)
+def test_counts_what_the_last_step_held(most: int, held: int) -> None:
+    model = models.build("tiny", "cpu", False)
+    assert longest.longest(Capped(model, most), 2, "cpu") == held
+
+
+def test_rows() -> None:
+    peak, most = longest.rows("tiny", 64, "cpu")
+    parts = sum(peak[f"{part}_bytes"] for part in ("weights", "cache", "layer"))
+    assert peak["predicted_bytes"] == parts
+    assert peak["measured_bytes"] is None
+    assert most["bf16_tokens"] == most["samebits_tokens"] == 2 * (longest.PROMPT + 2 * longest.STEP)
+    assert most["ratio"] == 1
+    assert most["predicted_tokens"] > most["bf16_predicted_tokens"] > 0
+
+
+def test_no_ratio_where_bf16_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(longest.CASES, "tiny", (longest.GIB // 2, 1, None))
+    _, most = longest.rows("tiny", 64, "cpu")
+    assert (most["bf16_tokens"], most["ratio"]) == (None, None)
+    assert most["samebits_tokens"]

@@ -1,0 +1,48 @@
+"""benchmarks/token_profile.py: how kernels are counted, and all of it in small on the CPU."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import token_profile  # noqa: E402
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("linear_ahead_8_halves", "fused"),
+        ("linear_tiles_64_2", "fused"),
+        ("decode_quad_whole", "decoding"),
+        ("decode_rows_quad_whole", "decoding"),
+        ("nvjet_tst_192x8_64x8_2x1_v_bz_TNT", "bf16_product"),
+        ("void gemvNSP_kernel<__nv_bfloat16, ...>", "bf16_product"),
+        ("void cublasLt::splitKreduce_kernel<32, 16, ...>", "bf16_product"),
+        ("void pytorch_flash::flash_fwd_splitkv_kernel<cutlass::bfloat16_t>", "attention"),
+        ("fmha_cutlassF_bf16_aligned_64x128_rf_sm80", "attention"),
+        ("void at::native::reduce_kernel<512, 1, ...>", "other"),
+        ("Memcpy DtoD (Device -> Device)", "other"),
+    ],
+)
+def test_kinds(kernel: str, kind: str) -> None:
+    assert token_profile.kind_of(kernel) == kind
+
+
+def test_no_moment_counts_twice() -> None:
+    kernels = [("gemm", 1000.0, 3000.0), ("linear_chains_8_shared", 2000.0, 4500.0), ("copy", 2500.0, 2600.0)]
+    found = token_profile.by_kind(kernels)
+    assert (found["bf16_product"], found["fused"], found["other"]) == (2.0, 1.5, 0.0)
+
+
+def test_rows() -> None:
+    found = list(token_profile.rows("tiny", [2], "cpu"))
+    steps = [(row["form"], row["way"]) for row in found if row["table"] == "steps"]
+    assert steps == [("BF16", "eager"), ("BF16", "graph"), ("samebits", "eager"), ("samebits", "graph")]
+    calls = [row["matrix"] for row in found if row["table"] == "calls"]
+    assert calls == ["128 x 128", "64 x 128", "256 x 128", "128 x 256", "512 x 128"]
+    assert all(row["step_milliseconds"] >= row["host_milliseconds"] for row in found if row["table"] == "steps")
