@@ -16,6 +16,7 @@ from samebits.api import encode
 from samebits.errors import DtypeError, InputError, SamebitsError
 from samebits.format.names import is_selected
 from samebits.format.packed import PackedTensor
+from samebits.nn.offload import refuse_offloaded
 from samebits.nn.packed_module import PackedModule, pack, packed_parameters, unpack, whole
 
 MIN_WEIGHTS = 4096
@@ -122,8 +123,9 @@ def compress(
 
     Raises:
         DtypeError: there are weights that could be packed, but none is bfloat16.
-        InputError: weights on the meta device.
+        InputError: weights on the meta device, or offloaded.
     """
+    refuse_offloaded(module)
     selection = Selection(min_weights, include, exclude)
     owners = [owned for owned in unpacked(module) if selection.reason_against(*owned[1:], owned[0]) is None]
     _check_dtypes(owners)
@@ -133,7 +135,12 @@ def compress(
 
 
 def decompress(module: nn.Module) -> None:
-    """Undo compress, or the loading of a compressed model: plain parameters again, and the original classes."""
+    """Undo compress, or the loading of a compressed model: plain parameters again, and the original classes.
+
+    Raises:
+        InputError: the module is offloaded.
+    """
+    refuse_offloaded(module)
     for owned in tied(list(packed_parameters(module))):
         first, first_name = cast(PackedModule, owned[0][1]), owned[0][2]
         recipe = first.sb_recipes[first_name]
