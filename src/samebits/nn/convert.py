@@ -138,10 +138,15 @@ def decompress(module: nn.Module) -> None:
     """Undo compress, or the loading of a compressed model: plain parameters again, and the original classes.
 
     Raises:
-        InputError: the module is offloaded.
+        InputError: it is offloaded, or weights are on the meta device, where accelerate leaves those it offloads.
     """
     refuse_offloaded(module)
-    for owned in tied(list(packed_parameters(module))):
+    groups = tied(list(packed_parameters(module)))
+    for full_name, owner, name in (owned[0] for owned in groups):
+        if any(stored.is_meta for stored in cast(PackedModule, owner).sb_data(name)):
+            mend = "load the model without offloading it before decompressing"
+            raise InputError("on the meta device there are no bytes to decode", where=full_name, mend=mend)
+    for owned in groups:
         first, first_name = cast(PackedModule, owned[0][1]), owned[0][2]
         recipe = first.sb_recipes[first_name]
         weight = nn.Parameter(first.sb_decode(first_name), requires_grad=recipe.requires_grad)
