@@ -49,9 +49,10 @@ def test_generate_does_not_compile(implementation: str, config: samebits.Samebit
     plain = make_deep("llama-tied", tmp_path / "plain")
     total = sum(parameter.nbytes for parameter in plain.load(quantization_config=config).parameters())
     model = plain.load(quantization_config=config, gpu_memory=total * 9 // 10)
-    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "disable_compile": False}
-    tokens = model.generate(plain.tokens.to("cuda"), cache_implementation=implementation, **options)
-    expected = plain.load(device_map="cuda").generate(plain.tokens.to("cuda"), max_new_tokens=6, do_sample=False)
+    prompt = plain.tokens.to("cuda")
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "cache_implementation": implementation}
+    tokens = model.generate(prompt, **options)
+    expected = plain.load(device_map="cuda").generate(prompt, **options, disable_compile=True)
     assert tokens.tolist() == expected.tolist()
 
 

@@ -1,4 +1,4 @@
-"""Streaming to a GPU: the same bits when copies are slow, when they are fast, on any stream, and after everything is gone."""
+"""Streaming to a GPU: the same bits when copies are slow and when blocks are, on any stream."""
 
 from __future__ import annotations
 
@@ -62,11 +62,12 @@ def inputs(tokens: int) -> torch.Tensor:
     return torch.randn(tokens, SIZE, device="cuda").to(torch.bfloat16)
 
 
-SLOW_COPIES, SLOW_BLOCKS = 0, 3_000_000
+SLOW_COPIES, SLOW_BLOCKS = 0, 3_000_000  # cycles
+ALL = 0.26  # of the model's bytes: every block is streamed
 
 
 @pytest.mark.parametrize("cycles", [SLOW_COPIES, SLOW_BLOCKS])
-@pytest.mark.parametrize("share", [0.45, 0.8])
+@pytest.mark.parametrize("share", [ALL, 0.8])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_same_bits(cycles: int, share: float, mode: type) -> None:
     dense, packed, size = make_pair(cycles)
@@ -85,7 +86,7 @@ def test_same_bits(cycles: int, share: float, mode: type) -> None:
 def test_fused_products_of_streamed_weights() -> None:
     """Whose kernels may start early where weights are not streamed."""
     dense, packed, size = make_pair(SLOW_COPIES)
-    samebits.offload(packed, int(size * 0.45))
+    samebits.offload(packed, int(size * ALL))
     assert samebits.prepare(packed, [1]).products
     x = inputs(1)
     with torch.no_grad():
@@ -102,21 +103,22 @@ def test_memory_on_the_card() -> None:
         gc.collect()
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
-        report = samebits.offload(packed, int(size * 0.45))
-        rounding = 512 * len(list(packed.parameters()))
-        assert report.device_bytes <= torch.cuda.memory_allocated() - before <= report.device_bytes + rounding
+        report = samebits.offload(packed, int(size * ALL))
+        rounding = (1 << 20) * (2 + len(list(packed.parameters())))
+        packed(x)  # finds plans
         torch.cuda.reset_peak_memory_stats()
         for _ in range(3):
             assert_same(packed(x), expected)
         decoded = 2 * 2 * SIZE * SIZE
         assert torch.cuda.max_memory_allocated() - before <= report.device_bytes + rounding + decoded + (1 << 20)
-        assert torch.cuda.memory_allocated() - before <= report.device_bytes + rounding + (1 << 20)
-        assert all(block.forward.block.memory.is_pinned() for block in packed.blocks if "forward" in vars(block))
+        assert report.device_bytes <= torch.cuda.memory_allocated() - before <= report.device_bytes + rounding
+    assert len(report.streamed) == 9
+    assert all(block.forward.block.memory.is_pinned() for block in packed.blocks)
 
 
 def test_onload_unpins() -> None:
     dense, packed, size = make_pair(SLOW_BLOCKS)
-    samebits.offload(packed, int(size * 0.45))
+    samebits.offload(packed, int(size * ALL))
     x = inputs(3)
     with torch.no_grad():
         packed(x)
@@ -124,13 +126,13 @@ def test_onload_unpins() -> None:
         samebits.onload(packed)
         assert not memory.is_pinned()
         assert_same(packed.to("cuda")(x), dense(x))
-        samebits.offload(packed, int(size * 0.45))  # from the GPU
+        samebits.offload(packed, int(size * ALL))  # from the GPU
         assert_same(packed(x), dense(x))
 
 
 def test_other_streams() -> None:
     dense, packed, size = make_pair(SLOW_BLOCKS)
-    samebits.offload(packed, int(size * 0.45))
+    samebits.offload(packed, int(size * ALL))
     xs = [inputs(2) for _ in range(8)]
     with torch.no_grad():
         expected = [dense(x) for x in xs]
@@ -155,7 +157,7 @@ def test_memory_is_not_given_away_while_copies_run() -> None:
     x = inputs(1)
     for _ in range(5):
         offloaded = copy.deepcopy(packed)
-        samebits.offload(offloaded, int(size * 0.45))
+        samebits.offload(offloaded, int(size * ALL))
         with torch.no_grad():
             offloaded(x)
         del offloaded
@@ -167,7 +169,7 @@ def test_memory_is_not_given_away_while_copies_run() -> None:
 
 def test_cuda_graphs_are_refused() -> None:
     dense, packed, size = make_pair(SLOW_COPIES)
-    samebits.offload(packed, int(size * 0.45))
+    samebits.offload(packed, int(size * ALL))
     x, graph = inputs(1), torch.cuda.CUDAGraph()
     with torch.no_grad():
         packed(x)
@@ -181,7 +183,7 @@ def test_cuda_graphs_are_refused() -> None:
 def test_a_streamed_layer_called_alone_does_not_crash() -> None:
     """Its weight is in main memory then."""
     _, packed, size = make_pair(SLOW_COPIES)
-    samebits.offload(packed, int(size * 0.45))
-    with torch.no_grad(), pytest.raises(RuntimeError, match="device"):
+    samebits.offload(packed, int(size * ALL))
+    with torch.no_grad(), pytest.raises(InputError, match="packed bytes in main memory"):
         packed.blocks[0].up(inputs(1))
     torch.cuda.synchronize()

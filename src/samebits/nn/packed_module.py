@@ -177,10 +177,9 @@ class PackedLinearModule(PackedModule):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         recipe, bias = self.sb_recipes["weight"], cast("torch.Tensor | None", self.bias)
         header = recipe.matrix
-        data = cast(torch.Tensor, self._parameters[recipe.pieces[0].slot])
-        is_plain = data.device == input.device and all(map(_is_plain, (input,) if bias is None else (input, bias)))
-        if header is None or not is_plain or _is_watched():
+        if header is None or _is_watched() or not all(map(_is_plain, (input,) if bias is None else (input, bias))):
             return super().forward(input)  # type: ignore[no-any-return]
+        data = cast(torch.Tensor, self._parameters[recipe.pieces[0].slot])
         if torch.compiler.is_compiling():
             return torch.ops.samebits.linear(input, data, bias, header.shape, fields_of(header))  # type: ignore[no-any-return]
         return linear(input, PackedTensor(header, data), bias)
