@@ -218,9 +218,10 @@ def rows(name: str, case: Case, ways: Sequence[str], device: str) -> Iterator[di
             row[f"{way}_tokens_per_s"] = significant(figures.rate) if figures else None
             row[f"{way}_first_token_seconds"] = significant(figures.first_token) if figures else None
             row[f"{way}_peak_bytes"] = figures.peak_bytes if figures else None
-            if figures and baseline and way != ways[0]:
-                row[f"{way}_speed"] = significant(figures.rate / baseline.rate)
-                row[f"{way}_same_tokens"] = torch.equal(figures.tokens, baseline.tokens)
+            if way != ways[0]:
+                both = figures is not None and baseline is not None
+                row[f"{way}_speed"] = significant(figures.rate / baseline.rate) if both else None
+                row[f"{way}_same_tokens"] = torch.equal(figures.tokens, baseline.tokens) if both else None
         yield row
 
 
@@ -241,7 +242,7 @@ def main() -> int:
     for name in options.cases:
         case = replace(CASES[name], batches=options.batches or CASES[name].batches)
         found = list(rows(name, case, options.ways, options.device))
-        same &= all(value for row in found for key, value in row.items() if key.endswith("same_tokens"))
+        same &= all(value is not False for row in found for key, value in row.items() if key.endswith("same_tokens"))
         kept = [row for row in read_results(options.name)["rows"] if row["case"] != name]
         print(write_results(options.name, device, kept + found, (*PACKAGES, "transformers", "accelerate")), flush=True)
     return int(not same)

@@ -1,6 +1,6 @@
 """Put the tables made from results/ between a page's markers ``<!-- table: name.table -->`` and ``<!-- end -->``.
 
-python benchmarks/tables.py            rewrite the tables of README.md and docs/families.md
+python benchmarks/tables.py            rewrite the tables of README.md, docs/families.md and docs/offload.md
 python benchmarks/tables.py --check    exit code 1 if a page says something else than the results
 
 Between ``<!-- plot: name -->`` and ``<!-- end -->`` comes docs/name.svg, which plots.py draws. What has not been
@@ -18,7 +18,7 @@ from typing import Any
 from common import read_results
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = (ROOT / "README.md", ROOT / "docs" / "families.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "families.md", ROOT / "docs" / "offload.md")
 MARKED = re.compile(r"(<!-- table: (\S+)\.(\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 PLOT = re.compile(r"(<!-- plot: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
@@ -67,6 +67,16 @@ SIZE_COLUMNS: dict[str, Cell] = {
     "limit, bits": decimals("limit_bits_per_weight", 3),
     "samebits, bits": decimals("bits_per_weight", 3),
     "DFloat11, bits": decimals("dfloat11_bits_per_weight", 3),
+}
+OFFLOAD_COLUMNS: dict[str, Cell] = {
+    "model": "model",
+    "cap": lambda row: f"{row['cap_bytes'] / 2**30:.0f} GiB, {row['card']}",
+    "batch": "batch",
+    "accelerate, tokens/s": decimals("accelerate_tokens_per_s", 2),
+    "samebits, tokens/s": decimals("samebits_tokens_per_s", 2),
+    "speed": decimals("samebits_speed", 2),
+    "tokens": verdict("samebits_same_tokens"),
+    "accelerate, offloaded": gigabytes("accelerate_offloaded_bytes"),
 }
 COLUMNS: dict[str, dict[str, Cell]] = {
     "sizes.models": {"model": "name"} | SIZE_COLUMNS,
@@ -178,6 +188,12 @@ COLUMNS: dict[str, dict[str, Cell]] = {
         "result": "metric",
         "BF16": decimals("bf16", 4),
         "samebits": decimals("samebits", 4),
+    },
+    "offload.resident": OFFLOAD_COLUMNS | {"samebits, peak": gigabytes("samebits_peak_bytes")},
+    "offload.streamed": OFFLOAD_COLUMNS
+    | {
+        "BF16 streamed, tokens/s": decimals("bf16_streamed_tokens_per_s", 2),
+        "samebits, streamed": gigabytes("samebits_offloaded_bytes"),
     },
     "memory.memory": {
         "command": "command",

@@ -208,7 +208,9 @@ def test_loading_into_it(model: nn.Module, expected: torch.Tensor) -> None:
 
 
 REFUSED: dict[str, Callable[[nn.Module], Any]] = {
-    "moved": lambda model: model.to("cpu"),
+    "moved": lambda model: model.to("meta"),
+    "converted": lambda model: model.to(torch.float32),
+    "of another memory format": lambda model: model.to(memory_format=torch.channels_last),
     "moved with more around it": lambda model: nn.Sequential(model).half(),
     "copied": copy.deepcopy,
     "copied in part": lambda model: copy.deepcopy(model.blocks[2]),
@@ -225,6 +227,16 @@ def test_refused(model: nn.Module, action: Callable[[nn.Module], Any], expected:
     offload(model)
     with pytest.raises(InputError, match=r"offloaded.*samebits\.onload"):
         action(model)
+    with torch.no_grad():
+        assert same_bits(model(X), expected)
+
+
+def test_moved_to_where_it_is(model: nn.Module, expected: torch.Tensor) -> None:
+    offload(model)
+    pointers = [parameter.data_ptr() for parameter in model.parameters()]
+    assert model.to("cpu") is model.bfloat16() is model
+    nn.Sequential(model).to("cpu", torch.bfloat16)
+    assert [parameter.data_ptr() for parameter in model.parameters()] == pointers
     with torch.no_grad():
         assert same_bits(model(X), expected)
 
@@ -297,6 +309,6 @@ def test_weights_that_are_not_here(model: nn.Module) -> None:
         made = nn.Linear(4, 4)
     with pytest.raises(InputError, match=r"weight: made in torch\.inference_mode"):
         offload(made, 1 << 30)
-    model._hf_hook = object()
-    with pytest.raises(InputError, match="accelerate moves"):
+    model.hf_device_map = {"first": 0, "blocks": "cpu"}
+    with pytest.raises(InputError, match="accelerate has placed"):
         offload(model, 1 << 30)

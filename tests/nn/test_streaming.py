@@ -172,6 +172,10 @@ def test_blocks_inside_of_each_other(lane: Lane) -> None:
                 assert torch.equal(modules[1].weight, weights[1])
                 with pytest.raises(InputError, match="2: runs inside of 2 others"), streamer.staged(blocks[2]):
                     pass
+                with pytest.raises(InputError, match="1: runs inside of itself"), streamer.staged(blocks[1]):
+                    pass
+            with streamer.staged(blocks[2]):
+                assert torch.equal(modules[2].weight, weights[2])
             assert torch.equal(modules[3].weight, weights[3])
 
 

@@ -158,11 +158,12 @@ def _check(module: nn.Module) -> None:
     if holds_units(module):
         mend = "load the checkpoint without keep_format"
         raise InputError("a model that keeps DFloat11's layout cannot be offloaded", mend=mend)
-    if any(hasattr(owner, "_hf_hook") for owner in module.modules()):
-        raise InputError("accelerate moves the weights of this model", mend="load it without device_map")
+    if any(len(set(getattr(owner, _MAP, {}).values())) > 1 for owner in module.modules()):
+        raise InputError("accelerate has placed this model on several devices", mend="load it without device_map")
     for name, parameter in module.named_parameters():
         if parameter.is_meta:
-            raise InputError("on the meta device there are no weights to move", where=name, mend="load the model first")
+            mend = "load the model, without offloading it"
+            raise InputError("on the meta device there are no weights to move", where=name, mend=mend)
         if parameter.is_inference():
             raise InputError("made in torch.inference_mode", where=name, mend="load the model outside of it")
 
@@ -275,10 +276,19 @@ def _offload(module: nn.Module, found: _Blocks, chosen: Sequence[int], device: t
     resident = found.resident_bytes(chosen)
     report = Offloaded(device, len(found.modules), names, resident, found.staging_bytes(chosen), found.total - resident)
     module.__dict__[STATE] = _State(report, forwards)
-    module.__dict__["_apply"] = _refuse_moving
+    module.__dict__["_apply"] = _staying(module, device)
     module.__dict__[_MAP] = {"": str(device)} | dict.fromkeys(names, "cpu")
     return report
 
 
-def _refuse_moving(*args: Any, **kwargs: Any) -> None:
-    raise InputError("an offloaded model cannot be moved or converted", mend=_MEND)
+def _staying(module: nn.Module, device: torch.device) -> Callable[..., nn.Module]:
+    """What takes the place of a module's _apply: for ``to`` where it changes nothing, as pipelines call it."""
+
+    def _apply(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        probe = torch.empty(2, 2, 2, 2, dtype=torch.bfloat16, device=device)
+        result = fn(probe)
+        if (result.device, result.dtype, result.stride()) != (device, probe.dtype, probe.stride()):
+            raise InputError("an offloaded model cannot be moved or converted", mend=_MEND)
+        return module
+
+    return _apply

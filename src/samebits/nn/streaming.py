@@ -234,6 +234,8 @@ class Streamer:
         with self._lock:
             self._lane.check()
             buffer = self._holding(block) or self._fill(self._idle(block), block)
+            if buffer.busy:
+                raise InputError("runs inside of itself", where=block.name, mend=_MEND)
             self._lane.wait(buffer.ready, buffer.memory)
             self._following[self._last] = block
             self._last, buffer.busy = block, True
@@ -246,7 +248,7 @@ class Streamer:
 
     def _holding(self, block: Block) -> _Buffer | None:
         held = (buffer for buffer in self._buffers if buffer.block is block)
-        return next((buffer for buffer in held if buffer.edition == block.edition), None)
+        return next((buffer for buffer in held if buffer.busy or buffer.edition == block.edition), None)
 
     def _idle(self, block: Block) -> _Buffer:
         idle = next((buffer for buffer in self._buffers if not buffer.busy), None)
