@@ -5,7 +5,7 @@
     python benchmarks/offload.py --cases tiny --device cpu --name trial
 
 A card of a smaller size is emulated in memory only: torch may take no more than the cap
-(set_per_process_memory_fraction), while computing and the bus are those of the GPU at hand; every row says so. Of the
+(set_per_process_memory_fraction, and the peak is checked), while computing and the bus are those of the GPU at hand; every row says so. Of the
 cap, RESERVE is left for the key-value cache, activations and one decoded layer; weights get the rest. Three ways, each
 with a model of its own, real configurations and synthetic weights (generate.build):
 
@@ -177,7 +177,7 @@ def measure(way: str, case: Case, device: str) -> Found:
         what = f"{case.model}, {case.cap / GIB:.0f} GiB, {way}"
         print(f"{what}: {offloaded / 1e9:.1f} GB offloaded after {time.monotonic() - start:.0f} s", flush=True)
         for batch in case.batches:
-            figures[batch] = found = _figures(model, batch, device)
+            figures[batch] = found = _figures(model, batch, case.cap, device)
             said = f"{found.rate:.2f} tokens/s" if found else "not enough memory"
             print(f"{what}, batch {batch}: {said}; {time.monotonic() - start:.0f} s", flush=True)
         del model
@@ -185,23 +185,28 @@ def measure(way: str, case: Case, device: str) -> Found:
     return Found(offloaded, figures)
 
 
-def _figures(model: Any, batch: int, device: str) -> Figures | None:
+def _figures(model: Any, batch: int, cap: int, device: str) -> Figures | None:
     try:
         start = time.monotonic()
         found = generate(model, batch, device)
-        return found if time.monotonic() - start > LONG else generate(model, batch, device)
+        found = found if time.monotonic() - start > LONG else generate(model, batch, device)
     except torch.OutOfMemoryError:
         return None
+    return None if found.peak_bytes is not None and found.peak_bytes > cap else found
 
 
 def limit(cap: int | None, device: str) -> None:
-    """Give back what is not in use, and let torch have no more than ``cap`` bytes of the GPU; None: all."""
+    """Give back what is not in use, and let torch have no more than ``cap`` bytes of the GPU; None: all.
+
+    Building a model leaves gaps between its weights, which a model that is loaded has not: they do not count.
+    """
     gc.collect()
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         total = torch.cuda.get_device_properties().total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, cap / total) if cap else 1.0)
+        gaps = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        torch.cuda.set_per_process_memory_fraction(min(1.0, (cap + gaps) / total) if cap else 1.0)
 
 
 def rows(name: str, case: Case, ways: Sequence[str], device: str) -> Iterator[dict[str, Any]]:

@@ -26,10 +26,9 @@ from torch.autograd.graph import increment_version
 
 from samebits.errors import InputError, ResourceError
 from samebits.format.packed import align
+from samebits.kernels.pinned import PAGE, pin, unpin
 
 ALIGNMENT = 256  # of each weight in a block, in bytes
-_PAGE = 4096  # bytes; pages are pinned as a whole
-_PORTABLE = 1  # cudaHostRegisterPortable
 _MEND = "call samebits.onload on the model first"
 
 Owners = Sequence[tuple[nn.Module, str]]  # the modules that have a parameter, and its name there
@@ -43,8 +42,8 @@ class Lane:
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
         """uint8 [nbytes], on pages of its own."""
-        pages = torch.empty(align(nbytes, _PAGE) + _PAGE, dtype=torch.uint8, device="cpu")
-        start = -pages.data_ptr() % _PAGE
+        pages = torch.empty(align(nbytes, PAGE) + PAGE, dtype=torch.uint8, device="cpu")
+        start = -pages.data_ptr() % PAGE
         return pages[start : start + nbytes]
 
     def release(self, memory: torch.Tensor) -> None:
@@ -75,23 +74,22 @@ class CudaLane(Lane):
         self.device, self.stream = device, torch.cuda.Stream(device)
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
-        """Pinned in place: torch's own allocator of pinned memory rounds up to powers of two.
-
+        """
         Raises:
             ResourceError: it cannot be pinned.
         """
         memory = super().host_memory(nbytes)
-        with torch.cuda.device(self.device):
-            code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), align(nbytes, _PAGE), _PORTABLE))
-        if code:
-            what = f"{nbytes:,} bytes of main memory cannot be pinned (CUDA error {code})"
-            raise ResourceError(what, mend="free main memory, or allow more of it on the GPU")
-        return memory
+        if pin(memory, self.device):
+            return memory
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:
+            what = f"{nbytes:,} bytes of main memory cannot be pinned"
+            raise ResourceError(what, mend="free main memory, or let the GPU have more of the model") from error
 
     def release(self, memory: torch.Tensor) -> None:
         self.stream.synchronize()
-        with torch.cuda.device(self.device):
-            torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+        unpin(memory)
 
     def check(self) -> None:
         if torch.cuda.is_current_stream_capturing():
