@@ -4,10 +4,10 @@
     python benchmarks/offload.py --cases 14b-24,14b-12 --batches 1,16
     python benchmarks/offload.py --cases tiny --device cpu --name trial
 
-A card of a smaller size is emulated in memory only: torch may take no more than the cap
-(set_per_process_memory_fraction, and the peak is checked), while computing and the bus are those of the GPU at hand; every row says so. Of the
-cap, RESERVE is left for the key-value cache, activations and one decoded layer; weights get the rest. Three ways, each
-with a model of its own, real configurations and synthetic weights (generate.build):
+A card of a smaller size is emulated in memory only: torch may take no more than the cap (by
+set_per_process_memory_fraction, and the peak is checked), while computing and the bus are those of the GPU at hand;
+every row says so. Of the cap, RESERVE is left for the key-value cache, activations and one decoded layer; weights get
+the rest. Three ways, each with a model of its own, real configurations and synthetic weights (generate.build):
 
     accelerate     BF16, placed by infer_auto_device_map and dispatch_model, as device_map="auto" does
     bf16_streamed  BF16, by samebits.offload: what streaming gives without packing
