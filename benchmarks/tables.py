@@ -1,6 +1,6 @@
 """Put the tables made from results/ between a page's markers ``<!-- table: name.table -->`` and ``<!-- end -->``.
 
-python benchmarks/tables.py            rewrite the tables of README.md, docs/families.md and docs/offload.md
+python benchmarks/tables.py            rewrite the tables of README.md and docs/families.md
 python benchmarks/tables.py --check    exit code 1 if a page says something else than the results
 
 Between ``<!-- plot: name -->`` and ``<!-- end -->`` comes docs/name.svg, which plots.py draws. What has not been
@@ -59,15 +59,6 @@ def verdict(key: str) -> Callable[[Row], str]:
     return lambda row: {None: "", True: "same", False: "**no**"}[row[key]]
 
 
-SIZE_COLUMNS: dict[str, Cell] = {
-    "weights": decimals("weights", 0),
-    "BF16": megabytes("bf16_bytes"),
-    "samebits": megabytes("packed_bytes"),
-    "of BF16": percent("ratio"),
-    "limit, bits": decimals("limit_bits_per_weight", 3),
-    "samebits, bits": decimals("bits_per_weight", 3),
-    "DFloat11, bits": decimals("dfloat11_bits_per_weight", 3),
-}
 OFFLOAD_COLUMNS: dict[str, Cell] = {
     "model": "model",
     "cap": lambda row: f"{row['cap_bytes'] / 2**30:.0f} GiB, {row['card']}",
@@ -77,6 +68,15 @@ OFFLOAD_COLUMNS: dict[str, Cell] = {
     "speed": decimals("samebits_speed", 2),
     "tokens": verdict("samebits_same_tokens"),
     "accelerate, offloaded": gigabytes("accelerate_offloaded_bytes"),
+}
+SIZE_COLUMNS: dict[str, Cell] = {
+    "weights": decimals("weights", 0),
+    "BF16": megabytes("bf16_bytes"),
+    "samebits": megabytes("packed_bytes"),
+    "of BF16": percent("ratio"),
+    "limit, bits": decimals("limit_bits_per_weight", 3),
+    "samebits, bits": decimals("bits_per_weight", 3),
+    "DFloat11, bits": decimals("dfloat11_bits_per_weight", 3),
 }
 COLUMNS: dict[str, dict[str, Cell]] = {
     "sizes.models": {"model": "name"} | SIZE_COLUMNS,

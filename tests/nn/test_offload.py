@@ -207,6 +207,18 @@ def test_loading_into_it(model: nn.Module, expected: torch.Tensor) -> None:
         model(X)
 
 
+def test_loading_packed_weights_where_plain_ones_are_streamed(expected: torch.Tensor) -> None:
+    plain, packed = make_model(), make_model()
+    samebits.compress(packed, min_weights=MIN_WEIGHTS)
+    offload(plain)
+    samebits.load_state_dict(plain, packed.state_dict())
+    with torch.no_grad():
+        with pytest.raises(InputError, match=r"streamed weights were moved or replaced.*onload"):
+            plain(X)
+        samebits.onload(plain)
+        assert same_bits(plain(X), expected)
+
+
 REFUSED: dict[str, Callable[[nn.Module], Any]] = {
     "moved": lambda model: model.to("meta"),
     "converted": lambda model: model.to(torch.float32),
@@ -218,7 +230,6 @@ REFUSED: dict[str, Callable[[nn.Module], Any]] = {
     "compressed": samebits.compress,
     "decompressed": samebits.decompress,
     "decompressed in a larger one": lambda model: samebits.decompress(nn.Sequential(model)),
-    "loaded into": lambda model: samebits.load_state_dict(model, {}),
 }
 
 

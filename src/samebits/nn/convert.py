@@ -123,7 +123,7 @@ def compress(
 
     Raises:
         DtypeError: there are weights that could be packed, but none is bfloat16.
-        InputError: weights on the meta device, or offloaded.
+        InputError: weights on the meta device.
     """
     refuse_offloaded(module)
     selection = Selection(min_weights, include, exclude)

@@ -11,7 +11,6 @@ from torch import nn
 from samebits.errors import FormatError, SamebitsError
 from samebits.format.packed import PackedTensor
 from samebits.nn.convert import Owned, tied, unpacked
-from samebits.nn.offload import refuse_offloaded
 from samebits.nn.packed_module import pack, slot_name, whole
 
 
@@ -33,10 +32,8 @@ def load_state_dict(
 
     Raises:
         FormatError: a damaged packed tensor, or one of another shape; ``module`` is as it was then.
-        InputError: ``module`` is offloaded.
         RuntimeError: other keys or shapes that do not fit, as torch raises it.
     """
-    refuse_offloaded(module)
     groups = [
         [(full_name, owner, name) for full_name, owner, name in owned if _key(full_name, name) in state_dict]
         for owned in tied(list(unpacked(module)))
