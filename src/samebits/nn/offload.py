@@ -107,7 +107,7 @@ def offload(module: nn.Module, gpu_memory: int | str, *, device: torch.device | 
     """Move a module to a device whose memory it does not fit into; its outputs stay the same, bit for bit.
 
     For inference: no parameter has a gradient afterwards. Its state dict and its saving are what they were. A module
-    that is offloaded already is offloaded anew.
+    that is offloaded already is offloaded anew. Where all of it fits it is only moved.
 
     Args:
         module: of any class, packed or not, on any device. Weights are packed before: see ``compress``.
@@ -266,18 +266,17 @@ def _offload(module: nn.Module, found: _Blocks, chosen: Sequence[int], device: t
     blocks = [Block(found.names[i], found.weights[i], lane) for i in chosen]
     streamed = {id(weight) for i in chosen for weight, _ in found.weights[i]}
     module._apply(lambda tensor: tensor if id(tensor) in streamed else tensor.to(device))
-    forwards = []
+    names = tuple(block.name for block in blocks)
+    resident, staging = found.resident_bytes(chosen), found.staging_bytes(chosen)
+    report = Offloaded(device, len(found.modules), names, resident, staging, found.total - resident)
     if blocks:
         streamer = Streamer(blocks, device, BUFFERS, lane)
         forwards = [
             _StreamedForward(found.modules[i], block, streamer) for i, block in zip(chosen, blocks, strict=True)
         ]
-    names = tuple(block.name for block in blocks)
-    resident = found.resident_bytes(chosen)
-    report = Offloaded(device, len(found.modules), names, resident, found.staging_bytes(chosen), found.total - resident)
-    module.__dict__[STATE] = _State(report, forwards)
-    module.__dict__["_apply"] = _staying(module, device)
-    module.__dict__[_MAP] = {"": str(device)} | dict.fromkeys(names, "cpu")
+        module.__dict__[STATE] = _State(report, forwards)
+        module.__dict__["_apply"] = _staying(module, device)
+        module.__dict__[_MAP] = {"": str(device)} | dict.fromkeys(names, "cpu")
     return report
 
 

@@ -98,15 +98,16 @@ def prepare(
 def _kinds(model: nn.Module) -> dict[_Kind, list[Header]]:
     """The weights that a product may be fused with, by kind."""
     kinds: dict[_Kind, list[Header]] = {}
-    streamed_to = streaming_device(model)
+    streamed = streaming_device(model)
+    elsewhere = streamed.index if streamed and streamed.type == "cuda" else None  # of weights in main memory
     for module in model.modules():
         if not isinstance(module, PackedLinearModule):
             continue
         header, data = module.sb_recipes["weight"].matrix, module.sb_data("weight")[0]
-        device = data.device if streamed_to is None else streamed_to
-        if header is not None and device.type == "cuda":
+        device = data.get_device() if data.is_cuda else elsewhere
+        if header is not None and device is not None:
             rows, columns = header.shape
-            kinds.setdefault((device.index, rows, columns, module.bias is not None), []).append(header)
+            kinds.setdefault((device, rows, columns, module.bias is not None), []).append(header)
     return kinds
 
 
