@@ -18,7 +18,7 @@ from typing import Any
 from common import read_results
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = (ROOT / "README.md", ROOT / "docs" / "families.md", ROOT / "docs" / "language-models.md")
+PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{page}.md" for page in ("families", "language-models", "offload")))
 MARKED = re.compile(r"(<!-- table: (\S+)\.(\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 PLOT = re.compile(r"(<!-- plot: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
@@ -67,6 +67,16 @@ def verdict(key: str) -> Callable[[Row], str]:
     return lambda row: {None: "", True: "same", False: "**no**"}[row[key]]
 
 
+OFFLOAD_COLUMNS: dict[str, Cell] = {
+    "model": "model",
+    "cap": lambda row: f"{row['cap_bytes'] / 2**30:.0f} GiB, {row['card']}",
+    "batch": "batch",
+    "accelerate, tokens/s": decimals("accelerate_tokens_per_s", 2),
+    "samebits, tokens/s": decimals("samebits_tokens_per_s", 2),
+    "speed": decimals("samebits_speed", 2),
+    "tokens": verdict("samebits_same_tokens"),
+    "accelerate, offloaded": gigabytes("accelerate_offloaded_bytes"),
+}
 SIZE_COLUMNS: dict[str, Cell] = {
     "weights": decimals("weights", 0),
     "BF16": megabytes("bf16_bytes"),
@@ -228,6 +238,12 @@ COLUMNS: dict[str, dict[str, Cell]] = {
         "result": "metric",
         "BF16": decimals("bf16", 4),
         "samebits": decimals("samebits", 4),
+    },
+    "offload.resident": OFFLOAD_COLUMNS | {"samebits, peak": gigabytes("samebits_peak_bytes")},
+    "offload.streamed": OFFLOAD_COLUMNS
+    | {
+        "BF16 streamed, tokens/s": decimals("bf16_streamed_tokens_per_s", 2),
+        "samebits, streamed": gigabytes("samebits_offloaded_bytes"),
     },
     "memory.memory": {
         "command": "command",

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from samebits.format.packed import PackedTensor
     from samebits.integrations.transformers import SamebitsConfig
     from samebits.nn.convert import compress, decompress
+    from samebits.nn.offload import offload, onload
     from samebits.nn.prepare import prepare
     from samebits.nn.single_file import SingleFile
     from samebits.nn.state import load_state_dict
@@ -30,6 +31,8 @@ __all__ = [
     "decompress",
     "encode",
     "load_state_dict",
+    "offload",
+    "onload",
     "prepare",
 ]
 
@@ -42,6 +45,8 @@ _HOMES = {
     "compress": "samebits.nn.convert",
     "decompress": "samebits.nn.convert",
     "load_state_dict": "samebits.nn.state",
+    "offload": "samebits.nn.offload",
+    "onload": "samebits.nn.offload",
     "prepare": "samebits.nn.prepare",
 }
 

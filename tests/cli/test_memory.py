@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from samebits.cli.generate import default_model
-from samebits.cli.memory import parse_size
 from samebits.errors import InputError
+from samebits.sizes import parse_size
 from tests.cli.conftest import Command
 
 CACHE = 4 * 2 * 5 * 32 * 2  # layers, keys and values, heads, their size, bytes: of a token of the example

@@ -12,6 +12,7 @@ import torch
 from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose, WeightConverter
 
 import samebits
+from samebits.errors import InputError
 from samebits.integrations.transformers_names import arrange
 from tests.integrations.models import Reference, files
 
@@ -84,6 +85,28 @@ def test_layers_on_disk(
     plain.assert_same(model)
     model.save_pretrained(tmp_path / "again")
     plain.assert_same(plain.load(tmp_path / "again"))
+
+
+@pytest.mark.parametrize("compressed", [True, False])
+def test_what_does_not_fit_goes_to_disk(
+    references, config: samebits.SamebitsConfig, compressed: bool, tmp_path: Path
+) -> None:
+    """accelerate counts the packed bytes. What is on disk cannot be decompressed, and stays as it is then."""
+    plain: Reference = references("llama-tied")
+    options: dict[str, Any] = {"quantization_config": config}
+    size = sum(parameter.nbytes for parameter in plain.load(**options).parameters())
+    if compressed:
+        plain.load(**options).save_pretrained(tmp_path / "saved")
+        options = {"folder": tmp_path / "saved"}
+    model = plain.load(
+        **options, device_map="auto", max_memory={"cpu": size * 3 // 4}, offload_folder=tmp_path / "disk"
+    )
+    assert {"cpu", "disk"} == set(model.hf_device_map.values())
+    plain.assert_same(model)
+    for decompress in (model.dequantize, lambda: samebits.decompress(model)):
+        with pytest.raises(InputError, match="no bytes to decode; load the model without offloading"):
+            decompress()
+    plain.assert_same(model)
 
 
 def test_private_copy_of_mapped_bytes_is_aligned(llama: Reference, llama_folder: Path) -> None:

@@ -66,6 +66,16 @@ def test_every_kind_once(planner: FakePlanner) -> None:
     assert "128 x 64, 8 tokens, 3 modules: decoding first is faster" in text
 
 
+def test_streamed_weights_multiply_on_their_gpu(planner: FakePlanner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_cuda", False)
+    assert not samebits.prepare(model()).products
+    devices: list[int] = []
+    monkeypatch.setattr(Planner, "of", lambda device: devices.append(device) or planner)
+    monkeypatch.setattr(module, "streaming_device", lambda model: torch.device("cuda", 3))
+    assert len(samebits.prepare(model()).products) == 3
+    assert devices == [3, 3]
+
+
 def test_settings_without_plans(planner: FakePlanner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "blas_state", lambda: None)
     report = samebits.prepare(model())

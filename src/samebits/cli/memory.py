@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from samebits.cli.commands import open_source
 from samebits.cli.console import print_json, print_lines, print_table, progress_bar, size
-from samebits.errors import InputError
 from samebits.format.folder import CONFIG, INDEX_SUFFIX
 from samebits.format.safetensors_file import SUFFIX
 from samebits.integrations.model_memory import BITS_PER_WEIGHT, ModelMemory, Weights, model_memory
 from samebits.jobs import estimate as estimates
 from samebits.jobs.options import CompressOptions
 from samebits.nn.convert import Selection
-
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B", re.IGNORECASE)
-_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-
-
-def parse_size(text: str) -> int:
-    """Bytes of a size such as 24GiB or 80 GB.
-
-    Raises:
-        InputError: something else.
-    """
-    match = _SIZE.fullmatch(text.strip())
-    if not match:
-        raise InputError(f"{text!r} is no size", mend="give one such as 24GiB or 80GB")
-    number, prefix, binary = match.groups()
-    return int(float(number) * (1024 if binary else 1000) ** _POWERS[prefix.upper()])
+from samebits.sizes import parse_size
 
 
 def estimate_memory(

@@ -21,7 +21,10 @@ from samebits.integrations.transformers_layout import KEEP_FORMAT
 from samebits.integrations.transformers_state import checkpoint_tensors
 from samebits.integrations.weight_files import publish, write_weights
 from samebits.nn.df11 import holds_units
+from samebits.nn.offload import offload
 from samebits.nn.packed_module import check_dtype, packed_parameters, share_ties
+
+GPU_MEMORY = "gpu_memory"  # of from_pretrained: see samebits.offload
 
 
 def register() -> None:
@@ -40,10 +43,16 @@ def _loading(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def from_pretrained(cls: Any, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         """The quantizer cannot learn otherwise what is loaded, and must to find its files."""
+        budget = kwargs.pop(GPU_MEMORY, None)
+        if budget is not None and kwargs.get("device_map") is not None:
+            raise InputError(f"{GPU_MEMORY} places the model itself", mend="leave device_map out")
         token = loading.set((str(pretrained_model_name_or_path), dict(kwargs)))
         kwargs.pop(KEEP_FORMAT, None)
         try:
-            return original(cls, pretrained_model_name_or_path, *args, **kwargs)
+            loaded = original(cls, pretrained_model_name_or_path, *args, **kwargs)
+            if budget is not None:
+                offload(loaded[0] if isinstance(loaded, tuple) else loaded, budget)
+            return loaded
         except SamebitsError as error:
             raise (error if error.where else error.at(str(pretrained_model_name_or_path))) from None
         finally:

@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 
-from samebits.errors import DeviceError
+from samebits.errors import DeviceError, InputError
 from samebits.format.geometry import LANES, ROW_GROUP, STAGE, Code, Geometry
 from samebits.format.packed import Header, PackedTensor, align
 from samebits.kernels import nvrtc
@@ -25,8 +25,12 @@ def decode_cuda(packed: PackedTensor) -> torch.Tensor:
     """The original tensor, on the same device, computed on torch's current stream.
 
     Raises:
+        InputError: it lies in main memory, as where a module is there and its input is not.
         DeviceError: the kernels cannot be built or launched, or the tensor is too large for them.
     """
+    if not packed.data.is_cuda:
+        what = "packed bytes in main memory, and what is to be computed with them on a GPU"
+        raise InputError(what, mend="move the module or its input to the other's device")
     output = torch.empty(packed.shape, dtype=torch.bfloat16, device=packed.device)
     if packed.is_raw:
         return output.copy_(packed.data.view(torch.bfloat16).view(packed.shape))

@@ -16,6 +16,7 @@ from samebits.api import encode
 from samebits.errors import DtypeError, InputError, SamebitsError
 from samebits.format.names import is_selected
 from samebits.format.packed import PackedTensor
+from samebits.nn.offload import refuse_offloaded
 from samebits.nn.packed_module import PackedModule, pack, packed_parameters, unpack, whole
 
 MIN_WEIGHTS = 4096
@@ -124,6 +125,7 @@ def compress(
         DtypeError: there are weights that could be packed, but none is bfloat16.
         InputError: weights on the meta device.
     """
+    refuse_offloaded(module)
     selection = Selection(min_weights, include, exclude)
     owners = [owned for owned in unpacked(module) if selection.reason_against(*owned[1:], owned[0]) is None]
     _check_dtypes(owners)
@@ -133,8 +135,18 @@ def compress(
 
 
 def decompress(module: nn.Module) -> None:
-    """Undo compress, or the loading of a compressed model: plain parameters again, and the original classes."""
-    for owned in tied(list(packed_parameters(module))):
+    """Undo compress, or the loading of a compressed model: plain parameters again, and the original classes.
+
+    Raises:
+        InputError: it is offloaded, or weights are on the meta device, where accelerate leaves those it offloads.
+    """
+    refuse_offloaded(module)
+    groups = tied(list(packed_parameters(module)))
+    for full_name, owner, name in (owned[0] for owned in groups):
+        if any(stored.is_meta for stored in cast(PackedModule, owner).sb_data(name)):
+            mend = "load the model without offloading it before decompressing"
+            raise InputError("on the meta device there are no bytes to decode", where=full_name, mend=mend)
+    for owned in groups:
         first, first_name = cast(PackedModule, owned[0][1]), owned[0][2]
         recipe = first.sb_recipes[first_name]
         weight = nn.Parameter(first.sb_decode(first_name), requires_grad=recipe.requires_grad)

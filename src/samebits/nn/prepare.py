@@ -10,6 +10,7 @@ from torch import nn
 from samebits.errors import InputError
 from samebits.format.packed import Header
 from samebits.kernels.linear import is_supported
+from samebits.nn.offload import streaming_device
 from samebits.nn.packed_module import PackedLinearModule
 from samebits.plans.calibrate import UNSUPPORTED
 from samebits.plans.environment import blas_state
@@ -97,13 +98,16 @@ def prepare(
 def _kinds(model: nn.Module) -> dict[_Kind, list[Header]]:
     """The weights that a product may be fused with, by kind."""
     kinds: dict[_Kind, list[Header]] = {}
+    streamed = streaming_device(model)
+    elsewhere = streamed.index if streamed and streamed.type == "cuda" else None  # of weights in main memory
     for module in model.modules():
         if not isinstance(module, PackedLinearModule):
             continue
         header, data = module.sb_recipes["weight"].matrix, module.sb_data("weight")[0]
-        if header is not None and data.is_cuda:
+        device = data.get_device() if data.is_cuda else elsewhere
+        if header is not None and device is not None:
             rows, columns = header.shape
-            kinds.setdefault((data.get_device(), rows, columns, module.bias is not None), []).append(header)
+            kinds.setdefault((device, rows, columns, module.bias is not None), []).append(header)
     return kinds
 
 

@@ -1,0 +1,257 @@
+"""Models that do not fit on the card in BF16: offloaded by accelerate, beside samebits on the same memory.
+
+    python benchmarks/offload.py                              all cases on a GPU, to results/offload.json
+    python benchmarks/offload.py --cases 14b-24,14b-12 --batches 1,16
+    python benchmarks/offload.py --cases tiny --device cpu --name trial
+
+A card of a smaller size is emulated in memory only: torch may take no more than the cap (by
+set_per_process_memory_fraction, and the peak is checked), while computing and the bus are those of the GPU at hand;
+every row says so. Of the cap, RESERVE is left for the key-value cache, activations and one decoded layer; weights get
+the rest. Three ways, each with a model of its own, real configurations and synthetic weights (generate.build):
+
+    accelerate     BF16, placed by infer_auto_device_map and dispatch_model, as device_map="auto" does
+    bf16_streamed  BF16, by samebits.offload: what streaming gives without packing
+    samebits       packed, by samebits.offload: on the card as a whole where it fits ("resident"), else streamed
+
+A batch generates TOKENS tokens after the first one, whose time contains the prompt; tokens_per_s is of all its
+sequences together, from the median time between two tokens, by the GPU's own clock. It does so twice, the first time to
+warm up, but only once if that took more than LONG seconds. ``same_tokens`` compares all tokens with those of the first
+way; None stands where the memory was not enough. Rows of cases that are not run again stay in the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from accelerate import dispatch_model, infer_auto_device_map
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+import samebits
+from common import PACKAGES, cpu_name, read_results, significant, write_results
+from generate import MODELS, build
+
+GIB = 1 << 30
+RESERVE = 3 * GIB
+LONG = 3.0  # seconds
+TOKENS = 4
+PROMPT = 32
+WAYS = ("accelerate", "bf16_streamed", "samebits")
+EMULATED = "emulated in memory only"
+_LLAMA_70B = {
+    "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8,
+    "vocab_size": 128256, "max_position_embeddings": 131072, "architectures": ["LlamaForCausalLM"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+}  # fmt: skip
+HALF_70B = "Llama 3.3 70B, 40 of its 80 layers"
+MODELS.update({
+    "Qwen3 32B": ("qwen3", {
+        "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960,
+    }),
+    HALF_70B: ("llama", {**_LLAMA_70B, "num_hidden_layers": 40}),
+    "tiny, 8 layers": ("llama", {**MODELS["tiny"][1], "num_hidden_layers": 8}),
+})  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and the bytes that the card is to have."""
+
+    model: str
+    cap: int
+    batches: tuple[int, ...] = (1, 4, 16, 64)
+    reserve: int = RESERVE
+
+    @property
+    def weights(self) -> int:
+        """Bytes that weights may take."""
+        return self.cap - self.reserve
+
+
+CASES = {
+    "14b-24": Case("Qwen3 14B", 24 * GIB),
+    "24b-40": Case("Mistral Small 24B", 40 * GIB),
+    "32b-48": Case("Qwen3 32B", 48 * GIB),
+    "14b-12": Case("Qwen3 14B", 12 * GIB, batches=(1, 16)),
+    "70b-24": Case(HALF_70B, 24 * GIB, batches=(1, 16)),
+    "tiny": Case("tiny, 8 layers", 1_500_000, batches=(2,), reserve=0),
+}
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Seconds to the first token; tokens a second after it; bytes at the peak; all tokens, on the CPU."""
+
+    first_token: float
+    rate: float
+    peak_bytes: int | None
+    tokens: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a way has found: bytes of weights that are not on the card, and figures by batch size; None: no memory."""
+
+    offloaded_bytes: int
+    figures: dict[int, Figures | None]
+
+
+class Clock(StoppingCriteria):  # type: ignore[misc]
+    """Takes the time when each token is there; stops nothing and waits for nothing."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.marks: list[Any] = []
+        self.mark()
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.mark()
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+    def mark(self) -> None:
+        if self.device == "cuda":
+            self.marks.append(torch.cuda.Event(enable_timing=True))
+            self.marks[-1].record()
+        else:
+            self.marks.append(time.perf_counter())
+
+    def intervals(self) -> list[float]:
+        """Seconds from each mark to the next."""
+        if self.device != "cuda":
+            return [float(end - start) for start, end in pairwise(self.marks)]
+        self.marks[-1].synchronize()
+        return [float(start.elapsed_time(end)) / 1000 for start, end in pairwise(self.marks)]
+
+
+def generate(model: Any, batch: int, device: str) -> Figures:
+    """One run, with random prompts that are always the same."""
+    generator = torch.Generator().manual_seed(batch)
+    prompt = torch.randint(model.config.vocab_size, (batch, PROMPT), generator=generator).to(device)
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    clock = Clock(device)
+    output = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=1 + TOKENS,
+        min_new_tokens=1 + TOKENS, pad_token_id=0, stopping_criteria=StoppingCriteriaList([clock]),
+    )  # fmt: skip
+    first, *others = clock.intervals()
+    peak = torch.cuda.max_memory_allocated() if device == "cuda" else None
+    return Figures(first, batch / statistics.median(others), peak, output.cpu())
+
+
+def place(model: Any, way: str, case: Case, device: str, disk: Path) -> int:
+    """Put a model where it is to be; the bytes that are not on the card."""
+    if way != "accelerate":
+        return samebits.offload(model, case.weights, device=device).streamed_bytes
+    memory = {"cpu": case.weights} if device == "cpu" else {0: case.weights, "cpu": 1 << 50}
+    places = infer_auto_device_map(model, max_memory=memory, no_split_module_classes=model._no_split_modules)
+    elsewhere = [model.get_submodule(name) for name, where in places.items() if where != next(iter(memory))]
+    for module in elsewhere:
+        module.to("cpu")
+    nbytes = sum(parameter.nbytes for module in elsewhere for parameter in module.parameters())
+    dispatch_model(model, places, offload_dir=disk)
+    return nbytes
+
+
+def measure(way: str, case: Case, device: str) -> Found:
+    """All batch sizes on one model, which is gone afterwards."""
+    start = time.monotonic()
+    figures: dict[int, Figures | None] = {}
+    with TemporaryDirectory() as disk:
+        model = build(case.model, device, packed=way == "samebits")
+        if way == "samebits":  # before the cap: looking for plans takes memory of its own
+            samebits.prepare(model, sorted({tokens for batch in case.batches for tokens in (batch, batch * PROMPT)}))
+        offloaded = place(model, way, case, device, Path(disk))
+        limit(case.cap, device)
+        what = f"{case.model}, {case.cap / GIB:.0f} GiB, {way}"
+        print(f"{what}: {offloaded / 1e9:.1f} GB offloaded after {time.monotonic() - start:.0f} s", flush=True)
+        for batch in case.batches:
+            figures[batch] = found = _figures(model, batch, case.cap, device)
+            said = f"{found.rate:.2f} tokens/s" if found else "not enough memory"
+            print(f"{what}, batch {batch}: {said}; {time.monotonic() - start:.0f} s", flush=True)
+        del model
+        limit(None, device)
+    return Found(offloaded, figures)
+
+
+def _figures(model: Any, batch: int, cap: int, device: str) -> Figures | None:
+    try:
+        start = time.monotonic()
+        found = generate(model, batch, device)
+        found = found if time.monotonic() - start > LONG else generate(model, batch, device)
+    except torch.OutOfMemoryError:
+        return None
+    return None if found.peak_bytes is not None and found.peak_bytes > cap else found
+
+
+def limit(cap: int | None, device: str) -> None:
+    """Give back what is not in use, and let torch have no more than ``cap`` bytes of the GPU; None: all.
+
+    Building a model leaves gaps between its weights, which a model that is loaded has not: they do not count.
+    """
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        total = torch.cuda.get_device_properties().total_memory
+        gaps = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        torch.cuda.set_per_process_memory_fraction(min(1.0, (cap + gaps) / total) if cap else 1.0)
+
+
+def rows(name: str, case: Case, ways: Sequence[str], device: str) -> Iterator[dict[str, Any]]:
+    """A case's, one for each batch size."""
+    found = {way: measure(way, case, device) for way in ways}
+    fits = "samebits" in found and not found["samebits"].offloaded_bytes
+    for batch in case.batches:
+        row: dict[str, Any] = {"table": "resident" if fits else "streamed", "case": name, "model": case.model}
+        row |= {"cap_bytes": case.cap, "card": EMULATED, "batch": batch, "prompt": PROMPT, "tokens": TOKENS}
+        baseline = found[ways[0]].figures[batch]
+        for way in ways:
+            figures = found[way].figures[batch]
+            row[f"{way}_offloaded_bytes"] = found[way].offloaded_bytes
+            row[f"{way}_tokens_per_s"] = significant(figures.rate) if figures else None
+            row[f"{way}_first_token_seconds"] = significant(figures.first_token) if figures else None
+            row[f"{way}_peak_bytes"] = figures.peak_bytes if figures else None
+            if way != ways[0]:
+                both = figures is not None and baseline is not None
+                row[f"{way}_speed"] = significant(figures.rate / baseline.rate) if both else None
+                row[f"{way}_same_tokens"] = torch.equal(figures.tokens, baseline.tokens) if both else None
+        yield row
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--name", default="offload")
+    parser.add_argument(
+        "--cases", type=lambda text: text.split(","), default=[name for name in CASES if name != "tiny"]
+    )
+    parser.add_argument("--ways", type=lambda text: text.split(","), default=list(WAYS))
+    parser.add_argument("--batches", type=lambda text: tuple(int(size) for size in text.split(",")))
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("no CUDA device")
+    device = torch.cuda.get_device_name() if options.device == "cuda" else cpu_name()
+    same = True
+    for name in options.cases:
+        case = replace(CASES[name], batches=options.batches or CASES[name].batches)
+        found = list(rows(name, case, options.ways, options.device))
+        same &= all(value is not False for row in found for key, value in row.items() if key.endswith("same_tokens"))
+        kept = [row for row in read_results(options.name)["rows"] if row["case"] != name]
+        print(write_results(options.name, device, kept + found, (*PACKAGES, "transformers", "accelerate")), flush=True)
+    return int(not same)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

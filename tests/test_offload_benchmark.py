@@ -1,0 +1,48 @@
+"""benchmarks/offload.py in small, on the CPU."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import offload  # noqa: E402
+
+
+def test_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In all ways something is offloaded, and the tokens are the same."""
+    monkeypatch.setattr(offload, "LONG", 0.0)
+    (row,) = offload.rows("tiny", offload.CASES["tiny"], offload.WAYS, "cpu")
+    assert (row["table"], row["card"], row["cap_bytes"]) == ("streamed", "emulated in memory only", 1_500_000)
+    for way in offload.WAYS:
+        assert row[f"{way}_offloaded_bytes"] > 0
+        assert row[f"{way}_tokens_per_s"] > 0
+        assert row[f"{way}_peak_bytes"] is None
+    assert row["samebits_offloaded_bytes"] < row["bf16_streamed_offloaded_bytes"]
+    assert row["bf16_streamed_same_tokens"] is row["samebits_same_tokens"] is True
+
+
+def test_resident_and_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fits packed is not streamed. Where memory is not enough there is no figure."""
+    monkeypatch.setattr(offload, "LONG", 0.0)
+    generate = offload.generate
+
+    def once(model: object, batch: int, device: str) -> offload.Figures:
+        if batch == 3:
+            raise torch.OutOfMemoryError
+        return generate(model, batch, device)
+
+    monkeypatch.setattr(offload, "generate", once)
+    case = replace(offload.CASES["tiny"], cap=2_400_000, batches=(1, 3))
+    first, second = offload.rows("tiny", case, ("bf16_streamed", "samebits"), "cpu")
+    assert first["table"] == second["table"] == "resident"
+    assert first["samebits_offloaded_bytes"] == 0 < first["bf16_streamed_offloaded_bytes"]
+    assert first["samebits_same_tokens"]
+    assert second["samebits_tokens_per_s"] is None
+    assert second["samebits_speed"] is second["samebits_same_tokens"] is None
