@@ -1,0 +1,176 @@
+"""Tensor parallelism in transformers (``DistributedConfig(tp_size=N)``): each rank packs its own part of a weight.
+
+transformers splits a model before it loads the weights: a parameter becomes a DTensor without bytes, and a module's
+forward a function that remembers the module's own. So, while a model is loaded,
+
+    linear layers and experts get a forward that is looked up when it is called, as packing changes their class;
+    a compressed checkpoint stands for the plain one: each tensor is decoded when its turn comes, transformers takes the
+    rank's part of it, and that is packed like the weights of any checkpoint that is packed while loading.
+
+What is split otherwise, such as embeddings, stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers.distributed.sharding_utils import _dtensor_from_local_like
+from transformers.distributed.utils import is_dtensor
+
+from samebits.api import decode
+from samebits.errors import InputError
+from samebits.format.container import Checkpoint, Entry
+from samebits.integrations.transformers_experts import is_experts
+from samebits.nn.convert import Selection
+
+MOE_MINIMUM = (5, 23)  # versions of transformers before do not add up what packed experts give on each rank
+_SIZES = ("fsdp_size", "dp_replicate_size", "pp_size", "ep_size", "enable_expert_parallel")  # of DistributedConfig
+_PLACEHOLDERS = "sb_placeholders"  # of a module: by parameter, the DTensor without bytes that its packed part replaced
+
+
+def is_split(config: Any) -> bool:
+    """Whether a model with this config is one rank's part.
+
+    Raises:
+        InputError: ``config`` asks for parts of another kind than those of tensor parallelism.
+    """
+    distributed = getattr(config, "distributed_config", None)
+    if distributed is None:
+        return False
+    for name in _SIZES:
+        if int(getattr(distributed, name, None) or 0) > 1 or getattr(distributed, name, None) is True:
+            mend = "pass tp_size alone, or load the uncompressed model"
+            raise InputError(f"compressed weights cannot be split over devices by {name}", mend=mend)
+    return (distributed.tp_size or 1) > 1
+
+
+def local(parameter: nn.Parameter) -> nn.Parameter:
+    """This rank's part, if the parameter is split."""
+    if not is_dtensor(parameter):
+        return parameter
+    return nn.Parameter(parameter.detach().to_local(), parameter.requires_grad)
+
+
+@dataclass(frozen=True)
+class SplitSelection(Selection):
+    """Of a model that is split.
+
+    Attributes:
+        tied: names of parameters that several modules share.
+    """
+
+    tied: frozenset[str] = field(default_factory=frozenset)
+
+    def reason_against(self, module: nn.Module, name: str, full_name: str) -> str | None:
+        parameter = module._parameters[name]
+        if full_name in self.tied:
+            return "tied, in a model that is split over devices"
+        if parameter is None or not is_dtensor(parameter):
+            return super().reason_against(module, name, full_name)
+        if not _can_be_split(module):
+            return "split over devices, in a module that is not a linear layer"
+        module._parameters[name] = local(parameter)
+        try:
+            return super().reason_against(module, name, full_name)
+        finally:
+            module._parameters[name] = parameter
+
+
+def select(model: Any, selection: Selection) -> SplitSelection:
+    """What of a split model is to be packed."""
+    ties = model.all_tied_weights_keys
+    return SplitSelection(
+        selection.min_weights, selection.include, selection.exclude, frozenset([*ties, *ties.values()])
+    )
+
+
+def _can_be_split(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or is_experts(type(module))
+
+
+def bind_late(model: Any) -> None:
+    """Have transformers wrap forwards that are looked up when they are called.
+
+    Raises:
+        InputError: a mixture of experts, with a version of transformers that would give wrong results.
+    """
+    for module in model.modules():
+        if is_experts(type(module)) and _transformers() < MOE_MINIMUM:
+            needed = ".".join(map(str, MOE_MINIMUM))
+            mend = f"install transformers {needed} or newer, or use device_map='auto'"
+            raise InputError(f"compressed experts cannot be split over devices before transformers {needed}", mend=mend)
+        if _can_be_split(module):
+            module.forward = partial(_forward, module)
+
+
+def _transformers() -> tuple[int, ...]:
+    return tuple(map(int, version("transformers").split(".")[:2]))
+
+
+def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return type(module).forward(module, *args, **kwargs)
+
+
+def unbind(model: Any) -> None:
+    """Undo bind_late for modules that transformers did not split."""
+    for module in model.modules():
+        forward = module.__dict__.get("forward")
+        if isinstance(forward, partial) and forward.func is _forward:
+            del module.__dict__["forward"]
+
+
+def remember(module: nn.Module, name: str, parameter: torch.Tensor | None) -> None:
+    """Before a split parameter gives way to a packed part: its module is to compute with parts from there on."""
+    if is_dtensor(parameter):
+        module._hf_quantized_needs_local_tp = True  # type: ignore[assignment]
+        module.__dict__.setdefault(_PLACEHOLDERS, {})[name] = parameter
+
+
+def whole_weight(module: nn.Module, name: str, part: torch.Tensor) -> torch.Tensor:
+    """The weight that the ranks hold parts of. All of them must call this."""
+    placeholder = module.__dict__.get(_PLACEHOLDERS, {}).get(name)
+    return part if placeholder is None else _dtensor_from_local_like(part, placeholder).full_tensor()
+
+
+def plain_tensors(folder: Path, device_map: Mapping[str, Any] | None, files: ExitStack) -> dict[str, Any]:
+    """What stands for a compressed checkpoint's tensors until they are read, by their original names.
+
+    Raises:
+        FormatError, DigestError: damaged files.
+    """
+    checkpoint = Checkpoint.open(folder)
+    device = next(iter((device_map or {"": "cpu"}).values()))
+    opened = {file.path: files.enter_context(safe_open(file.path, "pt")) for file in checkpoint.files}
+    for entry in checkpoint:
+        entry.check()
+    return {
+        entry.name: _Slice(entry, device) if entry.is_packed else opened[entry.file.path].get_slice(entry.name)
+        for entry in checkpoint
+    }
+
+
+class _Slice:
+    """A packed tensor, as transformers sees tensors of safetensors files: it asks for all or for a part of it."""
+
+    def __init__(self, entry: Entry, device: Any) -> None:
+        self.entry, self.device = entry, device
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """Decoded on the rank's device; a part keeps no more memory than it takes."""
+        weight = decode(self.entry.packed(), self.device)
+        return weight if index is Ellipsis else weight[index].clone(memory_format=torch.contiguous_format)
+
+    def get_shape(self) -> list[int]:
+        return list(self.entry.shape)
+
+    def get_dtype(self) -> str:
+        return self.entry.dtype
