@@ -240,6 +240,7 @@ class SamebitsQuantizer(HfQuantizer):  # type: ignore[misc]
     def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
         """The dtype is a name if it comes from a config that was saved."""
         decompress(model)
+        parallel.restore(model)
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         return model if dtype in (None, torch.bfloat16) else model.to(dtype)
 

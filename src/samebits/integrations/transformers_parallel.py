@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import safe_open
@@ -26,11 +26,13 @@ from torch import nn
 from transformers.distributed.sharding_utils import _dtensor_from_local_like
 from transformers.distributed.utils import is_dtensor
 
-from samebits.api import decode
+from samebits.api import decode, encode
 from samebits.errors import InputError
 from samebits.format.container import Checkpoint, Entry
+from samebits.format.packed import PackedTensor
 from samebits.integrations.transformers_experts import is_experts
 from samebits.nn.convert import Selection
+from samebits.nn.packed_module import PackedModule
 
 MOE_MINIMUM = (5, 23)  # versions of transformers before do not add up what packed experts give on each rank
 _SIZES = ("fsdp_size", "dp_replicate_size", "pp_size", "ep_size", "enable_expert_parallel")  # of DistributedConfig
@@ -135,10 +137,46 @@ def remember(module: nn.Module, name: str, parameter: torch.Tensor | None) -> No
         module.__dict__.setdefault(_PLACEHOLDERS, {})[name] = parameter
 
 
-def whole_weight(module: nn.Module, name: str, part: torch.Tensor) -> torch.Tensor:
-    """The weight that the ranks hold parts of. All of them must call this."""
-    placeholder = module.__dict__.get(_PLACEHOLDERS, {}).get(name)
-    return part if placeholder is None else _dtensor_from_local_like(part, placeholder).full_tensor()
+def restore(model: nn.Module) -> None:
+    """Where a part is plain again, make it what transformers made of it at first: a DTensor."""
+    for module in model.modules():
+        for name, placeholder in module.__dict__.get(_PLACEHOLDERS, {}).items():
+            part = module._parameters.get(name)
+            if part is not None and not is_dtensor(part):
+                whole = _dtensor_from_local_like(part.detach(), placeholder)
+                module._parameters[name] = nn.Parameter(whole, part.requires_grad)
+
+
+def gather(model: nn.Module, keep: bool) -> dict[str, torch.Tensor | PackedTensor]:
+    """What the ranks hold parts of, put together: by parameter, on the CPU, packed where the parts are.
+
+    All ranks must call this, as they exchange their parts, one parameter at a time.
+
+    Args:
+        keep: whether this rank is to get the result; others get nothing.
+    """
+    result: dict[str, torch.Tensor | PackedTensor] = {}
+    tied: dict[int, torch.Tensor] = {}
+    for path, module in model.named_modules():
+        placeholders = module.__dict__.get(_PLACEHOLDERS, {})
+        for name in sorted({*placeholders, *module._parameters}):
+            full_name, part = f"{path}.{name}" if path else name, module._parameters.get(name)
+            if is_dtensor(part):
+                tied[id(part)] = tied[id(part)] if id(part) in tied else _whole(part).to("cpu" if keep else "meta")
+                result[full_name] = tied[id(part)]
+            elif part is None and name in placeholders:
+                weight = _whole(_dtensor_from_local_like(cast(PackedModule, module).sb_decode(name), placeholders[name]))
+                result[full_name] = _packed(weight).to("cpu") if keep else weight.to("meta")
+    return result if keep else {}
+
+
+def _whole(part: Any) -> torch.Tensor:
+    return cast(torch.Tensor, part.detach().full_tensor())
+
+
+def _packed(weight: torch.Tensor) -> torch.Tensor | PackedTensor:
+    packed = encode(weight)
+    return weight if packed.is_raw else packed
 
 
 def plain_tensors(folder: Path, device_map: Mapping[str, Any] | None, files: ExitStack) -> dict[str, Any]:
