@@ -119,6 +119,7 @@ class SamebitsQuantizer(HfQuantizer):  # type: ignore[misc]
         reads_parts: whether the files are compressed and each rank is to load its own part of what they stand for.
     """
 
+    pre_quantized: bool
     requires_calibration = False
     is_trainable = True  # adapters on top
     is_compileable = True

@@ -2,8 +2,9 @@
 
 Their config.json has a dfloat11_config and no quantization_config, and their files are named after units. So two
 functions of transformers are wrapped: the one that chooses a quantizer chooses samebits' and names a file that exists,
-and the one that reads the files gets tensors with the original names, each decoded when its turn comes (also of a compressed
-folder that is to be split over devices: see transformers_parallel). Both act as before on all other checkpoints. A model loaded so is like any that was packed while loading.
+and the one that reads the files gets tensors with the original names, each decoded when its turn comes. Both act as
+before on all other checkpoints, but for compressed ones that are to be split over devices (transformers_parallel). A
+model loaded so is like any that was packed while loading.
 """
 
 from __future__ import annotations

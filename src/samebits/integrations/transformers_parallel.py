@@ -55,10 +55,10 @@ def is_split(config: Any) -> bool:
     return (distributed.tp_size or 1) > 1
 
 
-def local(parameter: nn.Parameter) -> nn.Parameter:
+def local(parameter: Any) -> nn.Parameter:
     """This rank's part, if the parameter is split."""
     if not is_dtensor(parameter):
-        return parameter
+        return cast(nn.Parameter, parameter)
     return nn.Parameter(parameter.detach().to_local(), parameter.requires_grad)
 
 
@@ -96,7 +96,9 @@ def select(model: Any, selection: Selection) -> SplitSelection:
 
 
 def _can_be_split(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or is_experts(type(module))
+    return isinstance(module, nn.Linear) or is_experts(
+        module.sb_base if isinstance(module, PackedModule) else type(module)
+    )
 
 
 def bind_late(model: Any) -> None:
@@ -165,7 +167,9 @@ def gather(model: nn.Module, keep: bool) -> dict[str, torch.Tensor | PackedTenso
                 tied[id(part)] = tied[id(part)] if id(part) in tied else _whole(part).to("cpu" if keep else "meta")
                 result[full_name] = tied[id(part)]
             elif part is None and name in placeholders:
-                weight = _whole(_dtensor_from_local_like(cast(PackedModule, module).sb_decode(name), placeholders[name]))
+                weight = _whole(
+                    _dtensor_from_local_like(cast(PackedModule, module).sb_decode(name), placeholders[name])
+                )
                 result[full_name] = _packed(weight).to("cpu") if keep else weight.to("meta")
     return result if keep else {}
 

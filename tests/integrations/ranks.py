@@ -1,0 +1,69 @@
+"""One rank of a model that transformers splits (test_parallel.py): what it computes and holds, kept in a file.
+
+    torchrun --nproc-per-node 2 tests/integrations/ranks.py FOLDER NAME...
+
+FOLDER has for each NAME of models.ARCHITECTURES the folders NAME/plain and NAME/packed; NAME/saved is written. What a
+rank found goes to FOLDER/<rank>.pt: by name and source, logits, tokens, and the words and bytes of each packed weight.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.distributed import DistributedConfig
+
+import samebits
+from samebits.nn.packed_module import packed_parameters
+from tests.integrations.models import ARCHITECTURES, MIN_WEIGHTS, VOCABULARY, outputs
+
+RANKS = 2
+
+
+def load(name: str, folder: Path, **options: Any) -> Any:
+    model_class = getattr(transformers, ARCHITECTURES[name][0])
+    return model_class.from_pretrained(folder, distributed_config=DistributedConfig(tp_size=RANKS), **options)
+
+
+def found(model: Any) -> dict[str, Any]:
+    """What there is to compare of one model."""
+    device = next(model.parameters()).device
+    tokens = torch.randint(3, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(1)).to(device)
+    logits, continuation = outputs(model, tokens)
+    packed = {
+        f"{name}": (module.sb_recipes[leaf].shape, sum(stored.nbytes for stored in module.sb_data(leaf)))
+        for name, module, leaf in packed_parameters(model)
+    }
+    with_gradients = model(tokens).logits.detach()
+    return {
+        "logits": logits.cpu(), "tokens": continuation.cpu(), "with_gradients": with_gradients.cpu(), "packed": packed,
+    }  # fmt: skip
+
+
+def run(folder: Path, name: str) -> dict[str, Any]:
+    result = {"plain": found(load(name, folder / "plain"))}
+    config = samebits.SamebitsConfig(min_weights=MIN_WEIGHTS)
+    result["while loading"] = found(load(name, folder / "plain", quantization_config=config))
+    model = load(name, folder / "packed")
+    result["from a folder"] = found(model)
+    model.save_pretrained(folder / "saved")
+    model.dequantize()
+    result["dequantized"] = found(model)
+    return result
+
+
+def main() -> None:
+    folder, names = Path(sys.argv[1]), sys.argv[2:]
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    result = {name: run(folder / name, name) for name in names}
+    torch.save(result, folder / f"{os.environ['RANK']}.pt")
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

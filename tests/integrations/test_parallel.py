@@ -1,0 +1,110 @@
+"""Tensor parallelism: ranks hold packed parts of the weights, and compute what ranks with plain parts compute."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import samebits
+from samebits.errors import InputError
+from samebits.integrations import transformers_parallel as parallel
+from tests.integrations import ranks
+from tests.integrations.models import Reference, assert_same_bits, assert_same_checkpoint, compress_folder
+
+NAMES = ["llama", "llama-tied", "qwen3"]
+NAMES += ["mixtral"] if parallel._transformers() >= parallel.MOE_MINIMUM else []
+SOURCES = ["while loading", "from a folder"]
+
+
+def launch(references: Any, folder: Path, device: str) -> list[dict[str, Any]]:
+    """What each rank found."""
+    for name in NAMES:
+        (folder / name).mkdir()
+        (folder / name / "plain").symlink_to(references(name).folder, target_is_directory=True)
+        compress_folder(references(name).folder, folder / name / "packed")
+    root = Path(__file__).resolve().parents[2]
+    environment = {**os.environ, "PYTHONPATH": f"{root / 'src'}{os.pathsep}{root}", "OMP_NUM_THREADS": "1"}
+    if device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks.RANKS}"]
+    done = subprocess.run(
+        [*command, ranks.__file__, str(folder), *NAMES], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return [torch.load(folder / f"{rank}.pt") for rank in range(ranks.RANKS)]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(torch.cuda.device_count() < ranks.RANKS, reason="needs two GPUs"),
+            ],
+        ),
+    ],
+)
+def launched(request: pytest.FixtureRequest, references, tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
+    """The folder, and what each rank found."""
+    folder = tmp_path_factory.mktemp("ranks")
+    return folder, launch(references, folder, request.param)
+
+
+@pytest.mark.parametrize("source", [*SOURCES, "dequantized"])
+@pytest.mark.parametrize("name", NAMES)
+def test_same_bits_on_every_rank(launched, name: str, source: str) -> None:
+    for found in launched[1]:
+        expected, result = found[name]["plain"], found[name][source]
+        assert_same_bits(result["logits"], expected["logits"])
+        assert_same_bits(result["with_gradients"], expected["with_gradients"])
+        assert result["tokens"].tolist() == expected["tokens"].tolist()
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("name", NAMES)
+def test_each_rank_holds_a_packed_half(launched, references, name: str, source: str) -> None:
+    model = references(name).model
+    layers = {path for path, _ in model.named_parameters() if "_proj" in path and "norm" not in path}
+    matrices = {path for path in layers if model.get_parameter(path).dim() > 1}
+    for found in launched[1]:
+        packed = found[name][source]["packed"]
+        assert matrices <= packed.keys()
+        for path in matrices:
+            shape, nbytes = packed[path]
+            words = model.get_parameter(path).numel()
+            assert 2 * torch.Size(shape).numel() == words
+            assert nbytes < 0.8 * words  # of 2 bytes each, half of them
+        assert not found[name]["plain"]["packed"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_saved_whole(launched, references, name: str) -> None:
+    saved, plain = launched[0] / name / "saved", references(name)
+    assert_same_checkpoint(saved, plain.folder)
+    model = plain.load(saved)
+    assert samebits.nn.packed_module.PackedModule in type(model.model.layers[0].self_attn.q_proj).__mro__
+    plain.assert_same(model)
+
+
+@pytest.mark.parametrize("option", ["fsdp_size", "pp_size", "ep_size", "dp_replicate_size", "enable_expert_parallel"])
+def test_other_kinds_of_parallelism_are_refused(llama: Reference, llama_folder: Path, option: str) -> None:
+    config = llama.model_class.config_class.from_pretrained(llama_folder)
+    config.distributed_config = SimpleNamespace(tp_size=2, **{option: 2})
+    with pytest.raises(InputError, match=f"cannot be split over devices by {option}"):
+        llama.load(llama_folder, config=config)
+
+
+def test_experts_are_refused_where_they_would_be_wrong(references, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "_transformers", lambda: (5, 17))
+    with pytest.raises(InputError, match=r"experts cannot be split over devices before transformers 5\.23"):
+        parallel.bind_late(references("mixtral").model)
