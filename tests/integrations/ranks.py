@@ -4,11 +4,13 @@
 
 FOLDER has for each NAME of models.ARCHITECTURES the folders NAME/plain and NAME/packed; NAME/saved is written. What a
 rank found goes to FOLDER/<rank>.pt: by name and source, logits, tokens, and the words and bytes of each packed weight.
+In the end examples/tensor_parallel.py runs on FOLDER/example.
 """
 
 from __future__ import annotations
 
 import os
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,8 @@ from samebits.nn.packed_module import packed_parameters
 from tests.integrations.models import ARCHITECTURES, MIN_WEIGHTS, VOCABULARY, outputs
 
 RANKS = 2
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "tensor_parallel.py"
+PROMPT = "In the beginning"
 
 
 def load(name: str, folder: Path, **options: Any) -> Any:
@@ -62,7 +66,8 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     result = {name: run(folder / name, name) for name in names}
     torch.save(result, folder / f"{os.environ['RANK']}.pt")
-    torch.distributed.destroy_process_group()
+    sys.argv[1:] = str(folder / "example"), PROMPT
+    runpy.run_path(str(EXAMPLE))
 
 
 if __name__ == "__main__":

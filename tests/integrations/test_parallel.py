@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,33 +13,44 @@ from typing import Any
 import pytest
 import torch
 
-import samebits
 from samebits.errors import InputError
 from samebits.integrations import transformers_parallel as parallel
+from samebits.nn.packed_module import PackedModule
 from tests.integrations import ranks
-from tests.integrations.models import Reference, assert_same_bits, assert_same_checkpoint, compress_folder
+from tests.integrations.models import Reference, assert_same_bits, assert_same_checkpoint, compress_folder, make
 
+ROOT = Path(__file__).resolve().parents[2]
 NAMES = ["llama", "llama-tied", "qwen3"]
 NAMES += ["mixtral"] if parallel._transformers() >= parallel.MOE_MINIMUM else []
 SOURCES = ["while loading", "from a folder"]
 
 
-def launch(references: Any, folder: Path, device: str) -> list[dict[str, Any]]:
-    """What each rank found."""
+@dataclass(frozen=True)
+class Launched:
+    """What torchrun left: a folder, what each rank found, and what all of them printed."""
+
+    folder: Path
+    found: list[dict[str, Any]]
+    printed: str
+
+
+def launch(references: Any, folder: Path, device: str) -> Launched:
     for name in NAMES:
         (folder / name).mkdir()
         (folder / name / "plain").symlink_to(references(name).folder, target_is_directory=True)
         compress_folder(references(name).folder, folder / name / "packed")
-    root = Path(__file__).resolve().parents[2]
-    environment = {**os.environ, "PYTHONPATH": f"{root / 'src'}{os.pathsep}{root}", "OMP_NUM_THREADS": "1"}
+    make("llama", folder / "example", vocab_size=3072)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / "example" / file).symlink_to(ROOT / "examples" / "king-james" / "model" / file)
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
     if device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks.RANKS}"]
     done = subprocess.run(
-        [*command, ranks.__file__, str(folder), *NAMES], env=environment, capture_output=True, text=True, timeout=300
+        [*command, ranks.__file__, folder, *NAMES], env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
-    return [torch.load(folder / f"{rank}.pt") for rank in range(ranks.RANKS)]
+    return Launched(folder, [torch.load(folder / f"{rank}.pt") for rank in range(ranks.RANKS)], done.stdout)
 
 
 @pytest.fixture(
@@ -54,16 +66,14 @@ def launch(references: Any, folder: Path, device: str) -> list[dict[str, Any]]:
         ),
     ],
 )
-def launched(request: pytest.FixtureRequest, references, tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
-    """The folder, and what each rank found."""
-    folder = tmp_path_factory.mktemp("ranks")
-    return folder, launch(references, folder, request.param)
+def launched(request: pytest.FixtureRequest, references, tmp_path_factory) -> Launched:
+    return launch(references, tmp_path_factory.mktemp("ranks"), request.param)
 
 
 @pytest.mark.parametrize("source", [*SOURCES, "dequantized"])
 @pytest.mark.parametrize("name", NAMES)
 def test_same_bits_on_every_rank(launched, name: str, source: str) -> None:
-    for found in launched[1]:
+    for found in launched.found:
         expected, result = found[name]["plain"], found[name][source]
         assert_same_bits(result["logits"], expected["logits"])
         assert_same_bits(result["with_gradients"], expected["with_gradients"])
@@ -76,7 +86,7 @@ def test_each_rank_holds_a_packed_half(launched, references, name: str, source: 
     model = references(name).model
     layers = {path for path, _ in model.named_parameters() if "_proj" in path and "norm" not in path}
     matrices = {path for path in layers if model.get_parameter(path).dim() > 1}
-    for found in launched[1]:
+    for found in launched.found:
         packed = found[name][source]["packed"]
         assert matrices <= packed.keys()
         for path in matrices:
@@ -89,11 +99,15 @@ def test_each_rank_holds_a_packed_half(launched, references, name: str, source: 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_saved_whole(launched, references, name: str) -> None:
-    saved, plain = launched[0] / name / "saved", references(name)
+    saved, plain = launched.folder / name / "saved", references(name)
     assert_same_checkpoint(saved, plain.folder)
     model = plain.load(saved)
-    assert samebits.nn.packed_module.PackedModule in type(model.model.layers[0].self_attn.q_proj).__mro__
+    assert isinstance(model.model.layers[0].self_attn.q_proj, PackedModule)
     plain.assert_same(model)
+
+
+def test_example(launched) -> None:
+    assert launched.printed.startswith(ranks.PROMPT)
 
 
 @pytest.mark.parametrize("option", ["fsdp_size", "pp_size", "ep_size", "dp_replicate_size", "enable_expert_parallel"])
