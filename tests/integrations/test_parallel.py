@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,11 +17,13 @@ import torch
 from samebits.errors import InputError
 from samebits.integrations import transformers_parallel as parallel
 from samebits.nn.packed_module import PackedModule
+from tests.df11.checkpoints import VECTORS
 from tests.integrations import ranks
 from tests.integrations.models import Reference, assert_same_bits, assert_same_checkpoint, compress_folder, make
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = ["llama", "llama-tied", "qwen3"]
+DF11 = "df11"  # a checkpoint in DFloat11's layout
+NAMES = ["llama", "llama-tied", "qwen3", DF11]
 NAMES += ["mixtral"] if parallel._transformers() >= parallel.MOE_MINIMUM else []
 SOURCES = ["while loading", "from a folder"]
 
@@ -34,11 +37,15 @@ class Launched:
     printed: str
 
 
-def launch(references: Any, folder: Path, device: str) -> Launched:
+def launch(originals: Callable[[str], Reference], folder: Path, device: str) -> Launched:
     for name in NAMES:
+        source = originals(name).folder
         (folder / name).mkdir()
-        (folder / name / "plain").symlink_to(references(name).folder, target_is_directory=True)
-        compress_folder(references(name).folder, folder / name / "packed")
+        (folder / name / "plain").symlink_to(source, target_is_directory=True)
+        if name == DF11:
+            (folder / name / "packed").symlink_to(VECTORS / "tiny-llama", target_is_directory=True)
+        else:
+            compress_folder(source, folder / name / "packed")
     make("llama", folder / "example", vocab_size=3072)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (folder / "example" / file).symlink_to(ROOT / "examples" / "king-james" / "model" / file)
@@ -51,6 +58,12 @@ def launch(references: Any, folder: Path, device: str) -> Launched:
     )
     assert done.returncode == 0, done.stderr
     return Launched(folder, [torch.load(folder / f"{rank}.pt") for rank in range(ranks.RANKS)], done.stdout)
+
+
+@pytest.fixture(scope="module")
+def originals(references, plain: Reference) -> Callable[[str], Reference]:
+    """The uncompressed models by name."""
+    return lambda name: plain if name == DF11 else references(name)
 
 
 @pytest.fixture(
@@ -66,8 +79,8 @@ def launch(references: Any, folder: Path, device: str) -> Launched:
         ),
     ],
 )
-def launched(request: pytest.FixtureRequest, references, tmp_path_factory) -> Launched:
-    return launch(references, tmp_path_factory.mktemp("ranks"), request.param)
+def launched(request: pytest.FixtureRequest, originals, tmp_path_factory) -> Launched:
+    return launch(originals, tmp_path_factory.mktemp("ranks"), request.param)
 
 
 @pytest.mark.parametrize("source", [*SOURCES, "dequantized"])
@@ -82,8 +95,8 @@ def test_same_bits_on_every_rank(launched, name: str, source: str) -> None:
 
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("name", NAMES)
-def test_each_rank_holds_a_packed_half(launched, references, name: str, source: str) -> None:
-    model = references(name).model
+def test_each_rank_holds_a_packed_half(launched, originals, name: str, source: str) -> None:
+    model = originals(name).model
     layers = {path for path, _ in model.named_parameters() if "_proj" in path and "norm" not in path}
     matrices = {path for path in layers if model.get_parameter(path).dim() > 1}
     for found in launched.found:
@@ -98,8 +111,8 @@ def test_each_rank_holds_a_packed_half(launched, references, name: str, source: 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_saved_whole(launched, references, name: str) -> None:
-    saved, plain = launched.folder / name / "saved", references(name)
+def test_saved_whole(launched, originals, name: str) -> None:
+    saved, plain = launched.folder / name / "saved", originals(name)
     assert_same_checkpoint(saved, plain.folder)
     model = plain.load(saved)
     assert isinstance(model.model.layers[0].self_attn.q_proj, PackedModule)

@@ -97,12 +97,15 @@ def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
         for option in ("variant", "distributed_checkpoint"):
             if call.arguments.get(option):
                 raise InputError(f"a compressed model cannot be saved with {option}", mend="save it without")
-        push = call.arguments.pop("push_to_hub", False)
-        destination = Path(save_directory)
-        destination.mkdir(parents=True, exist_ok=True)
-        is_split, writes = parallel.is_split(self.config), call.arguments.get("is_main_process", True)
+        push, writes = call.arguments.pop("push_to_hub", False), call.arguments.get("is_main_process", True)
+        is_split = parallel.is_split(self.config)
+        if is_split and push:
+            mend = "save it, then upload the folder from one process"
+            raise InputError("a compressed model that is split over devices cannot be pushed", mend=mend)
         if is_split:
             writes = self.should_save_on_this_rank(writes)
+        destination = Path(save_directory)
+        destination.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=".samebits-", dir=destination) as staging:
             call.arguments["save_directory"] = staging
             original(*call.args, **call.kwargs)
