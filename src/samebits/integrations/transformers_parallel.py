@@ -35,7 +35,8 @@ from samebits.nn.convert import Selection
 from samebits.nn.packed_module import PackedModule
 
 MOE_MINIMUM = (5, 23)  # versions of transformers before do not add up what packed experts give on each rank
-_SIZES = ("fsdp_size", "dp_replicate_size", "pp_size", "ep_size", "enable_expert_parallel")  # of DistributedConfig
+# Other kinds of parallelism in DistributedConfig, and the least value that asks for them.
+_OTHERS = {"fsdp_size": 2, "dp_replicate_size": 2, "pp_size": 2, "ep_size": 2, "enable_expert_parallel": True}
 _PLACEHOLDERS = "sb_placeholders"  # of a module: by parameter, the DTensor without bytes that its packed part replaced
 
 
@@ -48,8 +49,8 @@ def is_split(config: Any) -> bool:
     distributed = getattr(config, "distributed_config", None)
     if distributed is None:
         return False
-    for name in _SIZES:
-        if int(getattr(distributed, name, None) or 0) > 1 or getattr(distributed, name, None) is True:
+    for name, least in _OTHERS.items():
+        if (getattr(distributed, name, None) or 0) >= least:
             mend = "pass tp_size alone, or load the uncompressed model"
             raise InputError(f"compressed weights cannot be split over devices by {name}", mend=mend)
     return (distributed.tp_size or 1) > 1
@@ -96,9 +97,9 @@ def select(model: Any, selection: Selection) -> SplitSelection:
 
 
 def _can_be_split(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or is_experts(
-        module.sb_base if isinstance(module, PackedModule) else type(module)
-    )
+    """Whether it computes with plain parts of its weights; packed already or not."""
+    base = module.sb_base if isinstance(module, PackedModule) else type(module)
+    return issubclass(base, nn.Linear) or is_experts(base)
 
 
 def bind_late(model: Any) -> None:
@@ -167,9 +168,8 @@ def gather(model: nn.Module, keep: bool) -> dict[str, torch.Tensor | PackedTenso
                 tied[id(part)] = tied[id(part)] if id(part) in tied else _whole(part).to("cpu" if keep else "meta")
                 result[full_name] = tied[id(part)]
             elif part is None and name in placeholders:
-                weight = _whole(
-                    _dtensor_from_local_like(cast(PackedModule, module).sb_decode(name), placeholders[name])
-                )
+                decoded = cast(PackedModule, module).sb_decode(name)
+                weight = _whole(_dtensor_from_local_like(decoded, placeholders[name]))
                 result[full_name] = _packed(weight).to("cpu") if keep else weight.to("meta")
     return result if keep else {}
 
