@@ -212,13 +212,6 @@ def test_options_of_saving_that_do_not_apply(llama: Reference, llama_folder: Pat
         llama.load(llama_folder).save_pretrained(llama_folder / "again", **option)
 
 
-def test_tensor_parallel_is_refused(llama: Reference, llama_folder: Path) -> None:
-    config = llama.model_class.config_class.from_pretrained(llama_folder)
-    config.distributed_config = object()
-    with pytest.raises(InputError, match="cannot be split over devices"):
-        llama.load(llama_folder, config=config)
-
-
 def test_kernel_failure_while_loading_is_reported(
     llama: Reference, config: samebits.SamebitsConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

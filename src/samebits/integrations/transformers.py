@@ -28,6 +28,7 @@ except ImportError as error:
 from samebits.format.folder import INDEX_SUFFIX, KEY, STEM, VERSION, Folder, check_version
 from samebits.format.packed import PackedTensor
 from samebits.format.safetensors_file import SUFFIX
+from samebits.integrations import transformers_parallel as parallel
 from samebits.integrations.transformers_load import check_dtypes, dtype_in_model, find_parameter, prepare
 from samebits.nn.convert import MIN_WEIGHTS, Report, Selection, decompress, encode_parameter, report
 from samebits.nn.packed_module import pack, packed_parameters, whole
@@ -115,8 +116,10 @@ class SamebitsQuantizer(HfQuantizer):  # type: ignore[misc]
 
     Attributes:
         report: what was packed while loading.
+        reads_parts: whether the files are compressed and each rank is to load its own part of what they stand for.
     """
 
+    pre_quantized: bool
     requires_calibration = False
     is_trainable = True  # adapters on top
     is_compileable = True
@@ -124,8 +127,10 @@ class SamebitsQuantizer(HfQuantizer):  # type: ignore[misc]
     def __init__(self, quantization_config: SamebitsConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self.report = Report()
+        self.reads_parts = False
         self._model: Any = None  # only while loading
         self._files: list[str] = []
+        self._selection: Selection = quantization_config.selection
         self._settled: set[str] = set()
         self._failure: SamebitsError | None = None
 
@@ -136,7 +141,7 @@ class SamebitsQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def update_attn_implementation(self, config: Any) -> Any:
         """Called early from 5.18 on; up to 5.20 update_tp_plan is."""
-        refuse_splitting(config)
+        parallel.is_split(config)
         if self.pre_quantized:
             config.transformers_weights = _weights_file()
         return config
@@ -147,7 +152,7 @@ class SamebitsQuantizer(HfQuantizer):  # type: ignore[misc]
         return config
 
     def update_parallel_plan(self, model: Any, plan: Any) -> None:
-        """Nothing is split."""
+        """It is that of the plain model."""
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
         if dtype != torch.bfloat16 and dtype.is_floating_point:
@@ -161,9 +166,15 @@ class SamebitsQuantizer(HfQuantizer):  # type: ignore[misc]
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
         self._model, self._files = model, checkpoint_files or []
+        if parallel.is_split(model.config):
+            parallel.bind_late(model)
+            self._selection = parallel.select(model, self._selection)
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> list[Any]:
         model = self._model if model is None else model
+        if self.pre_quantized and parallel.is_split(model.config):
+            self.reads_parts, self.pre_quantized = True, False
+            return weight_conversions
         if self.pre_quantized:
             return prepare(model, weight_conversions, [Path(file) for file in self._files])
         check_dtypes(model, weight_conversions, self._files, self.selects)
@@ -176,7 +187,7 @@ class SamebitsQuantizer(HfQuantizer):  # type: ignore[misc]
         found = find_parameter(model, name)
         if found is None or dtype_in_model(model, name, found[2]) != torch.bfloat16:
             return False
-        return self.quantization_config.selection.reason_against(found[0], found[1], name) is None
+        return self._selection.reason_against(found[0], found[1], name) is None
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         return not self.pre_quantized and param_name not in self._settled and self.selects(model, param_name)
@@ -202,9 +213,9 @@ class SamebitsQuantizer(HfQuantizer):  # type: ignore[misc]
         return result
 
     def _encode(self, model: Any, name: str, weight: torch.Tensor) -> PackedTensor | None:
-        selected = self.selects(model, name) and model.get_parameter(name).shape == weight.shape
+        found = find_parameter(model, name) if self.selects(model, name) else None
         self._settled.add(name)  # from here on transformers is to check it
-        return encode_parameter(weight, name) if selected else None
+        return encode_parameter(weight, name) if found and found[2].shape == weight.shape else None
 
     def fail(self, error: SamebitsError) -> None:
         """transformers would hide an error that is raised while it converts weights."""
@@ -217,7 +228,8 @@ class SamebitsQuantizer(HfQuantizer):  # type: ignore[misc]
         if self._failure:
             raise self._failure
         compute_as_plain(model)
-        self.report = report(model, self.quantization_config.selection)
+        parallel.unbind(model)
+        self.report = report(model, self._selection)
         align(model)
         return model
 
@@ -229,18 +241,9 @@ class SamebitsQuantizer(HfQuantizer):  # type: ignore[misc]
     def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
         """The dtype is a name if it comes from a config that was saved."""
         decompress(model)
+        parallel.restore(model)
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         return model if dtype in (None, torch.bfloat16) else model.to(dtype)
-
-
-def refuse_splitting(config: Any) -> None:
-    """
-    Raises:
-        InputError: ``config`` asks for matrices in parts on several devices.
-    """
-    if getattr(config, "distributed_config", None) is not None:
-        mend = "use device_map='auto', or load the uncompressed model"
-        raise InputError("compressed weights cannot be split over devices yet", mend=mend)
 
 
 class _Pack(ConversionOps):  # type: ignore[misc]
@@ -263,6 +266,7 @@ def _pack_without_bytes(model: Any, name: str, packed: PackedTensor) -> str:
     """Make a parameter a packed one, still on the meta device; the name under which its bytes belong."""
     module, leaf, parameter = cast("tuple[torch.nn.Module, str, torch.nn.Parameter]", find_parameter(model, name))
     recipe = whole(packed, leaf, parameter)
+    parallel.remember(module, leaf, module._parameters[leaf])
     pack(module, leaf, recipe, [packed.data.to("meta")])
     return name.removesuffix(leaf) + recipe.slots[0]
 

@@ -3,7 +3,8 @@
 Their config.json has a dfloat11_config and no quantization_config, and their files are named after units. So two
 functions of transformers are wrapped: the one that chooses a quantizer chooses samebits' and names a file that exists,
 and the one that reads the files gets tensors with the original names, each decoded when its turn comes. Both act as
-before on all other checkpoints. A model loaded so is like any that was packed while loading.
+before on all other checkpoints, but for compressed ones that are to be split over devices (transformers_parallel). A
+model loaded so is like any that was packed while loading.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from samebits.df11.config import KEY, Df11Config
 from samebits.errors import InputError, SamebitsError
 from samebits.format.safetensors_file import SUFFIX
 from samebits.integrations.model_shapes import shapes_in
-from samebits.integrations.transformers import SamebitsConfig, loading
+from samebits.integrations.transformers import SamebitsConfig, SamebitsQuantizer, loading
 from samebits.integrations.transformers_layout import KEEP_FORMAT, LayoutConfig, LayoutQuantizer
+from samebits.integrations.transformers_parallel import plain_tensors
 
 _HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "token", "revision")
 _FILE = "transformers_weights"  # of a config: the file to load
@@ -96,20 +98,20 @@ def _reading(original: Callable[..., Any]) -> Callable[..., Any]:
     def _load_pretrained_model(
         model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """The config forgets what the model no longer is."""
-        if isinstance(load_config.hf_quantizer, LayoutQuantizer):
-            vars(model.config).pop(_FILE, None)
-            with ExitStack() as files:
-                tensors = load_config.hf_quantizer.tensors(load_config.device_map, files)
-                return original(model, tensors, checkpoint_files, load_config, *args, **kwargs)
-        if not hasattr(model.config, KEY) or getattr(load_config.hf_quantizer, "pre_quantized", False):
-            return original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+        """Of a DFloat11 checkpoint, the config forgets what the model no longer is."""
+        quantizer = load_config.hf_quantizer
+        folder = Path(checkpoint_files[0]).parent if checkpoint_files else Path()
         with ExitStack() as files:
-            folder = Path(checkpoint_files[0]).parent
-            tensors = _tensors(model, folder, load_config.weight_mapping or (), files)
-            for name in (KEY, _FILE):
-                vars(model.config).pop(name, None)
-            return original(model, tensors, checkpoint_files, load_config, *args, **kwargs)
+            if isinstance(quantizer, LayoutQuantizer):
+                vars(model.config).pop(_FILE, None)
+                state_dict = quantizer.tensors(load_config.device_map, files)
+            elif isinstance(quantizer, SamebitsQuantizer) and quantizer.reads_parts:
+                state_dict = plain_tensors(folder, load_config.device_map, files)
+            elif hasattr(model.config, KEY) and not getattr(quantizer, "pre_quantized", False):
+                state_dict = _tensors(model, folder, load_config.weight_mapping or (), files)
+                for name in (KEY, _FILE):
+                    vars(model.config).pop(name, None)
+            return original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
 
     return _load_pretrained_model
 

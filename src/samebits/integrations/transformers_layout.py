@@ -24,7 +24,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from samebits.df11.checkpoint import StoredUnit, UnitEntry, open_checkpoint
 from samebits.errors import InputError, SamebitsError
 from samebits.integrations.model_shapes import shapes_in
-from samebits.integrations.transformers import SamebitsQuantizer, compute_as_plain, refuse_splitting
+from samebits.integrations.transformers import SamebitsQuantizer, compute_as_plain
 from samebits.integrations.transformers_names import Names
 from samebits.nn.df11 import DecodingMemory, attach_unit, share_unit
 
@@ -58,7 +58,8 @@ class LayoutQuantizer(HfQuantizer):  # type: ignore[misc]
     update_dtype = SamebitsQuantizer.update_dtype
 
     def update_attn_implementation(self, config: Any) -> Any:
-        refuse_splitting(config)
+        if getattr(config, "distributed_config", None) is not None:
+            raise InputError("a model that keeps its format cannot be split over devices", mend=_MEND)
         return config
 
     update_tp_plan = update_attn_implementation

@@ -22,6 +22,7 @@ from samebits.format.container import Checkpoint, Entry
 from samebits.format.names import stored_name
 from samebits.format.safetensors_file import FLOATS
 from samebits.integrations.transformers_names import Claims, DecodingConverter, Names, arrange
+from samebits.integrations.transformers_parallel import local
 from samebits.nn.convert import Selection
 from samebits.nn.packed_module import pack, slot_name
 from samebits.nn.recipe import Piece, Recipe
@@ -126,14 +127,17 @@ class _Preparation:
 
 
 def find_parameter(model: Any, name: str) -> tuple[nn.Module, str, nn.Parameter] | None:
-    """The module that owns the parameter ``name``, its name there, and itself; None if there is no such parameter."""
+    """The module that owns the parameter ``name``, its name there, and itself; None if there is no such parameter.
+
+    Of a parameter that is split over devices it is this rank's part.
+    """
     path, _, leaf = name.rpartition(".")
     try:
         module: nn.Module = model.get_submodule(path)
     except AttributeError:
         return None
     parameter = module._parameters.get(leaf)
-    return None if parameter is None else (module, leaf, parameter)
+    return None if parameter is None else (module, leaf, local(parameter))
 
 
 def dtype_in_model(model: Any, name: str, parameter: torch.Tensor) -> torch.dtype:

@@ -16,6 +16,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 
 from samebits.errors import InputError, SamebitsError
 from samebits.integrations import transformers_df11
+from samebits.integrations import transformers_parallel as parallel
 from samebits.integrations.transformers import SamebitsConfig, SamebitsQuantizer, loading
 from samebits.integrations.transformers_layout import KEEP_FORMAT
 from samebits.integrations.transformers_state import checkpoint_tensors
@@ -97,6 +98,7 @@ def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def save_pretrained(self: Any, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
         """transformers writes all but the weights, into a folder of its own; then everything moves."""
+        parallel.restore(self)
         if getattr(self, "_hf_peft_config_loaded", False) or not _is_compressed(self):
             original(self, save_directory, *args, **kwargs)
             return
@@ -104,18 +106,27 @@ def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
         for option in ("variant", "distributed_checkpoint"):
             if call.arguments.get(option):
                 raise InputError(f"a compressed model cannot be saved with {option}", mend="save it without")
-        push = call.arguments.pop("push_to_hub", False)
+        push, writes = call.arguments.pop("push_to_hub", False), call.arguments.get("is_main_process", True)
+        is_split = parallel.is_split(self.config)
+        if is_split and push:
+            mend = "save it, then upload the folder from one process"
+            raise InputError("a compressed model that is split over devices cannot be pushed", mend=mend)
+        if is_split:
+            writes = self.should_save_on_this_rank(writes)
         destination = Path(save_directory)
         destination.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=".samebits-", dir=destination) as staging:
             call.arguments["save_directory"] = staging
             original(*call.args, **call.kwargs)
-            if call.arguments.get("is_main_process", True):
+            gathered = parallel.gather(self, writes) if is_split else {}
+            if writes:
                 call.apply_defaults()
                 (Path(staging) / SAFE_WEIGHTS_NAME).unlink(missing_ok=True)  # an empty one
-                tensors = checkpoint_tensors(self, self.hf_quantizer.quantization_config.min_weights)
+                tensors = checkpoint_tensors(self, self.hf_quantizer.quantization_config.min_weights, gathered)
                 write_weights(tensors, Path(staging), call.arguments["max_shard_size"])
                 publish(Path(staging), destination)
+        if is_split:
+            self.barrier_after_gathered_checkpoint_save(self.config.distributed_config)
         if push:
             options = call.arguments.get("kwargs", {})
             self.push_to_hub(options.pop("repo_id", destination.name), **options)

@@ -25,15 +25,19 @@ from samebits.nn.packed_module import PackedModule
 Tensors = dict[str, torch.Tensor]
 
 
-def checkpoint_tensors(model: Any, min_weights: int) -> Tensors:
+def checkpoint_tensors(
+    model: Any, min_weights: int, gathered: Mapping[str, torch.Tensor | PackedTensor] | None = None
+) -> Tensors:
     """A compressed model's tensors as a file holds them, tied ones once, by the names of the original checkpoint.
 
     Args:
         min_weights: smaller tensors stay unpacked where a parameter is turned back into several of the checkpoint's.
+        gathered: parameters that the model holds only a part of (transformers_parallel).
     """
     state = {name: _loaded(model, name, tensor) for name, tensor in model.state_dict().items()}
     result = _take_pieces(model, state)
     headers = _under_original_names(model, state)
+    _put_whole(state, headers, gathered or {})
     state = remove_tied_weights_from_state_dict(state, model)
     for name in model._keys_to_ignore_on_save or ():
         state.pop(name, None)
@@ -76,6 +80,16 @@ def _under_original_names(model: Any, state: Tensors) -> dict[str, Header]:
                 state[path + leaf] = state.pop(path + piece.slot)
                 headers[path + leaf] = piece.header
     return headers
+
+
+def _put_whole(state: Tensors, headers: dict[str, Header], gathered: Mapping[str, torch.Tensor | PackedTensor]) -> None:
+    """Replace parts by what they are parts of."""
+    for name, whole in gathered.items():
+        headers.pop(name, None)
+        if isinstance(whole, PackedTensor):
+            headers[name], state[name] = whole.header, whole.data
+        else:
+            state[name] = whole
 
 
 def _by_conversion(model: Any, state: Tensors) -> tuple[list[str], list[list[str]]]:

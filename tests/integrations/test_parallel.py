@@ -1,0 +1,151 @@
+"""Tensor parallelism: ranks hold packed parts of the weights, and compute what ranks with plain parts compute."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from samebits.errors import InputError
+from samebits.integrations import transformers_parallel as parallel
+from samebits.nn.packed_module import PackedModule
+from tests.df11.checkpoints import VECTORS
+from tests.integrations import ranks
+from tests.integrations.models import Reference, assert_same_bits, assert_same_checkpoint, compress_folder, make
+
+ROOT = Path(__file__).resolve().parents[2]
+DF11 = "df11"  # a checkpoint in DFloat11's layout
+NAMES = ["llama", "llama-tied", "qwen3", DF11]
+NAMES += ["mixtral"] if parallel._transformers() >= parallel.MOE_MINIMUM else []
+WIDE = "wide"  # on GPUs: large enough for fused products
+SOURCES = ["while loading", "from a folder"]
+
+
+@dataclass(frozen=True)
+class Launched:
+    """What torchrun left: a folder, what each rank found, and what all of them printed."""
+
+    folder: Path
+    found: list[dict[str, Any]]
+    printed: str
+
+
+def launch(originals: Callable[[str], Reference], folder: Path, device: str) -> Launched:
+    names = NAMES if device == "cpu" else [*NAMES, WIDE]
+    for name in names:
+        source = originals(name).folder
+        (folder / name).mkdir()
+        (folder / name / "plain").symlink_to(source, target_is_directory=True)
+        if name == DF11:
+            (folder / name / "packed").symlink_to(VECTORS / "tiny-llama", target_is_directory=True)
+        else:
+            compress_folder(source, folder / name / "packed")
+    make("llama", folder / "example", vocab_size=3072)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / "example" / file).symlink_to(ROOT / "examples" / "king-james" / "model" / file)
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
+    if device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks.RANKS}"]
+    done = subprocess.run(
+        [*command, ranks.__file__, folder, *names], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return Launched(folder, [torch.load(folder / f"{rank}.pt") for rank in range(ranks.RANKS)], done.stdout)
+
+
+@pytest.fixture(scope="module")
+def originals(references, plain: Reference, tmp_path_factory) -> Callable[[str], Reference]:
+    """The uncompressed models by name."""
+
+    def original(name: str) -> Reference:
+        if name == WIDE:
+            sizes = {"hidden_size": 2048, "intermediate_size": 4096, "num_attention_heads": 16}
+            return make("llama", tmp_path_factory.mktemp(name), **sizes)
+        return plain if name == DF11 else references(name)
+
+    return original
+
+
+TWO_GPUS = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < ranks.RANKS, reason="needs two GPUs")]
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=TWO_GPUS)])
+def launched(request: pytest.FixtureRequest, originals, tmp_path_factory) -> Launched:
+    return launch(originals, tmp_path_factory.mktemp("ranks"), request.param)
+
+
+@pytest.mark.parametrize("source", [*SOURCES, "dequantized"])
+@pytest.mark.parametrize("name", NAMES)
+def test_same_bits_on_every_rank(launched, name: str, source: str) -> None:
+    for found in launched.found:
+        expected, result = found[name]["plain"], found[name][source]
+        assert_same_bits(result["logits"], expected["logits"])
+        assert result["tokens"].tolist() == expected["tokens"].tolist()
+
+
+@pytest.mark.parametrize("launched", ["cpu"], indirect=True)
+@pytest.mark.parametrize("name", NAMES)
+def test_same_bits_with_a_graph_for_gradients(launched, name: str) -> None:
+    """transformers takes another way then."""
+    for found in launched.found:
+        for source in SOURCES:
+            assert_same_bits(found[name][source]["with_gradients"], found[name]["plain"]["with_gradients"])
+
+
+@pytest.mark.parametrize("launched", [pytest.param("cuda", marks=TWO_GPUS)], indirect=True)
+@pytest.mark.parametrize("source", SOURCES)
+def test_products_that_may_be_fused(launched, source: str) -> None:
+    test_same_bits_on_every_rank(launched, WIDE, source)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("name", NAMES)
+def test_each_rank_holds_a_packed_half(launched, originals, name: str, source: str) -> None:
+    model = originals(name).model
+    layers = {path for path, _ in model.named_parameters() if "_proj" in path and "norm" not in path}
+    matrices = {path for path in layers if model.get_parameter(path).dim() > 1}
+    for found in launched.found:
+        packed = found[name][source]["packed"]
+        assert matrices <= packed.keys()
+        for path in matrices:
+            shape, nbytes = packed[path]
+            words = model.get_parameter(path).numel()
+            assert 2 * torch.Size(shape).numel() == words
+            assert nbytes < 0.8 * words  # of 2 bytes each, half of them
+        assert not found[name]["plain"]["packed"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_saved_whole(launched, originals, name: str) -> None:
+    saved, plain = launched.folder / name / "saved", originals(name)
+    assert_same_checkpoint(saved, plain.folder)
+    model = plain.load(saved)
+    assert isinstance(model.model.layers[0].self_attn.q_proj, PackedModule)
+    plain.assert_same(model)
+
+
+def test_example(launched) -> None:
+    assert launched.printed.startswith(ranks.PROMPT)
+
+
+@pytest.mark.parametrize("option", ["fsdp_size", "pp_size", "ep_size", "dp_replicate_size", "enable_expert_parallel"])
+def test_other_kinds_of_parallelism_are_refused(llama: Reference, llama_folder: Path, option: str) -> None:
+    config = llama.model_class.config_class.from_pretrained(llama_folder)
+    config.distributed_config = SimpleNamespace(tp_size=2, **{option: 2})
+    with pytest.raises(InputError, match=f"cannot be split over devices by {option}"):
+        llama.load(llama_folder, config=config)
+
+
+def test_experts_are_refused_where_they_would_be_wrong(references, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "_transformers", lambda: (5, 17))
+    with pytest.raises(InputError, match=r"experts cannot be split over devices before transformers 5\.23"):
+        parallel.bind_late(references("mixtral").model)

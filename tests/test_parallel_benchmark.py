@@ -1,0 +1,33 @@
+"""benchmarks/parallel.py in small, on the CPU: the tensor-parallel ranks are two processes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import generate  # noqa: E402
+import parallel  # noqa: E402
+
+SIZES = ["--model", "tiny", "--device", "cpu", "--batches", "2", "--prompt", "8", "--tokens", "3"]
+SETTING = generate.Setting("eager", 2, 8, 3)
+
+
+def test_rows(tmp_path: Path) -> None:
+    generate.build("tiny", "cpu", packed=False).save_pretrained(tmp_path)
+    (whole,) = parallel.work(tmp_path, "auto", [SETTING], "cpu")
+    (divided,) = parallel.run(tmp_path, "tensor", SIZES, "cpu")
+    assert divided["placement"] == "tensor"
+    for row in (whole, divided):
+        assert row["same_tokens"]
+        assert row["same_logits"]
+        assert row["samebits_weights_bytes"] < 0.8 * row["bf16_weights_bytes"]
+    assert divided["bf16_weights_bytes"] < 0.6 * whole["bf16_weights_bytes"]
+
+
+def test_ranks_are_merged() -> None:
+    rows = [{"speed": 1.0, "peak_bytes": 5, "same_tokens": True}, {"speed": 2.0, "peak_bytes": 7, "same_tokens": False}]
+    merged = {"speed": 1.0, "peak_bytes": 7, "same_tokens": False}
+    assert parallel.merge([[row] for row in rows]) == [merged]
