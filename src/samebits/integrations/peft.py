@@ -18,6 +18,7 @@ from peft.utils.other import ModulesToSaveWrapper
 
 from samebits.errors import InputError
 from samebits.nn.convert import decompress
+from samebits.nn.df11 import holds_units
 from samebits.nn.packed_module import packed_parameters
 
 
@@ -36,7 +37,14 @@ def register() -> None:
 def _freezing(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def inject_adapter(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Packed weights are frozen as all others of the base are: decompressed later, they are not trained either."""
+        """Packed weights are frozen as all others of the base are: decompressed later, they are not trained either.
+
+        Raises:
+            InputError: the model keeps DFloat11's layout.
+        """
+        if holds_units(model):
+            mend = "load it without keep_format, and its weights are packed anew"
+            raise InputError("adapters need weights of their own, which DFloat11's layout does not have", mend=mend)
         result = original(self, model, *args, **kwargs)
         for _, module, name in packed_parameters(model):
             module.sb_recipes[name] = replace(module.sb_recipes[name], requires_grad=False)
