@@ -18,6 +18,7 @@ import samebits
 from samebits.errors import InputError
 from samebits.nn import recipe
 from samebits.nn.packed_module import PackedModule
+from tests.df11.checkpoints import VECTORS
 
 MIN_WEIGHTS = 1024
 TOKENS = torch.randint(0, 256, (2, 12), generator=torch.Generator().manual_seed(1))
@@ -193,6 +194,23 @@ def test_initialisations_that_change_the_base_are_refused(initialisation: str, b
     _, packed = pair(base)
     with pytest.raises(InputError, match="a packed weight cannot be changed"):
         adapted(packed, init_lora_weights=initialisation, **OPTIONS["LoRA"])
+
+
+@pytest.mark.parametrize("way", ["get_peft_model", "add_adapter", "from_pretrained"])
+def test_models_that_keep_dfloat11s_layout_are_refused(way: str, base: LlamaForCausalLM, tmp_path: Path) -> None:
+    """They are as they were then."""
+    model = LlamaForCausalLM.from_pretrained(VECTORS / "tiny-llama", keep_format=True)
+    expected = logits(model)
+    with pytest.raises(InputError, match="DFloat11's layout.*load it without keep_format"):
+        if way == "get_peft_model":
+            adapted(model, **OPTIONS["LoRA"])
+        elif way == "add_adapter":
+            model.add_adapter(LoraConfig(r=4, **OPTIONS["LoRA"]))
+        else:
+            adapted(copy.deepcopy(base), **OPTIONS["LoRA"]).save_pretrained(tmp_path)
+            PeftModel.from_pretrained(model, tmp_path)
+    assert not hasattr(model.model.layers[0].self_attn.q_proj, "lora_A")
+    assert_same(logits(model), expected)
 
 
 def test_several_adapters(base: LlamaForCausalLM) -> None:
