@@ -196,19 +196,21 @@ def test_initialisations_that_change_the_base_are_refused(initialisation: str, b
         adapted(packed, init_lora_weights=initialisation, **OPTIONS["LoRA"])
 
 
-@pytest.mark.parametrize("way", ["get_peft_model", "add_adapter", "from_pretrained"])
+WAYS_IN = {
+    "get_peft_model": lambda model, folder: adapted(model, **OPTIONS["LoRA"]),
+    "add_adapter": lambda model, folder: model.add_adapter(LoraConfig(r=4, **OPTIONS["LoRA"])),
+    "from_pretrained": lambda model, folder: PeftModel.from_pretrained(model, folder),
+}
+
+
+@pytest.mark.parametrize("way", WAYS_IN)
 def test_models_that_keep_dfloat11s_layout_are_refused(way: str, base: LlamaForCausalLM, tmp_path: Path) -> None:
     """They are as they were then."""
+    adapted(copy.deepcopy(base), **OPTIONS["LoRA"]).save_pretrained(tmp_path)
     model = LlamaForCausalLM.from_pretrained(VECTORS / "tiny-llama", keep_format=True)
     expected = logits(model)
-    with pytest.raises(InputError, match="DFloat11's layout.*load it without keep_format"):
-        if way == "get_peft_model":
-            adapted(model, **OPTIONS["LoRA"])
-        elif way == "add_adapter":
-            model.add_adapter(LoraConfig(r=4, **OPTIONS["LoRA"]))
-        else:
-            adapted(copy.deepcopy(base), **OPTIONS["LoRA"]).save_pretrained(tmp_path)
-            PeftModel.from_pretrained(model, tmp_path)
+    with pytest.raises(InputError, match=r"DFloat11's layout.*load it without keep_format"):
+        WAYS_IN[way](model, tmp_path)
     assert not hasattr(model.model.layers[0].self_attn.q_proj, "lora_A")
     assert_same(logits(model), expected)
 
