@@ -43,6 +43,16 @@ def with_spread(key: str, count: int) -> Callable[[Row], str]:
     return lambda row: f"{row[key]:.{count}f} ({row[f'{key}_slowest']:.{count}f} to {row[f'{key}_fastest']:.{count}f})"
 
 
+def milliseconds(key: str) -> Callable[[Row], str]:
+    """Of a time in seconds: the median, and from slowest to fastest."""
+    keys = (f"{key}_seconds", f"{key}_seconds_slowest", f"{key}_seconds_fastest")
+    return lambda row: "{:,.0f} ({:,.0f} to {:,.0f})".format(*(1e3 * row[key] for key in keys))
+
+
+def yes(key: str) -> Callable[[Row], str]:
+    return lambda row: "yes" if row[key] else "no"
+
+
 def percent(key: str) -> Callable[[Row], str]:
     return lambda row: "" if row[key] is None else f"{100 * row[key]:.1f} %"
 
@@ -170,6 +180,31 @@ COLUMNS: dict[str, dict[str, Cell]] = {
         "samebits, peak": gigabytes("samebits_peak_bytes"),
         "tokens": verdict("same_tokens"),
     },
+    "diffusion.steps": {
+        "model": "model",
+        "denoises": "input",
+        "way": "way",
+        "BF16, ms": milliseconds("bf16"),
+        "samebits, ms": milliseconds("samebits"),
+        "more time": percent("more_time"),
+        "BF16, peak": gigabytes("bf16_peak_bytes"),
+        "samebits, peak": gigabytes("samebits_peak_bytes"),
+        "less memory": percent("less_memory"),
+        "output": verdict("same_output"),
+    },
+    "training.steps": {
+        "batch": "batch",
+        "tokens": "sequence",
+        "checkpointing": yes("checkpointing"),
+        "BF16, ms": milliseconds("bf16"),
+        "samebits, ms": milliseconds("samebits"),
+        "more time": percent("more_time"),
+        "BF16, peak": gigabytes("bf16_peak_bytes"),
+        "samebits, peak": gigabytes("samebits_peak_bytes"),
+        "less memory": percent("less_memory"),
+        "gradients": verdict("same_gradients"),
+        "trained adapters": verdict("same_adapters"),
+    },
     "harness.harness": {
         "task": "task",
         "samples": "samples",
@@ -198,6 +233,12 @@ added). DFloat11 decodes the seven matrices of a block in one launch, samebits i
 The same model in each form (Llama 3.1 8B's shapes, fewer layers, synthetic weights), generating one token after the
 other; with a static cache, transformers compiles the model:""",
     "df11.decode": "One layer of it decoded, each form by samebits' own kernel:",
+    "diffusion.steps": """\
+One denoising step of diffusion transformers in their real configurations, with synthetic weights, at batch 1; the
+memory is that of the transformer alone, with its activations:""",
+    "training.steps": """\
+A training step of LoRA (PEFT, rank 16, all layers but the head, AdamW) on Llama 3.1 8B's configuration with synthetic
+weights, with torch told to compute deterministically:""",
     "linear.prefill": "All seven products of a decoder layer of Llama 3.1 8B's shapes, one after the other:",
 }
 PLOTS = {

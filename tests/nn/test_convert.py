@@ -167,6 +167,13 @@ def test_compressing_twice_changes_nothing() -> None:
     assert module.embedding.sb_packed is packed
 
 
+def test_compressing_twice_beside_weights_of_another_dtype() -> None:
+    module = nn.Sequential(make("linear")[0], nn.Linear(96, 64))
+    first = samebits.compress(module)
+    assert first.packed.keys() == {"0.weight"}
+    assert samebits.compress(module) == first
+
+
 def test_more_can_be_packed_later() -> None:
     module, call, _ = make("experts")
     expected = call(module)
