@@ -55,6 +55,14 @@ def test_a_copy_keeps_ties_and_shares_nothing_else() -> None:
     assert same_bits(call(module), expected)
 
 
+def test_a_new_module_of_that_class_is_plain() -> None:
+    """As PEFT makes adapters of convolutions."""
+    module = compressed("conv2d")[0]
+    new = type(module)(8, 4, kernel_size=3, bias=False)
+    assert type(new) is nn.Conv2d
+    assert new.weight.shape == (4, 8, 3, 3)
+
+
 def test_one_class_for_all_modules_of_a_kind() -> None:
     first, second = (compressed("linear")[0] for _ in range(2))
     assert type(first) is type(second) is packed_class(nn.Linear, ("weight",))

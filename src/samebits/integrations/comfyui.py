@@ -19,8 +19,9 @@ from torch import nn
 from samebits.api import encode
 from samebits.nn.convert import MIN_WEIGHTS, Report, unpacked
 from samebits.nn.convert import compress as compress_module
-from samebits.nn.packed_module import PackedModule, pack, packed_parameters, register_kind, slot_name, whole
+from samebits.nn.packed_module import PackedModule, pack, register_kind, slot_name, whole
 from samebits.nn.recipe import Piece, Recipe
+from samebits.nn.state import name_as_before
 
 
 class PatchableModule(PackedModule):
@@ -88,18 +89,9 @@ def compress(
     module: nn.Module = model.model.diffusion_model
     others = [name for name, owner, _ in unpacked(module) if not is_layer(type(owner))]
     report = compress_module(module, min_weights=min_weights, include=include, exclude=[*exclude, *others])
-    module.register_state_dict_post_hook(_name_as_before)
+    module.register_state_dict_post_hook(name_as_before)
     model.size = sum(tensor.nbytes for tensor in (*model.model.parameters(), *model.model.buffers()))
     return report
-
-
-def _name_as_before(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Of a state dict: the names of weights stand for these, as before they were packed."""
-    for full_name, owner, name in packed_parameters(module):
-        path = prefix + full_name.removesuffix(name)
-        for slot in owner.sb_recipes[name].slots:
-            state.pop(path + slot, None)
-        state[path + name] = getattr(owner, name)
 
 
 def is_layer(cls: type[nn.Module]) -> bool:

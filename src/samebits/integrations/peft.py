@@ -15,6 +15,7 @@ from typing import Any
 
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
+from torch import nn
 
 from samebits.errors import InputError
 from samebits.nn.convert import decompress
@@ -56,18 +57,22 @@ def _freezing(original: Callable[..., Any]) -> Callable[..., Any]:
 def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def _check_merge_allowed(self: Any) -> None:
-        """PEFT asks this before it merges.
-
-        Raises:
-            InputError: a layer with an adapter is packed.
-        """
+        """PEFT asks this before it merges."""
         original(self)
-        for name, module in self.model.named_modules():
-            if isinstance(module, BaseTunerLayer) and next(packed_parameters(module), None) is not None:
-                mend = "call samebits.decompress on the model first, and samebits.compress after merging"
-                raise InputError("an adapter cannot be merged into a packed weight", where=name, mend=mend)
+        refuse_merging(self.model)
 
     return _check_merge_allowed
+
+
+def refuse_merging(model: nn.Module) -> None:
+    """
+    Raises:
+        InputError: a layer of ``model`` that has an adapter is packed.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer) and next(packed_parameters(module), None) is not None:
+            mend = "call samebits.decompress on the model first, and samebits.compress after merging"
+            raise InputError("an adapter cannot be merged into a packed weight", where=name, mend=mend)
 
 
 def _keeping_merged(original: Callable[..., Any]) -> Callable[..., Any]:
