@@ -97,7 +97,9 @@ def test_adapters_of_other_models(name: str, config: samebits.SamebitsConfig, tm
     reference = make(name, tmp_path / "plain")
     model = reference.load()
     torch.manual_seed(1)
-    model.add_adapter(LoraConfig(r=4, target_modules=["to_q", "to_v", "conv1", "proj_out", "linear"], init_lora_weights=False))
+    model.add_adapter(
+        LoraConfig(r=4, target_modules=["to_q", "to_v", "conv1", "proj_out", "linear"], init_lora_weights=False)
+    )
     model.save_lora_adapter(tmp_path / "lora")
     expected = output(name, model)
     packed = reference.load(quantization_config=config)

@@ -1,8 +1,8 @@
 """PEFT: what its adapters need of a compressed base beyond what packed modules do by themselves.
 
 Adapters call the layers below them, and read weights, as ever. A packed weight cannot be written to, so merging and
-unmerging are refused, before anything has changed. Two things PEFT does to parameters do not reach packed ones:
-freezing, and training a copy of a whole module.
+unmerging are refused, before anything has changed. Three things PEFT does to parameters do not reach packed ones:
+freezing, training a copy of a whole module, and transposing them for DoRA.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from dataclasses import replace
 from functools import wraps
 from typing import Any
 
+import torch
+from peft.tuners.lora import dora
+from peft.tuners.lora.layer import MultiheadAttention
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
@@ -20,6 +23,7 @@ from torch import nn
 from samebits.errors import InputError
 from samebits.nn.convert import decompress
 from samebits.nn.df11 import holds_units
+from samebits.nn.lazy import LazyTensor
 from samebits.nn.packed_module import packed_parameters
 
 
@@ -33,6 +37,8 @@ def register() -> None:
         if "unmerge" in layer.__dict__:
             layer.unmerge = _keeping_merged(layer.unmerge)
     ModulesToSaveWrapper.update = _with_plain_copies(ModulesToSaveWrapper.update)
+    MultiheadAttention.__init__ = _of_plain_modules(MultiheadAttention.__init__)
+    dora.transpose = _also_of_packed(dora.transpose)
 
 
 def _freezing(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -89,6 +95,31 @@ def _keeping_merged(original: Callable[..., Any]) -> Callable[..., Any]:
         original(self)
 
     return unmerge
+
+
+def _of_plain_modules(original: Callable[..., None]) -> Callable[..., None]:
+    @wraps(original)
+    def __init__(self: Any, base_layer: nn.Module, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        """Adapters of torch's attention are merged whenever it runs.
+
+        Raises:
+            InputError: it is packed.
+        """
+        if next(packed_parameters(base_layer), None) is not None:
+            mend = "exclude it from samebits.compress, or call samebits.decompress on it"
+            raise InputError("PEFT cannot put an adapter on a packed nn.MultiheadAttention", mend=mend)
+        original(self, base_layer, *args, **kwargs)
+
+    return __init__
+
+
+def _also_of_packed(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @wraps(original)
+    def transpose(weight: torch.Tensor, fan_in_fan_out: bool) -> torch.Tensor:
+        """A parameter's is a new parameter, with a gradient: what is packed has none."""
+        return weight.T if fan_in_fan_out and isinstance(weight, LazyTensor) else original(weight, fan_in_fan_out)
+
+    return transpose
 
 
 def _subclasses(cls: Any) -> Iterator[Any]:
