@@ -178,6 +178,13 @@ def test_a_new_weight_replaces_the_packed_one() -> None:
     assert list(module.state_dict()) == ["weight", "bias"]
 
 
+def test_what_is_no_parameter_is_not_assigned() -> None:
+    module, call, expected = compressed("linear")
+    with pytest.raises(TypeError, match=r"cannot assign .* as parameter 'weight'"):
+        module.weight = torch.zeros(96, 64)
+    assert same_bits(call(module), expected)
+
+
 def test_a_new_weight_beside_another_packed_one() -> None:
     module, call, _ = compressed("experts")
     module.up = nn.Parameter(torch.zeros_like(module.up))

@@ -130,6 +130,9 @@ class PackedModule(nn.Module):
             super().__setattr__(name, value)
         elif isinstance(value, LazyWeight):
             pack(self, name, value.recipe, value.packed)
+        elif value is not None and not isinstance(value, nn.Parameter):  # as torch refuses it
+            expected = "torch.nn.Parameter or None expected"
+            raise TypeError(f"cannot assign {torch.typename(value)!r} as parameter {name!r} ({expected})")
         else:
             unpack(self, name, None)
             setattr(self, name, value)
