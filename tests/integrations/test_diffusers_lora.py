@@ -40,13 +40,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def pair(folder: Path) -> tuple[DiffusionPipeline, DiffusionPipeline]:
+def pair(folder: Path, device: str = "cpu") -> tuple[DiffusionPipeline, DiffusionPipeline]:
     config = PipelineQuantizationConfig(quant_backend="samebits", quant_kwargs={"min_weights": MIN_WEIGHTS})
-    return load(folder / "plain"), load(folder / "plain", quantization_config=config)
+    return load(folder / "plain").to(device), load(folder / "plain", quantization_config=config).to(device)
 
 
-def test_load_lora_weights(folder: Path) -> None:
-    plain, packed = pair(folder)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_load_lora_weights(device: str, folder: Path) -> None:
+    plain, packed = pair(folder, device)
     names = {part: {name for name, _, _ in packed_parameters(getattr(packed, part))} for part in PARTS}
     seen = [drawn(plain)]
     assert_same_bytes(drawn(packed), seen[0])
