@@ -73,7 +73,7 @@ def measure(model: Any, setting: Setting, device: str) -> Figures:
 
     def step() -> None:
         optimizer.zero_grad()
-        model(input_ids=tokens, labels=tokens).loss.backward()
+        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
         optimizer.step()
         if device == "cuda":
             torch.cuda.synchronize()
