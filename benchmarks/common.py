@@ -117,6 +117,14 @@ class Timing:
     fastest: float
     slowest: float
 
+    def columns(self, key: str) -> dict[str, float]:
+        """The time as the three columns of a row; ``key`` says seconds."""
+        return {
+            key: significant(self.median),
+            f"{key}_slowest": significant(self.slowest),
+            f"{key}_fastest": significant(self.fastest),
+        }
+
     def rates(self, key: str, amount: float) -> dict[str, float]:
         """``amount`` a second, as the three columns of a row."""
         return {

@@ -51,6 +51,16 @@ def tokens_that_fit(row: Row) -> str:
     return "does not fit" if row["bf16_tokens"] is None else f"{row['bf16_tokens']:,}"
 
 
+def milliseconds(key: str) -> Callable[[Row], str]:
+    """Of a time in seconds: the median, and from slowest to fastest."""
+    keys = (f"{key}_seconds", f"{key}_seconds_slowest", f"{key}_seconds_fastest")
+    return lambda row: "{:,.0f} ({:,.0f} to {:,.0f})".format(*(1e3 * row[key] for key in keys))
+
+
+def yes(key: str) -> Callable[[Row], str]:
+    return lambda row: "yes" if row[key] else "no"
+
+
 def percent(key: str) -> Callable[[Row], str]:
     return lambda row: "" if row[key] is None else f"{100 * row[key]:.1f} %"
 
@@ -230,6 +240,31 @@ COLUMNS: dict[str, dict[str, Cell]] = {
         "prediction off by": percent("off"),
         "BF16, predicted": gigabytes("bf16_predicted_bytes"),
     },
+    "diffusion.steps": {
+        "model": "model",
+        "denoises": "input",
+        "way": "way",
+        "BF16, ms": milliseconds("bf16"),
+        "samebits, ms": milliseconds("samebits"),
+        "more time": percent("more_time"),
+        "BF16, peak": gigabytes("bf16_peak_bytes"),
+        "samebits, peak": gigabytes("samebits_peak_bytes"),
+        "less memory": percent("less_memory"),
+        "output": verdict("same_output"),
+    },
+    "training.steps": {
+        "batch": "batch",
+        "tokens": "sequence",
+        "checkpointing": yes("checkpointing"),
+        "BF16, ms": milliseconds("bf16"),
+        "samebits, ms": milliseconds("samebits"),
+        "more time": percent("more_time"),
+        "BF16, peak": gigabytes("bf16_peak_bytes"),
+        "samebits, peak": gigabytes("samebits_peak_bytes"),
+        "less memory": percent("less_memory"),
+        "gradients": verdict("same_gradients"),
+        "trained adapters": verdict("same_adapters"),
+    },
     "harness.harness": {
         "task": "task",
         "samples": "samples",
@@ -270,6 +305,12 @@ every token compared; a static cache, each decoding step replayed as one CUDA gr
     "longest.longest": """\
 Tokens in the key-value cache when memory runs out, on cards emulated in memory alone; BF16 counts where at least 1 GiB
 is left beside its weights:""",
+    "diffusion.steps": """\
+One denoising step of diffusion transformers in their real configurations, with synthetic weights, at batch 1; the
+memory is that of the transformer alone, with its activations:""",
+    "training.steps": """\
+A training step of LoRA (PEFT, rank 16, all layers but the head, AdamW) on Llama 3.1 8B's configuration with synthetic
+weights, with torch told to compute deterministically:""",
     "linear.prefill": "All seven products of a decoder layer of Llama 3.1 8B's shapes, one after the other:",
 }
 PLOTS = {

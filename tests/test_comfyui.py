@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from samebits.nn.packed_module import packed_parameters
+from tests import comfyui as stand_in
 
 NODES = Path(__file__).resolve().parents[1] / "examples" / "comfyui" / "__init__.py"
 INPUT = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
@@ -21,7 +22,7 @@ INPUT = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).to(torch.
 
 class Model(nn.Sequential):
     def __init__(self) -> None:
-        super().__init__(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+        super().__init__(stand_in.Linear(64, 128), nn.GELU(), stand_in.Linear(128, 64))
 
 
 @pytest.fixture
@@ -40,12 +41,12 @@ def nodes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         assert (folder / name).exists()
         return str(folder / name)
 
-    def load(state: dict[str, torch.Tensor]) -> SimpleNamespace | None:
+    def load(state: dict[str, torch.Tensor]) -> stand_in.ModelPatcher | None:
         if "0.weight" not in state:
             return None
         model = Model().to(torch.bfloat16)
         model.load_state_dict(state)
-        return SimpleNamespace(model=SimpleNamespace(diffusion_model=model))
+        return stand_in.ModelPatcher(stand_in.BaseModel(model), "cpu")
 
     paths, comfy, sd = ModuleType("folder_paths"), ModuleType("comfy"), ModuleType("comfy.sd")
     paths.get_filename_list = lambda kind: sorted(path.name for path in folder.iterdir())  # type: ignore[attr-defined]
@@ -91,6 +92,26 @@ def test_compress_and_load(nodes: Any, folder: Path) -> None:
             assert len(list(packed_parameters(model.model.diffusion_model))) == 2 * keep
             outputs = [each.model.diffusion_model(INPUT) for each in (model, expected)]
             assert torch.equal(*(output.view(torch.int16) for output in outputs))
+
+
+def test_lora_on_the_loaded_model(nodes: Any, folder: Path) -> None:
+    (name,) = call(nodes.SamebitsCompressor, file="flux.safetensors")
+    torch.manual_seed(1)
+    parts = {"lora_up.weight": torch.randn(128, 4), "lora_down.weight": torch.randn(4, 64), "alpha": torch.tensor(2.0)}
+    lora = {f"lora_unet_0.{part}": tensor for part, tensor in parts.items()}
+    words = []
+    for keep in (True, False):
+        (model,) = call(nodes.SamebitsLoader, file=name, keep_packed=keep)
+        patched = model.clone()
+        assert patched.add_patches(stand_in.load_lora(lora, stand_in.lora_keys(model.model)), strength=0.8)
+        patched.load()
+        assert len(list(packed_parameters(model.model.diffusion_model))) == 2 * keep
+        words.append(model.model.diffusion_model(INPUT).view(torch.int16))
+        patched.unpatch_model()
+        words.append(model.model.diffusion_model(INPUT).view(torch.int16))
+    assert torch.equal(words[0], words[2])
+    assert torch.equal(words[1], words[3])
+    assert not torch.equal(words[0], words[1])
 
 
 def test_a_model_that_comfyui_does_not_know(nodes: Any, folder: Path) -> None:

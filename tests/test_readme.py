@@ -48,7 +48,7 @@ def test_python_examples_run(page: Path, checkout: Path) -> None:
     run([sys.executable, "-c", "\n".join(blocks(page, "python"))], checkout)
 
 
-@pytest.mark.parametrize("name", ["any_module.py", "lora.py"])
+@pytest.mark.parametrize("name", ["any_module.py", "lora.py", "pipeline.py"])
 def test_examples_are_shown(name: str) -> None:
     """Those of the README that are files too, and so run with it."""
     assert (ROOT / "examples" / name).read_text(encoding="utf-8") in blocks(ROOT / "README.md", "python")

@@ -2,6 +2,8 @@
 
 Compress a diffusion model   writes a compressed copy of a file of models/diffusion_models beside it
 Load a compressed model      loads such a file; its weights stay packed, and each is decoded when its layer runs
+
+ComfyUI's own nodes for LoRA go on top of the loader: see README.md.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import comfy.sd
 import folder_paths
 
 import samebits
+from samebits.integrations import comfyui
 
 MODELS = "diffusion_models"
 
@@ -22,8 +25,7 @@ MODELS = "diffusion_models"
 class SamebitsLoader:
     """A diffusion model from a compressed file, or from a plain one, with the bits of the plain model.
 
-    With ``keep_packed`` it stays compressed in memory. ComfyUI's LoRA nodes change weights, which packed ones do not
-    allow: switch it off for them, and the model is the plain one.
+    With ``keep_packed`` it stays compressed in memory, also with LoRAs on top.
     """
 
     CATEGORY = "loaders"
@@ -41,7 +43,7 @@ class SamebitsLoader:
         if model is None:
             raise ValueError(f"{file}: ComfyUI knows no model with these tensors")
         if keep_packed:
-            print(f"samebits: {samebits.compress(model.model.diffusion_model)}")
+            print(f"samebits: {comfyui.compress(model)}")
         return (model,)
 
 

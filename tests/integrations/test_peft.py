@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.pytorch_utils import Conv1D
 
 import samebits
 from samebits.errors import InputError
 from samebits.nn import recipe
 from samebits.nn.packed_module import PackedModule
+from tests.df11.checkpoints import VECTORS
 
 MIN_WEIGHTS = 1024
 TOKENS = torch.randint(0, 256, (2, 12), generator=torch.Generator().manual_seed(1))
@@ -27,6 +30,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "LoRA": {"target_modules": ["q_proj", "v_proj", "down_proj"]},
     "DoRA": {"target_modules": ["q_proj", "down_proj"], "use_dora": True},
     "all layers, dropout": {"target_modules": "all-linear", "lora_dropout": 0.1},
+    "DoRA on the embedding": {"target_modules": ["embed_tokens"], "use_dora": True},
     "embedding and head": {"target_modules": ["embed_tokens", "lm_head"]},
     "a trained head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
     "trained tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [3, 5]},
@@ -195,6 +199,25 @@ def test_initialisations_that_change_the_base_are_refused(initialisation: str, b
         adapted(packed, init_lora_weights=initialisation, **OPTIONS["LoRA"])
 
 
+WAYS_IN = {
+    "get_peft_model": lambda model, folder: adapted(model, **OPTIONS["LoRA"]),
+    "add_adapter": lambda model, folder: model.add_adapter(LoraConfig(r=4, **OPTIONS["LoRA"])),
+    "from_pretrained": lambda model, folder: PeftModel.from_pretrained(model, folder),
+}
+
+
+@pytest.mark.parametrize("way", WAYS_IN)
+def test_models_that_keep_dfloat11s_layout_are_refused(way: str, base: LlamaForCausalLM, tmp_path: Path) -> None:
+    """They are as they were then."""
+    adapted(copy.deepcopy(base), **OPTIONS["LoRA"]).save_pretrained(tmp_path)
+    model = LlamaForCausalLM.from_pretrained(VECTORS / "tiny-llama", keep_format=True)
+    expected = logits(model)
+    with pytest.raises(InputError, match=r"DFloat11's layout.*load it without keep_format"):
+        WAYS_IN[way](model, tmp_path)
+    assert not hasattr(model.model.layers[0].self_attn.q_proj, "lora_A")
+    assert_same(logits(model), expected)
+
+
 def test_several_adapters(base: LlamaForCausalLM) -> None:
     dense, packed = (adapted(model, init_lora_weights=False, **OPTIONS["LoRA"]) for model in pair(base))
     for model in (dense, packed):
@@ -221,6 +244,56 @@ def test_a_model_compressed_while_loading(device: str, base: LlamaForCausalLM, t
     assert all(torch.equal(found[key].grad, expected[key].grad) for key in expected)
     tokens = [model.eval().generate(TOKENS.to(device), max_new_tokens=8, do_sample=False) for model in models]
     assert torch.equal(*tokens)
+
+
+class Calls(nn.Module):
+    """A layer and how it is called."""
+
+    def __init__(self, layer: nn.Module, call: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layer, self.call = layer, call
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.call(self.layer, x)
+
+
+LAYERS = {
+    "conv1d": lambda: Calls(nn.Conv1d(16, 64, 3), lambda layer, x: layer(x.flatten(2))),
+    "conv2d": lambda: Calls(nn.Conv2d(16, 64, 3), lambda layer, x: layer(x)),
+    "conv3d": lambda: Calls(nn.Conv3d(4, 64, 3), lambda layer, x: layer(x.reshape(2, 4, 4, 8, 8))),
+    "embedding": lambda: Calls(nn.Embedding(64, 32), lambda layer, x: layer(x.abs().mul(10).long().clamp(max=63))),
+    "GPT-2's linear": lambda: Calls(Conv1D(64, 64), lambda layer, x: layer(x.flatten(2))),
+}
+
+
+@pytest.mark.parametrize("use_dora", [False, True])
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_of_other_kinds(name: str, use_dora: bool) -> None:
+    torch.manual_seed(0)
+    dense = LAYERS[name]().to(torch.bfloat16)
+    packed = copy.deepcopy(dense)
+    assert samebits.compress(packed, min_weights=MIN_WEIGHTS).packed.keys() == {"layer.weight"}
+    options = {"target_modules": ["layer"], "use_dora": use_dora, "init_lora_weights": False}
+    dense, packed = (adapted(model, **options) for model in (dense, packed))
+    x = torch.randn(2, 16, 8, 8).to(torch.bfloat16)
+    for model in (dense, packed):
+        model(x).float().square().sum().backward()
+    assert_same(packed(x), dense(x))
+    expected = trainable(dense)
+    assert len(expected) == 2 + use_dora
+    for key, parameter in trainable(packed).items():
+        assert_same(parameter.grad, expected[key].grad)
+
+
+def test_torchs_attention_is_refused() -> None:
+    """PEFT merges into it at each run."""
+    module = Calls(nn.MultiheadAttention(64, 4), lambda layer, x: layer(x, x, x)[0]).to(torch.bfloat16)
+    x = torch.randn(3, 2, 64).to(torch.bfloat16)
+    samebits.compress(module)
+    expected = module(x)
+    with pytest.raises(InputError, match=r"cannot put an adapter on a packed nn\.MultiheadAttention; exclude it"):
+        adapted(module, target_modules=["layer"])
+    assert_same(module(x), expected)
 
 
 @pytest.mark.gpu

@@ -82,6 +82,13 @@ def _transposed() -> nn.Module:
     return layer
 
 
+class AdaptiveSoftmax(nn.AdaptiveLogSoftmaxWithLoss):
+    """Its children's weights are read in a function of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return self.log_prob(x.flatten(0, -2))
+
+
 def _attention(**options: Any) -> Callable[[], nn.Module]:
     return lambda: nn.MultiheadAttention(64, 4, batch_first=True, **options)
 
@@ -126,6 +133,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], torch.Tensor], s
         _encoder_layer,
         lambda m: m(INPUT),
         {"self_attn.in_proj_weight", "self_attn.out_proj.weight", "linear1.weight", "linear2.weight"},
+    ),
+    "adaptive softmax": (
+        lambda: AdaptiveSoftmax(64, 1000, [100, 300]),
+        lambda m: m(INPUT),
+        {"head.weight", "tail.0.0.weight", "tail.0.1.weight", "tail.1.1.weight"},
     ),
     "lstm": (lambda: nn.LSTM(64, 64), lambda m: m(INPUT)[0], set()),
     "norm": (lambda: nn.LayerNorm(64 * 64), lambda m: m(INPUT.repeat(1, 1, 64)), set()),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import samebits
 from samebits.errors import DeviceError, DtypeError, InputError
@@ -165,6 +166,24 @@ def test_compressing_twice_changes_nothing() -> None:
     packed = module.embedding.sb_packed
     assert samebits.compress(module) == first
     assert module.embedding.sb_packed is packed
+
+
+def test_compressing_twice_beside_weights_of_another_dtype() -> None:
+    module = nn.Sequential(make("linear")[0], nn.Linear(96, 64))
+    first = samebits.compress(module)
+    assert first.packed.keys() == {"0.weight"}
+    assert samebits.compress(module) == first
+
+
+def test_parametrized_weights() -> None:
+    """What they are computed from is packed."""
+    torch.manual_seed(0)
+    module = weight_norm(nn.Linear(64, 96).to(torch.bfloat16)).requires_grad_(False)
+    expected = module(INPUT)
+    assert samebits.compress(module, min_weights=MIN_WEIGHTS).packed.keys() == {"parametrizations.weight.original1"}
+    assert same_bits(module(INPUT), expected)
+    samebits.decompress(module)
+    assert same_bits(module(INPUT), expected)
 
 
 def test_more_can_be_packed_later() -> None:

@@ -191,6 +191,41 @@ def test_modules_of_all_kinds_inside_a_cuda_graph(modules: tuple[nn.ModuleDict, 
                 assert_same(result, expected)
 
 
+@torch.no_grad()
+def test_modules_of_all_kinds_compiled(modules: tuple[nn.ModuleDict, nn.ModuleDict]) -> None:
+    dense, packed = modules
+    x = torch.randn(2, 64, 64, 16, device="cuda").to(torch.bfloat16)
+    torch.compiler.reset()
+    compiled = torch.compile(call_all, backend="aot_eager")
+    for expected, result in zip(call_all(dense, x), compiled(packed, x), strict=True):
+        assert_same(result, expected)
+
+
+@torch.no_grad()
+def test_products_in_threads_with_their_own_streams() -> None:
+    """Of few tokens, which need no decoded weight, and of many."""
+    torch.manual_seed(0)
+    dense = nn.Sequential(nn.Linear(2048, 4096), nn.GELU(), nn.Linear(4096, 2048)).to("cuda", torch.bfloat16)
+    packed = copy.deepcopy(dense)
+    samebits.compress(packed)
+    inputs = [torch.randn(tokens, 2048, device="cuda").to(torch.bfloat16) for tokens in (1, 2, 1, 8, 256, 1, 16, 3)]
+    expected = [dense(x) for x in inputs]
+    torch.cuda.synchronize()
+
+    @torch.no_grad()
+    def call(x: torch.Tensor) -> torch.Tensor:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            outputs = [packed(x) for _ in range(5)]
+        stream.synchronize()
+        assert all(torch.equal(outputs[0], output) for output in outputs)
+        return outputs[-1]
+
+    with ThreadPoolExecutor(4) as pool:
+        for theirs, ours in zip(expected, pool.map(call, inputs), strict=True):
+            assert_same(ours, theirs)
+
+
 def test_threads_with_their_own_streams(modules: tuple[nn.ModuleDict, nn.ModuleDict]) -> None:
     dense, packed = modules
     inputs = [torch.randn(2, 64, 64, 16, device="cuda").to(torch.bfloat16) for _ in range(8)]

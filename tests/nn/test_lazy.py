@@ -120,3 +120,16 @@ def test_writing_is_refused(layer: nn.Linear, plain: torch.Tensor, write: str) -
 
 def test_repr_shows_the_values(layer: nn.Linear, plain: torch.Tensor) -> None:
     assert repr(plain)[10:30] in repr(layer.weight)
+
+
+def test_what_moves_to_a_device_is_decoded_there(layer: nn.Linear, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed bytes travel, and a GPU decodes faster than the CPU; what comes to main memory is decoded before."""
+    seen: list[str] = []
+    decode_packed = recipe.decode_packed
+    monkeypatch.setattr(
+        recipe, "decode_packed", lambda packed: (seen.append(packed.data.device.type), decode_packed(packed))[1]
+    )
+    moved = layer.weight.to("meta", torch.float32)
+    assert (moved.device.type, moved.dtype, moved.shape) == ("meta", torch.float32, SHAPE)
+    layer.weight.to("cpu", torch.float32)
+    assert seen == ["meta", "cpu"]

@@ -55,6 +55,14 @@ def test_a_copy_keeps_ties_and_shares_nothing_else() -> None:
     assert same_bits(call(module), expected)
 
 
+def test_a_new_module_of_that_class_is_plain() -> None:
+    """As PEFT makes adapters of convolutions."""
+    module = compressed("conv2d")[0]
+    new = type(module)(8, 4, kernel_size=3, bias=False)
+    assert type(new) is nn.Conv2d
+    assert new.weight.shape == (4, 8, 3, 3)
+
+
 def test_one_class_for_all_modules_of_a_kind() -> None:
     first, second = (compressed("linear")[0] for _ in range(2))
     assert type(first) is type(second) is packed_class(nn.Linear, ("weight",))
@@ -168,6 +176,13 @@ def test_a_new_weight_replaces_the_packed_one() -> None:
     assert type(module) is nn.Linear
     assert module.weight is weight
     assert list(module.state_dict()) == ["weight", "bias"]
+
+
+def test_what_is_no_parameter_is_not_assigned() -> None:
+    module, call, expected = compressed("linear")
+    with pytest.raises(TypeError, match=r"cannot assign .* as parameter 'weight'"):
+        module.weight = torch.zeros(96, 64)
+    assert same_bits(call(module), expected)
 
 
 def test_a_new_weight_beside_another_packed_one() -> None:

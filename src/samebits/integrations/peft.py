@@ -1,8 +1,8 @@
 """PEFT: what its adapters need of a compressed base beyond what packed modules do by themselves.
 
 Adapters call the layers below them, and read weights, as ever. A packed weight cannot be written to, so merging and
-unmerging are refused, before anything has changed. Two things PEFT does to parameters do not reach packed ones:
-freezing, and training a copy of a whole module.
+unmerging are refused, before anything has changed. Three things PEFT does to parameters do not reach packed ones:
+freezing, training a copy of a whole module, and transposing them for DoRA.
 """
 
 from __future__ import annotations
@@ -13,11 +13,17 @@ from dataclasses import replace
 from functools import wraps
 from typing import Any
 
+import torch
+from peft.tuners.lora import dora
+from peft.tuners.lora.layer import MultiheadAttention
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
+from torch import nn
 
 from samebits.errors import InputError
 from samebits.nn.convert import decompress
+from samebits.nn.df11 import holds_units
+from samebits.nn.lazy import LazyTensor
 from samebits.nn.packed_module import packed_parameters
 
 
@@ -31,12 +37,21 @@ def register() -> None:
         if "unmerge" in layer.__dict__:
             layer.unmerge = _keeping_merged(layer.unmerge)
     ModulesToSaveWrapper.update = _with_plain_copies(ModulesToSaveWrapper.update)
+    MultiheadAttention.__init__ = _of_plain_modules(MultiheadAttention.__init__)
+    dora.transpose = _also_of_packed(dora.transpose)
 
 
 def _freezing(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def inject_adapter(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Packed weights are frozen as all others of the base are: decompressed later, they are not trained either."""
+        """Packed weights are frozen as all others of the base are: decompressed later, they are not trained either.
+
+        Raises:
+            InputError: the model keeps DFloat11's layout.
+        """
+        if holds_units(model):
+            mend = "load it without keep_format, and its weights are packed anew"
+            raise InputError("adapters need weights of their own, which DFloat11's layout does not have", mend=mend)
         result = original(self, model, *args, **kwargs)
         for _, module, name in packed_parameters(model):
             module.sb_recipes[name] = replace(module.sb_recipes[name], requires_grad=False)
@@ -48,18 +63,22 @@ def _freezing(original: Callable[..., Any]) -> Callable[..., Any]:
 def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def _check_merge_allowed(self: Any) -> None:
-        """PEFT asks this before it merges.
-
-        Raises:
-            InputError: a layer with an adapter is packed.
-        """
+        """PEFT asks this before it merges."""
         original(self)
-        for name, module in self.model.named_modules():
-            if isinstance(module, BaseTunerLayer) and next(packed_parameters(module), None) is not None:
-                mend = "call samebits.decompress on the model first, and samebits.compress after merging"
-                raise InputError("an adapter cannot be merged into a packed weight", where=name, mend=mend)
+        refuse_merging(self.model)
 
     return _check_merge_allowed
+
+
+def refuse_merging(model: nn.Module) -> None:
+    """
+    Raises:
+        InputError: a layer of ``model`` that has an adapter is packed.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer) and next(packed_parameters(module), None) is not None:
+            mend = "call samebits.decompress on the model first, and samebits.compress after merging"
+            raise InputError("an adapter cannot be merged into a packed weight", where=name, mend=mend)
 
 
 def _keeping_merged(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -76,6 +95,31 @@ def _keeping_merged(original: Callable[..., Any]) -> Callable[..., Any]:
         original(self)
 
     return unmerge
+
+
+def _of_plain_modules(original: Callable[..., None]) -> Callable[..., None]:
+    @wraps(original)
+    def __init__(self: Any, base_layer: nn.Module, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        """Adapters of torch's attention are merged whenever it runs.
+
+        Raises:
+            InputError: it is packed.
+        """
+        if next(packed_parameters(base_layer), None) is not None:
+            mend = "exclude it from samebits.compress, or call samebits.decompress on it"
+            raise InputError("PEFT cannot put an adapter on a packed nn.MultiheadAttention", mend=mend)
+        original(self, base_layer, *args, **kwargs)
+
+    return __init__
+
+
+def _also_of_packed(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @wraps(original)
+    def transpose(weight: torch.Tensor, fan_in_fan_out: bool) -> torch.Tensor:
+        """A parameter's is a new parameter, with a gradient: what is packed has none."""
+        return weight.T if fan_in_fan_out and isinstance(weight, LazyTensor) else original(weight, fan_in_fan_out)
+
+    return transpose
 
 
 def _subclasses(cls: Any) -> Iterator[Any]:

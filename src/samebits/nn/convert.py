@@ -122,13 +122,14 @@ def compress(
         What is packed now, and what is not and why.
 
     Raises:
-        DtypeError: there are weights that could be packed, but none is bfloat16.
+        DtypeError: there are weights that could be packed, but none is bfloat16, and nothing is packed yet.
         InputError: weights on the meta device.
     """
     refuse_offloaded(module)
     selection = Selection(min_weights, include, exclude)
     owners = [owned for owned in unpacked(module) if selection.reason_against(*owned[1:], owned[0]) is None]
-    _check_dtypes(owners)
+    if next(packed_parameters(module), None) is None:
+        _check_dtypes(owners)
     for owned in tied(owners):
         _pack_tied(owned)
     return report(module, selection)

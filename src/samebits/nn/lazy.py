@@ -52,6 +52,8 @@ class LazyTensor(torch.Tensor):
         written = [value for argument, value in arguments if argument.is_write]
         if any(isinstance(value, LazyTensor) for value in tree_leaves((written, kwargs.get("out")))):
             _refuse(func.__name__)
+        if func is torch.ops.aten._to_copy.default and isinstance(args[0], LazyWeight):
+            return func(args[0].decode_near(kwargs.get("device")), **kwargs)
         indexed = _indexed(func, args)
         return indexed if indexed is not None else func(*_decoded(args), **_decoded(kwargs))
 
@@ -102,6 +104,12 @@ class LazyWeight(LazyTensor):
 
     def decode(self) -> torch.Tensor:
         return self.recipe.decode(self.packed)
+
+    def decode_near(self, device: torch.device | None) -> torch.Tensor:
+        """The plain tensor, on ``device`` if that decodes faster and this is in main memory, else where this is."""
+        if device is None or device.type == "cpu" or self.device.type != "cpu":
+            return self.decode()
+        return self.recipe.decode([stored.to(device) for stored in self.packed])
 
     def view_like(self, shadow: torch.Tensor) -> LazyTensor:
         return LazyWeight(self.recipe, self.packed) if shadow is self else LazyView(self, shadow)

@@ -59,6 +59,10 @@ class PackedModule(nn.Module):
     sb_recipes: dict[str, Recipe]
     sb_decoded: dict[str, torch.Tensor] | None = None
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> nn.Module:  # type: ignore[misc]
+        """A module that is made by ``type(module)(...)`` is of the original class: it has nothing packed."""
+        return cls.sb_base(*args, **kwargs)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # a graph keeps no more than it needs
             return super().forward(*args, **kwargs)
@@ -125,6 +129,9 @@ class PackedModule(nn.Module):
             super().__setattr__(name, value)
         elif isinstance(value, LazyWeight):
             pack(self, name, value.recipe, value.packed)
+        elif value is not None and not isinstance(value, nn.Parameter):  # as torch refuses it
+            expected = "torch.nn.Parameter or None expected"
+            raise TypeError(f"cannot assign {torch.typename(value)!r} as parameter {name!r} ({expected})")
         else:
             unpack(self, name, None)
             setattr(self, name, value)
@@ -235,8 +242,7 @@ def _property(name: str) -> property:
 
 
 def _new(base: type[nn.Module], names: tuple[str, ...]) -> PackedModule:
-    cls = packed_class(base, names)
-    return cls.__new__(cls)
+    return object.__new__(packed_class(base, names))
 
 
 def check_dtype(convert: Callable[[torch.Tensor], torch.Tensor]) -> None:

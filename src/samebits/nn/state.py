@@ -11,7 +11,7 @@ from torch import nn
 from samebits.errors import FormatError, SamebitsError
 from samebits.format.packed import PackedTensor
 from samebits.nn.convert import Owned, tied, unpacked
-from samebits.nn.packed_module import pack, slot_name, whole
+from samebits.nn.packed_module import pack, packed_parameters, slot_name, whole
 
 
 def load_state_dict(
@@ -52,6 +52,15 @@ def load_state_dict(
         for _, owner, name in owned[1:]:
             owner._parameters[slot_name(name)] = first._parameters[slot_name(first_name)]
     return result
+
+
+def name_as_before(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """For ``register_state_dict_post_hook``: weights under the names that they had before, not decoded, at the end."""
+    for full_name, owner, name in packed_parameters(module):
+        path = prefix + full_name.removesuffix(name)
+        for slot in owner.sb_recipes[name].slots:
+            state.pop(path + slot, None)
+        state[path + name] = getattr(owner, name)
 
 
 def _key(full_name: str, name: str) -> str:

@@ -1,0 +1,260 @@
+"""One denoising step of diffusion transformers: compressed beside BF16 in one run, the outputs compared as bytes.
+
+    python benchmarks/diffusion.py                                       all of it on a GPU, to results/diffusion.json
+    python benchmarks/diffusion.py --models FLUX.1-dev --ways eager
+    python benchmarks/diffusion.py --models tiny --device cpu --ways eager --name trial
+
+The transformers' real configurations, synthetic weights (common.synthetic_matrix), random latents and texts, batch 1.
+One model at a time is in memory; text encoders and autoencoders are not there. Ways to run:
+
+    eager      as a pipeline calls the model
+    graphs     the whole step as one CUDA graph
+
+Each time is the median of REPEATS steps after one that warms up; peak_bytes is what torch allocated at most during
+these, weights included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import diffusers
+import torch
+from torch import nn
+
+import samebits
+from common import PACKAGES, Timing, cpu_name, significant, synthetic_matrix, time_calls, write_results
+
+Inputs = dict[str, torch.Tensor]
+WAYS = ("eager", "graphs")
+REPEATS = 3
+
+
+def flux_inputs(config: Any, height: int, width: int, text: int) -> Inputs:
+    """Latents of 8 x 8 pixels, 2 x 2 of them to a token."""
+    tokens = (height // 16) * (width // 16)
+    return {
+        "hidden_states": torch.randn(1, tokens, config.in_channels),
+        "encoder_hidden_states": torch.randn(1, text, config.joint_attention_dim),
+        "pooled_projections": torch.randn(1, config.pooled_projection_dim),
+        "timestep": torch.tensor([0.5]),
+        "guidance": torch.tensor([3.5]),
+        "img_ids": torch.cartesian_prod(torch.zeros(1), torch.arange(height // 16.0), torch.arange(width // 16.0)),
+        "txt_ids": torch.zeros(text, 3),
+    }
+
+
+def sd3_inputs(config: Any, height: int, width: int, text: int) -> Inputs:
+    return {
+        "hidden_states": torch.randn(1, config.in_channels, height // 8, width // 8),
+        "encoder_hidden_states": torch.randn(1, text, config.joint_attention_dim),
+        "pooled_projections": torch.randn(1, config.pooled_projection_dim),
+        "timestep": torch.tensor([500.0]),
+    }
+
+
+def wan_inputs(config: Any, height: int, width: int, text: int, frames: int) -> Inputs:
+    return {
+        "hidden_states": torch.randn(1, config.in_channels, 1 + frames // 4, height // 8, width // 8),
+        "encoder_hidden_states": torch.randn(1, text, config.text_dim),
+        "timestep": torch.tensor([500]),
+    }
+
+
+@dataclass(frozen=True)
+class Model:
+    """A transformer and what it denoises.
+
+    Attributes:
+        kind: its class in diffusers.
+        config: its options where they differ from that class's defaults.
+        shape: of the image or video in pixels, and tokens of text, as ``inputs`` takes them.
+        ways: to run it; steps of some seconds gain nothing from a graph.
+    """
+
+    kind: str
+    config: dict[str, Any]
+    inputs: Callable[..., Inputs]
+    shape: dict[str, int]
+    ways: tuple[str, ...] = WAYS
+
+    @property
+    def input_text(self) -> str:
+        frames = f" x {self.shape['frames']} frames" if self.shape.get("frames", 1) > 1 else ""
+        return f"{self.shape['width']} x {self.shape['height']}{frames}, {self.shape['text']} text tokens"
+
+    @property
+    def config_text(self) -> str:
+        """Where the weights' shapes come from."""
+        options = ", ".join(f"{key}={value}" for key, value in self.config.items())
+        return f"{self.kind}({options})"
+
+
+MODELS = {
+    "FLUX.1-dev": Model(
+        "FluxTransformer2DModel", {"guidance_embeds": True}, flux_inputs, {"height": 1024, "width": 1024, "text": 512}
+    ),
+    "Stable Diffusion 3.5 large": Model(
+        "SD3Transformer2DModel",
+        {"num_layers": 38, "num_attention_heads": 38, "caption_projection_dim": 2432, "pos_embed_max_size": 192,
+         "qk_norm": "rms_norm"},
+        sd3_inputs,
+        {"height": 1024, "width": 1024, "text": 333},
+    ),
+    "Wan 2.1 14B, an image": Model(
+        "WanTransformer3DModel", {}, wan_inputs, {"height": 1024, "width": 1024, "text": 512, "frames": 1}
+    ),
+    "Wan 2.1 14B, a video": Model(
+        "WanTransformer3DModel", {}, wan_inputs, {"height": 480, "width": 832, "text": 512, "frames": 81}, ("eager",)
+    ),
+    "tiny": Model(
+        "FluxTransformer2DModel",
+        {"num_layers": 1, "num_single_layers": 1, "num_attention_heads": 4, "attention_head_dim": 16,
+         "in_channels": 16, "joint_attention_dim": 64, "pooled_projection_dim": 64, "axes_dims_rope": (4, 4, 8),
+         "guidance_embeds": True},
+        flux_inputs,
+        {"height": 64, "width": 64, "text": 8},
+    ),
+    "tiny Wan": Model(
+        "WanTransformer3DModel",
+        {"num_attention_heads": 4, "attention_head_dim": 16, "in_channels": 4, "out_channels": 4, "text_dim": 64,
+         "freq_dim": 64, "ffn_dim": 96, "num_layers": 1},
+        wan_inputs,
+        {"height": 64, "width": 64, "text": 8, "frames": 5},
+    ),
+}  # fmt: skip
+DEFAULT_MODELS = ("FLUX.1-dev", "Stable Diffusion 3.5 large", "Wan 2.1 14B, an image", "Wan 2.1 14B, a video")
+
+
+def build(model: Model, device: str, packed: bool) -> Any:
+    """A transformer with synthetic weights, the same whether packed or not; what diffusers keeps in float32 is so."""
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    torch.manual_seed(0)
+    with torch.device(device):
+        made = getattr(diffusers, model.kind)(**model.config)
+    torch.set_default_dtype(usual)
+    made.to(device)  # tables made by NumPy
+    in_float32 = set(made._keep_in_fp32_modules or ())
+    for seed, (name, parameter) in enumerate(made.named_parameters()):
+        parameter.requires_grad_(False)
+        if parameter.dim() >= 2:
+            rows, columns = parameter.shape[0], parameter[0].numel()
+            parameter.copy_(synthetic_matrix(rows, columns, seed=seed, device=device).view(parameter.shape))
+        if in_float32 & set(name.split(".")):
+            parameter.data = parameter.float()
+    if packed:
+        samebits.compress(made)
+    return made.eval()
+
+
+def inputs_of(model: Model, config: Any, device: str) -> Inputs:
+    """In BF16, but for positions and whole numbers."""
+    torch.manual_seed(1)
+    made = model.inputs(config, **model.shape)
+    exact = {name for name, tensor in made.items() if name.endswith("ids") or not tensor.is_floating_point()}
+    return {name: tensor.to(device, None if name in exact else torch.bfloat16) for name, tensor in made.items()}
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of the steps of one model, run in one way; bytes on a GPU only; the output on the CPU."""
+
+    timing: Timing
+    peak_bytes: int | None
+    output: torch.Tensor
+
+
+@torch.no_grad()
+def measure(module: nn.Module, inputs: Inputs, way: str, device: str) -> Figures:
+    output: torch.Tensor = torch.empty(0)
+
+    def step() -> None:
+        nonlocal output
+        output = module(**inputs, return_dict=False)[0]
+
+    step()
+    if device == "cpu":
+        return Figures(time_calls(step, repeats=REPEATS), None, output)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    run: Callable[[], None] = step
+    if way == "graphs":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        run = graph.replay
+    timing = time_calls(lambda: (run(), torch.cuda.synchronize()), repeats=REPEATS)
+    return Figures(timing, torch.cuda.max_memory_allocated(), output.cpu())
+
+
+def measure_all(name: str, ways: list[str], device: str, packed: bool) -> tuple[list[Figures], float]:
+    """Every way on one model, which is gone afterwards; and its bits per packed weight."""
+    model = MODELS[name]
+    module = build(model, device, packed)
+    bits = 0.0
+    if packed:
+        bits = samebits.compress(module).bits_per_weight  # nothing is left to pack: a report
+        samebits.prepare(module, [1])
+    inputs, found = inputs_of(model, module.config, device), []
+    for way in ways:
+        found.append(measure(module, inputs, way, device))
+        print(name, "samebits" if packed else "BF16", way, f"{found[-1].timing.median:.4f} s", flush=True)
+    del module
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    return found, bits
+
+
+def rows(name: str, ways: list[str], device: str) -> Iterator[dict[str, Any]]:
+    """BF16 first, then compressed, each way beside the other."""
+    plain, _ = measure_all(name, ways, device, packed=False)
+    packed, bits = measure_all(name, ways, device, packed=True)
+    model = MODELS[name]
+    for way, left, right in zip(ways, plain, packed, strict=True):
+        yield {
+            "table": "steps", "model": name, "config": model.config_text, "input": model.input_text, "way": way,
+            "bits_per_weight": significant(bits),
+            **left.timing.columns("bf16_seconds"), **right.timing.columns("samebits_seconds"),
+            "more_time": significant(right.timing.median / left.timing.median - 1),
+            "bf16_peak_bytes": left.peak_bytes, "samebits_peak_bytes": right.peak_bytes,
+            "less_memory": None if not left.peak_bytes or not right.peak_bytes
+            else significant(1 - right.peak_bytes / left.peak_bytes),
+            "same_output": same_bytes(left.output, right.output),
+        }  # fmt: skip
+
+
+def same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Of outputs that say something: no infinities, not a constant."""
+    if not left.isfinite().all() or left.unique().numel() < 100:
+        raise SystemExit("the BF16 model's output is degenerate, so there is nothing worth comparing")
+    is_alike = (left.dtype, left.shape) == (right.dtype, right.shape)
+    return is_alike and torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--name", default="diffusion")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(DEFAULT_MODELS))
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("no CUDA device")
+    device = torch.cuda.get_device_name() if options.device == "cuda" else cpu_name()
+    found: list[dict[str, Any]] = []
+    for name in options.models:
+        ways = [way for way in options.ways if way in MODELS[name].ways]
+        found += rows(name, ways, options.device)
+        print(write_results(options.name, device, found, (*PACKAGES, "diffusers")))
+    return int(not all(row["same_output"] for row in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

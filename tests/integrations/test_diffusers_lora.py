@@ -1,0 +1,111 @@
+"""diffusers' own ways to LoRA on compressed models: loaded, combined and unloaded with the plain model's bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("diffusers")
+from diffusers import DiffusionPipeline, PipelineQuantizationConfig
+from examples.diffusion_pipeline import tiny_pipeline
+from peft import LoraConfig
+from peft.utils import get_peft_model_state_dict
+
+import samebits
+from samebits.errors import InputError
+from tests.integrations.diffusers_models import assert_same_bytes, make, output
+from tests.integrations.models import MIN_WEIGHTS, packed_parameters
+from tests.integrations.test_diffusers_pipeline import drawn, load
+
+PARTS = ("transformer", "text_encoder")
+LAYERS = {"transformer": ["to_q", "to_v", "proj_mlp", "context_embedder"], "text_encoder": ["q_proj", "v_proj", "fc1"]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pipeline, and two LoRA files for it."""
+    folder = tmp_path_factory.mktemp("pipeline")
+    tiny_pipeline().save_pretrained(folder / "plain")
+    for seed in (1, 2):
+        pipeline = load(folder / "plain")
+        layers = {}
+        torch.manual_seed(seed)
+        for part in PARTS:
+            model = getattr(pipeline, part)
+            model.add_adapter(LoraConfig(r=4, target_modules=LAYERS[part], init_lora_weights=False))
+            layers[f"{part}_lora_layers"] = get_peft_model_state_dict(model)
+        pipeline.save_lora_weights(folder / f"lora-{seed}", **layers)
+    return folder
+
+
+def pair(folder: Path, device: str = "cpu") -> tuple[DiffusionPipeline, DiffusionPipeline]:
+    config = PipelineQuantizationConfig(quant_backend="samebits", quant_kwargs={"min_weights": MIN_WEIGHTS})
+    return load(folder / "plain").to(device), load(folder / "plain", quantization_config=config).to(device)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_load_lora_weights(device: str, folder: Path) -> None:
+    plain, packed = pair(folder, device)
+    names = {part: {name for name, _, _ in packed_parameters(getattr(packed, part))} for part in PARTS}
+    seen = [drawn(plain)]
+    assert_same_bytes(drawn(packed), seen[0])
+    for pipeline in (plain, packed):
+        pipeline.load_lora_weights(folder / "lora-1", adapter_name="one")
+    seen.append(drawn(plain))
+    assert_same_bytes(drawn(packed), seen[-1])
+    for pipeline in (plain, packed):
+        pipeline.load_lora_weights(folder / "lora-2", adapter_name="two")
+        pipeline.set_adapters(["one", "two"], [0.5, -0.25])
+    seen.append(drawn(plain))
+    assert_same_bytes(drawn(packed), seen[-1])
+    for part in PARTS:
+        found = {name.replace(".base_layer", "") for name, _, _ in packed_parameters(getattr(packed, part))}
+        assert found == names[part]
+    packed.unload_lora_weights()
+    assert_same_bytes(drawn(packed), seen[0])
+    assert len({tuple(tensor.tolist()) for tensor in seen}) == 3
+
+
+FUSES = {
+    "pipeline": lambda pipeline: pipeline.fuse_lora(["transformer", "text_encoder"], lora_scale=0.5),
+    "model": lambda pipeline: pipeline.transformer.fuse_lora(0.5),
+}
+
+
+@pytest.mark.parametrize("by", FUSES)
+def test_fusing_is_refused(by: str, folder: Path) -> None:
+    """Before anything has changed, also in what is plain and comes first."""
+    plain, packed = pair(folder)
+    for pipeline in (plain, packed):
+        pipeline.load_lora_weights(folder / "lora-1")
+    samebits.decompress(packed.transformer if by == "pipeline" else packed.transformer.context_embedder)
+    expected = drawn(packed)
+    with pytest.raises(InputError, match=r"an adapter cannot be merged.*samebits\.decompress"):
+        FUSES[by](packed)
+    assert_same_bytes(drawn(packed), expected)
+    for part in PARTS:
+        samebits.decompress(getattr(packed, part))
+    for pipeline in (plain, packed):
+        FUSES[by](pipeline)
+    assert_same_bytes(drawn(packed), drawn(plain))
+
+
+@pytest.mark.parametrize("name", ["sd3", "wan", "qwen-image", "hidream", "sdxl"])
+def test_adapters_of_other_models(name: str, config: samebits.SamebitsConfig, tmp_path: Path) -> None:
+    """By the transformer's own load_lora_adapter, and back out of it; SDXL's convolutions too."""
+    reference = make(name, tmp_path / "plain")
+    model = reference.load()
+    torch.manual_seed(1)
+    model.add_adapter(
+        LoraConfig(r=4, target_modules=["to_q", "to_v", "conv1", "proj_out", "linear"], init_lora_weights=False)
+    )
+    model.save_lora_adapter(tmp_path / "lora")
+    expected = output(name, model)
+    packed = reference.load(quantization_config=config)
+    packed.load_lora_adapter(tmp_path / "lora", prefix=None, use_safetensors=True)
+    assert_same_bytes(output(name, packed), expected)
+    assert not torch.equal(expected, reference.output)
+    packed.unload_lora()
+    reference.assert_same(packed)

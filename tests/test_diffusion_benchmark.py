@@ -1,0 +1,60 @@
+"""benchmarks/diffusion.py in small, on the CPU."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("diffusers")
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import diffusion  # noqa: E402
+from samebits.nn.packed_module import packed_parameters  # noqa: E402
+
+TINY = ["tiny", "tiny Wan"]
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_both_models_have_the_same_weights(name: str) -> None:
+    plain, packed = (diffusion.build(diffusion.MODELS[name], "cpu", which) for which in (False, True))
+    assert len(list(packed_parameters(packed))) > 3
+    for full_name, module, leaf in packed_parameters(packed):
+        weight = plain.get_parameter(full_name)
+        assert torch.equal(module.sb_decode(leaf).view(torch.int16), weight.view(torch.int16))
+    kept = [name for name, parameter in plain.named_parameters() if parameter.dtype == torch.float32]
+    assert bool(kept) == (name == "tiny Wan")
+    assert {packed.get_parameter(name).dtype for name in kept} <= {torch.float32}
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diffusion, "REPEATS", 1)
+    [row] = diffusion.rows(name, ["eager"], "cpu")
+    assert row["same_output"]
+    assert (row["way"], row["samebits_peak_bytes"], row["less_memory"]) == ("eager", None, None)
+    assert 10 < row["bits_per_weight"] < 12
+    assert row["config"].startswith(diffusion.MODELS[name].kind)
+
+
+def test_outputs_that_say_nothing_are_not_compared() -> None:
+    for output in (torch.ones(3, 200), torch.full((300,), torch.inf)):
+        with pytest.raises(SystemExit, match="degenerate"):
+            diffusion.same_bytes(output, output)
+    output = torch.randn(200)
+    assert not diffusion.same_bytes(output, -output)
+
+
+@pytest.mark.parametrize("name", diffusion.DEFAULT_MODELS)
+def test_real_configurations(name: str) -> None:
+    """By their number of weights, and inputs that the classes take."""
+    model = diffusion.MODELS[name]
+    with torch.device("meta"):
+        made = getattr(diffusion.diffusers, model.kind)(**model.config)
+    billions = {"FLUX.1-dev": 11.9, "Stable Diffusion 3.5 large": 8.06}
+    count = sum(parameter.numel() for parameter in made.parameters())
+    assert count / 1e9 == pytest.approx(billions.get(name, 14.29), abs=0.05)
