@@ -180,6 +180,32 @@ def test_follows_the_kernel_that_wrote_the_bytes() -> None:
             assert first_difference(y, plain_linear(x, weight.cuda(), None, 1)) is None
 
 
+@pytest.mark.parametrize("tokens", [1, 4, 8, 16, 48])
+def test_behind_each_other(tokens: int) -> None:
+    """Launches start while those in front of them run, and disturb neither these nor torch's kernels behind them."""
+    weights = [weight_of("row scales", rows, 4096) for rows in (1024, 1032, 4096, 9216)]
+    packed = [samebits.encode(weight).to("cuda") for weight in weights]
+    skip_unless_supported(packed[0], tokens)
+    x = inputs(tokens, 4096, 3)
+    expected = [plain_linear(x, weight.cuda(), None, 2) for weight in weights]
+    sorted_ones = [y.view(torch.int16).sort(-1).values for y in expected]
+    launches = [(i, variant) for i, each in enumerate(packed) for variant in variants(each.header, tokens, 2)]
+    for order in range(40):
+        generator = torch.Generator().manual_seed(order)
+        chosen = [launches[i] for i in torch.randperm(len(launches), generator=generator).tolist()]
+        results = [fused_linear(x, packed[i], None, LinearPlan(2, variant)) for i, variant in chosen]
+        after = [y.view(torch.int16).sort(-1).values for y in results]
+        alternating = []
+        for i, variant in chosen:
+            y = fused_linear(x, packed[i], None, LinearPlan(2, variant))
+            alternating.append((y, y.view(torch.int16).sort(-1).values))
+        for (i, variant), y, ordered, (again, ordered_again) in zip(chosen, results, after, alternating, strict=True):
+            for found in (y, again):
+                assert first_difference(found, expected[i]) is None, (order, i, variant)
+            for found in (ordered, ordered_again):
+                assert torch.equal(found, sorted_ones[i]), (order, i, variant)
+
+
 @pytest.mark.parametrize("kind", ["normal", "patches", "raw chunks"])
 def test_hostile_contents_do_not_fault(kind: str) -> None:
     """Sections that change after they were validated: nothing is read or written out of bounds, and nothing hangs."""

@@ -116,13 +116,12 @@ __device__ __forceinline__ void finish(const Geometry& geometry, const Job& job,
 struct Ring {
     u32 slabs;
 
-    // The slab behind one that has been read, to its place; in the order of places. A group of copies of its own.
+    // The slab behind one that has been read, to its place; in the order of places, each a group of copies of its own.
     __device__ __forceinline__ void fetch(int place, const u8* slab, int lane) const {
         const u32 target = slabs + place * kSlabBytes;
         copy_async_4(target + 4 * lane, slab + 4 * lane);
         copy_async(target + kSignBytes + 16 * lane, slab + kSignBytes + 16 * lane);
         copy_async(target + kSignBytes + kStageBytes + 16 * lane, slab + kSignBytes + kStageBytes + 16 * lane);
-        copy_commit();
     }
     __device__ __forceinline__ void await_next() const { copy_wait<kRing - 1>(); }
     __device__ __forceinline__ Vec4 bytes(int stage, int lane) const {
@@ -207,7 +206,10 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
         copy_commit();
         following = slab_of(place);
 #pragma unroll
-        for (int place = 0; place < kRing; ++place) ring.fetch(place, following + place * kSlabBytes, lane);
+        for (int place = 0; place < kRing; ++place) {
+            ring.fetch(place, following + place * kSlabBytes, lane);
+            copy_commit();
+        }
         following += kRing * kSlabBytes;
     }
     else copy_commit();
@@ -309,13 +311,13 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
                 const bool last = run + kTurn >= count;
                 if (last) following = next_slab;
                 auto turn = [&](bool whole) {
-                    load_x(at_hand.x, columns, 0, 0);
+                    if (whole || (active & 1)) load_x(at_hand.x, columns, 0, 0);
 #pragma unroll
                     for (int stage = 0; stage < kTurn; ++stage) {
                         const bool any = whole || (active >> stage & 1);
                         const auto now = at_hand;
                         Vec4 x[octets];
-                        load_x(x, columns, stage, 1);
+                        if (any) load_x(x, columns, stage, 1);
                         const Vec4 tops = upper[stage & 1];
                         upper[(stage + 1) & 1] = chunk.go_on(begun, base, byte_mask);
                         if (any) {
@@ -328,12 +330,15 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
                         begun = chunk.begin(base, byte_mask);
                         if (stage % 2 == 1) ring.await_next();
                         at_hand.bytes = ring.bytes((stage + 1) % kTurn, lane), at_hand.sign = ring.sign((stage + 1) % kTurn, lane);
-                        if (stage + 1 < kTurn) load_x(at_hand.x, columns, stage + 1, 0);
+                        if (stage + 1 < kTurn && (whole || (active >> (stage + 1) & 1))) load_x(at_hand.x, columns, stage + 1, 0);
                         if (any) {
                             step(2, now.bytes.z, tops.z, now.sign, x);
                             step(3, now.bytes.w, tops.w, now.sign, x);
                         }
-                        if (stage % 2 == 0) ring.fetch(stage >> 1, following + (stage >> 1) * kSlabBytes, lane);
+                        if (stage % 2 == 0) {            // what is copied is waited for: nothing may be on its way when the block ends
+                            if (!last || more) ring.fetch(stage >> 1, following + (stage >> 1) * kSlabBytes, lane);
+                            copy_commit();
+                        }
                     }
                 };
                 constexpr u32 whole = (1u << kTurn) - 1;
