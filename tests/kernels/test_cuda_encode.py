@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -108,6 +109,22 @@ def test_runs_on_the_current_stream() -> None:
         packed = samebits.encode(late)
         stream.synchronize()
     assert bytes_of(packed) == bytes_of(samebits.encode(tensor_of(words)))
+
+
+def test_threads_with_streams_of_their_own() -> None:
+    tensors = [tensor_of(zoo.normal((512 + 64 * i, 1024), i)).cuda() for i in range(8)]
+    samebits.encode(tensors[0])  # compiles
+    torch.cuda.synchronize()
+
+    def encode(tensor: torch.Tensor) -> bytes:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            packed = [samebits.encode(tensor) for _ in range(5)]
+            torch.cuda.current_stream().synchronize()
+        assert len({bytes_of(each) for each in packed}) == 1
+        return bytes_of(packed[0])
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(encode, tensors)) == [bytes_of(samebits.encode(tensor.cpu())) for tensor in tensors]
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 255, 2048, 100_003])
