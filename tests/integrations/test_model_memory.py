@@ -17,6 +17,7 @@ from samebits.integrations import model_memory
 from samebits.integrations.model_memory import CacheLayer, ModelMemory, Weights
 from samebits.jobs.estimate import estimate
 from samebits.jobs.options import CompressOptions
+from samebits.kernels.tables import MAX_TABLE_BYTES
 from samebits.nn.convert import Selection
 from tests.integrations.models import MIN_WEIGHTS, compress_folder, make
 
@@ -66,7 +67,9 @@ def test_equal_to_what_a_model_takes(name: str, tmp_path: Path) -> None:
     folder = compress_folder(tmp_path / "bf16", tmp_path / "packed")
     memory = model_memory.model_memory(folder, SELECTION, Weights.stored(Checkpoint.open(folder)))
     model = reference.load(folder)
-    assert memory.resident == tensor_bytes(model)
+    assert memory.resident == tensor_bytes(model) + memory.tables
+    assert memory.tables > 0
+    assert memory.tables % MAX_TABLE_BYTES == 0
     assert memory.weights.plain + memory.buffers == tensor_bytes(reference.model)
     for context, batch in ((1, 1), (15, 1), (16, 2), (40, 3)):  # the sliding window is 16
         assert memory.cache(context, batch) == cache_bytes(model, context, batch)
@@ -107,15 +110,15 @@ def test_the_decoded_layer_is_the_largest_that_is_no_embedding(tmp_path: Path) -
 
 def test_the_longest_context() -> None:
     weights = Weights(100, 10, 160)
-    memory = ModelMemory(weights, 5, (CacheLayer(3, 1 << 60, 0), CacheLayer(2, 10, 7)), 20)
-    assert memory.peak(100, 2) == 100 + 10 + 5 + 20 + 2 * (300 + 20 + 7)
+    memory = ModelMemory(weights, 3, 5, (CacheLayer(3, 1 << 60, 0), CacheLayer(2, 10, 7)), 20)
+    assert memory.peak(100, 2) == 100 + 3 + 10 + 5 + 20 + 2 * (300 + 20 + 7)
     assert memory.plain_peak(100, 2) == 160 + 5 + 2 * (300 + 20 + 7)
     for room in (13, 14, 100, 1000, 1001, 1002):
         longest = memory.longest(room, 2)
         assert longest is not None
         assert memory.cache(longest, 2) <= room < memory.cache(longest + 1, 2) or longest == -1
     assert memory.longest(13, 2) == -1
-    windows = ModelMemory(weights, 5, (CacheLayer(2, 10, 0),), 20)
+    windows = ModelMemory(weights, 3, 5, (CacheLayer(2, 10, 0),), 20)
     assert (windows.longest(20, 1), windows.longest(19, 1), windows.longest(-1, 1)) == (None, 9, -1)
 
 

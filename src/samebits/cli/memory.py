@@ -47,6 +47,7 @@ def _weights(source: str, options: CompressOptions, exact: bool) -> tuple[Path, 
 def _figures(memory: ModelMemory, context: int, batch: int, limit: int | None) -> dict[str, object]:
     figures: dict[str, object] = {
         "packed_bytes": memory.weights.packed,
+        "table_bytes": memory.tables,
         "other_bytes": memory.weights.other + memory.buffers,
         "cache_bytes": memory.cache(context, batch),
         "decoded_layer_bytes": memory.decoded,
@@ -75,6 +76,7 @@ def _print(memory: ModelMemory, title: str, context: int, batch: int) -> None:
     plain = memory.weights.plain + memory.buffers
     rows = [
         ("weights", size(memory.weights.packed + other), size(plain)),
+        ("their decode tables", size(memory.tables), size(0)),
         ("key-value cache", size(cache), size(cache)),
         ("one decoded layer at most", size(memory.decoded), size(0)),
         ("peak", size(memory.peak(context, batch)), size(memory.plain_peak(context, batch))),

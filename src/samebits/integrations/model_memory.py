@@ -1,6 +1,6 @@
 """What a causal language model takes in memory while it generates, from its config: nothing is allocated.
 
-    peak = packed weights + other tensors + key-value cache + the largest layer decoded
+    peak = packed weights + their decode tables + other tensors + key-value cache + the largest layer decoded
 
 The cache is measured: the model runs one token on the meta device, and each layer of its cache shows what a token
 takes there (whatever its heads are), and by its kind how many tokens it keeps.
@@ -21,6 +21,7 @@ from samebits.format.container import Checkpoint
 from samebits.format.folder import CONFIG
 from samebits.integrations.model_shapes import meta_model
 from samebits.jobs.estimate import Estimate
+from samebits.kernels.tables import MAX_TABLE_BYTES
 from samebits.nn.convert import Selection
 
 BITS_PER_WEIGHT = 10.75  # of packed weights that are not there to be encoded: README.md, "How small"
@@ -74,11 +75,13 @@ class ModelMemory:
     """Bytes that a model takes.
 
     Attributes:
+        tables: that products on a GPU keep for packed weights.
         buffers: that no checkpoint holds, such as rotary frequencies.
         decoded: the weights of its largest layer in BF16.
     """
 
     weights: Weights
+    tables: int
     buffers: int
     cache_layers: tuple[CacheLayer, ...]
     decoded: int
@@ -90,7 +93,7 @@ class ModelMemory:
     @property
     def resident(self) -> int:
         """Without any cache."""
-        return self.weights.packed + self.weights.other + self.buffers
+        return self.weights.packed + self.tables + self.weights.other + self.buffers
 
     def peak(self, context: int, batch: int) -> int:
         return self.resident + self.decoded + self.cache(context, batch)
@@ -127,10 +130,12 @@ def model_memory(folder: Path, selection: Selection, weights: Weights | None) ->
         raise InputError("not a decoder-only language model of transformers", where=where, mend="leave --context out")
     held = model.state_dict().keys()
     buffers = sum(buffer.nbytes for name, buffer in model.named_buffers() if name not in held)
-    decoded = max(_decoded_bytes(*found) for found in _to_pack(model, selection))
+    to_pack = list(_to_pack(model, selection))
+    decoded = max(_decoded_bytes(*found) for found in to_pack)
+    tables = MAX_TABLE_BYTES * len({parameter for _, parameters in to_pack for parameter in parameters})
     weights = weights or Weights.supposed(model, selection)
     layers = tuple(_cache_layers(model.eval(), where))
-    return ModelMemory(weights, buffers, layers, decoded)
+    return ModelMemory(weights, tables, buffers, layers, decoded)
 
 
 def _to_pack(model: nn.Module, selection: Selection) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:

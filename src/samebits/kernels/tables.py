@@ -16,6 +16,7 @@ from samebits.format.packed import PackedTensor, align
 from samebits.kernels import nvrtc
 from samebits.kernels.structures import PackedStructure
 
+MAX_TABLE_BYTES = 4 << 13  # of codewords of at most 13 bits
 _THREADS = 512
 
 # By id of the packed bytes: these, their version, and the table; none once they have changed, as they may go on to. As
