@@ -36,7 +36,7 @@ class Model(nn.Module):
         x = self.qkv(self.patchify(x).flatten(2).transpose(1, 2))
         for block in self.blocks:
             x = x + block(x)
-        return self.plain.to(x.device)(self.norm.to(x.device)(x))
+        return self.plain(self.norm(x))
 
 
 class Pair:

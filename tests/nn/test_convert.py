@@ -15,7 +15,7 @@ from torch.nn.utils.parametrizations import weight_norm
 import samebits
 from samebits.errors import DeviceError, DtypeError, InputError
 from samebits.nn import convert
-from samebits.nn.packed_module import PackedModule, packed_parameters
+from samebits.nn.packed_module import PackedLinearModule, PackedModule, packed_parameters
 from tests.nn.modules import CASES, INPUT, MIN_WEIGHTS, Tied, make, same_bits
 
 MODES = [torch.no_grad, torch.inference_mode, torch.enable_grad]
@@ -173,6 +173,19 @@ def test_compressing_twice_beside_weights_of_another_dtype() -> None:
     first = samebits.compress(module)
     assert first.packed.keys() == {"0.weight"}
     assert samebits.compress(module) == first
+
+
+def test_biases_stay_plain() -> None:
+    """Linear layers go to fused products then; a bias is packed where it is as large as its matrix, nearly."""
+    linear = nn.Linear(128, 2000).to(torch.bfloat16)
+    report = samebits.compress(linear, min_weights=MIN_WEIGHTS)
+    assert report.packed.keys() == {"weight"}
+    assert report.raw == {"bias": "a vector, small beside its module's matrix"}
+    assert isinstance(linear, PackedLinearModule)
+    assert samebits.compress(nn.Linear(63, 2000).to(torch.bfloat16), min_weights=MIN_WEIGHTS).packed.keys() == {
+        "weight",
+        "bias",
+    }
 
 
 def test_parametrized_weights() -> None:

@@ -27,13 +27,17 @@ Owned = tuple[str, nn.Module, str]  # full name of a parameter, the module that 
 _ATTENTION = (nn.MultiheadAttention, NonDynamicallyQuantizableLinear)
 
 
+# A bias so many times smaller than its matrix stays plain: decoding it takes more than it saves.
+_SMALL_SHARE = 64
+
+
 @dataclass(frozen=True)
 class Selection:
     """Which parameters are to be packed.
 
     A parameter is eligible if it is floating point, has at least ``min_weights`` elements, and its module owns a
-    matrix (which norms do not). Its full name must match one of the shell patterns ``include`` (empty: all) and none
-    of ``exclude``.
+    matrix (which norms do not) beside which it is not small. Its full name must match one of the shell patterns
+    ``include`` (empty: all) and none of ``exclude``.
 
     Raises:
         InputError: one string where a list of patterns is expected.
@@ -67,9 +71,20 @@ class Selection:
             return "changes while its module runs (max_norm)"
         if isinstance(module, _ATTENTION) and (parameter.dim() < 2 or _bias(module) is None):
             return "tells torch's attention, by having a gradient, how to compute"
-        if not any(other is not None and other.dim() >= 2 for other in module._parameters.values()):
+        in_matrices = _weights_in_matrices(module)
+        if not in_matrices:
             return "belongs to a module without matrices"
+        if parameter.dim() < 2 and _SMALL_SHARE * parameter.numel() < in_matrices:
+            return "a vector, small beside its module's matrix"
         return None if is_selected(full_name, self.include, self.exclude) else "not selected"
+
+
+def _weights_in_matrices(module: nn.Module) -> int:
+    """Of its own, packed or not."""
+    shapes = [tuple(parameter.shape) for parameter in module._parameters.values() if parameter is not None]
+    if isinstance(module, PackedModule):
+        shapes += [recipe.shape for recipe in module.sb_recipes.values()]
+    return sum(math.prod(shape) for shape in shapes if len(shape) >= 2)
 
 
 def _bias(attention: nn.Module) -> nn.Parameter | None:
