@@ -7,7 +7,8 @@
 A real configuration with synthetic weights (generate.build), random tokens, adapters of rank RANK in BF16 on all linear
 layers but the head, AdamW. A step is forward, backward and the optimizer's; its time is the median of REPEATS after two
 that warm up, and peak_bytes is what torch allocated at most, weights included. torch is told to compute
-deterministically: else some of its own backward passes, such as flash attention's, do not give the same twice.
+deterministically, and attention is transformers' own ("eager"): flash attention's backward pass does not give the same
+twice even so.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class Figures:
 def adapted(name: str, device: str, packed: bool) -> Any:
     """The model with adapters that change it: made with zeros, as usual, half of their gradients would be zero."""
     base = generate.build(name, device, packed)
+    base.set_attn_implementation("eager")
     torch.manual_seed(0)
     config = LoraConfig(r=RANK, target_modules="all-linear", init_lora_weights=False)
     return get_peft_model(base, config, autocast_adapter_dtype=False).train()
