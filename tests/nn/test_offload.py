@@ -15,8 +15,10 @@ from torch import nn
 
 import samebits
 from samebits.errors import InputError
+from samebits.nn import offload as module
 from samebits.nn.offload import BUFFERS, Offloaded
 from tests.nn.modules import MIN_WEIGHTS, Experts, same_bits
+from tests.nn.test_streaming import LateLane
 
 X = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
 
@@ -105,6 +107,18 @@ def test_same_bits_whatever_fits(packed: bool, expected: torch.Tensor) -> None:
     assert streamed == sorted(streamed, reverse=True)
     assert streamed[0] == 7
     assert not offload(model, total).streamed
+
+
+def test_copies_that_are_as_late_as_they_may(
+    model: nn.Module, expected: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lane = LateLane()
+    monkeypatch.setattr(module, "lane_to", lambda device: lane)
+    streamed = len(offload(model).streamed)
+    with torch.no_grad():
+        for number in range(3):
+            assert same_bits(model(X), expected)
+            assert lane.copies == BUFFERS + (number + 1) * streamed
 
 
 def test_what_lies_where(model: nn.Module) -> None:
@@ -232,6 +246,8 @@ REFUSED: dict[str, Callable[[nn.Module], Any]] = {
     "pickled": pickle.dumps,
     "compressed": samebits.compress,
     "decompressed": samebits.decompress,
+    "decompressed in part": lambda model: samebits.decompress(model.blocks[1]),
+    "offloaded in part": lambda model: samebits.offload(model.blocks, "1GiB"),
     "decompressed in a larger one": lambda model: samebits.decompress(nn.Sequential(model)),
 }
 

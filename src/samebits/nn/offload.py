@@ -25,7 +25,7 @@ from samebits.sizes import parse_size
 BUFFERS = 2  # one that is computed from, one that is copied to
 STATE = "sb_offloaded"  # where an offloaded module keeps its state
 _MAP = "hf_device_map"  # where transformers, diffusers and PEFT look for what is where
-_MEND = "call samebits.onload on it first"
+_MEND = "call samebits.onload on the whole model first"
 _Weights = list[tuple[nn.Parameter, Owners]]
 
 
@@ -140,21 +140,23 @@ def onload(module: nn.Module) -> None:
 
 
 def streaming_device(module: nn.Module) -> torch.device | None:
-    """The device that computes, if ``module`` or one in it is offloaded."""
-    states = (owner.__dict__.get(STATE) for owner in module.modules())
-    return next((state.report.device for state in states if state), None)
+    """The device that computes, if blocks in ``module`` are streamed."""
+    forwards = (owner.__dict__.get("forward") for owner in module.modules())
+    return next((found.streamer.device for found in forwards if isinstance(found, _StreamedForward)), None)
 
 
 def refuse_offloaded(module: nn.Module) -> None:
     """
     Raises:
-        InputError: it is offloaded, or has modules that are.
+        InputError: blocks in it are streamed.
     """
     if streaming_device(module) is not None:
         raise InputError("the weights of an offloaded model cannot be replaced", mend=_MEND)
 
 
 def _check(module: nn.Module) -> None:
+    if streaming_device(module) is not None:
+        raise InputError("part of an offloaded model", mend=_MEND)
     if holds_units(module):
         mend = "load the checkpoint without keep_format"
         raise InputError("a model that keeps DFloat11's layout cannot be offloaded", mend=mend)

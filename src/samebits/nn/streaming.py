@@ -213,7 +213,7 @@ class Streamer:
     """
 
     def __init__(self, blocks: Sequence[Block], device: torch.device, buffers: int, lane: Lane) -> None:
-        self._lane, self._lock = lane, RLock()
+        self.device, self._lane, self._lock = device, lane, RLock()
         self._following = dict(zip(blocks, [*blocks[1:], blocks[0]], strict=True))
         self._last = blocks[-1]
         largest = max(len(block.memory) for block in blocks)
