@@ -31,6 +31,13 @@ def test_not_after_the_bytes_changed() -> None:
     assert [may_start_early(data) for _ in range(2)] == [False, True]
 
 
+def test_not_after_other_bytes_took_their_place() -> None:
+    data = torch.zeros(8, dtype=torch.uint8)
+    may_start_early(data)
+    data.data = torch.ones(8, dtype=torch.uint8)
+    assert [may_start_early(data) for _ in range(2)] == [False, True]
+
+
 def test_copies_start_anew() -> None:
     data = torch.nn.Parameter(torch.zeros(8, dtype=torch.uint8), requires_grad=False)
     before = pickle.dumps(data)

@@ -50,6 +50,14 @@ def test_none_of_bytes_that_change(made: list[PackedTensor]) -> None:
     assert len(made) == 1
 
 
+def test_none_of_bytes_that_took_the_place_of_others(made: list[PackedTensor]) -> None:
+    packed = packed_tensor()
+    assert decode_table(packed) is not None
+    packed.data.data = packed.data.clone()
+    assert decode_table(packed) is None
+    assert len(made) == 1
+
+
 def test_not_made_during_a_capture(made: list[PackedTensor], monkeypatch: pytest.MonkeyPatch) -> None:
     packed = packed_tensor()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)

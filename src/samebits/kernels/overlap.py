@@ -10,9 +10,16 @@ import weakref
 
 import torch
 
-# By id, the tensors on which a kernel has been launched, and their version then. Not as an attribute of the tensor: it
+Bytes = tuple[int, int]
+
+# By id, the tensors on which a kernel has been launched, and their bytes then. Not as an attribute of the tensor: it
 # would be copied and pickled with it, and say of other bytes what holds for these.
-_settled: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+_settled: dict[int, tuple[weakref.ref[torch.Tensor], Bytes]] = {}
+
+
+def bytes_of(data: torch.Tensor) -> Bytes:
+    """Which bytes a tensor has: another pair once torch has changed them in place, or given it others."""
+    return data._version, data.data_ptr()
 
 
 def may_start_early(data: torch.Tensor) -> bool:
@@ -22,10 +29,10 @@ def may_start_early(data: torch.Tensor) -> bool:
     """
     if data.is_inference():  # has no version
         return False
-    key, version = id(data), data._version
+    key, its_bytes = id(data), bytes_of(data)
     known = _settled.get(key)
-    if known and known[0]() is data and known[1] == version:
+    if known and known[0]() is data and known[1] == its_bytes:
         return True
     if not torch.cuda.is_current_stream_capturing():  # a captured launch has not happened yet
-        _settled[key] = weakref.ref(data, lambda _: _settled.pop(key, None)), version
+        _settled[key] = weakref.ref(data, lambda _: _settled.pop(key, None)), its_bytes
     return False

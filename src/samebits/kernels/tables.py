@@ -14,14 +14,15 @@ import torch
 from samebits.format.geometry import Code
 from samebits.format.packed import PackedTensor, align
 from samebits.kernels import nvrtc
+from samebits.kernels.overlap import Bytes, bytes_of
 from samebits.kernels.structures import PackedStructure
 
 MAX_TABLE_BYTES = 4 << 13  # of codewords of at most 13 bits
 _THREADS = 512
 
-# By id of the packed bytes: these, their version, and the table; none once they have changed, as they may go on to. As
-# in overlap.py.
-_tables: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor | None]] = {}
+# By id, the tensors of packed bytes, these, and the table; none once they have changed, as they may go on to. As in
+# overlap.py.
+_tables: dict[int, tuple[weakref.ref[torch.Tensor], Bytes, torch.Tensor | None]] = {}
 
 
 def table_words(packed: PackedTensor) -> int:
@@ -42,15 +43,15 @@ def decode_table(packed: PackedTensor) -> torch.Tensor | None:
     data = packed.data
     if data.is_inference():
         return None
-    key, version = id(data), data._version
+    key, its_bytes = id(data), bytes_of(data)
     known = _tables.get(key)
-    if known and known[0]() is data and known[1] == version:
+    if known and known[0]() is data and known[1] == its_bytes:
         return known[2]
     if torch.cuda.is_current_stream_capturing():
         return None
     changed = known is not None and known[0]() is data
     table = None if changed else _make(packed)
-    _tables[key] = weakref.ref(data, lambda _: _tables.pop(key, None)), version, table
+    _tables[key] = weakref.ref(data, lambda _: _tables.pop(key, None)), its_bytes, table
     return table
 
 
