@@ -28,18 +28,18 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from accelerate import dispatch_model, infer_auto_device_map
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import StoppingCriteriaList
 
 import samebits
 from common import PACKAGES, cpu_name, read_results, significant, write_results
-from generate import MODELS, build
+from generate import Clock, Figures
+from models import MODELS, build, random_prompt
 
 GIB = 1 << 30
 RESERVE = 3 * GIB
@@ -90,16 +90,6 @@ CASES = {
 
 
 @dataclass(frozen=True)
-class Figures:
-    """Seconds to the first token; tokens a second after it; bytes at the peak; all tokens, on the CPU."""
-
-    first_token: float
-    rate: float
-    peak_bytes: int | None
-    tokens: torch.Tensor
-
-
-@dataclass(frozen=True)
 class Found:
     """What a way has found: bytes of weights that are not on the card, and figures by batch size; None: no memory."""
 
@@ -107,37 +97,9 @@ class Found:
     figures: dict[int, Figures | None]
 
 
-class Clock(StoppingCriteria):  # type: ignore[misc]
-    """Takes the time when each token is there; stops nothing and waits for nothing."""
-
-    def __init__(self, device: str) -> None:
-        self.device = device
-        self.marks: list[Any] = []
-        self.mark()
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        self.mark()
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-
-    def mark(self) -> None:
-        if self.device == "cuda":
-            self.marks.append(torch.cuda.Event(enable_timing=True))
-            self.marks[-1].record()
-        else:
-            self.marks.append(time.perf_counter())
-
-    def intervals(self) -> list[float]:
-        """Seconds from each mark to the next."""
-        if self.device != "cuda":
-            return [float(end - start) for start, end in pairwise(self.marks)]
-        self.marks[-1].synchronize()
-        return [float(start.elapsed_time(end)) / 1000 for start, end in pairwise(self.marks)]
-
-
 def generate(model: Any, batch: int, device: str) -> Figures:
     """One run, with random prompts that are always the same."""
-    generator = torch.Generator().manual_seed(batch)
-    prompt = torch.randint(model.config.vocab_size, (batch, PROMPT), generator=generator).to(device)
+    prompt = random_prompt(model, batch, PROMPT, device)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     clock = Clock(device)
