@@ -35,6 +35,7 @@ from transformers.distributed import DistributedConfig
 import generate
 import samebits
 from common import PACKAGES, cpu_name, significant, write_results
+from models import random_prompt
 
 GPUS = 2
 WAY = "eager"
@@ -67,7 +68,7 @@ def peak_bytes(device: str) -> int | None:
 @torch.inference_mode()
 def logits_of(model: Any, setting: generate.Setting, device: str) -> torch.Tensor:
     """Of the last token of each prompt, as words: int16 [batch, vocabulary]."""
-    prompt = setting.inputs(model.config.vocab_size, device)
+    prompt = random_prompt(model, setting.batch, setting.prompt, device)
     return model(prompt, logits_to_keep=1).logits.cpu().view(torch.int16)
 
 

@@ -42,6 +42,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(linear, "nearest_launch", lambda *arguments: LAUNCH)
+    monkeypatch.setattr(linear, "decode_table", lambda packed: None)
     return seen
 
 
