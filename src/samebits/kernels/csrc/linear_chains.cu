@@ -211,8 +211,9 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
             copy_commit();
         }
         following += kRing * kSlabBytes;
+    } else {
+        copy_commit();
     }
-    else copy_commit();
     table.finish<kRing>();
     auto bring_x = [&] {
         await_kernel_before();
