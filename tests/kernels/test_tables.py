@@ -20,7 +20,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[PackedTensor]:
 
     def make(packed: PackedTensor) -> torch.Tensor:
         calls.append(packed)
-        return torch.zeros(table_words(packed), dtype=torch.int32)
+        return torch.zeros(table_words(packed.header), dtype=torch.int32)
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(tables, "_make", make)

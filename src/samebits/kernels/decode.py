@@ -14,7 +14,7 @@ from samebits.format.packed import Header, PackedTensor, align
 from samebits.kernels import nvrtc
 from samebits.kernels.overlap import may_start_early
 from samebits.kernels.structures import CompactStructure, DivisionStructure, GeometryStructure, PackedStructure
-from samebits.kernels.tables import decode_table
+from samebits.kernels.tables import decode_table, table_words
 
 MAX_WARPS = 16  # csrc/decoder.cuh: kMaxThreads
 _ALIGNMENT = 16  # bytes; what the kernel's loads need
@@ -114,14 +114,14 @@ class _Block:
     def of(cls, header: Header, device: int) -> _Block:
         """As many warps as fit."""
         buffer_words = staging_words(header)
-        table_words = max(4, 1 << header.max_code_length)
+        words = table_words(header)
         entry_words = align(header.symbol_count, 4)
-        available = nvrtc.shared_memory(device) - STATIC_SHARED - 4 * (table_words + entry_words)
+        available = nvrtc.shared_memory(device) - STATIC_SHARED - 4 * (words + entry_words)
         warps = min(MAX_WARPS, available // (8 * buffer_words))
         if warps < 1:
             what = "the device has too little shared memory for chunks of this size"
             raise DeviceError(what, mend="decode on the CPU")
-        return cls(warps, DivisionStructure(table_words, entry_words, buffer_words))
+        return cls(warps, DivisionStructure(words, entry_words, buffer_words))
 
     @property
     def shared_bytes(self) -> int:

@@ -10,6 +10,7 @@ from samebits.format.geometry import SIGN_BYTES, SLAB_BYTES, STAGE, STAGE_WORDS
 from samebits.format.packed import Header, align
 from samebits.kernels import nvrtc
 from samebits.kernels.decode import STATIC_SHARED, staging_words
+from samebits.kernels.tables import table_words
 
 CHUNK_STAGES = 16  # csrc: kChunkStages
 _OCTET = 8  # tokens that one mma instruction takes
@@ -105,7 +106,7 @@ class _Planner:
         self.ranges = -(-geometry.stages // self.stages_per_range)
         self.grid = min(nvrtc.multiprocessors(device), geometry.row_groups)
         self.own = -(-geometry.row_groups // self.grid)  # row groups of a block
-        self.table, self.entries = max(4, 1 << header.max_code_length), align(header.symbol_count, 4)
+        self.table, self.entries = table_words(header), align(header.symbol_count, 4)
         self.buffer = staging_words(header)
         self.room = (nvrtc.shared_memory(device) - STATIC_SHARED) // 4
 
@@ -130,7 +131,7 @@ class _Planner:
         if warps < min(wanted, _MIN_WARPS):
             return None
         name = f"linear_ahead_{_OCTET * self.octets}_{kind}"
-        return self._launch("linear_ahead", name, warps, words + warps * warp_words, slots, batches, warps, x)
+        return self._launch("linear_ahead", name, warps, words + warps * warp_words, slots, batches, warps, x=x)
 
     def _chains(self, variant: Variant) -> Launch | None:
         kind = "shared" if variant.shared_x else "global"
@@ -144,7 +145,7 @@ class _Planner:
         if warps < min(wanted, _MIN_WARPS):
             return None
         name = f"linear_chains_{_OCTET * self.octets}_{kind}"
-        return self._launch("linear_chains", name, warps, words + warps * warp_words, self.own, 1, warps, x)
+        return self._launch("linear_chains", name, warps, words + warps * warp_words, self.own, 1, warps, x=x)
 
     def _tiles(self, variant: Variant) -> Launch | None:
         """With as few batches as fit, and then as many warps.
@@ -166,23 +167,13 @@ class _Planner:
                     continue
                 words = (fixed + warps * 8 * self.buffer + ring * slot_bytes) // 4
                 name = f"linear_tiles_{wide}_{tiles}"
-                return self._launch(
-                    "linear_tiles", name, multiplying + warps, words, slots, batches, warps, self.entries, ring
-                )
+                return self._launch("linear_tiles", name, multiplying + warps, words, slots, batches, warps, ring=ring)
         return None
 
     def _launch(
-        self,
-        stem: str,
-        name: str,
-        warps: int,
-        words: int,
-        slots: int,
-        batches: int,
-        decoders: int,
-        x: int,
+        self, stem: str, name: str, warps: int, words: int, slots: int, batches: int, decoders: int, *, x: int = 0,
         ring: int = 0,
-    ) -> Launch:
+    ) -> Launch:  # fmt: skip
         job = (self.m, self.ranges, self.stages_per_range, slots, batches, decoders // slots, decoders % slots,
                self.table, x, self.buffer, ring)  # fmt: skip
         return Launch(f"{stem}.cu", name, self.grid, warps, 4 * words, job)

@@ -12,7 +12,7 @@ import weakref
 import torch
 
 from samebits.format.geometry import Code
-from samebits.format.packed import PackedTensor, align
+from samebits.format.packed import Header, PackedTensor, align
 from samebits.kernels import nvrtc
 from samebits.kernels.overlap import Bytes, bytes_of
 from samebits.kernels.structures import PackedStructure
@@ -25,13 +25,13 @@ _THREADS = 512
 _tables: dict[int, tuple[weakref.ref[torch.Tensor], Bytes, torch.Tensor | None]] = {}
 
 
-def table_words(packed: PackedTensor) -> int:
-    """32-bit words of its decode table, at least one unit of copies."""
-    return max(4, 1 << packed.header.max_code_length)
+def table_words(header: Header) -> int:
+    """32-bit words of a tensor's decode table, at least one unit of copies."""
+    return max(4, 1 << header.max_code_length)
 
 
 def decode_table(packed: PackedTensor) -> torch.Tensor | None:
-    """The decode table: int32 [table_words(packed)] on the tensor's device; None where there is none yet.
+    """The decode table: int32 [table_words(packed.header)] on the tensor's device; None where there is none yet.
 
     The first call for these bytes makes it on torch's current stream, behind what wrote them, and waits until it is
     there for every stream. During a capture nothing is made, nor of a buffer whose bytes have changed, nor of inference
@@ -57,7 +57,7 @@ def decode_table(packed: PackedTensor) -> torch.Tensor | None:
 
 def _make(packed: PackedTensor) -> torch.Tensor:
     header, device = packed.header, packed.device.index or 0
-    words = table_words(packed)
+    words = table_words(header)
     table = torch.empty(words, dtype=torch.int32, device=packed.device)
     name = f"make_table_{'quad' if header.code is Code.QUAD else 'single'}"
     with nvrtc.on_device(device):

@@ -18,7 +18,7 @@ struct Job {
     int slots;           // row groups whose sums a block keeps in shared memory
     int batches;         // of so many row groups
     int chunk_step, slot_step;   // warps of a block = chunk_step * slots + slot_step
-    int table_words, x_words, buffer_words;   // of shared memory: decode table, its entries and later x, each staging buffer
+    int table_words, x_words, buffer_words;   // of shared memory: decode table, its entries and later x (not in linear_tiles.cu), each staging buffer
     int ring;            // linear_tiles.cu: pairs of stages that a block keeps decoded, at least those of the chunks that a warp is ahead
 };
 
