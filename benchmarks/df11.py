@@ -40,6 +40,7 @@ from samebits.df11.unit import Unit
 from samebits.format.container import Checkpoint
 from samebits.jobs.compress import Compression
 from samebits.jobs.compress_df11 import Df11Compression
+from samebits.verify import repeatable_attention
 
 Row = dict[str, Any]
 
@@ -69,6 +70,7 @@ class OwnKernel(DFloat11):
         torch.ops.samebits.df11_decode(*tensors, output, self.malformed)
 
 
+@repeatable_attention()
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--name", default="df11")

@@ -29,6 +29,7 @@ from torch import nn
 
 import samebits
 from common import PACKAGES, Timing, cpu_name, significant, synthetic_matrix, time_calls, write_results
+from samebits.verify import repeatable_attention
 
 Inputs = dict[str, torch.Tensor]
 WAYS = ("eager", "graphs")
@@ -238,6 +239,7 @@ def same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
     return is_alike and torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
 
 
+@repeatable_attention()
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--name", default="diffusion")

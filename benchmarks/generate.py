@@ -17,6 +17,8 @@ A case is generated twice, the first time to warm up; only once if that took mor
 ``first_token_seconds`` runs from the call of ``generate`` to the first token. ``tokens_per_s`` is of all sequences
 together, from the median time between two tokens, without the first SETTLED ones, in which a graph is captured or a
 step compiled. Times are those of the GPU's own clock (CUDA events). ``peak_bytes`` is torch's max_memory_allocated.
+``repeats`` says whether both times gave the same tokens: where BF16's differ, ``same_tokens`` tells nothing. Attention
+is not cuDNN's, for samebits.verify.repeatable_attention's reason.
 
 Cases are taken by their number of tokens, small ones first, until each model's share of --seconds is spent; what is
 left out is said. Rows are written after each model. A row that the file has already of the same case, device and
@@ -41,6 +43,7 @@ from transformers import CompileConfig, StaticCache, StoppingCriteria, StoppingC
 import samebits
 from common import PACKAGES, add_results, cpu_name, significant
 from models import MODELS, build, forget, random_prompt
+from samebits.verify import repeatable_attention
 
 WAYS = ("eager", "graphs", "compile")
 DEFAULT_MODELS = ("Llama 3.1 8B", "Qwen3 14B")
@@ -150,12 +153,21 @@ class Setting:
 
 @dataclass(frozen=True)
 class Figures:
-    """Seconds to the first token; tokens a second after it; bytes at the peak; all tokens, on the CPU."""
+    """Of one case.
+
+    Attributes:
+        first_token: seconds.
+        rate: tokens a second behind the first.
+        peak_bytes: on a GPU.
+        tokens: all of them, on the CPU.
+        repeats: whether the first run gave the same tokens; None if there was one run.
+    """
 
     first_token: float
     rate: float
     peak_bytes: int | None
     tokens: torch.Tensor
+    repeats: bool | None = None
 
 
 def measure(model: Any, setting: Setting, device: str) -> Figures:
@@ -166,18 +178,20 @@ def measure(model: Any, setting: Setting, device: str) -> Figures:
     prompt = random_prompt(model, setting.batch, setting.prompt, device)
     options = setting.options(model, device)
     run = partial(model.generate, prompt, attention_mask=torch.ones_like(prompt), **options)
+    repeats = None
     try:
         clock, tokens = _timed(run, device)
         if sum(clock.intervals()) < LONG or setting.way == "compile":
             if "past_key_values" in options:
                 options["past_key_values"].reset()
-            clock, tokens = _timed(run, device)
+            before, (clock, tokens) = tokens, _timed(run, device)
+            repeats = torch.equal(tokens, before)
     finally:
         vars(model).pop("get_compiled_call", None)
     first, *others = clock.intervals()
     rate = setting.batch / statistics.median(others[SETTLED:] or others)
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else None
-    return Figures(first, rate, peak, tokens.cpu())
+    return Figures(first, rate, peak, tokens.cpu(), repeats)
 
 
 def _timed(run: Callable[..., torch.Tensor], device: str) -> tuple[Clock, torch.Tensor]:
@@ -221,6 +235,7 @@ def rows(name: str, settings: list[Setting], device: str, seconds: float) -> Ite
             row[f"{key}_tokens_per_s"] = significant(found.rate)
             row[f"{key}_first_token_seconds"] = significant(found.first_token)
             row[f"{key}_peak_bytes"] = found.peak_bytes
+            row[f"{key}_repeats"] = found.repeats
         yield row | {"speed": significant(ours.rate / bf16.rate), "same_tokens": torch.equal(ours.tokens, bf16.tokens)}
 
 
@@ -228,6 +243,7 @@ def numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
 
 
+@repeatable_attention()
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--name", default="generate")

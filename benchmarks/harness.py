@@ -28,6 +28,7 @@ import transformers
 
 import samebits
 from common import EXAMPLE_MODEL, PACKAGES, cpu_name, write_results
+from samebits.verify import repeatable_attention
 
 TEXT = EXAMPLE_MODEL.parent / "kjv.txt.gz"
 HELD_OUT_EVERY = 20  # chapters, as in train.py
@@ -110,6 +111,7 @@ def different(left: Samples, right: Samples) -> tuple[int, int]:
     return len(found), sum(found)
 
 
+@repeatable_attention()
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")

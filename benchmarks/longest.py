@@ -41,6 +41,7 @@ from common import PACKAGES, add_results, cpu_name, significant
 from models import MODELS, build, config_of, forget, random_prompt
 from samebits.integrations.model_memory import ModelMemory, model_memory
 from samebits.nn.convert import Selection
+from samebits.verify import repeatable_attention
 
 GIB = 1 << 30
 # Memory of the card, sequences, and how many times more tokens DFloat11's paper reports, if it does.
@@ -147,6 +148,7 @@ def rows(name: str, context: int, device: str) -> Iterator[dict[str, Any]]:
     }  # fmt: skip
 
 
+@repeatable_attention()
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--name", default="longest")

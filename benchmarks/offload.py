@@ -40,6 +40,7 @@ import samebits
 from common import PACKAGES, cpu_name, read_results, significant, write_results
 from generate import Clock, Figures
 from models import MODELS, build, random_prompt
+from samebits.verify import repeatable_attention
 
 GIB = 1 << 30
 RESERVE = 3 * GIB
@@ -192,6 +193,7 @@ def rows(name: str, case: Case, ways: Sequence[str], device: str) -> Iterator[di
         yield row
 
 
+@repeatable_attention()
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--name", default="offload")

@@ -36,6 +36,7 @@ import generate
 import samebits
 from common import PACKAGES, cpu_name, significant, write_results
 from models import random_prompt
+from samebits.verify import repeatable_attention
 
 GPUS = 2
 WAY = "eager"
@@ -132,6 +133,7 @@ def run(folder: Path, placement: str, arguments: list[str], device: str) -> list
     return [{"placement": placement, **row} for row in merge(found)]
 
 
+@repeatable_attention()
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--name", default="parallel")

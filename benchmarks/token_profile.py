@@ -34,6 +34,7 @@ import samebits
 from common import PACKAGES, add_results, cpu_name, significant
 from generate import captured, numbers
 from models import MODELS, build, forget, random_prompt
+from samebits.verify import repeatable_attention
 
 CONTEXT = 128  # tokens
 ROOM = 256  # tokens of the cache
@@ -156,6 +157,7 @@ def rows(name: str, batches: list[int], device: str) -> Iterator[dict[str, Any]]
         yield row | {"packed_microseconds": significant(calls[1][outputs, inputs])}
 
 
+@repeatable_attention()
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--name", default="profile")

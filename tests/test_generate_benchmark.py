@@ -18,6 +18,7 @@ sys.path.insert(0, str(BENCHMARKS))
 import common  # noqa: E402
 import generate  # noqa: E402
 import models  # noqa: E402
+import tables  # noqa: E402
 from samebits.kernels.ops import decode_packed  # noqa: E402
 from samebits.nn import packed_module  # noqa: E402
 from samebits.nn.packed_module import packed_parameters  # noqa: E402
@@ -32,11 +33,13 @@ def test_both_models_have_the_same_weights() -> None:
     assert not any(tensor.is_meta for tensor in (*packed.parameters(), *packed.buffers()))
 
 
-def test_rows() -> None:
+def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate, "LONG", float("inf"))
     settings = [generate.Setting(way, 2, 5, 4) for way in generate.WAYS]
     found = list(generate.rows("tiny", settings, "cpu", 1e9))
     assert [row["table"] for row in found] == list(generate.WAYS)
     assert all(row["same_tokens"] for row in found)
+    assert all(row["bf16_repeats"] and row["samebits_repeats"] for row in found)
     assert all(row["speed"] > 0 and row["samebits_first_token_seconds"] > 0 for row in found)
     assert all(row["samebits_peak_bytes"] is None for row in found)
 
@@ -47,6 +50,28 @@ def test_all_ways_give_the_same_tokens() -> None:
     eager, graphs = (generate.measure(model, generate.Setting(way, 2, 5, 9), "cpu") for way in ("eager", "graphs"))
     assert torch.equal(eager.tokens, graphs.tokens)
     assert "get_compiled_call" not in vars(model)
+
+
+def test_what_does_not_repeat_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is told from what differs, and what ran once from both."""
+    model, setting = models.build("tiny", "cpu", False), generate.Setting("eager", 2, 5, 4)
+    numbers = iter(range(3))
+    monkeypatch.setattr(model, "generate", lambda prompt, **options: _timed_tokens(options, next(numbers)))
+    monkeypatch.setattr(generate, "LONG", float("inf"))
+    assert generate.measure(model, setting, "cpu").repeats is False
+    monkeypatch.setattr(generate, "LONG", 0.0)
+    assert generate.measure(model, setting, "cpu").repeats is None
+    row = {"same_tokens": False}
+    assert tables.same_tokens(row | {"bf16_repeats": False}) == "BF16 differs from itself"
+    assert {tables.same_tokens(row | {"bf16_repeats": repeats}) for repeats in (True, None)} == {"**no**"}
+
+
+def _timed_tokens(options: dict[str, Any], number: int) -> torch.Tensor:
+    """Two tokens, the clock read at each of them."""
+    tokens = torch.full((2, 2), number)
+    for _ in range(2):
+        options["stopping_criteria"](tokens, None)
+    return tokens
 
 
 def test_no_case_is_taken_after_the_deadline(capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,6 +39,13 @@ def test_tokens_are_those_of_bf16(way: str) -> None:
     assert all(row["samebits_peak_bytes"] and row["bf16_first_token_seconds"] > 0 for row in found)
 
 
+@pytest.mark.parametrize("way", ["eager", "graphs"])
+def test_many_sequences_repeat_themselves(way: str) -> None:
+    """With cuDNN's attention they would not."""
+    [row] = generate.rows("small", [generate.Setting(way, 16, 200, 24)], "cuda", 1e9)
+    assert (row["bf16_repeats"], row["samebits_repeats"], row["same_tokens"]) == (True, True, True)
+
+
 def test_a_replayed_step_is_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     model = models.build("small", "cuda", True)
     samebits.prepare(model, [2])

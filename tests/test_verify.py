@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from samebits import verify
 from samebits.errors import DigestError
 from samebits.format.container import Checkpoint, Entry
-from samebits.verify import Mismatch, first_difference, verify_against, verify_digests
+from samebits.verify import Mismatch, first_difference, repeatable_attention, verify_against, verify_digests
 from tests.jobs.checkpoints import Tensors, tensors, write_file, write_folder
 from tests.jobs.test_jobs import compress, in_planes
 
@@ -155,3 +155,20 @@ def test_first_difference_across_blocks(position: int, monkeypatch: pytest.Monke
     assert first_difference(left, right) is None
     right[position:] = 1
     assert first_difference(left, right) == position
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_attention_is_as_it_was_afterwards(before: bool) -> None:
+    @repeatable_attention()
+    def enabled_inside() -> bool:
+        return torch.backends.cuda.cudnn_sdp_enabled()
+
+    usual = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(before)
+    try:
+        assert not enabled_inside()
+        with pytest.raises(KeyError), repeatable_attention():
+            raise KeyError
+        assert torch.backends.cuda.cudnn_sdp_enabled() == before
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(usual)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -62,6 +63,22 @@ class Verdict:
     @property
     def identical(self) -> bool:
         return self.mismatch is None
+
+
+@contextmanager
+def repeatable_attention() -> Iterator[None]:
+    """To compare what two models compute: meanwhile torch's attention is any but cuDNN's, in the whole process.
+
+    With 16 sequences or more, cuDNN's does not repeat itself: one BF16 model, decoding from the same input, gives
+    other bits from run to run, so a difference would say nothing about weights (H200, torch 2.11, which prefers it).
+    The kernels that torch takes instead gave the same in every run. Changes nothing on a CPU. Decorates functions, too.
+    """
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def decode_checked(packed: PackedTensor, out: torch.Tensor, device: str = "cpu") -> torch.Tensor:

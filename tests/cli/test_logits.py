@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -62,6 +64,21 @@ def test_identical_over_a_text(samebits: Command, example: Path, packed_example:
         f"{packed_example}: the logits are identical to those of {example}, "
         f"{report['positions']:,} tokens, {report['logits']:,} logits on cpu\n"
     )
+
+
+def test_both_run_with_attention_that_repeats_itself(
+    samebits: Command, example: Path, packed_example: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, run = [], logits._logits
+
+    def watched(model: Any, windows: tuple[torch.Tensor, ...]) -> Iterator[torch.Tensor]:
+        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return run(model, windows)
+
+    monkeypatch.setattr(logits, "_logits", watched)
+    assert samebits("verify", "--logits", packed_example, "--against", example, "--device", "cpu").code == 0
+    assert seen == [False, False]
+    assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def test_random_tokens_without_a_text(samebits: Command, example: Path, packed_example: Path) -> None:

@@ -17,7 +17,7 @@ from samebits.errors import InputError, MismatchError, ResourceError
 from samebits.format.mapping import scratch
 from samebits.jobs.device import resolve_device
 from samebits.jobs.options import Progress
-from samebits.verify import first_difference
+from samebits.verify import first_difference, repeatable_attention
 
 WINDOW = 256  # tokens of a forward pass at most
 RANDOM_TOKENS = 1024  # without a text
@@ -94,6 +94,7 @@ def read_tokens(model: str, text: Path) -> torch.Tensor:
     return tokens
 
 
+@repeatable_attention()
 def compare(path: str, against: str, tokens: torch.Tensor | None, device: str, progress: Progress) -> LogitVerdict:
     """Run ``against``, then ``path``, over the same tokens: random ones without any given.
 
