@@ -58,6 +58,14 @@ def assert_same(left: torch.Tensor, right: torch.Tensor) -> None:
     assert torch.equal(left.view(torch.int16), right.view(torch.int16))
 
 
+def is_pinned(memory: torch.Tensor) -> bool:
+    """As the driver says: torch knows only what its own allocator pinned."""
+    from cuda.bindings import driver
+
+    code, _ = driver.cuMemHostGetFlags(memory.data_ptr())
+    return int(code) == 0
+
+
 def inputs(tokens: int) -> torch.Tensor:
     return torch.randn(tokens, SIZE, device="cuda").to(torch.bfloat16)
 
@@ -113,7 +121,7 @@ def test_memory_on_the_card() -> None:
         assert torch.cuda.max_memory_allocated() - before <= report.device_bytes + rounding + decoded + (1 << 20)
         assert report.device_bytes <= torch.cuda.memory_allocated() - before <= report.device_bytes + rounding
     assert len(report.streamed) == 9
-    assert all(block.forward.block.memory.is_pinned() for block in packed.blocks)
+    assert all(is_pinned(block.forward.block.memory) for block in packed.blocks)
 
 
 def test_onload_unpins() -> None:
@@ -123,8 +131,9 @@ def test_onload_unpins() -> None:
     with torch.no_grad():
         packed(x)
         memory = packed.blocks[0].forward.block.memory
+        assert is_pinned(memory)
         samebits.onload(packed)
-        assert not memory.is_pinned()
+        assert not is_pinned(memory)
         assert_same(packed.to("cuda")(x), dense(x))
         samebits.offload(packed, int(size * ALL))  # from the GPU
         assert_same(packed(x), dense(x))
