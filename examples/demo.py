@@ -25,6 +25,7 @@ import samebits
 from samebits.cli.run import run
 from samebits.format.container import Checkpoint
 from samebits.jobs.summary import Sizes
+from samebits.verify import repeatable_attention
 
 HERE = Path(__file__).resolve().parent
 MODEL = HERE / "king-james" / "model"
@@ -101,6 +102,7 @@ def peak_bytes(device: str) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
+@repeatable_attention()
 def run_both(original: Path, packed: Path, options: argparse.Namespace) -> tuple[Run, Run]:
     """Run both folders with plain transformers, and print what they wrote."""
     tokenizer = AutoTokenizer.from_pretrained(packed)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -29,3 +31,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.fixture(autouse=True)
+def _repeatable_attention(request: pytest.FixtureRequest) -> Iterator[None]:
+    """On a GPU whole models are compared, which have to agree with themselves."""
+    if request.node.get_closest_marker("gpu") is None:
+        yield
+        return
+    from samebits.verify import repeatable_attention
+
+    with repeatable_attention():
+        yield

@@ -21,7 +21,7 @@ from samebits.format.folder import CONFIG
 from samebits.format.packed import PackedTensor
 from samebits.jobs.device import resolve_device
 from samebits.jobs.options import CompressOptions
-from samebits.verify import original_bytes
+from samebits.verify import original_bytes, repeatable_attention
 
 _TENSOR_WORDS = 64 << 20  # tensors are measured until together they have about this many words
 _REPEATS = 5
@@ -134,6 +134,7 @@ def _synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
+@repeatable_attention()
 def measure_models(checkpoint: Checkpoint, device: str) -> dict[str, Running]:
     """Load and run the model both ways.
 
