@@ -11,7 +11,7 @@ One model at a time is in memory; text encoders and autoencoders are not there. 
     graphs     the whole step as one CUDA graph
 
 Each time is the median of REPEATS steps after one that warms up; peak_bytes is what torch allocated at most during
-these, weights included.
+these, weights included. Attention is not cuDNN's, for samebits.verify.repeatable_attention's reason.
 """
 
 from __future__ import annotations
