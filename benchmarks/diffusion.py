@@ -11,7 +11,7 @@ One model at a time is in memory; text encoders and autoencoders are not there. 
     graphs     the whole step as one CUDA graph
 
 Each time is the median of REPEATS steps after one that warms up; peak_bytes is what torch allocated at most during
-these, weights included. Attention is not cuDNN's, for samebits.verify.repeatable_attention's reason.
+these, weights included.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from torch import nn
 
 import samebits
 from common import PACKAGES, Timing, cpu_name, significant, synthetic_matrix, time_calls, write_results
-from samebits.verify import repeatable_attention
 
 Inputs = dict[str, torch.Tensor]
 WAYS = ("eager", "graphs")
@@ -239,7 +238,6 @@ def same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
     return is_alike and torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
 
 
-@repeatable_attention()
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--name", default="diffusion")
