@@ -14,57 +14,52 @@ if TYPE_CHECKING:
 
 WINDOW_BITS = 64  # of the stream to a gap: the first code that starts in a window
 BLOCK_BITS = 8 * 4096  # of the stream to a position
+BLOCK_WINDOWS = BLOCK_BITS // WINDOW_BITS
+U64 = np.uint64
 
 
 @njit(cache=True, nogil=True)
 def write_codes(
-    words: NDArray[np.uint16], codes: NDArray[np.uint32], lengths: NDArray[np.uint8], start: int, before: int,
-    index: int, stream: NDArray[np.uint8], sign_mantissa: NDArray[np.uint8], gaps: NDArray[np.uint8],
+    words: NDArray[np.uint16], codes: NDArray[np.uint64], lengths: NDArray[np.uint64], start: int, index: int,
+    windows: NDArray[np.uint64], sign_mantissa: NDArray[np.uint8], gaps: NDArray[np.uint8],
     positions: NDArray[np.uint32],
-) -> int:  # fmt: skip
-    """Write the codes of words behind each other, their other bits, and the gaps and positions of what starts there.
+) -> None:  # fmt: skip
+    """Write the codes of words behind each other, their other bits, and the gaps and positions of what comes next.
 
     Args:
+        codes: of each exponent, on top of 64 bits.
         start: bit of the whole stream at which the first one starts.
-        before: at which the one before it starts, -1 if there is none.
         index: of the first one in the unit.
-        stream: from the byte of that bit on. What precedes the first one in that byte is left 0 here.
+        windows: of the stream, from that of ``start`` to that of the end. What does not belong to the words is left 0.
         sign_mantissa: uint8 [words].
-
-    Returns:
-        The byte at which they end, if it is not full: it is not written, because another range goes on with it.
+        gaps, positions: written where a code is the last one of a window or block: the next one's are those of another.
     """
-    bit, byte = start, 0
-    held, count = np.uint64(0), start & 7  # bits not written yet
     for i in range(words.size):
-        note_start(bit, before, index + i, gaps, positions)
         sign_mantissa[i] = words[i] >> 8 & 0x80 | words[i] & 0x7F
+    window, used, held = start // WINDOW_BITS, U64(start % WINDOW_BITS), U64(0)  # `used` bits of the window are held
+    place = 0
+    for i in range(words.size):
         exponent = words[i] >> 7 & 0xFF
-        length = int(lengths[exponent])
-        held = held << np.uint64(length) | np.uint64(codes[exponent])
-        count += length
-        before = bit
-        bit += length
-        if count >= 32:
-            count -= 32
-            whole = held >> np.uint64(count)
-            for part in range(4):
-                stream[byte + part] = np.uint8(whole >> np.uint64(24 - 8 * part) & np.uint64(0xFF))
-            byte += 4
-    while count >= 8:
-        count -= 8
-        stream[byte] = np.uint8(held >> np.uint64(count) & np.uint64(0xFF))
-        byte += 1
-    return int(held << np.uint64(8 - count) & np.uint64(0xFF))
+        held |= codes[exponent] >> used
+        used += lengths[exponent]
+        if used >= U64(WINDOW_BITS):
+            used -= U64(WINDOW_BITS)
+            windows[place] = byte_swapped(held)
+            held = codes[exponent] << (lengths[exponent] - used)
+            place += 1
+            window += 1
+            gaps[window] = used
+            if window % BLOCK_WINDOWS == 0:
+                positions[window // BLOCK_WINDOWS] = index + i + 1
+    windows[place] = byte_swapped(held)
 
 
 @njit(cache=True, nogil=True)
-def note_start(bit: int, before: int, index: int, gaps: NDArray[np.uint8], positions: NDArray[np.uint32]) -> None:
-    """Code ``index`` starts at ``bit``; the one before it at ``before`` (-1: it is the first)."""
-    if before < 0 or before // WINDOW_BITS != bit // WINDOW_BITS:
-        gaps[bit // WINDOW_BITS] = bit % WINDOW_BITS
-    if before < 0 or before // BLOCK_BITS != bit // BLOCK_BITS:
-        positions[bit // BLOCK_BITS] = index
+def byte_swapped(value: int) -> int:
+    """The bytes of 64 bits in the other order."""
+    value = (value & U64(0x00FF00FF00FF00FF)) << U64(8) | value >> U64(8) & U64(0x00FF00FF00FF00FF)
+    value = (value & U64(0x0000FFFF0000FFFF)) << U64(16) | value >> U64(16) & U64(0x0000FFFF0000FFFF)
+    return value << U64(32) | value >> U64(32)
 
 
 @njit(cache=True, nogil=True)

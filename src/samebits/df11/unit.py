@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 BLOCK_BYTES = loops.BLOCK_BITS // 8
-BLOCK_WINDOWS = loops.BLOCK_BITS // loops.WINDOW_BITS
+BLOCK_WINDOWS = loops.BLOCK_WINDOWS
 GAP_BITS = 5
 MAX_STREAM_BYTES = (1 << 31) - 1
 MAX_WORDS = (1 << 32) - 1  # of what output_positions count
@@ -26,8 +26,6 @@ LARGE = ("encoded_exponent", "sign_mantissa")  # tensors; the others take a fift
 _GAP_BYTES = BLOCK_WINDOWS * GAP_BITS // 8  # of a block
 _TASK_WORDS = 1 << 20
 _TASK_BLOCKS = 32
-
-Write = Callable[[str, int, "NDArray[np.uint8]"], None]
 
 
 @dataclass(frozen=True)
@@ -231,68 +229,57 @@ class UnitPlan:
     def encode(self, matrices: Sequence[NDArray[np.uint16]]) -> Unit:
         """Encode the matrices that the plan was made of."""
         shapes = self.shapes()
-        large: dict[str, Any] = {name: np.empty(shapes[name], np.uint8) for name in LARGE}
+        stream, sign_mantissa = (np.empty(shapes[name], np.uint8) for name in LARGE)
+        return Unit(encoded_exponent=stream, sign_mantissa=sign_mantissa,
+                    **self.encode_into(stream, sign_mantissa, matrices))  # fmt: skip
 
-        def write(name: str, start: int, data: NDArray[np.uint8]) -> None:
-            large[name][start : start + data.size] = data
-
-        return Unit(**large, **self.encode_to(write, matrices))
-
-    def encode_to(self, write: Write, matrices: Sequence[NDArray[np.uint16]]) -> dict[str, Any]:
-        """Encode the matrices that the plan was made of, without holding the unit's LARGE tensors in memory.
+    def encode_into(
+        self, stream: NDArray[np.uint8], sign_mantissa: NDArray[np.uint8], matrices: Sequence[NDArray[np.uint16]]
+    ) -> dict[str, Any]:
+        """Encode the matrices that the plan was made of.
 
         Args:
-            write: called as ``write(name, start, data)`` with bytes of these tensors, from several threads.
+            stream, sign_mantissa: where the unit's LARGE tensors go, for example mapped files.
 
         Returns:
             The unit's other tensors.
         """
-        ranges = _ranges(matrices)
-        gaps, positions = np.zeros(self.blocks * BLOCK_WINDOWS, np.uint8), np.zeros(self.positions, np.uint32)
-        ends = run_ranges(_encode_range, len(ranges), 1, self, ranges, write, gaps, positions)
-        total, words = int(self.starts[-1]), sum(self.sizes)
-        shared = dict.fromkeys((self.starts[self.starts % 8 > 0] // 8).tolist(), 0)  # bytes of more than one range
+        ranges, total, words = _ranges(matrices), int(self.starts[-1]), sum(self.sizes)
+        gaps, positions = np.zeros(self.blocks * BLOCK_WINDOWS + 1, np.uint8), np.zeros(self.positions, np.uint32)
+        ends = run_ranges(_encode_range, len(ranges), 1, self, ranges, stream, sign_mantissa, gaps, positions)
+        stream[self.starts[self.starts % 8 > 0] // 8] = 0  # bytes of more than one range
         for start, stop, (head, tail) in zip(self.starts[:-1], self.starts[1:], ends, strict=True):
             if start % 8:
-                shared[start // 8] |= head
+                stream[start // 8] |= head
             if stop % 8:
-                shared[stop // 8] |= tail
+                stream[stop // 8] |= tail
         if total % 8:  # the end symbol's code fills up the last byte, and counts as one that starts
-            shared[total // 8] |= _top_bits(self.code.end_code, self.code.end_length, 8) >> total % 8
-            before = total - int(self.code.lengths[matrices[-1][-1] >> 7 & 0xFF])
-            loops.note_start(total, before, words, gaps, positions)
-        for place, byte in shared.items():
-            write("encoded_exponent", place, np.array([byte], np.uint8))
+            stream[-1] |= _top_bits(self.code.end_code, self.code.end_length, 8) >> total % 8
+        elif self.last_start // loops.WINDOW_BITS < total // loops.WINDOW_BITS:
+            gaps[total // loops.WINDOW_BITS] = 0  # no code starts there
         positions[-1] = words
-        packed_gaps = np.empty(gaps.size // 8 * GAP_BITS, np.uint8)
-        run_ranges(loops.pack_gaps, gaps.size // 8, _TASK_WORDS, gaps, packed_gaps)
+        packed_gaps = np.empty(self.blocks * _GAP_BYTES, np.uint8)
+        run_ranges(loops.pack_gaps, packed_gaps.size // GAP_BITS, _TASK_WORDS, gaps, packed_gaps)
         return {"luts": self.luts, "output_positions": positions.astype("<u4").view(np.uint8), "gaps": packed_gaps,
                 "split_positions": self.split_positions}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class _Range:
-    """Words that one task counts or encodes.
-
-    Attributes:
-        index: of the first one in the unit.
-        before: the word before the first one, None if there is none.
-    """
+    """Words that one task counts or encodes; ``index`` of the first one in the unit."""
 
     words: NDArray[np.uint16]
     index: int
-    before: int | None
 
 
 def _ranges(matrices: Sequence[NDArray[np.uint16]]) -> list[_Range]:
     ranges: list[_Range] = []
-    index, before = 0, None
+    index = 0
     for matrix in matrices:
         for first in range(0, matrix.size, _TASK_WORDS):
             words = matrix[first : first + _TASK_WORDS]
-            ranges.append(_Range(words, index, before))
+            ranges.append(_Range(words, index))
             index += words.size
-            before = int(words[-1])
     return ranges
 
 
@@ -305,23 +292,24 @@ def _count_exponents(ranges: list[_Range], first: int, last: int) -> NDArray[np.
 
 
 def _encode_range(
-    plan: UnitPlan, ranges: list[_Range], write: Write, gaps: NDArray[np.uint8], positions: NDArray[np.uint32],
-    first: int, last: int,
+    plan: UnitPlan, ranges: list[_Range], stream: NDArray[np.uint8], sign_mantissa: NDArray[np.uint8],
+    gaps: NDArray[np.uint8], positions: NDArray[np.uint32], first: int, last: int,
 ) -> tuple[int, int]:  # fmt: skip
-    """Encode range ``first``.
+    """Encode range ``first``, but for bytes of the stream that it shares with others.
 
     Returns:
-        What it has of its first byte and of its last, where these are not its own; they are not written.
+        What it has of its first byte and of its last, which may be the same.
     """
-    part, start, stop, code = ranges[first], int(plan.starts[first]), int(plan.starts[first + 1]), plan.code
-    before = -1 if part.before is None else start - int(code.lengths[part.before >> 7 & 0xFF])
-    stream, sign_mantissa = np.empty(stop // 8 - start // 8, np.uint8), np.empty(part.words.size, np.uint8)
-    tail = loops.write_codes(part.words, code.codes, code.lengths, start, before, part.index, stream, sign_mantissa,
-                             gaps, positions)  # fmt: skip
-    write("sign_mantissa", part.index, sign_mantissa)
-    skipped = min(stream.size, int(start % 8 > 0))
-    write("encoded_exponent", start // 8 + skipped, stream[skipped:])
-    return int(stream[0]) if skipped else 0, tail
+    part, start, stop, lengths = ranges[first], int(plan.starts[first]), int(plan.starts[first + 1]), plan.code.lengths
+    codes = plan.code.codes.astype(np.uint64) << np.uint64(MAX_CODE_LENGTH) << (MAX_CODE_LENGTH - lengths)
+    windows = np.empty(stop // loops.WINDOW_BITS - start // loops.WINDOW_BITS + 1, np.uint64)
+    loops.write_codes(part.words, codes, lengths.astype(np.uint64), start, part.index, windows,
+                      sign_mantissa[part.index : part.index + part.words.size], gaps, positions)  # fmt: skip
+    begin, end = start // 8, -(-stop // 8)
+    content = windows.view(np.uint8)[begin % 8 :][: end - begin]
+    whole = slice(-(-start // 8), stop // 8)
+    stream[whole] = content[whole.start - begin : whole.stop - begin]
+    return int(content[0]), int(content[-1])
 
 
 def _top_bits(code: int, length: int, count: int) -> int:

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from samebits.errors import FormatError
-from samebits.format.mapping import map_file
+from samebits.format.mapping import map_file, map_writable, reserve
 from samebits.format.packed import align
 
 SUFFIX = ".safetensors"
@@ -144,19 +144,17 @@ class SafetensorsWriter:
             self._file.write(data[first : first + _COPY_BYTES].numpy().data)
         self._add(name, dtype, shape, data.numel())
 
-    def allocate(self, name: str, dtype: str, shape: tuple[int, ...], nbytes: int) -> Callable[[int, memoryview], None]:
-        """Room for the next tensor: ``write(start, data)`` puts bytes into it, from any thread, before ``finish``."""
+    def allocate(self, name: str, dtype: str, shape: tuple[int, ...], nbytes: int) -> torch.Tensor:
+        """Room for the next tensor: uint8 [nbytes], mapped, to be filled before ``finish``.
+
+        Raises:
+            OSError: no space left.
+        """
         first = self._capacity + self._end
         self._add(name, dtype, shape, nbytes)
         self._file.seek(first + nbytes)
-
-        def write(start: int, data: memoryview) -> None:
-            view = memoryview(data)
-            while view:
-                written = os.pwrite(self._file.fileno(), view, first + start)
-                view, start = view[written:], start + written
-
-        return write
+        reserve(self._file.fileno(), first + nbytes, self._partial)
+        return map_writable(self._partial, first, nbytes)
 
     def _add(self, name: str, dtype: str, shape: tuple[int, ...], nbytes: int) -> None:
         self._specs[name] = TensorSpec(name, dtype, shape, self._end, self._end + nbytes)
