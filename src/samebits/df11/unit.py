@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -229,22 +229,22 @@ class UnitPlan:
     def encode(self, matrices: Sequence[NDArray[np.uint16]]) -> Unit:
         """Encode the matrices that the plan was made of."""
         shapes = self.shapes()
-        stream, sign_mantissa = (np.empty(shapes[name], np.uint8) for name in LARGE)
-        return Unit(encoded_exponent=stream, sign_mantissa=sign_mantissa,
-                    **self.encode_into(stream, sign_mantissa, matrices))  # fmt: skip
+        large: dict[str, Any] = {name: np.empty(shapes[name], np.uint8) for name in LARGE}
+        return Unit(**large, **self.encode_into(large, matrices))
 
     def encode_into(
-        self, stream: NDArray[np.uint8], sign_mantissa: NDArray[np.uint8], matrices: Sequence[NDArray[np.uint16]]
+        self, room: Mapping[str, NDArray[np.uint8]], matrices: Sequence[NDArray[np.uint16]]
     ) -> dict[str, Any]:
         """Encode the matrices that the plan was made of.
 
         Args:
-            stream, sign_mantissa: where the unit's LARGE tensors go, for example mapped files.
+            room: for the unit's LARGE tensors, for example in a mapped file.
 
         Returns:
             The unit's other tensors.
         """
         ranges, total, words = _ranges(matrices), int(self.starts[-1]), sum(self.sizes)
+        stream, sign_mantissa = (room[name] for name in LARGE)
         gaps, positions = np.zeros(self.blocks * BLOCK_WINDOWS + 1, np.uint8), np.zeros(self.positions, np.uint32)
         ends = run_ranges(_encode_range, len(ranges), 1, self, ranges, stream, sign_mantissa, gaps, positions)
         stream[self.starts[self.starts % 8 > 0] // 8] = 0  # bytes of more than one range

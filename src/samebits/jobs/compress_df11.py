@@ -17,7 +17,7 @@ import torch
 from samebits.bf16 import words_of
 from samebits.df11.config import KEY, Df11Config
 from samebits.df11.patterns import Patterns, auto_patterns, find_units
-from samebits.df11.unit import LARGE, Unit, UnitPlan
+from samebits.df11.unit import Unit, UnitPlan
 from samebits.df11.unsaid import Unsaid
 from samebits.errors import DeviceError, DtypeError, FormatError, InputError
 from samebits.format.container import Checkpoint, Entry
@@ -133,7 +133,7 @@ class Df11Compression(Job):
 
     def _write_unit(self, writer: SafetensorsWriter, unit: str, plan: UnitPlan) -> None:
         rooms = {stored[0].rpartition(".")[2]: writer.allocate(*stored).numpy() for stored in _bytes_of({unit: plan})}
-        tensors = plan.encode_into(*(rooms[name] for name in LARGE), self._words(unit))
+        tensors = plan.encode_into(rooms, self._words(unit))
         for name in rooms.keys() & tensors:
             rooms[name][:] = tensors[name].reshape(-1)
         self._advance(sum(entry.nbytes for entry in self.units[unit]))
