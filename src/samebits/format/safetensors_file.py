@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -166,8 +165,6 @@ class SafetensorsWriter:
         assert len(header) == self._capacity, "the header needs more than was left free for it"
         self._file.seek(0)
         self._file.write(header)
-        self._file.flush()
-        os.fsync(self._file.fileno())
         self._file.close()
         self._partial.replace(self._path)
 
