@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numba import njit
 
-from samebits.df11.code import FIRST_POINTER, MAX_LEVELS
+from samebits.df11.code import FIRST_POINTER, MAX_LEVELS, SHORT_BITS, SHORT_CODES
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -16,6 +16,8 @@ WINDOW_BITS = 64  # of the stream to a gap: the first code that starts in a wind
 BLOCK_BITS = 8 * 4096  # of the stream to a position
 BLOCK_WINDOWS = BLOCK_BITS // WINDOW_BITS
 U64 = np.uint64
+_LOOK_UPS = WINDOW_BITS // SHORT_BITS  # without another peek at the stream
+_PART = 4096  # words whose exponents are decoded before they are combined with the rest
 
 
 @njit(cache=True, nogil=True)
@@ -86,40 +88,88 @@ def unpack_gaps(packed: NDArray[np.uint8], gaps: NDArray[np.uint8], first: int, 
 
 @njit(cache=True, nogil=True)
 def decode_blocks(
-    stream: NDArray[np.uint8], sign_mantissa: NDArray[np.uint8], luts: NDArray[np.uint8], gaps: NDArray[np.uint8],
-    positions: NDArray[np.int64], output: NDArray[np.uint16], first: int, last: int,
+    stream: NDArray[np.uint8], sign_mantissa: NDArray[np.uint8], luts: NDArray[np.uint8], short: NDArray[np.uint64],
+    gaps: NDArray[np.uint8], positions: NDArray[np.int64], output: NDArray[np.uint16], first: int, last: int,
 ) -> int:  # fmt: skip
     """Decode the words whose codes start in blocks [first, last) of the stream.
+
+    As long as neither the block nor the words end soon, several codes are looked up at a time.
+
+    Args:
+        short: what code.short_codes makes of ``luts``.
 
     Returns:
         -1, or the first word whose code does not fit the tables, the stream or the positions.
     """
-    lengths = luts[luts.shape[0] - 1]
+    windows = np.empty(BLOCK_WINDOWS + 1, np.uint64)  # of a block, and what its last code may need of the next one
+    exponents = np.empty(_PART + 8, np.uint8)
     for block in range(first, last):
-        bit = block * BLOCK_BITS + gaps[block * (BLOCK_BITS // WINDOW_BITS)]
-        end = min((block + 1) * BLOCK_BITS, 8 * stream.size)  # no code of this block starts behind it
-        byte, window, held = bit >> 3, np.uint64(0), -(bit & 7)  # `held` bits of the stream on top of `window`
-        for i in range(positions[block], positions[block + 1]):
-            while held <= 56:
-                if byte < stream.size:
-                    ahead = np.uint64(stream[byte])
-                    window |= ahead << np.uint64(56 - held)
-                byte += 1
-                held += 8
-            table, entry = 0, luts[0, window >> np.uint64(56)]
-            for level in range(1, MAX_LEVELS):
-                if entry < FIRST_POINTER:
-                    break
-                table = 256 - entry
-                entry = luts[table, window >> np.uint64(56 - 8 * level) & np.uint64(0xFF)]
-            length = int(lengths[entry]) if entry < FIRST_POINTER else 0
-            if length == 0 or bit >= end:
-                return i
-            bit += length
-            held -= length
-            window <<= np.uint64(length)
-            rest = np.uint16(sign_mantissa[i])
-            output[i] = (rest & 0x80) << 8 | np.uint16(entry) << 7 | rest & 0x7F
-        if bit > 8 * stream.size:
-            return positions[block + 1] - 1
+        _load_windows(stream[block * (BLOCK_BITS // 8) :], windows)
+        bit = U64(gaps[block * BLOCK_WINDOWS])
+        end = U64(min(BLOCK_BITS, 8 * stream.size - block * BLOCK_BITS))  # no code of this block starts behind it
+        begin, stop = positions[block], positions[block + 1]
+        while begin < stop:
+            count, done = U64(min(stop - begin, _PART)), U64(0)
+            while done < count:
+                entry = U64(0)
+                if done + U64(_LOOK_UPS * SHORT_CODES) <= count and bit + U64(WINDOW_BITS) <= end:
+                    ahead = _peek(windows, bit)
+                    for _ in range(_LOOK_UPS):
+                        entry = short[ahead >> U64(WINDOW_BITS - SHORT_BITS)]
+                        for i in range(8):  # compiled to one store; only the first ones are exponents
+                            exponents[done + U64(i)] = np.uint8(entry >> U64(8 * i) & U64(0xFF))
+                        done += entry >> U64(48) & U64(0xFF)
+                        bit += entry >> U64(56)
+                        ahead <<= entry >> U64(56)
+                if entry == U64(0):
+                    if bit >= end:
+                        return begin + np.int64(done)
+                    exponent, length = _look_up(_peek(windows, bit), luts)
+                    if length == 0:
+                        return begin + np.int64(done)
+                    exponents[done] = exponent
+                    done += U64(1)
+                    bit += U64(length)
+            after = begin + np.int64(count)
+            _combine(exponents, sign_mantissa[begin:after], output[begin:after])
+            begin = after
+        if block * BLOCK_BITS + np.int64(bit) > 8 * stream.size:
+            return stop - 1
     return -1
+
+
+@njit(cache=True, nogil=True)
+def _load_windows(stream: NDArray[np.uint8], windows: NDArray[np.uint64]) -> None:
+    """The windows at the front of a stream, as numbers; zeros where it ends."""
+    content = windows.view(np.uint8)
+    size = min(stream.size, content.size)
+    content[:size] = stream[:size]
+    content[size:] = 0
+    for i in range(windows.size):
+        windows[i] = byte_swapped(windows[i])
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _peek(windows: NDArray[np.uint64], bit: int) -> int:
+    """64 bits from ``bit`` on."""
+    window, inside = bit >> U64(6), bit & U64(63)
+    return windows[window] << inside | windows[window + U64(1)] >> U64(1) >> (U64(63) - inside)
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _look_up(ahead: int, luts: NDArray[np.uint8]) -> tuple[int, int]:
+    """The exponent whose code is on top of 64 bits, and its length; 0 if there is none."""
+    table, entry = 0, luts[0, ahead >> U64(56)]
+    for level in range(1, MAX_LEVELS):
+        if entry < FIRST_POINTER:
+            break
+        table = 256 - entry
+        entry = luts[table, ahead >> U64(56 - 8 * level) & U64(0xFF)]
+    return entry, int(luts[luts.shape[0] - 1, entry]) if entry < FIRST_POINTER else 0
+
+
+@njit(cache=True, nogil=True)
+def _combine(exponents: NDArray[np.uint8], sign_mantissa: NDArray[np.uint8], words: NDArray[np.uint16]) -> None:
+    for i in range(words.size):
+        rest = np.uint16(sign_mantissa[i])
+        words[i] = (rest & 0x80) << 8 | np.uint16(exponents[i]) << 7 | rest & 0x7F

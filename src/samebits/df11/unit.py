@@ -10,7 +10,7 @@ import numpy as np
 
 from samebits.bf16 import count_exponents
 from samebits.df11 import loops
-from samebits.df11.code import MAX_CODE_LENGTH, MEND, UnitCode, check_tables
+from samebits.df11.code import MAX_CODE_LENGTH, MEND, UnitCode, check_tables, short_codes
 from samebits.errors import FormatError, InputError
 from samebits.parallel import run_ranges
 
@@ -118,7 +118,7 @@ class Unit:
         self.validate()
         output = np.empty(self.words, np.uint16) if output is None else output
         failed = run_ranges(loops.decode_blocks, self.blocks, _TASK_BLOCKS, self.encoded_exponent, self.sign_mantissa,
-                            self.luts, self._gaps(), self._positions(), output)  # fmt: skip
+                            self.luts, short_codes(self.luts), self._gaps(), self._positions(), output)  # fmt: skip
         wrong = next((word for word in failed if word >= 0), None)
         _need(wrong is None, f"the stream does not fit its tables at weight {wrong}")
         return output
