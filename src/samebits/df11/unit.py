@@ -103,7 +103,7 @@ class Unit:
     def _gaps(self) -> NDArray[np.uint8]:
         """uint8 [512 blocks]"""
         gaps = np.empty(self.gaps.size // GAP_BITS * 8, np.uint8)
-        run_ranges(loops.unpack_gaps, gaps.size // 8, _TASK_WORDS, self.gaps, gaps)
+        run_ranges(loops.unpack_gaps, gaps.size // 8, _TASK_WORDS // 8, self.gaps, gaps)
         return gaps
 
     def decode(self, output: NDArray[np.uint16] | None = None) -> NDArray[np.uint16]:
@@ -259,7 +259,7 @@ class UnitPlan:
             gaps[total // loops.WINDOW_BITS] = 0  # no code starts there
         positions[-1] = words
         packed_gaps = np.empty(self.blocks * _GAP_BYTES, np.uint8)
-        run_ranges(loops.pack_gaps, packed_gaps.size // GAP_BITS, _TASK_WORDS, gaps, packed_gaps)
+        run_ranges(loops.pack_gaps, packed_gaps.size // GAP_BITS, _TASK_WORDS // 8, gaps, packed_gaps)
         return {"luts": self.luts, "output_positions": positions.astype("<u4").view(np.uint8), "gaps": packed_gaps,
                 "split_positions": self.split_positions}  # fmt: skip
 
