@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,9 @@ LARGE = ("encoded_exponent", "sign_mantissa")  # tensors; the others take a fift
 _GAP_BYTES = BLOCK_WINDOWS * GAP_BITS // 8  # of a block
 _TASK_WORDS = 1 << 20
 _TASK_BLOCKS = 32
+_TASK_GROUPS = 1 << 17  # of eight gaps
+
+Write = Callable[[str, int, "NDArray[np.uint8]"], None]
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,7 @@ class Unit:
     def _gaps(self) -> NDArray[np.uint8]:
         """uint8 [512 blocks]"""
         gaps = np.empty(self.gaps.size // GAP_BITS * 8, np.uint8)
-        run_ranges(loops.unpack_gaps, gaps.size // 8, _TASK_WORDS // 8, self.gaps, gaps)
+        run_ranges(loops.unpack_gaps, gaps.size // 8, _TASK_GROUPS, self.gaps, gaps)
         return gaps
 
     def decode(self, output: NDArray[np.uint16] | None = None) -> NDArray[np.uint16]:
@@ -230,36 +233,39 @@ class UnitPlan:
         """Encode the matrices that the plan was made of."""
         shapes = self.shapes()
         large: dict[str, Any] = {name: np.empty(shapes[name], np.uint8) for name in LARGE}
-        return Unit(**large, **self.encode_into(large, matrices))
 
-    def encode_into(
-        self, room: Mapping[str, NDArray[np.uint8]], matrices: Sequence[NDArray[np.uint16]]
-    ) -> dict[str, Any]:
-        """Encode the matrices that the plan was made of.
+        def write(name: str, start: int, data: NDArray[np.uint8]) -> None:
+            large[name][start : start + data.size] = data
+
+        return Unit(**large, **self.encode_to(write, matrices))
+
+    def encode_to(self, write: Write, matrices: Sequence[NDArray[np.uint16]]) -> dict[str, Any]:
+        """Encode the matrices that the plan was made of, without holding the unit's LARGE tensors in memory.
 
         Args:
-            room: for the unit's LARGE tensors, for example in a mapped file.
+            write: called as ``write(name, start, data)`` with bytes of these tensors, from several threads.
 
         Returns:
             The unit's other tensors.
         """
         ranges, total, words = _ranges(matrices), int(self.starts[-1]), sum(self.sizes)
-        stream, sign_mantissa = (room[name] for name in LARGE)
         gaps, positions = np.zeros(self.blocks * BLOCK_WINDOWS + 1, np.uint8), np.zeros(self.positions, np.uint32)
-        ends = run_ranges(_encode_range, len(ranges), 1, self, ranges, stream, sign_mantissa, gaps, positions)
-        stream[self.starts[self.starts % 8 > 0] // 8] = 0  # bytes of more than one range
+        ends = run_ranges(_encode_range, len(ranges), 1, self, ranges, write, gaps, positions)
+        shared = dict.fromkeys((self.starts[self.starts % 8 > 0] // 8).tolist(), 0)  # bytes of more than one range
         for start, stop, (head, tail) in zip(self.starts[:-1], self.starts[1:], ends, strict=True):
             if start % 8:
-                stream[start // 8] |= head
+                shared[start // 8] |= head
             if stop % 8:
-                stream[stop // 8] |= tail
+                shared[stop // 8] |= tail
         if total % 8:  # the end symbol's code fills up the last byte, and counts as one that starts
-            stream[-1] |= _top_bits(self.code.end_code, self.code.end_length, 8) >> total % 8
+            shared[total // 8] |= _top_bits(self.code.end_code, self.code.end_length, 8) >> total % 8
         elif self.last_start // loops.WINDOW_BITS < total // loops.WINDOW_BITS:
             gaps[total // loops.WINDOW_BITS] = 0  # no code starts there
+        for place, byte in shared.items():
+            write("encoded_exponent", place, np.array([byte], np.uint8))
         positions[-1] = words
         packed_gaps = np.empty(self.blocks * _GAP_BYTES, np.uint8)
-        run_ranges(loops.pack_gaps, packed_gaps.size // GAP_BITS, _TASK_WORDS // 8, gaps, packed_gaps)
+        run_ranges(loops.pack_gaps, packed_gaps.size // GAP_BITS, _TASK_GROUPS, gaps, packed_gaps)
         return {"luts": self.luts, "output_positions": positions.astype("<u4").view(np.uint8), "gaps": packed_gaps,
                 "split_positions": self.split_positions}  # fmt: skip
 
@@ -292,10 +298,10 @@ def _count_exponents(ranges: list[_Range], first: int, last: int) -> NDArray[np.
 
 
 def _encode_range(
-    plan: UnitPlan, ranges: list[_Range], stream: NDArray[np.uint8], sign_mantissa: NDArray[np.uint8],
-    gaps: NDArray[np.uint8], positions: NDArray[np.uint32], first: int, last: int,
+    plan: UnitPlan, ranges: list[_Range], write: Write, gaps: NDArray[np.uint8], positions: NDArray[np.uint32],
+    first: int, last: int,
 ) -> tuple[int, int]:  # fmt: skip
-    """Encode range ``first``, but for bytes of the stream that it shares with others.
+    """Encode range ``first``, and write it but for bytes of the stream that it shares with others.
 
     Returns:
         What it has of its first byte and of its last, which may be the same.
@@ -303,13 +309,15 @@ def _encode_range(
     part, start, stop, lengths = ranges[first], int(plan.starts[first]), int(plan.starts[first + 1]), plan.code.lengths
     codes = plan.code.codes.astype(np.uint64) << np.uint64(MAX_CODE_LENGTH) << (MAX_CODE_LENGTH - lengths)
     windows = np.empty(stop // loops.WINDOW_BITS - start // loops.WINDOW_BITS + 1, np.uint64)
-    loops.write_codes(part.words, codes, lengths.astype(np.uint64), start, part.index, windows,
-                      sign_mantissa[part.index : part.index + part.words.size], gaps, positions)  # fmt: skip
+    sign_mantissa = np.empty(part.words.size, np.uint8)
+    loops.write_codes(part.words, codes, lengths.astype(np.uint64), start, part.index, windows, sign_mantissa, gaps,
+                      positions)  # fmt: skip
+    write("sign_mantissa", part.index, sign_mantissa)
     begin, end = start // 8, -(-stop // 8)
-    content = windows.view(np.uint8)[begin % 8 :][: end - begin]
+    stream = windows.view(np.uint8)[begin % 8 :][: end - begin]
     whole = slice(-(-start // 8), stop // 8)
-    stream[whole] = content[whole.start - begin : whole.stop - begin]
-    return int(content[0]), int(content[-1])
+    write("encoded_exponent", whole.start, stream[whole.start - begin : whole.stop - begin])
+    return int(stream[0]), int(stream[-1])
 
 
 def _top_bits(code: int, length: int, count: int) -> int:

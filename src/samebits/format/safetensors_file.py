@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from samebits.errors import FormatError
-from samebits.format.mapping import map_file, map_writable, reserve
+from samebits.format.mapping import map_file
 from samebits.format.packed import align
 
 SUFFIX = ".safetensors"
@@ -136,6 +138,7 @@ class SafetensorsWriter:
         self._file.seek(capacity)
         self._specs: dict[str, TensorSpec] = {}
         self._end = 0
+        self._lock = Lock()
 
     def append(self, name: str, dtype: str, shape: tuple[int, ...], data: torch.Tensor) -> None:
         """Write the next tensor; ``data`` are its bytes, uint8."""
@@ -143,17 +146,21 @@ class SafetensorsWriter:
             self._file.write(data[first : first + _COPY_BYTES].numpy().data)
         self._add(name, dtype, shape, data.numel())
 
-    def allocate(self, name: str, dtype: str, shape: tuple[int, ...], nbytes: int) -> torch.Tensor:
-        """Room for the next tensor: uint8 [nbytes], mapped, to be filled before ``finish``.
-
-        Raises:
-            OSError: no space left.
-        """
+    def allocate(self, name: str, dtype: str, shape: tuple[int, ...], nbytes: int) -> Callable[[int, memoryview], None]:
+        """Room for the next tensor: ``write(start, data)`` puts bytes into it, from any thread, before ``finish``."""
         first = self._capacity + self._end
         self._add(name, dtype, shape, nbytes)
         self._file.seek(first + nbytes)
-        reserve(self._file.fileno(), first + nbytes, self._partial)
-        return map_writable(self._partial, first, nbytes)
+        self._file.truncate()  # a file of its final size takes data faster than one that grows
+
+        def write(start: int, data: memoryview) -> None:
+            view = memoryview(data)
+            with self._lock:  # threads that wait here sleep; in the kernel, where they also take turns, they spin
+                while view:
+                    written = os.pwrite(self._file.fileno(), view, first + start)
+                    view, start = view[written:], start + written
+
+        return write
 
     def _add(self, name: str, dtype: str, shape: tuple[int, ...], nbytes: int) -> None:
         self._specs[name] = TensorSpec(name, dtype, shape, self._end, self._end + nbytes)

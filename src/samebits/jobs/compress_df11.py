@@ -132,10 +132,10 @@ class Df11Compression(Job):
             writer.finish([name for name, *_ in stored], metadata)
 
     def _write_unit(self, writer: SafetensorsWriter, unit: str, plan: UnitPlan) -> None:
-        rooms = {stored[0].rpartition(".")[2]: writer.allocate(*stored).numpy() for stored in _bytes_of({unit: plan})}
-        tensors = plan.encode_into(rooms, self._words(unit))
+        rooms = {stored[0].rpartition(".")[2]: writer.allocate(*stored) for stored in _bytes_of({unit: plan})}
+        tensors = plan.encode_to(lambda name, start, data: rooms[name](start, data.data), self._words(unit))
         for name in rooms.keys() & tensors:
-            rooms[name][:] = tensors[name].reshape(-1)
+            rooms[name](0, tensors[name].reshape(-1).data)
         self._advance(sum(entry.nbytes for entry in self.units[unit]))
 
     def _plan(self, shard: Shard) -> tuple[dict[str, UnitPlan], dict[str, str]]:
