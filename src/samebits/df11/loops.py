@@ -89,9 +89,10 @@ def unpack_gaps(packed: NDArray[np.uint8], gaps: NDArray[np.uint8], first: int, 
 @njit(cache=True, nogil=True)
 def decode_blocks(
     stream: NDArray[np.uint8], sign_mantissa: NDArray[np.uint8], luts: NDArray[np.uint8], short: NDArray[np.uint64],
-    gaps: NDArray[np.uint8], positions: NDArray[np.int64], output: NDArray[np.uint16], first: int, last: int,
+    gaps: NDArray[np.uint8], positions: NDArray[np.int64], output: NDArray[np.uint16], before: int, first: int,
+    last: int,
 ) -> int:  # fmt: skip
-    """Decode the words whose codes start in blocks [first, last) of the stream.
+    """Decode the words whose codes start in blocks [first, last) of the stream; the first ``before`` are not put out.
 
     As long as neither the block nor the words end soon, several codes are looked up at a time.
 
@@ -131,7 +132,10 @@ def decode_blocks(
                     done += U64(1)
                     bit += U64(length)
             after = begin + np.int64(count)
-            _combine(exponents, sign_mantissa[begin:after], output[begin:after])
+            wanted, unwanted = max(begin, before), min(after, before + output.size)
+            if wanted < unwanted:
+                words = output[wanted - before : unwanted - before]
+                _combine(exponents[wanted - begin :], sign_mantissa[wanted:unwanted], words)
             begin = after
         if block * BLOCK_BITS + np.int64(bit) > 8 * stream.size:
             return stop - 1

@@ -109,11 +109,11 @@ class Unit:
         run_ranges(loops.unpack_gaps, gaps.size // 8, _TASK_GROUPS, self.gaps, gaps)
         return gaps
 
-    def decode(self, output: NDArray[np.uint16] | None = None) -> NDArray[np.uint16]:
+    def decode(self, output: NDArray[np.uint16] | None = None, before: int = 0) -> NDArray[np.uint16]:
         """The words of all matrices behind each other.
 
         Args:
-            output: where to; uint16 [words].
+            output: where to, uint16: from word ``before`` on, as many as it holds.
 
         Raises:
             FormatError: as validate, or the stream does not fit its tables.
@@ -121,7 +121,8 @@ class Unit:
         self.validate()
         output = np.empty(self.words, np.uint16) if output is None else output
         failed = run_ranges(loops.decode_blocks, self.blocks, _TASK_BLOCKS, self.encoded_exponent, self.sign_mantissa,
-                            self.luts, short_codes(self.luts), self._gaps(), self._positions(), output)  # fmt: skip
+                            self.luts, short_codes(self.luts), self._gaps(), self._positions(), output,
+                            before)  # fmt: skip
         wrong = next((word for word in failed if word >= 0), None)
         _need(wrong is None, f"the stream does not fit its tables at weight {wrong}")
         return output
