@@ -1,22 +1,29 @@
 """How fast does a CPU encode, decode and generate? Beside copying BF16 tensors and the BF16 model, in the same run.
 
-    python benchmarks/cpu.py              writes results/cpu.json, a minute on two cores
+    python benchmarks/cpu.py              writes results/cpu.json, three minutes on two cores; needs 6 GB of disk
 
 Each round trip is checked before it is timed. Times are medians of nine calls, with the fastest and the slowest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 
 import samebits
 from common import (
     DECODER_LAYERS,
     EXAMPLE_MODEL,
+    Timing,
     checkpoint_tensors,
     cpu_name,
     encode_checked,
@@ -26,12 +33,17 @@ from common import (
     write_results,
 )
 from samebits.bf16 import words_of
+from samebits.df11.checkpoint import open_checkpoint
 from samebits.df11.unit import UnitPlan
+from samebits.jobs.compress_df11 import Df11Compression
+from samebits.jobs.options import RunOptions
 from samebits.parallel import threads
+from samebits.verify import verify_against
 
 NEW_TOKENS = 64
 SHAPES = ((12288, 4096), (4096, 14336), (1024, 4096))
 UNIT = "Llama 3.1 8B"  # whose layer is encoded as a unit of DFloat11
+LAYERS = 5  # of the checkpoint that becomes one in DFloat11's layout: 1.1 G weights
 
 
 def matrices() -> Iterator[tuple[str, torch.Tensor]]:
@@ -79,6 +91,53 @@ def df11_row() -> dict[str, Any]:
     }
 
 
+def df11_job_row() -> dict[str, Any]:
+    """samebits compress --format df11 from files to files; what it wrote is compared with the source first."""
+    patterns = {r"layers\.\d+": list(DECODER_LAYERS[UNIT])}
+    with tempfile.TemporaryDirectory() as folder:
+        source, packed, copy = (Path(folder) / name for name in ("source", "packed", "copy"))
+        write_layers(source)
+
+        def compress() -> None:
+            Df11Compression(open_checkpoint(source), packed, patterns, RunOptions(device="cpu")).run()
+
+        compress()
+        if not verify_against(open_checkpoint(packed), open_checkpoint(source)).identical:
+            raise SystemExit("the compressed checkpoint decodes to other words")
+        copying = time_filling(copy, lambda: shutil.copytree(packed, copy))
+        compressing = time_filling(packed, compress)
+        weights = sum(entry.words for entry in open_checkpoint(source))
+    return {
+        "table": "df11_job",
+        "name": f"{LAYERS} layers of {UNIT}'s shapes, synthetic weights",
+        "weights": weights,
+        "threads": threads(),
+        **compressing.rates("compress_gweights_per_s", weights / 1e9),
+        **copying.rates("copy_gweights_per_s", weights / 1e9),
+    }
+
+
+def write_layers(folder: Path) -> None:
+    """A checkpoint of LAYERS layers that are all the same, with a file for each."""
+    folder.mkdir()
+    shapes = DECODER_LAYERS[UNIT]
+    matrices = {name: synthetic_matrix(*shape, seed=seed) for seed, (name, shape) in enumerate(shapes.items())}
+    for layer in range(LAYERS):
+        tensors = {f"layers.{layer}.{name}.weight": matrix for name, matrix in matrices.items()}
+        save_file(tensors, folder / f"layer-{layer}.safetensors")
+
+
+def time_filling(folder: Path, fill: Callable[[], object]) -> Timing:
+    """As time_calls, of what makes ``folder``; that it is removed before does not count."""
+    seconds = []
+    for _ in range(9):
+        shutil.rmtree(folder, ignore_errors=True)
+        start = time.perf_counter()
+        fill()
+        seconds.append(time.perf_counter() - start)
+    return Timing(statistics.median(seconds), min(seconds), max(seconds))
+
+
 def generation_row() -> dict[str, Any]:
     """Tokens a second of the embedded model at batch 1, plain and packed; the tokens are compared first."""
     from transformers import AutoModelForCausalLM
@@ -106,7 +165,7 @@ def generation_row() -> dict[str, Any]:
 
 def main() -> None:
     rows = [row(name, tensor) for name, tensor in matrices()]
-    print(write_results("cpu", cpu_name(), [*rows, df11_row(), generation_row()]))
+    print(write_results("cpu", cpu_name(), [*rows, df11_row(), df11_job_row(), generation_row()]))
 
 
 if __name__ == "__main__":

@@ -194,6 +194,12 @@ COLUMNS: dict[str, dict[str, Cell]] = {
         "encode, G weights/s": with_spread("encode_gweights_per_s", 2),
         "decode, G weights/s": with_spread("decode_gweights_per_s", 2),
     },
+    "cpu.df11_job": {
+        "checkpoint": "name",
+        "weights": decimals("weights", 0),
+        "compress, G weights/s": with_spread("compress_gweights_per_s", 2),
+        "copying the result, G weights/s": with_spread("copy_gweights_per_s", 2),
+    },
     "cpu.generate": {
         "model": "name",
         "BF16, tokens/s": with_spread("bf16_tokens_per_s", 0),

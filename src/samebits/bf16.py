@@ -24,14 +24,15 @@ def words_of(tensor: torch.Tensor) -> NDArray[np.uint16]:
 @njit(cache=True, nogil=True)
 def count_exponents(words: NDArray[np.uint16], first: int, last: int, counts: NDArray[np.int64]) -> None:
     """Add the exponents of words[first:last] to ``counts`` [4, 256]; four tables keep the additions independent."""
-    middle = first + (last - first) // 4 * 4
-    for i in range(first, middle, 4):
-        counts[0, (words[i] >> 7) & 255] += 1
-        counts[1, (words[i + 1] >> 7) & 255] += 1
-        counts[2, (words[i + 2] >> 7) & 255] += 1
-        counts[3, (words[i + 3] >> 7) & 255] += 1
-    for i in range(middle, last):
-        counts[0, (words[i] >> 7) & 255] += 1
+    part = words[first:last]  # whose indices are known not to be negative
+    middle = part.size // 4 * 4
+    for i in range(0, middle, 4):
+        counts[0, (part[i] >> 7) & 255] += 1
+        counts[1, (part[i + 1] >> 7) & 255] += 1
+        counts[2, (part[i + 2] >> 7) & 255] += 1
+        counts[3, (part[i + 3] >> 7) & 255] += 1
+    for i in range(middle, part.size):
+        counts[0, (part[i] >> 7) & 255] += 1
 
 
 def exponent_histogram(tensor: torch.Tensor) -> NDArray[np.int64]:

@@ -338,6 +338,7 @@ def test_part(unit: Unit, data: st.DataObject) -> None:
         return
     part, before = unit.part(first, last)
     assert part.decode()[before : before + last - first].tobytes() == whole[first:last].tobytes()
+    assert part.decode(np.empty(last - first, np.uint16), before).tobytes() == whole[first:last].tobytes()
     assert before + last - first <= part.words <= last - first + 2 * max(np.diff(borders))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 from dataclasses import replace
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 
 from samebits.df11 import unit as unit_module
-from samebits.df11.code import UnitCode
+from samebits.df11.code import SHORT_BITS, UnitCode
 from samebits.df11.unit import BLOCK_BYTES, Unit, UnitPlan
 from samebits.errors import FormatError, InputError
 from tests.codecs.tensors import words_of
@@ -215,14 +214,33 @@ def test_units_that_contradict_themselves(change: object, message: str) -> None:
         change(unit_of("lm_head")).decode()  # type: ignore[operator]
 
 
+def test_codes_of_all_lengths() -> None:
+    """Each exponent is half as frequent as the one before it, in an order that mixes short codes and long ones."""
+    exponents = np.repeat(np.arange(100, 118), 2 ** np.arange(18)[::-1])
+    words = (np.random.default_rng(1).permutation(exponents) << 7).astype(np.uint16)
+    unit = Unit.encode(words, [words.size])
+    assert unit.luts[-1].max() == 18
+    assert unit.decode().tobytes() == words.tobytes()
+
+
+def outcome(unit: Unit) -> bytes | str:
+    """Its words, or what is wrong with it."""
+    try:
+        return unit.decode().tobytes()
+    except FormatError as error:
+        return str(error)
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from(TENSORS), st.integers(0, 2**32 - 1), st.integers(0, 255))
 def test_changed_bytes_do_no_harm(name: str, place: int, value: int) -> None:
-    """Wrong words or an error, nothing else."""
+    """Wrong words or an error, nothing else; looking up one code at a time gives the same ones."""
     unit = Unit.encode(random_words(3, 20_000), [7, 19_993])
     data = getattr(unit, name).copy()
     data.view(np.uint8).reshape(-1)[place % data.nbytes] = value
     damaged = replace(unit, **{name: data})
-    with contextlib.suppress(FormatError):
-        assert damaged.decode().size == unit.words
+    found = outcome(damaged)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(unit_module, "short_codes", lambda luts: np.zeros(1 << SHORT_BITS, np.uint64))
+        assert outcome(damaged) == found
     assert unit.decode().tobytes() == random_words(3, 20_000).tobytes()

@@ -24,6 +24,8 @@ FIRST_POINTER = 240
 ENTRIES = 256
 MAX_TABLES = ENTRIES - FIRST_POINTER + 1  # entries 240 to 255 lead to tables 16 to 1
 MAX_LEVELS = MAX_CODE_LENGTH // 8
+SHORT_BITS = 11  # of the stream that are looked up at a time
+SHORT_CODES = 6  # found in them at most
 END = -1  # a symbol of count 1 that compares smallest; its code fills up the last byte
 
 Node = int | tuple["Node", "Node"]
@@ -145,6 +147,31 @@ def check_tables(luts: NDArray[np.uint8]) -> None:
             raise FormatError(f"decode table {table} leads to table {children.max()}", mend=MEND)
     if lengths.max() > MAX_CODE_LENGTH:
         raise FormatError(f"exponent {np.argmax(lengths)} has a code of {lengths.max()} bits", mend=MEND)
+
+
+def short_codes(luts: NDArray[np.uint8]) -> NDArray[np.uint64]:
+    """What the next SHORT_BITS bits of a stream begin with, uint64 [1 << SHORT_BITS].
+
+    An entry has, from its lowest byte on: up to SHORT_CODES exponents; their number; the bits that their codes take
+    together. Codes of more than 8 bits, and whatever is not plain in ``luts``, end it early: it is 0 where that comes
+    first.
+    """
+    first, code_lengths = luts[0], luts[-1]
+    lengths = np.zeros(ENTRIES, np.uint64)  # by the next 8 bits
+    for length in range(1, 9):
+        same_code = first.reshape(1 << length, -1)
+        exponents = same_code[:, 0]
+        plain = (same_code == exponents[:, None]).all(1) & (exponents < FIRST_POINTER)
+        lengths.reshape(same_code.shape)[plain & (code_lengths[exponents] == length)] = length
+    bits = np.arange(1 << SHORT_BITS, dtype=np.uint64)
+    entries, used = np.zeros((2, bits.size), np.uint64)
+    fits = np.ones(bits.size, np.bool_)
+    for place in range(SHORT_CODES):
+        byte = (bits << used & np.uint64(bits.size - 1)) >> np.uint64(SHORT_BITS - 8)
+        fits &= (lengths[byte] > 0) & (used + lengths[byte] <= SHORT_BITS)
+        entries += fits * (first[byte].astype(np.uint64) << np.uint64(8 * place) | np.uint64(1 << 48))
+        used += fits * lengths[byte]
+    return entries | used << np.uint64(56)
 
 
 MEND = "the file is damaged or was not written by DFloat11"

@@ -10,7 +10,7 @@ import numpy as np
 
 from samebits.bf16 import count_exponents
 from samebits.df11 import loops
-from samebits.df11.code import MAX_CODE_LENGTH, MEND, UnitCode, check_tables
+from samebits.df11.code import MAX_CODE_LENGTH, MEND, UnitCode, check_tables, short_codes
 from samebits.errors import FormatError, InputError
 from samebits.parallel import run_ranges
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 BLOCK_BYTES = loops.BLOCK_BITS // 8
-BLOCK_WINDOWS = loops.BLOCK_BITS // loops.WINDOW_BITS
+BLOCK_WINDOWS = loops.BLOCK_WINDOWS
 GAP_BITS = 5
 MAX_STREAM_BYTES = (1 << 31) - 1
 MAX_WORDS = (1 << 32) - 1  # of what output_positions count
@@ -26,6 +26,7 @@ LARGE = ("encoded_exponent", "sign_mantissa")  # tensors; the others take a fift
 _GAP_BYTES = BLOCK_WINDOWS * GAP_BITS // 8  # of a block
 _TASK_WORDS = 1 << 20
 _TASK_BLOCKS = 32
+_TASK_GROUPS = 1 << 17  # of eight gaps
 
 Write = Callable[[str, int, "NDArray[np.uint8]"], None]
 
@@ -105,14 +106,14 @@ class Unit:
     def _gaps(self) -> NDArray[np.uint8]:
         """uint8 [512 blocks]"""
         gaps = np.empty(self.gaps.size // GAP_BITS * 8, np.uint8)
-        run_ranges(loops.unpack_gaps, gaps.size // 8, _TASK_WORDS, self.gaps, gaps)
+        run_ranges(loops.unpack_gaps, gaps.size // 8, _TASK_GROUPS, self.gaps, gaps)
         return gaps
 
-    def decode(self, output: NDArray[np.uint16] | None = None) -> NDArray[np.uint16]:
+    def decode(self, output: NDArray[np.uint16] | None = None, before: int = 0) -> NDArray[np.uint16]:
         """The words of all matrices behind each other.
 
         Args:
-            output: where to; uint16 [words].
+            output: where to, uint16: from word ``before`` on, as many as it holds.
 
         Raises:
             FormatError: as validate, or the stream does not fit its tables.
@@ -120,7 +121,8 @@ class Unit:
         self.validate()
         output = np.empty(self.words, np.uint16) if output is None else output
         failed = run_ranges(loops.decode_blocks, self.blocks, _TASK_BLOCKS, self.encoded_exponent, self.sign_mantissa,
-                            self.luts, self._gaps(), self._positions(), output)  # fmt: skip
+                            self.luts, short_codes(self.luts), self._gaps(), self._positions(), output,
+                            before)  # fmt: skip
         wrong = next((word for word in failed if word >= 0), None)
         _need(wrong is None, f"the stream does not fit its tables at weight {wrong}")
         return output
@@ -247,10 +249,9 @@ class UnitPlan:
         Returns:
             The unit's other tensors.
         """
-        ranges = _ranges(matrices)
-        gaps, positions = np.zeros(self.blocks * BLOCK_WINDOWS, np.uint8), np.zeros(self.positions, np.uint32)
+        ranges, total, words = _ranges(matrices), int(self.starts[-1]), sum(self.sizes)
+        gaps, positions = np.zeros(self.blocks * BLOCK_WINDOWS + 1, np.uint8), np.zeros(self.positions, np.uint32)
         ends = run_ranges(_encode_range, len(ranges), 1, self, ranges, write, gaps, positions)
-        total, words = int(self.starts[-1]), sum(self.sizes)
         shared = dict.fromkeys((self.starts[self.starts % 8 > 0] // 8).tolist(), 0)  # bytes of more than one range
         for start, stop, (head, tail) in zip(self.starts[:-1], self.starts[1:], ends, strict=True):
             if start % 8:
@@ -259,40 +260,33 @@ class UnitPlan:
                 shared[stop // 8] |= tail
         if total % 8:  # the end symbol's code fills up the last byte, and counts as one that starts
             shared[total // 8] |= _top_bits(self.code.end_code, self.code.end_length, 8) >> total % 8
-            before = total - int(self.code.lengths[matrices[-1][-1] >> 7 & 0xFF])
-            loops.note_start(total, before, words, gaps, positions)
+        elif self.last_start // loops.WINDOW_BITS < total // loops.WINDOW_BITS:
+            gaps[total // loops.WINDOW_BITS] = 0  # no code starts there
         for place, byte in shared.items():
             write("encoded_exponent", place, np.array([byte], np.uint8))
         positions[-1] = words
-        packed_gaps = np.empty(gaps.size // 8 * GAP_BITS, np.uint8)
-        run_ranges(loops.pack_gaps, gaps.size // 8, _TASK_WORDS, gaps, packed_gaps)
+        packed_gaps = np.empty(self.blocks * _GAP_BYTES, np.uint8)
+        run_ranges(loops.pack_gaps, packed_gaps.size // GAP_BITS, _TASK_GROUPS, gaps, packed_gaps)
         return {"luts": self.luts, "output_positions": positions.astype("<u4").view(np.uint8), "gaps": packed_gaps,
                 "split_positions": self.split_positions}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class _Range:
-    """Words that one task counts or encodes.
-
-    Attributes:
-        index: of the first one in the unit.
-        before: the word before the first one, None if there is none.
-    """
+    """Words that one task counts or encodes; ``index`` of the first one in the unit."""
 
     words: NDArray[np.uint16]
     index: int
-    before: int | None
 
 
 def _ranges(matrices: Sequence[NDArray[np.uint16]]) -> list[_Range]:
     ranges: list[_Range] = []
-    index, before = 0, None
+    index = 0
     for matrix in matrices:
         for first in range(0, matrix.size, _TASK_WORDS):
             words = matrix[first : first + _TASK_WORDS]
-            ranges.append(_Range(words, index, before))
+            ranges.append(_Range(words, index))
             index += words.size
-            before = int(words[-1])
     return ranges
 
 
@@ -308,20 +302,23 @@ def _encode_range(
     plan: UnitPlan, ranges: list[_Range], write: Write, gaps: NDArray[np.uint8], positions: NDArray[np.uint32],
     first: int, last: int,
 ) -> tuple[int, int]:  # fmt: skip
-    """Encode range ``first``.
+    """Encode range ``first``, and write it but for bytes of the stream that it shares with others.
 
     Returns:
-        What it has of its first byte and of its last, where these are not its own; they are not written.
+        What it has of its first byte and of its last, which may be the same.
     """
-    part, start, stop, code = ranges[first], int(plan.starts[first]), int(plan.starts[first + 1]), plan.code
-    before = -1 if part.before is None else start - int(code.lengths[part.before >> 7 & 0xFF])
-    stream, sign_mantissa = np.empty(stop // 8 - start // 8, np.uint8), np.empty(part.words.size, np.uint8)
-    tail = loops.write_codes(part.words, code.codes, code.lengths, start, before, part.index, stream, sign_mantissa,
-                             gaps, positions)  # fmt: skip
+    part, start, stop, lengths = ranges[first], int(plan.starts[first]), int(plan.starts[first + 1]), plan.code.lengths
+    codes = plan.code.codes.astype(np.uint64) << np.uint64(MAX_CODE_LENGTH) << (MAX_CODE_LENGTH - lengths)
+    windows = np.empty(stop // loops.WINDOW_BITS - start // loops.WINDOW_BITS + 1, np.uint64)
+    sign_mantissa = np.empty(part.words.size, np.uint8)
+    loops.write_codes(part.words, codes, lengths.astype(np.uint64), start, part.index, windows, sign_mantissa, gaps,
+                      positions)  # fmt: skip
     write("sign_mantissa", part.index, sign_mantissa)
-    skipped = min(stream.size, int(start % 8 > 0))
-    write("encoded_exponent", start // 8 + skipped, stream[skipped:])
-    return int(stream[0]) if skipped else 0, tail
+    begin, end = start // 8, -(-stop // 8)
+    stream = windows.view(np.uint8)[begin % 8 :][: end - begin]
+    whole = slice(-(-start // 8), stop // 8)
+    write("encoded_exponent", whole.start, stream[whole.start - begin : whole.stop - begin])
+    return int(stream[0]), int(stream[-1])
 
 
 def _top_bits(code: int, length: int, count: int) -> int:

@@ -9,6 +9,7 @@ import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any, Self
 
 import torch
@@ -137,6 +138,7 @@ class SafetensorsWriter:
         self._file.seek(capacity)
         self._specs: dict[str, TensorSpec] = {}
         self._end = 0
+        self._lock = Lock()
 
     def append(self, name: str, dtype: str, shape: tuple[int, ...], data: torch.Tensor) -> None:
         """Write the next tensor; ``data`` are its bytes, uint8."""
@@ -149,12 +151,14 @@ class SafetensorsWriter:
         first = self._capacity + self._end
         self._add(name, dtype, shape, nbytes)
         self._file.seek(first + nbytes)
+        self._file.truncate()  # a file of its final size takes data faster than one that grows
 
         def write(start: int, data: memoryview) -> None:
             view = memoryview(data)
-            while view:
-                written = os.pwrite(self._file.fileno(), view, first + start)
-                view, start = view[written:], start + written
+            with self._lock:  # threads that wait here sleep; in the kernel, where they also take turns, they spin
+                while view:
+                    written = os.pwrite(self._file.fileno(), view, first + start)
+                    view, start = view[written:], start + written
 
         return write
 
@@ -168,8 +172,6 @@ class SafetensorsWriter:
         assert len(header) == self._capacity, "the header needs more than was left free for it"
         self._file.seek(0)
         self._file.write(header)
-        self._file.flush()
-        os.fsync(self._file.fileno())
         self._file.close()
         self._partial.replace(self._path)
 

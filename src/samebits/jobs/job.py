@@ -7,6 +7,7 @@ import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -164,11 +165,16 @@ class Job(ABC):
         self._advance(self._total - sum(shard.nbytes for shard in pending))
         count = 1 if self.device == "cuda" else worker_count(self.run_options.workers, self._work(pending))
         require_space(space.folder, self._space(pending, count))
-        with Workers(count) as workers:
+        with Workers(count) as workers, ThreadPoolExecutor(1) as recorder:  # a shard reaches the disk beside the next
             results = workers.map(work, self._tasks(pending, space))
+            recorded: Future[None] | None = None
             for shard in pending:
                 self.write(shard, space.out / shard.target, self._pieces(shard, results))
-                space.record(shard.target)
+                if recorded:
+                    recorded.result()
+                recorded = recorder.submit(space.record, shard.target)
+            if recorded:
+                recorded.result()
         if self.is_folder:
             self._stage_others(space)
         space.publish()

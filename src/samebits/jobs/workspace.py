@@ -137,7 +137,9 @@ class Workspace:
         return self.destination / relative if self.is_folder else self.destination
 
     def record(self, name: str) -> None:
-        """Note that the shard ``name`` is complete in ``out``."""
+        """Note that the shard ``name`` is complete in ``out``, and on the disk."""
+        with (self.out / name).open("rb") as file:
+            os.fsync(file.fileno())
         path = self.folder / f"{name}.done"
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(_fingerprint(self.out / name)))
