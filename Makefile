@@ -32,7 +32,7 @@ demo: setup  ## compress the embedded model, prove it identical, load it, genera
 	$(BIN)/python examples/demo.py --out demo-out
 
 test: check  ## lint, types, formatting, and every test that needs no GPU
-	$(BIN)/python -m pytest -m "not gpu" -n auto
+	$(BIN)/python -m pytest -m "not gpu" -n auto --maxprocesses 8
 
 check: setup
 	$(BIN)/ruff check .
