@@ -117,6 +117,11 @@ class Timing:
     fastest: float
     slowest: float
 
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Timing:
+        """That of several calls."""
+        return cls(statistics.median(seconds), min(seconds), max(seconds))
+
     def columns(self, key: str) -> dict[str, float]:
         """The time as the three columns of a row; ``key`` says seconds."""
         return {
@@ -162,7 +167,7 @@ def time_calls(function: Callable[[], object], *, repeats: int = 9) -> Timing:
         start = time.perf_counter()
         function()
         seconds.append(time.perf_counter() - start)
-    return Timing(statistics.median(seconds), min(seconds), max(seconds))
+    return Timing.of(seconds)
 
 
 def cpu_name() -> str:

@@ -8,7 +8,6 @@ Each round trip is checked before it is timed. Times are medians of nine calls, 
 from __future__ import annotations
 
 import shutil
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -135,7 +134,7 @@ def time_filling(folder: Path, fill: Callable[[], object]) -> Timing:
         start = time.perf_counter()
         fill()
         seconds.append(time.perf_counter() - start)
-    return Timing(statistics.median(seconds), min(seconds), max(seconds))
+    return Timing.of(seconds)
 
 
 def generation_row() -> dict[str, Any]:

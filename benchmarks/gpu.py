@@ -11,7 +11,6 @@ planning on the host included.
 from __future__ import annotations
 
 import argparse
-import statistics
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -143,7 +142,7 @@ def time_graph(calls: list[Callable[[], object]], repeats: int) -> Timing:
         end.record()
         torch.cuda.synchronize()
         seconds.append(start.elapsed_time(end) / 1e3 / len(calls))
-    return Timing(statistics.median(seconds), min(seconds), max(seconds))
+    return Timing.of(seconds)
 
 
 def time_clock(call: Callable[[], object], repeats: int) -> Timing:
@@ -156,7 +155,7 @@ def time_clock(call: Callable[[], object], repeats: int) -> Timing:
         call()
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
-    return Timing(statistics.median(seconds), min(seconds), max(seconds))
+    return Timing.of(seconds)
 
 
 def device_name() -> str:

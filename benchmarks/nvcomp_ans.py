@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -101,4 +100,4 @@ def time_stream(calls: list[Callable[[], object]], repeats: int) -> Timing:
         end.record()
         torch.cuda.synchronize()
         seconds.append(start.elapsed_time(end) / 1e3 / len(calls))
-    return Timing(statistics.median(seconds), min(seconds), max(seconds))
+    return Timing.of(seconds)

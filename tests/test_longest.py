@@ -49,6 +49,16 @@ def test_rows() -> None:
     assert most["bf16_predicted_tokens"] > 0
 
 
+def test_a_packed_model_is_predicted_to_hold_more() -> None:
+    """In memory for which the tables of a tiny model's weights do not count."""
+    name = "Mistral Nemo 12B"
+    memory, (cap, batch, _) = longest.predicted(name), longest.CASES[name]
+    packed, plain = (memory.longest(cap - used, batch) for used in (memory.peak(0, 0), memory.plain_peak(0, 0)))
+    assert packed is not None
+    assert plain is not None
+    assert packed > 6 * plain > 0
+
+
 def test_no_ratio_where_bf16_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(longest.CASES, "tiny", (longest.GIB // 2, 1, None))
     _, most = longest.rows("tiny", 64, "cpu")

@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from samebits.bf16 import words_of
 from samebits.df11.config import KEY, Df11Config
-from samebits.df11.decode import decode_unit
+from samebits.df11.decode import decode_words
 from samebits.df11.shapes import Known, ModelShapes, Shape, of_no_model
 from samebits.df11.unit import Unit
 from samebits.df11.unsaid import Unsaid
@@ -99,11 +98,7 @@ class Matrix:
             for first in range(self.first, self.last, _CHUNK_WORDS):
                 last = min(self.last, first + _CHUNK_WORDS)
                 part, before = unit.part(first, last)
-                wanted = flat[first - self.first : last - self.first]
-                if wanted.device.type == torch.device(device).type == "cpu":
-                    part.decode(words_of(wanted), before)
-                else:
-                    wanted.copy_(decode_unit(part, device)[before : before + last - first])
+                decode_words(part, before, flat[first - self.first : last - self.first], device)
         except SamebitsError as error:
             raise error.at(self.unit.where) from None
         return out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from samebits.bf16 import words_of
 from samebits.df11.operator import LAYOUT, check_outcome
 from samebits.df11.unit import Unit
 
@@ -25,3 +26,15 @@ def decode_unit(unit: Unit, device: torch.device | str = "cpu") -> torch.Tensor:
     torch.ops.samebits.df11_decode(*layout, output, malformed)
     check_outcome(malformed)
     return output
+
+
+def decode_words(unit: Unit, before: int, out: torch.Tensor, device: torch.device | str = "cpu") -> None:
+    """The words from ``before`` on that fill ``out``, bfloat16 [words] on any device, decoded on ``device``.
+
+    Raises:
+        FormatError: the unit is damaged.
+    """
+    if out.device.type == torch.device(device).type == "cpu":
+        unit.decode(words_of(out), before)
+    else:
+        out.copy_(decode_unit(unit, device)[before : before + out.numel()])

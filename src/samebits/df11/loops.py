@@ -68,22 +68,22 @@ def byte_swapped(value: int) -> int:
 def pack_gaps(gaps: NDArray[np.uint8], packed: NDArray[np.uint8], first: int, last: int) -> None:
     """Pack groups [first, last) of eight gaps, 5 bits each, into 5 bytes each, most significant bit first."""
     for group in range(first, last):
-        held = np.uint64(0)
+        held = U64(0)
         for i in range(8 * group, 8 * group + 8):
-            held = held << np.uint64(5) | np.uint64(gaps[i])
+            held = held << U64(5) | U64(gaps[i])
         for part in range(5):
-            packed[5 * group + part] = np.uint8(held >> np.uint64(32 - 8 * part) & np.uint64(0xFF))
+            packed[5 * group + part] = np.uint8(held >> U64(32 - 8 * part) & U64(0xFF))
 
 
 @njit(cache=True, nogil=True)
 def unpack_gaps(packed: NDArray[np.uint8], gaps: NDArray[np.uint8], first: int, last: int) -> None:
     """Unpack groups [first, last): the reverse."""
     for group in range(first, last):
-        held = np.uint64(0)
+        held = U64(0)
         for part in range(5 * group, 5 * group + 5):
-            held = held << np.uint64(8) | np.uint64(packed[part])
+            held = held << U64(8) | U64(packed[part])
         for i in range(8):
-            gaps[8 * group + i] = np.uint8(held >> np.uint64(35 - 5 * i) & np.uint64(31))
+            gaps[8 * group + i] = np.uint8(held >> U64(35 - 5 * i) & U64(31))
 
 
 @njit(cache=True, nogil=True)
