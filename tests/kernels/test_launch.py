@@ -13,7 +13,7 @@ import samebits
 from samebits.format.packed import PackedTensor
 from samebits.kernels import linear, nvrtc
 from samebits.kernels.linear import LinearPlan, fused_linear
-from samebits.kernels.structures import GeometryStructure, JobStructure, PackedStructure
+from samebits.kernels.structures import ProductStructure
 
 Launch = SimpleNamespace
 
@@ -25,12 +25,11 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
 
     def launcher(function: Any, grid: int, threads: int, shared: int, stream: int, early: bool) -> Any:
         def start(pointers: int, extra: int) -> tuple[int]:
-            addresses = (ctypes.c_void_p * 3).from_address(pointers)
-            kinds = (GeometryStructure, PackedStructure, JobStructure)
-            values = [kind.from_buffer_copy(kind.from_address(at)) for kind, at in zip(kinds, addresses, strict=True)]
-            geometry, packed, job = values
+            product = ProductStructure.from_buffer_copy(
+                ProductStructure.from_address(ctypes.c_void_p.from_address(pointers).value or 0)
+            )
             seen.append(Launch(function=function, grid=grid, threads=threads, stream=stream, early=early,
-                               geometry=geometry, packed=packed, job=job))  # fmt: skip
+                               geometry=product.geometry, packed=product.packed, job=product.job))  # fmt: skip
             return (0,)
 
         return start
@@ -46,7 +45,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     return seen
 
 
-LAUNCH = SimpleNamespace(file="f.cu", name="kernel", grid=132, warps=16, shared_bytes=1000, job=tuple(range(1, 12)))
+LAUNCH = SimpleNamespace(file="f.cu", name="kernel", grid=132, threads=512, shared_bytes=1000, jobs=(tuple(range(1, 21)),))
 
 
 def packed_matrix(seed: int) -> PackedTensor:
@@ -70,7 +69,7 @@ def test_every_launch_has_its_own_addresses(launches: list[Launch]) -> None:
                     y.data_ptr(),
                 )
                 assert found.job.bias == (b.data_ptr() if b is not None else None)
-                assert (found.job.tokens, found.job.ring) == (1, 11)
+                assert (found.job.tokens, found.job.ring) == (1, 20)
                 assert found.packed.planes == packed.header.sections["planes"].start
                 assert found.geometry.columns == 1024
                 assert (found.grid, found.threads, found.stream) == (132, 512, 7)

@@ -47,7 +47,7 @@ def test_launches_fit(shape: tuple[int, int], chunk_words: int, tokens: int, hop
             if launch is None:
                 continue
             found += 1
-            m, ranges, per_range, slots, batches, chunk_step, slot_step, *_, buffer_words, ring = launch.job
+            m, ranges, per_range, slots, batches, chunk_step, slot_step, *_, buffer_words, ring = launch.jobs[0]
             assert m == tokens <= (MAX_TILE_TOKENS if variant.kernel is Kernel.TILES else MAX_TOKENS)
             assert (ranges - 1) * per_range < header.geometry.stages <= ranges * per_range
             assert slots * batches * launch.grid >= header.geometry.row_groups > slots * (batches - 1) * launch.grid
@@ -71,7 +71,7 @@ def test_tiles_keep_going(shape: tuple[int, int], chunk_words: int, tokens: int,
         assert max_tokens(0) == MAX_TOKENS
         return
     assert launch is not None
-    slots, _, chunk_step, slot_step, *_, ring = launch.job[3:]
+    slots, _, chunk_step, slot_step, *_, ring = launch.jobs[0][3:]
     wide, tiles = map(int, launch.name.split("_")[-2:])
     decoding = launch.warps - (4 * tiles if wide == 128 else 4)
     assert wide >= tokens

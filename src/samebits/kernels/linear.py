@@ -7,8 +7,11 @@ order, with a number of ranges that depends on the shape and on much else (see s
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -16,9 +19,23 @@ from samebits.errors import DeviceError
 from samebits.format.geometry import ROW_GROUP, SLAB_BYTES, STAGE, Code, Layout
 from samebits.format.packed import Header, PackedTensor
 from samebits.kernels import nvrtc
-from samebits.kernels.linear_launch import CHUNK_STAGES, VARIANTS, launch_of, max_tokens, nearest_launch
+from samebits.kernels.linear_launch import (
+    CHUNK_STAGES,
+    VARIANTS,
+    Launch,
+    joint_launch,
+    launch_of,
+    max_tokens,
+    nearest_launch,
+)
 from samebits.kernels.overlap import may_start_early
-from samebits.kernels.structures import GeometryStructure, JobStructure, PackedStructure
+from samebits.kernels.structures import (
+    GeometryStructure,
+    JobStructure,
+    PackedStructure,
+    ProductStructure,
+    TogetherStructure,
+)
 from samebits.kernels.tables import decode_table
 
 
@@ -76,19 +93,65 @@ def fused_linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | Non
     Raises:
         DeviceError: the plan does not fit on the device, or the kernel cannot be built or launched.
     """
-    header, device = packed.header, x.device.index or 0
-    *outer, columns = x.shape
-    launch = nearest_launch(header, x.numel() // columns, plan.split, plan.variant, device)
+    device, columns = x.device.index or 0, x.shape[-1]
+    launch = nearest_launch(packed.header, x.numel() // columns, plan.split, plan.variant, device)
     if launch is None:
         raise DeviceError(f"{plan} does not fit on this device", mend="ask is_launchable first")
-    y = torch.empty(*outer, header.geometry.rows, dtype=torch.bfloat16, device=x.device)
-    job = JobStructure(x.data_ptr(), bias.data_ptr() if bias is not None else None, y.data_ptr(), *launch.job)
     with nvrtc.on_device(device):
-        function = nvrtc.kernel(launch.file, launch.name, device)
         early = may_start_early(packed.data)
-        table = decode_table(packed)
-        nvrtc.launch(
-            function, launch.grid, 32 * launch.warps, launch.shared_bytes, GeometryStructure.of(header.geometry),
-            PackedStructure.of(packed, table), job, early=early,
-        )  # fmt: skip
+        y, product = _product(x, Operands(packed, bias, plan), launch.jobs[0])
+        _start(launch, product, device, early)
     return y
+
+
+class Operands(NamedTuple):
+    """What an input is multiplied with, and how."""
+
+    packed: PackedTensor
+    bias: torch.Tensor | None
+    plan: LinearPlan
+
+
+def is_joint(operands: Sequence[Operands], m: int, variant: int, device: int) -> bool:
+    """Whether supported products of ``m`` tokens can be one launch in a variant."""
+    return _joint_launch(operands, m, variant, device) is not None
+
+
+def fused_linears(x: torch.Tensor, operands: Sequence[Operands], variant: int) -> list[torch.Tensor]:
+    """``fused_linear`` of one x with several weights, two to MAX_TOGETHER, in one launch.
+
+    Args:
+        operands: as ``fused_linear`` takes them; the plans' variants do not count.
+
+    Raises:
+        DeviceError: as fused_linear.
+    """
+    device = x.device.index or 0
+    launch = _joint_launch(operands, x.numel() // x.shape[-1], variant, device)
+    if launch is None:
+        raise DeviceError("these products do not fit into one launch", mend="ask is_joint first")
+    with nvrtc.on_device(device):
+        early = all([may_start_early(each.packed.data) for each in operands])
+        made = [_product(x, each, job) for each, job in zip(operands, launch.jobs, strict=True)]
+        _start(launch, TogetherStructure.of([product for _, product in made]), device, early)
+    return [y for y, _ in made]
+
+
+def _joint_launch(operands: Sequence[Operands], m: int, variant: int, device: int) -> Launch | None:
+    headers = tuple(each.packed.header for each in operands)
+    return joint_launch(headers, m, tuple(each.plan.split for each in operands), variant, device)
+
+
+def _product(x: torch.Tensor, operands: Operands, job: tuple[int, ...]) -> tuple[torch.Tensor, ProductStructure]:
+    packed, bias, _ = operands
+    y = torch.empty(*x.shape[:-1], packed.header.geometry.rows, dtype=torch.bfloat16, device=x.device)
+    return y, ProductStructure(
+        GeometryStructure.of(packed.header.geometry),
+        PackedStructure.of(packed, decode_table(packed)),
+        JobStructure(x.data_ptr(), bias.data_ptr() if bias is not None else None, y.data_ptr(), *job),
+    )
+
+
+def _start(launch: Launch, argument: ctypes.Structure, device: int, early: bool) -> None:
+    function = nvrtc.kernel(launch.file, launch.name, device)
+    nvrtc.launch(function, launch.grid, launch.threads, launch.shared_bytes, argument, early=early)

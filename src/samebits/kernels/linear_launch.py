@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
+from itertools import accumulate, count
 
 from samebits.format.geometry import SIGN_BYTES, SLAB_BYTES, STAGE, STAGE_WORDS
 from samebits.format.packed import Header, align
@@ -26,6 +28,7 @@ _WARPGROUP = 4  # warps
 _MAX_DECODERS = 16  # linear_tiles.cu: kMaxDecoders
 _ATOM_BYTES = 1024  # hopper.cuh: a stage of a row group, decoded
 _MIN_RING = 3  # pairs of stages that a block keeps decoded
+
 
 MAX_TOKENS = 16  # without tiles
 MAX_TILE_TOKENS = max(_X_STAGES)
@@ -72,20 +75,31 @@ def max_tokens(device: int) -> int:
 
 @dataclass(frozen=True)
 class Launch:
-    """A variant for one tensor, number of tokens and device."""
+    """A variant for one tensor, number of tokens and device; or for several tensors of one input."""
 
     file: str
     name: str
     grid: int
     warps: int
     shared_bytes: int
-    job: tuple[int, ...]  # JobStructure's fields behind the pointers
+    jobs: tuple[tuple[int, ...], ...]  # of each tensor, JobStructure's fields behind the pointers
+
+    @property
+    def threads(self) -> int:
+        return _LANES * self.warps
 
 
 @lru_cache(maxsize=65536)
 def launch_of(header: Header, m: int, split: int, variant: int, device: int) -> Launch | None:
     """None if it does not fit, or there is no such kernel."""
-    return _Planner(header, m, split, device).plan(VARIANTS[variant])
+    kind = VARIANTS[variant]
+    planner = _Planner(header, m, split, device, min(nvrtc.multiprocessors(device), header.geometry.row_groups))
+    if kind.kernel is Kernel.TILES:
+        return planner.tiles(kind)
+    block = planner.block(kind)
+    warps = _fitting_warps([block]) if block else 0
+    return Launch(f"{block.stem}.cu", block.name, planner.blocks, warps, block.bytes(warps),
+                  (planner.job(block, warps),)) if block and warps else None  # fmt: skip
 
 
 @lru_cache(maxsize=65536)
@@ -95,29 +109,91 @@ def nearest_launch(header: Header, m: int, split: int, variant: int, device: int
     return launch_of(header, m, split, variant, device) or next(filter(None, others), None)
 
 
-class _Planner:
-    """What the kernels' launches have in common; sizes of shared memory are in 32-bit words."""
+@lru_cache(maxsize=65536)
+def joint_launch(
+    headers: tuple[Header, ...], m: int, splits: tuple[int, ...], variant: int, device: int
+) -> Launch | None:
+    """One launch for two to MAX_TOGETHER tensors of as many columns, each with blocks of its own; None as launch_of.
 
-    def __init__(self, header: Header, m: int, split: int, device: int) -> None:
+    Each block has row groups of one tensor, all blocks about as many.
+    """
+    kind, shares = VARIANTS[variant], _shares(headers, nvrtc.multiprocessors(device))
+    if kind.kernel is Kernel.TILES or shares is None:
+        return None
+    planners = [
+        _Planner(header, m, split, device, blocks)
+        for header, split, blocks in zip(headers, splits, shares, strict=True)
+    ]
+    blocks = [block for planner in planners if (block := planner.block(kind))]
+    if len(blocks) < len(headers) or not (warps := _fitting_warps(blocks)):
+        return None
+    firsts = accumulate(shares, initial=0)
+    jobs = (planner.job(block, warps, first) for planner, block, first in zip(planners, blocks, firsts, strict=False))
+    return Launch(f"{blocks[0].stem}.cu", f"{blocks[0].name}_together", sum(shares), warps,
+                  max(block.bytes(warps) for block in blocks), tuple(jobs))  # fmt: skip
+
+
+def _shares(headers: Sequence[Header], multiprocessors: int) -> list[int] | None:
+    """Blocks of each tensor, so that the most row groups of a block are as few as can be; None if there are too few."""
+    groups = [header.geometry.row_groups for header in headers]
+    if len(groups) > multiprocessors:
+        return None
+    own = next(own for own in count(1) if sum(-(-number // own) for number in groups) <= multiprocessors)
+    return [-(-number // own) for number in groups]
+
+
+def magic(divisor: int) -> int:
+    """For csrc/common.cuh's ``divide``: n // divisor == n * magic >> 32 where n * divisor <= 2**32; 0 for 1."""
+    return -(-(1 << 32) // divisor) % (1 << 32)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """What a block of a kernel without tiles needs of shared memory, in 32-bit words, and how many warps it can use."""
+
+    stem: str
+    name: str
+    words: int
+    warp_words: int
+    wanted: int
+    room: int
+    slots: int
+    batches: int
+    x: int
+
+    def bytes(self, warps: int) -> int:
+        return 4 * (self.words + warps * self.warp_words)
+
+
+def _fitting_warps(blocks: Sequence[_Block]) -> int:
+    """Warps for blocks of one launch; 0 if these do not fit."""
+    wanted = max(block.wanted for block in blocks)
+    warps = min(wanted, *((block.room - block.words) // block.warp_words for block in blocks))
+    return warps if warps >= min(wanted, _MIN_WARPS) else 0
+
+
+class _Planner:
+    """What the kernels' launches have in common, for a tensor that has ``blocks`` blocks; memory in 32-bit words."""
+
+    def __init__(self, header: Header, m: int, split: int, device: int, blocks: int) -> None:
         geometry = header.geometry
         self.m, self.device, self.stages, self.chunks = m, device, geometry.stages, geometry.chunks_per_row_group
         self.octets = -(-m // _OCTET)
         self.stages_per_range = -(-geometry.stages // split)
         self.ranges = -(-geometry.stages // self.stages_per_range)
-        self.grid = min(nvrtc.multiprocessors(device), geometry.row_groups)
-        self.own = -(-geometry.row_groups // self.grid)  # row groups of a block
+        self.blocks, self.row_groups = blocks, geometry.row_groups
+        self.own = -(-self.row_groups // blocks)  # row groups of a block
         self.table, self.entries = table_words(header), align(header.symbol_count, 4)
         self.buffer = staging_words(header)
         self.room = (nvrtc.shared_memory(device) - STATIC_SHARED) // 4
 
-    def plan(self, variant: Variant) -> Launch | None:
-        if variant.kernel is Kernel.TILES:
-            return self._tiles(variant) if self.m <= MAX_TILE_TOKENS and nvrtc.has_wgmma(self.device) else None
+    def block(self, variant: Variant) -> _Block | None:
+        """None if there is no such kernel."""
         if self.m > MAX_TOKENS:
             return None
         return self._ahead(variant) if variant.kernel is Kernel.AHEAD else self._chains(variant)
 
-    def _ahead(self, variant: Variant) -> Launch | None:
+    def _ahead(self, variant: Variant) -> _Block:
         batches = -(-self.own // _MAX_SLOTS)
         slots = -(-self.own // batches)
         kind = ("halves" if self.octets == 1 else "pairs") if variant.shared_x else "global"
@@ -126,33 +202,31 @@ class _Planner:
         sums = 64 * self.octets * slots * self.ranges
         words = self.table + x + sums + slots * (self.ranges + 2)
         warp_words = self.buffer + CHUNK_STAGES * (STAGE_WORDS + SIGN_BYTES // 2) // 4  # a byte a weight, and signs
-        wanted = min(variant.warps, self.own * self.chunks)
-        warps = min(wanted, (self.room - words) // warp_words)
-        if warps < min(wanted, _MIN_WARPS):
-            return None
         name = f"linear_ahead_{_OCTET * self.octets}_{kind}"
-        return self._launch("linear_ahead", name, warps, words + warps * warp_words, slots, batches, warps, x=x)
+        wanted = min(variant.warps, self.own * self.chunks)
+        return _Block("linear_ahead", name, words, warp_words, wanted, self.room, slots, batches, x)
 
-    def _chains(self, variant: Variant) -> Launch | None:
+    def _chains(self, variant: Variant) -> _Block | None:
+        if self.own * self.stages * max(variant.warps**2, self.stages) >= 1 << 32:  # what `magic` is exact for
+            return None
         kind = "shared" if variant.shared_x else "global"
         x = max(32 * self.m * self.stages if variant.shared_x else 0, self.entries)
         sums = 64 * self.octets
         words = self.table + x + self.own
         words += self.own * self.ranges * sums if self.ranges > 1 else 0
         warp_words = 2 * self.buffer + _RING_SLABS * SLAB_BYTES // 4 + sums + _WALK_WORDS
-        wanted = min(variant.warps, self.own * self.ranges)  # a warp for each chain is enough
-        warps = min(wanted, (self.room - words) // warp_words)
-        if warps < min(wanted, _MIN_WARPS):
-            return None
         name = f"linear_chains_{_OCTET * self.octets}_{kind}"
-        return self._launch("linear_chains", name, warps, words + warps * warp_words, self.own, 1, warps, x=x)
+        wanted = min(variant.warps, self.own * self.ranges)  # a warp for each chain is enough
+        return _Block("linear_chains", name, words, warp_words, wanted, self.room, self.own, 1, x)
 
-    def _tiles(self, variant: Variant) -> Launch | None:
+    def tiles(self, variant: Variant) -> Launch | None:
         """With as few batches as fit, and then as many warps.
 
         A warp for each row group of a batch keeps the blocks going; more of them decode chunks ahead, as many pairs of
         stages ahead as the ring must then hold. The kernel relies on both.
         """
+        if self.m > MAX_TILE_TOKENS or not nvrtc.has_wgmma(self.device):
+            return None
         wide = next(wide for wide in _X_STAGES if wide >= self.m)
         fixed = _ATOM_BYTES + 8 * _MAX_DECODERS + 4 * self.table + _X_STAGES[wide] * wide * 2 * STAGE
         room = 4 * self.room - fixed
@@ -166,14 +240,23 @@ class _Planner:
                 if ring < _MIN_RING + chunks_ahead * CHUNK_STAGES // 2:
                     continue
                 words = (fixed + warps * 8 * self.buffer + ring * slot_bytes) // 4
-                name = f"linear_tiles_{wide}_{tiles}"
-                return self._launch("linear_tiles", name, multiplying + warps, words, slots, batches, warps, ring=ring)
+                job = self._job(slots, batches, warps, ring=ring)
+                return Launch("linear_tiles.cu", f"linear_tiles_{wide}_{tiles}", self.blocks, multiplying + warps,
+                              4 * words, (job,))  # fmt: skip
         return None
 
-    def _launch(
-        self, stem: str, name: str, warps: int, words: int, slots: int, batches: int, decoders: int, *, x: int = 0,
-        ring: int = 0,
-    ) -> Launch:  # fmt: skip
-        job = (self.m, self.ranges, self.stages_per_range, slots, batches, decoders // slots, decoders % slots,
-               self.table, x, self.buffer, ring)  # fmt: skip
-        return Launch(f"{stem}.cu", name, self.grid, warps, 4 * words, job)
+    def job(self, block: _Block, warps: int, first_block: int = 0) -> tuple[int, ...]:
+        """For a kernel without tiles."""
+        return self._job(block.slots, block.batches, warps, x=block.x, first_block=first_block)
+
+    def _job(
+        self, slots: int, batches: int, decoders: int, *, x: int = 0, ring: int = 0, first_block: int = 0
+    ) -> tuple[int, ...]:
+        own, longer = divmod(self.row_groups, self.blocks)
+        by_warps = (magic(min(decoders, groups * self.ranges)) for groups in (own + 1, own))
+        return (
+            self.m, self.ranges, self.stages_per_range, slots, batches, decoders // slots, decoders % slots,
+            first_block, self.blocks, own, longer,
+            magic(slots), magic(self.stages), magic(self.stages_per_range), *by_warps,
+            self.table, x, self.buffer, ring,
+        )  # fmt: skip

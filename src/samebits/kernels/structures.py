@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 
 from samebits.format.geometry import Geometry
 from samebits.format.packed import Header, PackedTensor
+
+
+MAX_TOGETHER = 4  # csrc/linear.cuh: kMaxTogether
+_BEHIND_ANY_GRID = (1 << 31) - 1
 
 
 class GeometryStructure(ctypes.Structure):
@@ -129,6 +134,28 @@ class JobStructure(ctypes.Structure):
         ("x", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("y", ctypes.c_void_p), ("tokens", ctypes.c_int32),
         ("ranges", ctypes.c_int32), ("stages_per_range", ctypes.c_int32), ("slots", ctypes.c_int32),
         ("batches", ctypes.c_int32), ("chunk_step", ctypes.c_int32), ("slot_step", ctypes.c_int32),
+        ("first_block", ctypes.c_int32), ("blocks", ctypes.c_int32), ("own", ctypes.c_int32),
+        ("longer", ctypes.c_int32), ("by_slots", ctypes.c_uint32), ("by_stages", ctypes.c_uint32),
+        ("by_range", ctypes.c_uint32), ("by_warps", ctypes.c_uint32), ("by_warps_of_others", ctypes.c_uint32),
         ("table_words", ctypes.c_int32), ("x_words", ctypes.c_int32), ("buffer_words", ctypes.c_int32),
         ("ring", ctypes.c_int32),
     )  # fmt: skip
+
+
+class ProductStructure(ctypes.Structure):
+    """csrc/linear.cuh: Product."""
+
+    _fields_ = (("geometry", GeometryStructure), ("packed", PackedStructure), ("job", JobStructure))
+
+
+class TogetherStructure(ctypes.Structure):
+    """csrc/linear.cuh: Together."""
+
+    _fields_ = (("products", ProductStructure * MAX_TOGETHER),)
+
+    @classmethod
+    def of(cls, products: Sequence[ProductStructure]) -> TogetherStructure:
+        structure = cls(tuple(products))
+        for missing in range(len(products), MAX_TOGETHER):
+            structure.products[missing].job.first_block = _BEHIND_ANY_GRID
+        return structure

@@ -164,6 +164,10 @@ __device__ __forceinline__ int sum_before(int value, int lane, int& total) {
     return sum - value;
 }
 
+// n / divisor for the small numbers that kernels divide, by what the host has worked out of the divisor (linear_launch.py: magic): the compiler's
+// own division takes a hundred cycles, and where work starts is found by many of them.
+__device__ __forceinline__ int divide(int n, u32 magic) { return magic ? int(__umulhi(u32(n), magic)) : n; }
+
 // Programmatic dependent launch: this kernel may start before the one in front of it has ended, and must not touch what that writes or reads
 // before here.
 __device__ __forceinline__ void await_kernel_before() {

@@ -234,7 +234,7 @@ __device__ __forceinline__ void decode_tasks(const Geometry& geometry, const Pac
     if (Tasks::sparse && !__syncthreads_or(task < count)) return;   // before the table is built for nothing
     const Table<quad> table(packed, shared, shared + division.table_words);
     stage_chunk(task, 0, begin, size);
-    table.template finish<0>();
+    table.finish();
     await_kernel_before();
     Decoder<quad> decoder{geometry, packed, u32(__cvta_generic_to_shared(shared)), lane, ((1u << packed.width) - 1) << 2, u32(packed.window >> 4) * 0x10101010u, {}};
     for (; task < count; task = next_wanted(task + stride)) {

@@ -18,8 +18,33 @@ struct Job {
     int slots;           // row groups whose sums a block keeps in shared memory
     int batches;         // of so many row groups
     int chunk_step, slot_step;   // warps of a block = chunk_step * slots + slot_step
+    int first_block, blocks;     // of the grid
+    int own, longer;     // row groups of a block; of the first `longer` blocks one more
+    u32 by_slots, by_stages, by_range, by_warps[2];   // for `divide`; linear_chains.cu: warps with a segment, of blocks with one row group more and others
     int table_words, x_words, buffer_words;   // of shared memory: decode table, its entries and later x (not in linear_tiles.cu), each staging buffer
     int ring;            // linear_tiles.cu: pairs of stages that a block keeps decoded, at least those of the chunks that a warp is ahead
+};
+
+// One matrix and what is multiplied with it. Products of one launch have different blocks of the grid.
+struct Product {
+    Geometry geometry;
+    Packed packed;
+    Job job;
+
+    __device__ __forceinline__ int block() const { return int(blockIdx.x) - job.first_block; }
+    __device__ __forceinline__ int row_groups_of(int block) const { return job.own + (block < job.longer); }
+};
+
+constexpr int kMaxTogether = 4;
+struct Together {
+    Product products[kMaxTogether];   // the first blocks of those that there are not lie behind the grid
+
+    __device__ __forceinline__ const Product& own() const {
+        int i = 0;
+#pragma unroll
+        for (int next = 1; next < kMaxTogether; ++next) i += int(blockIdx.x) >= products[next].job.first_block;
+        return products[i];
+    }
 };
 
 __device__ __forceinline__ void multiply(float sums[4], const u32 x[4], u32 low, u32 high) {

@@ -17,11 +17,14 @@ __device__ __noinline__ void read_chunk(const u32* words, u32 upper, u32 signs, 
 }
 
 template <int kind, int octets>
-__device__ __forceinline__ void linear(const Geometry& geometry, const Packed& packed, const Job& job) {
+__device__ __forceinline__ void linear(const Product& product) {
+    const Geometry& geometry = product.geometry;
+    const Packed& packed = product.packed;
+    const Job& job = product.job;
     extern __shared__ __align__(128) u32 shared[];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
-    const int own = (geometry.row_groups - int(blockIdx.x) + int(gridDim.x) - 1) / int(gridDim.x), chunks = geometry.chunks_per_row_group;
-    const Tasks tasks{chunks, job.slots, own, job.batches, job.chunk_step, job.slot_step};
+    const int block = product.block(), own = product.row_groups_of(block), chunks = geometry.chunks_per_row_group;
+    const Tasks tasks{chunks, job.slots, own, job.batches, job.chunk_step, job.slot_step, job.by_slots, block, job.blocks};
     const int chains = job.slots * job.ranges;
 
     // Shared memory: table, its entries and then x, for each warp (a chunk's streams, its sign words, its upper bytes), sums, flags.
@@ -75,7 +78,7 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
         prefetch_planes(slab, stages_of(task), lane);
     }
     copy_commit();
-    table.finish<0>();
+    table.finish();
     bool x_staged = false;
     auto bring_x = [&] {
         await_kernel_before();
@@ -193,8 +196,11 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
 }
 
 #define LINEAR_KERNEL(name, kind, octets)                                                                                            \
-    extern "C" __global__ void __launch_bounds__(kMaxWarps * 32, 1) name(const Geometry geometry, const Packed packed, const Job job) { \
-        linear<kind, octets>(geometry, packed, job);                                                                                 \
+    extern "C" __global__ void __launch_bounds__(kMaxWarps * 32, 1) name(const __grid_constant__ Product product) { \
+        linear<kind, octets>(product);                                                                                               \
+    }                                                                                                                                \
+    extern "C" __global__ void __launch_bounds__(kMaxWarps * 32, 1) name##_together(const __grid_constant__ Together together) { \
+        linear<kind, octets>(together.own());                                                                                        \
     }
 LINEAR_KERNEL(linear_ahead_8_halves, kHalves, 1)
 LINEAR_KERNEL(linear_ahead_8_global, kGlobal, 1)

@@ -14,65 +14,65 @@ static_assert(kChunkStages % kTurn == 0, "a chunk is whole turns");
 
 
 // Chunk `chunk` of the block's row group `slot`, of which stages [first, last) belong to the part of a chain at hand.
-struct Place { int slot, first, last, chunk; };
+struct alignas(16) Place { int slot, first, last, chunk; };
+
+// A block's chains behind each other, in stages of all its row groups.
+struct Chains {
+    int stages, per_range;
+    u32 by_stages, by_range;
+
+    struct Chain { int slot, begin, end; };
+    __device__ __forceinline__ Chain at(int position) const {
+        const int slot = divide(position, by_stages), from = slot * stages, range = divide(position - from, by_range) * per_range;
+        return {slot, from + range, from + min(range + per_range, stages)};
+    }
+};
 
 // A warp's chunks in their order: its last part of a chain, whole chains, its first part.
-struct Walk {
-    int stages, per_range;
-    int begin, first_end, last_begin;   // of the segment: the first part is [begin, first_end), the last starts at last_begin
-    int position, limit;
+struct alignas(16) Walk {
     Place place;
+    int position, limit;
+    int begin, first_end, last_begin;   // of the segment: the first part is [begin, first_end), the last starts at last_begin
+    int valid;                          // whether there is a chunk
 
     Walk() = default;
-    __device__ __forceinline__ Walk(int stages, int per_range, int begin, int end) : stages(stages), per_range(per_range), begin(begin) {
-        last_begin = max(begin, chain_of(end - 1));
-        first_end = min(chain_of(begin) + range_stages(begin), last_begin);
+    __device__ __forceinline__ Walk(const Chains& chains, int begin, int end) : limit(end), begin(begin), valid(true) {
+        last_begin = max(begin, chains.at(end - 1).begin);
+        first_end = min(chains.at(begin).end, last_begin);
         position = last_begin;
-        limit = end;
-        open();
+        open(chains);
     }
-    __device__ __forceinline__ int chain_of(int position) const {           // where it begins
-        const int stage = position % stages;
-        return position - stage % per_range;
-    }
-    __device__ __forceinline__ int range_stages(int position) const {
-        const int first = position % stages / per_range * per_range;
-        return min(per_range, stages - first);
-    }
-    __device__ __forceinline__ void open() {
-        place.slot = position / stages;
-        place.first = position - place.slot * stages;
-        const int stop = min(chain_of(position) + range_stages(position), limit);
-        place.last = stop - place.slot * stages;
-        place.chunk = place.first / kChunkStages;
+    __device__ __forceinline__ void open(const Chains& chains) {
+        const Chains::Chain chain = chains.at(position);
+        const int from = chain.slot * chains.stages, stop = min(chain.end, limit);
+        place = {chain.slot, position - from, stop - from, (position - from) / kChunkStages};
         position = stop;
     }
-    __device__ __forceinline__ bool next() {
+    __device__ __forceinline__ void next(const Chains& chains) {
         if ((place.chunk + 1) * kChunkStages < place.last) {
             ++place.chunk;
-            return true;
+            return;
         }
         if (position >= limit) {
             if (limit > last_begin && first_end < last_begin) position = first_end, limit = last_begin;
             else if (limit > first_end && begin < first_end) position = begin, limit = first_end;
-            else return false;
+            else valid = false;
         }
-        open();
-        return true;
+        if (valid) open(chains);
     }
 };
 
 // What a warp keeps in shared memory of the chunks on their way.
 struct alignas(16) Ahead {
-    u32 shifts[2][2];              // [buffer]: of its eight rows
     Walk walk;                     // at the chunk behind the staged one, whose offsets are on their way
     Place staged;
     Place opened, part;            // the chunk at the streams, and the first of the part of a chain at hand
+    u32 shifts[2][2];              // [buffer]: of its eight rows
+    Vec2 copied[2];                // [buffer]: where the staged chunk is in its buffer, and its size, in words
+    u32 offsets[2];                // start and stop
     u32 opened_at;                 // shared address of the opened chunk's first word
     int opened_stages;
-    u32 offsets[2];                // start and stop
-    int begins[2], sizes[2];       // [buffer]: where the staged chunk is in its buffer, in words
-    int walk_valid, staged_valid;
+    int staged_valid;
 };
 
 template <int octets>
@@ -131,11 +131,15 @@ struct Ring {
 };
 
 template <Kind kind, int octets>
-__device__ __forceinline__ void linear(const Geometry& geometry, const Packed& packed, const Job& job) {
+__device__ __forceinline__ void linear(const Product& product) {
+    const Geometry& geometry = product.geometry;
+    const Packed& packed = product.packed;
+    const Job& job = product.job;
     extern __shared__ __align__(128) u32 memory[];
     constexpr int kSums = 2 * octets;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, block_warps = blockDim.x >> 5;
-    const int own = (geometry.row_groups - int(blockIdx.x) + int(gridDim.x) - 1) / int(gridDim.x), warps = min(block_warps, own * job.ranges);
+    const int block = product.block(), own = product.row_groups_of(block), warps = min(block_warps, own * job.ranges);
+    const Chains chains{geometry.stages, job.stages_per_range, job.by_stages, job.by_range};
 
     // Shared memory: table, its entries and then x, for each warp two staging buffers and a ring of slabs, its state, sums, flags.
     const int warp_words = 2 * job.buffer_words + kRing * kSlabBytes / 4;
@@ -150,7 +154,7 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
     const u32 ready = u32(__cvta_generic_to_shared(flags));        // [warps]: sums handed to this warp
     const u32 done = ready + 4 * block_warps;                      // [slots]: ranges finished
 
-    auto group_of = [&](int slot) { return slot * int(gridDim.x) + int(blockIdx.x); };
+    auto group_of = [&](int slot) { return slot * job.blocks + block; };
     auto slab_of = [&](const Place& place) {
         return packed.data + packed.planes + slab_offset(geometry.stages, group_of(place.slot), place.chunk * kChunkStages);
     };
@@ -164,68 +168,67 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
     auto stage_chunk = [&](const Place& place, int buffer) {
         const StagedPlace at = stage_streams(packed, buffers + buffer * job.buffer_words, ahead.offsets[0], ahead.offsets[1], lane);
         if (lane == 0) {
-            ahead.begins[buffer] = at.begin;
-            ahead.sizes[buffer] = at.size;
+            ahead.copied[buffer] = {u32(at.begin), u32(at.size)};
             if (packed.has_row_shifts)
                 copy_async_8(u32(__cvta_generic_to_shared(ahead.shifts[buffer])), packed.data + packed.row_shifts + 8 * group_of(place.slot));
         }
     };
     auto cut = [&](int warp) {
-        const int position = u32(own) * geometry.stages * warp / warps, slot = position / geometry.stages, stage = position - slot * geometry.stages;
-        return slot * geometry.stages + max(stage & -kChunkStages, stage / job.stages_per_range * job.stages_per_range);
+        const int position = divide(own * geometry.stages * warp, job.by_warps[own > job.own ? 0 : 1]);
+        const Chains::Chain chain = chains.at(position);
+        const int from = chain.slot * geometry.stages;
+        return max(from + (position - from & -kChunkStages), chain.begin);
     };
 
     // What decoding needs first comes first from memory.
     let_kernel_behind_start();
     const int begin = warp < warps ? cut(warp) : 0, end = warp < warps ? cut(warp + 1) : 0;
     const bool busy = begin < end;
+    Walk walk{};
     Place place{};
     if (busy) {
-        Walk walk(geometry.stages, job.stages_per_range, begin, end);
+        walk = Walk(chains, begin, end);
         place = walk.place;
         fetch_offsets(place);
-        if (lane == 0) {
-            ahead.staged = place;
-            ahead.walk_valid = walk.next();
-            ahead.walk = walk;
-            ahead.staged_valid = 1;
-        }
     }
     copy_commit();
     const Table<true> table(packed, memory, memory + job.table_words);
-    for (int i = threadIdx.x; i < job.slots + block_warps; i += blockDim.x) flags[i] = 0;
-
-    const Ring ring{u32(__cvta_generic_to_shared(buffers + 2 * job.buffer_words))};
-    const u8* following = packed.data + packed.planes;   // the slabs behind those at hand
-    if (busy) {
-        copy_wait<0>();
-        __syncwarp();
-        stage_chunk(place, 0);
-        __syncwarp();
-        if (ahead.walk_valid) fetch_offsets(ahead.walk.place);
-        copy_commit();
-        following = slab_of(place);
-#pragma unroll
-        for (int place = 0; place < kRing; ++place) {
-            ring.fetch(place, following + place * kSlabBytes, lane);
-            copy_commit();
-        }
-        following += kRing * kSlabBytes;
-    } else {
-        copy_commit();
-    }
-    table.finish<kRing>();
-    auto bring_x = [&] {
+    copy_commit();
+    auto fetch_x = [&] {                // to where the table's entries were
+        table.build();
         await_kernel_before();
         stage_columns<kind>(job.x, x_shared, job.tokens, geometry.columns);
         copy_commit();
+    };
+    for (int i = threadIdx.x; i < job.slots + block_warps; i += blockDim.x) flags[i] = 0;
+
+    const Ring ring{u32(__cvta_generic_to_shared(buffers + 2 * job.buffer_words))};
+    if (!busy) {
+        fetch_x();
         copy_wait<0>();
         __syncthreads();
-    };
-    if (!busy) {
-        bring_x();
         return;
     }
+    walk.next(chains);
+    if (lane == 0) {
+        ahead.staged = place;
+        ahead.staged_valid = 1;
+        ahead.walk = walk;
+    }
+    copy_wait<1>();                     // the offsets
+    __syncwarp();
+    stage_chunk(place, 0);
+    __syncwarp();
+    if (walk.valid) fetch_offsets(walk.place);
+    copy_commit();
+    const u8* following = slab_of(place);   // the slabs behind those at hand
+#pragma unroll
+    for (int i = 0; i < kRing; ++i) {
+        ring.fetch(i, following + i * kSlabBytes, lane);
+        copy_commit();
+        if (i == 0) fetch_x();          // the other slabs would keep the streams waiting
+    }
+    following += kRing * kSlabBytes;
 
     const u32 byte_mask = ((1u << packed.width) - 1) << 2, common = u32(packed.window >> 4) * 0x10101010u;
     Opened chunk;
@@ -234,24 +237,24 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
     // The staged chunk goes to the streams; the chunk behind it is staged, and the offsets of the one behind that are fetched.
     auto open_staged = [&](int from) {
         __syncwarp();                   // its streams are older than the slabs that have been waited for
-        const u32 at = u32(__cvta_generic_to_shared(buffers + from * job.buffer_words + ahead.begins[from]));
-        const int size = ahead.sizes[from];
-        const int stages = stages_of(ahead.staged);
-        const bool valid = ahead.walk_valid;
-        if (valid) stage_chunk(ahead.walk.place, from ^ 1);
-        chunk.open(at, size, stages, lane);
+        const Place staged = ahead.staged;
+        Walk walk = ahead.walk;
+        const Vec2 copied = ahead.copied[from];
+        const u32 at = u32(__cvta_generic_to_shared(buffers + from * job.buffer_words)) + 4 * copied.x;
+        const int stages = stages_of(staged);
+        if (walk.valid) stage_chunk(walk.place, from ^ 1);
+        chunk.open(at, copied.y, stages, lane);
         if (lane == 0) {
-            ahead.opened = ahead.staged;
+            ahead.opened = staged;
             ahead.opened_at = at;
             ahead.opened_stages = stages;
-            ahead.staged_valid = valid;
-            if (valid) {
-                ahead.staged = ahead.walk.place;
-                ahead.walk_valid = ahead.walk.next();
-            }
+            ahead.staged_valid = walk.valid;
+            ahead.staged = walk.place;
         }
+        if (walk.valid) walk.next(chains);
+        if (lane == 0) ahead.walk = walk;
         __syncwarp();
-        if (valid && ahead.walk_valid) fetch_offsets(ahead.walk.place);   // part of the next slab's group
+        if (walk.valid) fetch_offsets(walk.place);   // part of the next slab's group
     };
     Sums<octets> sums = {};
     u32 scale = kNoShift, active = 0;
@@ -278,14 +281,15 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
     };
 
     // The first chunk's first stage.
-    copy_wait<kRing>();
+    copy_wait<kRing + 1>();             // the streams
     open_staged(0);
+    copy_wait<kRing - 1>();             // its own part of table and x, and the first slab
+    __syncthreads();
     begun = chunk.begin(base, byte_mask);
     upper[0] = chunk.go_on(begun, base, byte_mask);
     chunk.complete(upper[0], common);
     mend(upper[0], 0);
     begun = chunk.begin(base, byte_mask);
-    bring_x();
     at_hand.bytes = ring.bytes(0, lane), at_hand.sign = ring.sign(0, lane);
 
     for (;;) {
@@ -370,8 +374,12 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
 
 #define LINEAR_KERNEL(tokens, kind)                                                                              \
     extern "C" __global__ void __launch_bounds__(kMaxWarps * 32, 1)                                              \
-        linear_chains_##tokens##_##kind(const Geometry geometry, const Packed packed, const Job job) {           \
-        linear<kind, tokens / 8>(geometry, packed, job);                                                         \
+        linear_chains_##tokens##_##kind(const __grid_constant__ Product product) {                               \
+        linear<kind, tokens / 8>(product);                                                                       \
+    }                                                                                                            \
+    extern "C" __global__ void __launch_bounds__(kMaxWarps * 32, 1)                                              \
+        linear_chains_##tokens##_##kind##_together(const __grid_constant__ Together together) {                  \
+        linear<kind, tokens / 8>(together.own());                                                                \
     }
 LINEAR_KERNEL(8, shared)
 LINEAR_KERNEL(8, global)

@@ -184,7 +184,7 @@ struct Decoder {
     __device__ __forceinline__ Decoder(const Geometry& geometry, const Packed& packed, const Job& job, int own, int batches, int warp, int lane,
                                        u32* buffers, u32 copied)
         : geometry(geometry), packed(packed), job(job), lane(lane), last_group((own - 1) * int(gridDim.x) + int(blockIdx.x)),
-          tasks{geometry.chunks_per_row_group, job.slots, batches * job.slots, batches, job.chunk_step, job.slot_step}, buffers(buffers),
+          tasks{geometry.chunks_per_row_group, job.slots, batches * job.slots, batches, job.chunk_step, job.slot_step, job.by_slots, int(blockIdx.x), int(gridDim.x)}, buffers(buffers),
           copied(copied), task(tasks.first(warp)) {}
 
     __device__ __forceinline__ int stages_of(const Task& task) const { return min(kChunkStages, geometry.stages - task.chunk * kChunkStages); }
@@ -337,10 +337,13 @@ const u32 first = rings.full + 8 * pair.slot;
 
 // wide: tokens, rounded up; tiles: of a block; warpgroups: that multiply.
 template <int wide, int tiles, int warpgroups>
-__device__ __forceinline__ void linear(const Geometry& geometry, const Packed& packed, const Job& job) {
+__device__ __forceinline__ void linear(const Product& product) {
+    const Geometry& geometry = product.geometry;
+    const Packed& packed = product.packed;
+    const Job& job = product.job;
     extern __shared__ __align__(128) u8 shared_bytes[];
     const int lane = threadIdx.x & 31, warp = __shfl_sync(kFull, threadIdx.x >> 5, 0), decoding = warp - 4 * warpgroups;
-    const int own = (geometry.row_groups - int(blockIdx.x) + int(gridDim.x) - 1) / int(gridDim.x), batches = (own + job.slots - 1) / job.slots;
+    const int own = product.row_groups_of(product.block()), batches = (own + job.slots - 1) / job.slots;
 
     // Shared memory: both rings (first of all, there, the table's entries), barriers, table, for each decoding warp two staging buffers.
     const u32 start = u32(__cvta_generic_to_shared(shared_bytes)), base = (start + kAtomBytes - 1) & ~u32(kAtomBytes - 1);
@@ -366,7 +369,7 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
         }
     const Table<true> decode_table(packed, table, reinterpret_cast<u32*>(shared));
     copy_commit();
-    decode_table.finish<0>();
+    decode_table.finish();
 
     if (decoding >= 0) {
         const u32 table_address = u32(__cvta_generic_to_shared(table));
@@ -378,8 +381,8 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
 }
 
 #define LINEAR_KERNEL(name, wide, tiles, warpgroups)                                                                             \
-    extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) name(const Geometry geometry, const Packed packed, const Job job) { \
-        linear<wide, tiles, warpgroups>(geometry, packed, job);                                                                  \
+    extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) name(const __grid_constant__ Product product) { \
+        linear<wide, tiles, warpgroups>(product);                                                                  \
     }
 LINEAR_KERNEL(linear_tiles_16_1, 16, 1, 1)
 LINEAR_KERNEL(linear_tiles_16_2, 16, 2, 1)

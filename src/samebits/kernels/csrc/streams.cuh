@@ -102,14 +102,13 @@ struct Table {
         const u32 target = u32(__cvta_generic_to_shared(table));
         for (u32 unit = threadIdx.x; unit < max(1u << packed.width >> 2, 1u); unit += blockDim.x) copy_async(target + 16 * unit, packed.table + 4 * unit);
     }
-    // `pending`: groups committed behind that of the copies.
-    template <int pending>
+    // Where there is nothing to copy. The entries' memory is free from here on.
+    __device__ __forceinline__ void build() const {
+        if (!packed.table) build_table<quad>(table, entries, section, packed.width, packed.symbols, packed.window);
+    }
     __device__ __forceinline__ void finish() const {
-        if (!packed.table) {
-            build_table<quad>(table, entries, section, packed.width, packed.symbols, packed.window);
-            return;
-        }
-        copy_wait<pending>();
+        build();
+        copy_wait<0>();
         __syncthreads();
     }
 };

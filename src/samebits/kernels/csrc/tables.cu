@@ -6,7 +6,7 @@ __device__ __forceinline__ void make_table(const Packed& packed, u32* output) {
     extern __shared__ __align__(16) u32 shared[];
     const u32 words = 1u << packed.width;
     const Table<quad> table(packed, shared, shared + words);
-    table.template finish<0>();
+    table.finish();
     for (u32 i = threadIdx.x; i < words; i += blockDim.x) output[i] = shared[i];
 }
 

@@ -8,9 +8,14 @@ struct Task { int batch, chunk, slot, group; };
 struct Tasks {
     int chunks, slots, own, batches;          // own: row groups of the block
     int chunk_step, slot_step;                // from one task of a warp to its next
+    u32 by_slots;
+    int block, blocks;
 
     __device__ __forceinline__ bool has(const Task& task) const { return task.batch < batches; }
-    __device__ __forceinline__ Task first(int warp) const { return settled({0, warp / slots, warp % slots, 0}); }
+    __device__ __forceinline__ Task first(int warp) const {
+        const int chunk = divide(warp, by_slots);
+        return settled({0, chunk, warp - chunk * slots, 0});
+    }
     __device__ __forceinline__ Task behind(Task task) const { return settled(moved(task)); }
     __device__ __forceinline__ Task moved(Task task) const {
         task.slot += slot_step;
@@ -28,7 +33,7 @@ struct Tasks {
                 ++task.batch;
             }
             const int place = task.batch * slots + task.slot;
-            task.group = place * gridDim.x + blockIdx.x;
+            task.group = place * blocks + block;
             if (place < own || !has(task)) return task;
             task = moved(task);
         }
