@@ -16,8 +16,16 @@ from samebits.codecs import plan
 from samebits.format.geometry import Code
 from samebits.format.packed import PackedTensor
 from samebits.kernels import nvrtc
-from samebits.kernels.linear import LinearPlan, fused_linear, is_supported, variants
-from samebits.kernels.linear_launch import MAX_TOKENS
+from samebits.kernels.linear import (
+    LinearPlan,
+    Operands,
+    fused_linear,
+    fused_linears,
+    is_joint,
+    is_supported,
+    variants,
+)
+from samebits.kernels.linear_launch import MAX_TOKENS, VARIANTS
 from tests.codecs.tensors import without_compact
 
 pytestmark = pytest.mark.gpu
@@ -222,3 +230,37 @@ def test_hostile_contents_do_not_fault(kind: str) -> None:
                     fused_linear(inputs(tokens, 2048, 0), packed, None, LinearPlan(3, variant))
             torch.cuda.synchronize()
     assert assert_all_alike(weight.cuda(), intact, 1, (3,)) >= 4
+
+
+GROUPS = (
+    (("normal", 64), ("patches", 1064)),
+    (("row scales", 2048), ("normal", 512), ("not finite", 512)),
+    (("raw chunks", 136), ("subnormal", 4104), ("normal", 64), ("patches", 2048)),
+    (("normal", 14336), ("normal", 14336)),
+)
+
+
+@pytest.mark.parametrize("columns", [1088, 4096])
+@pytest.mark.parametrize("tokens", [1, 3, 8, 9, 16])
+@pytest.mark.parametrize("group", GROUPS, ids=lambda group: " ".join(str(rows) for _, rows in group))
+def test_several_weights_in_one_launch(group: tuple[tuple[str, int], ...], tokens: int, columns: int) -> None:
+    weights = [weight_of(kind, rows, columns) for kind, rows in group]
+    x, tried = inputs(tokens, columns, tokens), 0
+    for splits in ((1, 1, 1, 1), (2, 3, 5, 1)):
+        biases = [torch.randn(rows, device="cuda").bfloat16() if i % 2 else None for i, (_, rows) in enumerate(group)]
+        operands = [
+            Operands(samebits.encode(weight).to("cuda"), bias, LinearPlan(split))
+            for weight, bias, split in zip(weights, biases, splits, strict=False)
+        ]
+        expected = [
+            plain_linear(x, weight.cuda(), bias, split)
+            for weight, bias, split in zip(weights, biases, splits, strict=False)
+        ]
+        for variant in range(len(VARIANTS)):
+            if not is_joint(operands, tokens, variant, 0):
+                continue
+            for _ in range(2):  # without decode tables in memory, then with them
+                for y, right in zip(fused_linears(x, operands, variant), expected, strict=True):
+                    assert first_difference(y, right) is None, f"splits {splits}, variant {variant}"
+            tried += 1
+    assert tried >= 4

@@ -45,7 +45,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     return seen
 
 
-LAUNCH = SimpleNamespace(file="f.cu", name="kernel", grid=132, threads=512, shared_bytes=1000, jobs=(tuple(range(1, 21)),))
+JOB = tuple(range(1, 21))
+LAUNCH = SimpleNamespace(file="f.cu", name="kernel", grid=132, threads=512, shared_bytes=1000, jobs=(JOB,))
 
 
 def packed_matrix(seed: int) -> PackedTensor:

@@ -56,7 +56,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
             patch.setattr(torch.Tensor, "is_cuda", True)
             return original(tensor)
 
-    monkeypatch.setattr(packed_module, "linear", linear)
+    monkeypatch.setattr(packed_module, "linear_of_module", linear)
     monkeypatch.setattr(packed_module, "_is_plain", is_plain)
     return seen
 
@@ -75,7 +75,7 @@ def test_fused(products: list[torch.Tensor], kind: type[nn.Module], bias: bool, 
 
 def test_not_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     dense, packed = make()
-    monkeypatch.setattr(packed_module, "linear", None)
+    monkeypatch.setattr(packed_module, "linear_of_module", None)
     assert same_bits(packed(INPUT), dense(INPUT))
 
 

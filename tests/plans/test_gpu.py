@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,9 +13,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import samebits
-from samebits.kernels.linear import is_supported
+from samebits.kernels import linear
+from samebits.kernels.linear import Operands, is_supported
 from samebits.kernels.ops import fields_of
-from samebits.plans import dispatch, planner
+from samebits.plans import dispatch, planner, together
 from samebits.plans.environment import Environment
 from samebits.plans.planner import Planner
 from samebits.plans.probe import Probe
@@ -203,3 +204,40 @@ def test_each_device_has_plans_of_its_own(weight: torch.Tensor) -> None:
     assert_same(product(x, packed), F.linear(x, other))
     assert torch.cuda.current_device() == 0
     assert not Planner.of(0).known
+
+
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_products_of_one_input_together(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a layer of attention asks for them, also in a CUDA graph that is replayed with other inputs."""
+    joint: list[int] = []
+
+    def fused_linears(x: torch.Tensor, operands: Sequence[Operands], variant: int) -> list[torch.Tensor]:
+        joint.append(len(operands))
+        return linear.fused_linears(x, operands, variant)
+
+    monkeypatch.setattr(together, "fused_linears", fused_linears)
+    weights = [Probe.make(rows, COLUMNS, torch.device("cuda"), rows).weight for rows in (4096, 1024, 1024)]
+    layers = nn.ModuleList([_layer(weight) for weight in weights])
+    samebits.compress(layers)
+
+    @torch.no_grad()
+    def check(x: torch.Tensor) -> None:
+        for layer, weight in zip(layers, weights, strict=True):
+            assert_same(layer(x), F.linear(x, weight))
+
+    for seed in range(3):
+        check(inputs(tokens, seed))
+    if not joint:
+        pytest.skip("one launch is not faster here, or has no plan")
+    joint.clear()
+    check(inputs(tokens, 3))
+    assert joint == [3]
+    x, graph = inputs(tokens, 4), torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        made = [layer(x) for layer in layers]
+    assert joint == [3, 3]
+    for seed in (5, 6):
+        x.copy_(inputs(tokens, seed))
+        graph.replay()
+        for y, weight in zip(made, weights, strict=True):
+            assert_same(y, F.linear(x, weight))

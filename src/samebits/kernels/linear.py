@@ -131,9 +131,9 @@ def fused_linears(x: torch.Tensor, operands: Sequence[Operands], variant: int) -
     if launch is None:
         raise DeviceError("these products do not fit into one launch", mend="ask is_joint first")
     with nvrtc.on_device(device):
-        early = all([may_start_early(each.packed.data) for each in operands])
+        early = [may_start_early(each.packed.data) for each in operands]
         made = [_product(x, each, job) for each, job in zip(operands, launch.jobs, strict=True)]
-        _start(launch, TogetherStructure.of([product for _, product in made]), device, early)
+        _start(launch, TogetherStructure.of([product for _, product in made]), device, all(early))
     return [y for y, _ in made]
 
 

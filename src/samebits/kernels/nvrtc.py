@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, lru_cache, partial
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -116,6 +116,27 @@ def driver_version() -> str:
 def has_wgmma(device: int) -> bool:
     """Whether there are Hopper's own instructions."""
     return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+class Where(NamedTuple):
+    """What a launch becomes a part of: a stream's work, and the graph that is captured there, 0 if none is."""
+
+    stream: int
+    capture: int
+
+
+def where(device: int) -> Where:
+    """Of a launch now on torch's current stream of a device."""
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    return Where(stream, _capture(stream) if torch.cuda.is_current_stream_capturing() else 0)
+
+
+def _capture(stream: int) -> int:
+    from cuda.bindings import driver
+
+    result, _, number, *_ = driver.cuStreamGetCaptureInfo(driver.CUstream(stream))
+    _check((result,))
+    return int(number)
 
 
 _ALREADY = nullcontext()

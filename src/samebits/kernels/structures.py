@@ -11,7 +11,6 @@ import torch
 from samebits.format.geometry import Geometry
 from samebits.format.packed import Header, PackedTensor
 
-
 MAX_TOGETHER = 4  # csrc/linear.cuh: kMaxTogether
 _BEHIND_ANY_GRID = (1 << 31) - 1
 

@@ -22,7 +22,7 @@ from samebits.format.names import BARE, PACKED, WEIGHT
 from samebits.format.packed import Header, PackedTensor
 from samebits.nn.lazy import LazyTensor, LazyWeight
 from samebits.nn.recipe import Piece, Recipe
-from samebits.plans.dispatch import linear
+from samebits.plans.dispatch import linear_of_module
 
 
 class _Saved(NamedTuple):
@@ -188,7 +188,7 @@ class PackedLinearModule(PackedModule):
         if torch.compiler.is_compiling():
             numbers = [int(number) for number in recipe.operands.split()]
             return torch.ops.samebits.linear(input, data, bias, numbers[:2], numbers[2:])  # type: ignore[no-any-return]
-        return linear(input, PackedTensor(cast(Header, recipe.matrix), data), bias)
+        return linear_of_module(input, PackedTensor(cast(Header, recipe.matrix), data), bias)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -15,7 +15,16 @@ from torch.nn import functional as F
 from samebits.api import decode, encode
 from samebits.format.geometry import STAGE
 from samebits.format.packed import PackedTensor
-from samebits.kernels.linear import LinearPlan, fused_linear, is_supported, variants
+from samebits.kernels.linear import (
+    LinearPlan,
+    Operands,
+    fused_linear,
+    fused_linears,
+    is_joint,
+    is_supported,
+    variants,
+)
+from samebits.kernels.linear_launch import VARIANTS
 from samebits.plans.key import PlanKey
 from samebits.plans.probe import Probe
 from samebits.plans.store import Outcome
@@ -115,7 +124,7 @@ def _right_ones(trial: Trial, plans: list[LinearPlan]) -> list[LinearPlan]:
 
 def _fastest(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, plans: Sequence[LinearPlan]) -> Outcome:
     """The fastest of plans that differ in nothing but speed, if it is faster than decoding."""
-    copies = list(_cold_copies(packed))
+    copies = [copy for (copy,) in _cold_copies([packed])]
     fused = [[partial(fused_linear, x, copy, bias, plan) for copy in copies] for plan in plans]
     decoded = [partial(_decode_and_multiply, x, copy, bias) for copy in copies]
     *times, decode_us = microseconds([*fused, decoded])
@@ -125,20 +134,42 @@ def _fastest(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, p
     return Outcome(None, "decoding first is faster", fused_us, decode_us)
 
 
+@torch.no_grad()
+def joint_variant(x: torch.Tensor, operands: Sequence[Operands]) -> int | None:
+    """The variant in which one launch makes these products fastest; None where one by one is faster.
+
+    Raises:
+        DeviceError, torch.OutOfMemoryError: as calibrate.
+    """
+    device, tokens = x.get_device(), x.numel() // x.shape[-1]
+    fitting = [variant for variant in range(len(VARIANTS)) if is_joint(operands, tokens, variant, device)]
+    copies = [
+        [each._replace(packed=packed) for each, packed in zip(operands, weights, strict=True)]
+        for weights in _cold_copies([each.packed for each in operands])
+    ]
+    joint = [[partial(fused_linears, x, copy, variant) for copy in copies] for variant in fitting]
+    *times, single_us = microseconds([*joint, [partial(_one_by_one, x, copy) for copy in copies]])
+    joint_us, best = min(zip(times, fitting, strict=True), default=(single_us, None))
+    return best if joint_us < single_us else None
+
+
+def _one_by_one(x: torch.Tensor, operands: Sequence[Operands]) -> list[torch.Tensor]:
+    return [fused_linear(x, *each) for each in operands]
+
+
 def _decode_and_multiply(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> torch.Tensor:
     return F.linear(x, decode(packed), bias)
 
 
-def _cold_copies(packed: PackedTensor) -> Iterator[PackedTensor]:
+def _cold_copies(weights: Sequence[PackedTensor]) -> Iterator[Sequence[PackedTensor]]:
     """As many as keep each other out of the cache, and fit into a quarter of the free memory; in turn, then again."""
-    wanted, room = 1, 1
-    if packed.device.type == "cuda":
-        properties = torch.cuda.get_device_properties(packed.device)
-        wanted = -(-_COLD * int(properties.L2_cache_size) // packed.nbytes)
-        reserve = torch.cuda.memory_reserved(packed.device) - torch.cuda.memory_allocated(packed.device)
-        room = (torch.cuda.mem_get_info(packed.device)[0] + reserve) // 4 // packed.nbytes
+    wanted, room, device, size = 1, 1, weights[0].device, sum(packed.nbytes for packed in weights)
+    if device.type == "cuda":
+        wanted = -(-_COLD * int(torch.cuda.get_device_properties(device).L2_cache_size) // size)
+        reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        room = (torch.cuda.mem_get_info(device)[0] + reserve) // 4 // size
     count = max(1, min(wanted, room, _MAX_COPIES))
-    copies = [packed, *(replace(packed, data=packed.data.clone()) for _ in range(count - 1))]
+    copies = [weights, *([replace(packed, data=packed.data.clone()) for packed in weights] for _ in range(count - 1))]
     for i in range(max(count, _MIN_CALLS)):
         yield copies[i % count]
 

@@ -7,24 +7,44 @@ from torch.nn import functional as F
 
 from samebits.format.packed import Header, PackedTensor
 from samebits.kernels.decode import decode_cuda
-from samebits.kernels.linear import LinearPlan, fused_linear, is_launchable, is_supported
+from samebits.kernels.linear import LinearPlan, Operands, fused_linear, is_launchable, is_supported
 from samebits.kernels.ops import decode_packed, header_of
-from samebits.plans.key import ALIGNMENT, key_of
+from samebits.plans.key import ALIGNMENT, PlanKey, key_of
 from samebits.plans.planner import Planner
+from samebits.plans.together import Together
 
 _LIBRARY = torch.library.Library("samebits", "FRAGMENT")
 _LIBRARY.define("linear(Tensor x, Tensor data, Tensor? bias, int[] shape, int[] fields) -> Tensor")
 
 
+_together = Together()
+
+
 def plan_of(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> LinearPlan | None:
     """The plan under which ``linear`` multiplies; None where it decodes first. Looked for at a key's first call."""
     key = key_of(x, packed.header.shape, bias)
-    if key is None or not is_supported(packed.header, key.tokens, x.get_device()):
+    return _plan(key, packed, x.get_device()) if key else None
+
+
+def _plan(key: PlanKey, packed: PackedTensor, device: int) -> LinearPlan | None:
+    if not is_supported(packed.header, key.tokens, device):
         return None
-    if packed.data.data_ptr() % ALIGNMENT or packed.data.get_device() != x.get_device():
+    if packed.data.data_ptr() % ALIGNMENT or packed.data.get_device() != device:
         return None
-    plan = Planner.of(x.get_device()).outcome(key).plan
-    return plan if plan and is_launchable(packed.header, key.tokens, plan, x.get_device()) else None
+    plan = Planner.of(device).outcome(key).plan
+    return plan if plan and is_launchable(packed.header, key.tokens, plan, device) else None
+
+
+def linear_of_module(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """``linear`` for the modules of a model, whose products of one input are made together (plans/together.py)."""
+    made = _together.take(x, packed, bias)
+    if made is not None:
+        return made
+    key = key_of(x, packed.header.shape, bias)
+    plan = _plan(key, packed, x.get_device()) if key else None
+    if key is None or plan is None:
+        return F.linear(x, decode_cuda(packed), bias)
+    return _together.multiply(x, Operands(packed, bias, plan), key)
 
 
 def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> torch.Tensor:

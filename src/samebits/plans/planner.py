@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Sequence
 from enum import StrEnum
 from functools import cache
 from threading import Lock
@@ -12,7 +13,8 @@ from threading import Lock
 import torch
 
 from samebits.errors import DeviceError, InputError
-from samebits.plans.calibrate import calibrate, confirm
+from samebits.kernels.linear import Operands
+from samebits.plans.calibrate import calibrate, confirm, joint_variant
 from samebits.plans.environment import Environment
 from samebits.plans.key import PlanKey
 from samebits.plans.store import Outcome, PlanStore
@@ -53,6 +55,7 @@ class Planner:
     def __init__(self, device: torch.device, environment: Environment) -> None:
         self.device = device
         self.known: dict[PlanKey, Outcome] = {}
+        self._joint: dict[tuple[PlanKey, ...], int | None] = {}
         self._store = PlanStore(environment)
         self._lock = Lock()
 
@@ -77,6 +80,24 @@ class Planner:
                 if key not in self.known:
                     self.known[key] = self._decided(key)
         return self.known[key]
+
+    def joint_variant(self, keys: tuple[PlanKey, ...], x: torch.Tensor, operands: Sequence[Operands]) -> int | None:
+        """Of one launch for products of these keys: see calibrate.joint_variant. Not during graph capture."""
+        if mode() is not Mode.ON:
+            return None
+        with torch.cuda.device(self.device), self._lock:
+            if keys not in self._joint:
+                self._joint[keys] = self._timed(x, operands)
+                how = "one by one" if self._joint[keys] is None else f"one launch, variant {self._joint[keys]}"
+                _log.info("%s: %s", " and ".join(map(_words, keys)), how)
+        return self._joint[keys]
+
+    def _timed(self, x: torch.Tensor, operands: Sequence[Operands]) -> int | None:
+        try:
+            return joint_variant(x, operands)
+        except (torch.OutOfMemoryError, DeviceError) as error:
+            _log.warning("products of one input are made one by one: %s", error)
+            return None
 
     def _decided(self, key: PlanKey) -> Outcome:
         try:

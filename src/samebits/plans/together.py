@@ -1,0 +1,220 @@
+"""Products of one input that are asked for one after another, made by one launch: queries, keys and values, say.
+
+A launch takes some microseconds before it multiplies, and a small matrix does not fill a GPU. What belongs together is
+learned from the calls, whatever the model's classes are. The first time, products of an input are noted that follow
+another product of it; the second time, one launch makes them all when the first is asked for, and each of the others
+is made once more when its turn comes: where the bytes are the same, one launch suffices from the third time on. What
+it has made is given to whom asks for it if the input, the weight, the bias, the stream and the CUDA graph that is being
+captured are still those of the launch; else the product is made anew.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from samebits.format.packed import PackedTensor
+from samebits.kernels import nvrtc
+from samebits.kernels.linear import LinearPlan, Operands, fused_linear, fused_linears, is_launchable, is_supported
+from samebits.kernels.linear_launch import MAX_TOKENS
+from samebits.kernels.overlap import Bytes, bytes_of
+from samebits.kernels.structures import MAX_TOGETHER
+from samebits.plans.key import PlanKey
+from samebits.plans.planner import Planner
+
+_MAX_UNWANTED = 3  # launches that made a product nobody asked for, after which a group is given up
+
+
+class _Weight:
+    """A packed weight and its bias, while they live and nobody changes them.
+
+    Attributes:
+        is_proved: a product of it that was made with others had the bytes of one that was made alone.
+    """
+
+    def __init__(self, packed: PackedTensor, bias: torch.Tensor | None) -> None:
+        self.header, self.has_bias, self.is_proved = packed.header, bias is not None, False
+        self._data, self._data_bytes = weakref.ref(packed.data), bytes_of(packed.data)
+        self._bias = None if bias is None else (weakref.ref(bias), bytes_of(bias))
+
+    def now(self) -> tuple[PackedTensor, torch.Tensor | None] | None:
+        """Both, if they are what they were."""
+        data, bias = self._data(), None
+        if data is None or bytes_of(data) != self._data_bytes:
+            return None
+        if self._bias is not None:
+            bias = self._bias[0]()
+            if bias is None or bytes_of(bias) != self._bias[1]:
+                return None
+        return PackedTensor(self.header, data), bias
+
+    def is_now(self, packed: PackedTensor, bias: torch.Tensor | None) -> bool:
+        found = self.now()
+        return found is not None and found[0].data is packed.data and found[1] is bias
+
+
+@dataclass
+class _Group:
+    """What is asked for behind a product.
+
+    Attributes:
+        unwanted: launches that made something nobody asked for.
+        chosen: for each key of the first product, the plans of the others and the launch's variant; None: one by one.
+    """
+
+    others: list[_Weight] = field(default_factory=list)
+    unwanted: int = 0
+    chosen: dict[PlanKey, tuple[list[LinearPlan], int] | None] = field(default_factory=dict)
+
+    @property
+    def is_proved(self) -> bool:
+        return all(other.is_proved for other in self.others)
+
+    @property
+    def is_given_up(self) -> bool:
+        return self.unwanted >= _MAX_UNWANTED
+
+    def forget(self) -> None:
+        self.others, self.chosen = [], {}
+
+    def give_up(self) -> None:
+        self.unwanted = _MAX_UNWANTED
+        self.forget()
+
+
+class _Made(NamedTuple):
+    """A product that was made with another, for whoever asks."""
+
+    group: _Group
+    weight: _Weight
+    plan: LinearPlan
+    y: torch.Tensor
+
+
+_groups: dict[int, tuple[weakref.ref[torch.Tensor], _Group]] = {}  # by id of the first product's packed bytes
+
+
+def _group_of(data: torch.Tensor) -> _Group | None:
+    known = _groups.get(id(data))
+    return known[1] if known is not None and known[0]() is data else None
+
+
+def _new_group(data: torch.Tensor) -> _Group:
+    key, group = id(data), _Group()
+    _groups[key] = weakref.ref(data, lambda _: _groups.pop(key, None)), group
+    return group
+
+
+class Together(threading.local):
+    """The products of one thread."""
+
+    def __init__(self) -> None:
+        self._input: weakref.ref[torch.Tensor] | None = None  # of the last product
+        self._input_bytes: Bytes = (0, 0)
+        self._where = nvrtc.Where(0, 0)
+        self._first: weakref.ref[torch.Tensor] | None = None  # packed bytes of the first product of this input
+        self._made: dict[int, _Made] = {}  # by id of the packed bytes
+
+    def take(self, x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+        """The product, if it has been made."""
+        made = self._made.pop(id(packed.data), None) if self._made else None
+        if made is None or not self._is_same_input(x) or not made.weight.is_now(packed, bias):
+            return None
+        if made.weight.is_proved:
+            return made.y
+        y = fused_linear(x, packed, bias, made.plan)
+        if not _same(y, made.y):
+            made.group.give_up()
+        made.weight.is_proved = bool(y.any())  # zeros prove nothing
+        return y
+
+    def multiply(self, x: torch.Tensor, operands: Operands, key: PlanKey) -> torch.Tensor:
+        """A product that has a plan; and, in one launch with it, what is expected to be asked for next."""
+        data = operands.packed.data
+        if key.tokens > MAX_TOKENS or x.is_inference() or data.is_inference():  # no such kernel; no versions
+            return fused_linear(x, *operands)
+        if self._is_same_input(x):
+            self._learn(operands)
+            return fused_linear(x, *operands)
+        self._begin(x, data)
+        group = _group_of(data)
+        chosen = self._choice(x, operands, key, group) if group and group.others else None
+        if group is None or chosen is None:
+            return fused_linear(x, *operands)
+        plans, variant = chosen
+        every = [operands, *_operands(group.others, plans)]
+        y, *others = fused_linears(x, every, variant)
+        made = map(partial(_Made, group), group.others, plans, others)
+        self._made = {id(other.packed.data): product for other, product in zip(every[1:], made, strict=True)}
+        return y if group.is_proved else fused_linear(x, *operands)
+
+    def _is_same_input(self, x: torch.Tensor) -> bool:
+        known = self._input
+        return known is not None and known() is x and self._input_bytes == bytes_of(x) and self._where == _where(x)
+
+    def _begin(self, x: torch.Tensor, data: torch.Tensor) -> None:
+        for group in {id(made.group): made.group for made in self._made.values()}.values():
+            group.unwanted += 1
+            if group.is_given_up:
+                group.forget()
+        self._made = {}
+        self._input, self._input_bytes, self._where = weakref.ref(x), bytes_of(x), _where(x)
+        self._first = weakref.ref(data)
+
+    def _learn(self, operands: Operands) -> None:
+        """That a product was asked for behind another one of its input."""
+        first = self._first() if self._first else None
+        packed, bias, _ = operands
+        if first is None or first is packed.data or (bias is not None and bias.is_inference()):
+            return
+        group = _group_of(first) or _new_group(first)
+        if group.is_given_up or len(group.others) + 1 >= MAX_TOGETHER:
+            return
+        if not any(other.is_now(packed, bias) for other in group.others):
+            group.others.append(_Weight(packed, bias))
+            group.chosen.clear()
+
+    def _choice(
+        self, x: torch.Tensor, operands: Operands, key: PlanKey, group: _Group
+    ) -> tuple[list[LinearPlan], int] | None:
+        """Plans of the others and a variant; None if products are to be made one by one, now or always."""
+        if any(other.now() is None for other in group.others):
+            group.forget()
+            return None
+        if self._where.capture and (key not in group.chosen or not group.is_proved):
+            return None
+        if key not in group.chosen:
+            group.chosen[key] = _choose(x, operands, key, group)
+        return group.chosen[key]
+
+
+def _choose(x: torch.Tensor, operands: Operands, key: PlanKey, group: _Group) -> tuple[list[LinearPlan], int] | None:
+    planner, device, plans, keys = Planner.of(x.get_device()), x.get_device(), [], [key]
+    for header, has_bias in ((other.header, other.has_bias) for other in group.others):
+        keys.append(key._replace(rows=header.shape[0], has_bias=has_bias))
+        plan = planner.outcome(keys[-1]).plan if is_supported(header, key.tokens, device) else None
+        if plan is None or not is_launchable(header, key.tokens, plan, device):
+            return None
+        plans.append(plan)
+    variant = planner.joint_variant(tuple(keys), x, [operands, *_operands(group.others, plans)])
+    return None if variant is None else (plans, variant)
+
+
+def _operands(weights: Sequence[_Weight], plans: Sequence[LinearPlan]) -> list[Operands]:
+    """Of weights that are there."""
+    found = [(weight.now(), plan) for weight, plan in zip(weights, plans, strict=True)]
+    return [Operands(*now, plan) for now, plan in found if now is not None]
+
+
+def _where(x: torch.Tensor) -> nvrtc.Where:
+    return nvrtc.where(x.get_device())
+
+
+def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return torch.equal(left.view(torch.int16), right.view(torch.int16))

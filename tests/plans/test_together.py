@@ -1,0 +1,255 @@
+"""Products of one input in one launch: learned, proved, and never another result than products one by one."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+import samebits
+from samebits.format.packed import PackedTensor
+from samebits.kernels import nvrtc
+from samebits.kernels.linear import Operands
+from samebits.plans import calibrate, dispatch, planner, together
+from samebits.plans.together import Together
+from tests.plans.conftest import FakeGpu, is_supported
+from tests.plans.sums import split_linear
+
+K = 512
+SPLIT = 3
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
+
+
+class Layers:
+    """Weights of one input, and how often which products were launched."""
+
+    def __init__(self, gpu: FakeGpu) -> None:
+        self.gpu = gpu
+        self.weights = [(normal(rows, K, seed=rows) / 8).clone() for rows in (64, 8, 16)]
+        self.packed = [samebits.encode(weight) for weight in self.weights]
+        self.biases: list[torch.Tensor | None] = [None, normal(8), None]
+        self.joint: list[int] = []  # products of each launch of several
+
+    def fused_linears(self, x: torch.Tensor, operands: Sequence[Operands], variant: int) -> list[torch.Tensor]:
+        self.joint.append(len(operands))
+        calls = len(self.gpu.fused_calls)
+        made = [self.gpu.fused_linear(x, *each) for each in operands]
+        del self.gpu.fused_calls[calls:]
+        return made
+
+    def ask(self, x: torch.Tensor, *numbers: int) -> tuple[int, int]:
+        """Check these products, of all weights if there are none; returns how many launches of one, and of several."""
+        self.gpu.fused_calls.clear()
+        self.joint.clear()
+        for number in numbers or range(len(self.packed)):
+            self.check(x, number)
+        return len(self.gpu.fused_calls), len(self.joint)
+
+    def check(self, x: torch.Tensor, number: int) -> None:
+        bias = self.biases[number]
+        y = dispatch.linear_of_module(x, self.packed[number], bias)
+        right = split_linear(x.view(-1, K), self.weights[number], bias, SPLIT)
+        assert torch.equal(y.view(-1, y.shape[-1]).view(torch.int16), right.view(torch.int16))
+
+
+@pytest.fixture
+def where(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Stream and captured graph, as a test wants them."""
+    now = [7, 0]
+    monkeypatch.setattr(nvrtc, "where", lambda device: nvrtc.Where(*now))
+    return now
+
+
+@pytest.fixture
+def layers(gpu: FakeGpu, where: list[int], monkeypatch: pytest.MonkeyPatch) -> Layers:
+    made = Layers(gpu)
+    monkeypatch.setattr(together, "fused_linear", gpu.fused_linear)
+    monkeypatch.setattr(together, "fused_linears", made.fused_linears)
+    monkeypatch.setattr(together, "is_supported", is_supported)
+    monkeypatch.setattr(together, "is_launchable", lambda header, m, plan, device: is_supported(header, m, device))
+    monkeypatch.setattr(planner, "joint_variant", lambda x, operands: 1)
+    monkeypatch.setattr(dispatch, "_together", Together())
+    monkeypatch.setattr(together, "_groups", {})
+    for number in range(3):  # plans
+        dispatch.linear(normal(1, K), made.packed[number], made.biases[number])
+    return made
+
+
+def test_learned_proved_and_together(layers: Layers) -> None:
+    x = [normal(1, K, seed=seed) for seed in range(5)]
+    assert layers.ask(x[0]) == (3, 0)
+    assert layers.ask(x[1]) == (3, 1)
+    assert layers.ask(x[2]) == (0, 1)
+    assert layers.joint == [3]
+    assert layers.ask(x[3].view(1, 1, K)) == (0, 1)
+
+
+def together_already(layers: Layers) -> None:
+    for seed in range(3):
+        layers.ask(normal(1, K, seed=seed))
+    assert layers.ask(normal(1, K, seed=9)) == (0, 1)
+
+
+def test_other_numbers_of_tokens(layers: Layers) -> None:
+    together_already(layers)
+    layers.ask(normal(2, K))  # looks for plans
+    assert layers.ask(normal(2, K, seed=1)) == (0, 1)
+    layers.ask(normal(17, K))
+    assert layers.ask(normal(17, K, seed=1)) == (3, 0)
+
+
+def test_changed_input(layers: Layers) -> None:
+    together_already(layers)
+    x = normal(1, K)
+    layers.ask(x, 0)
+    x.mul_(2)
+    assert layers.ask(x, 1, 2) == (2, 0)
+    layers.ask(x, 0)
+    assert layers.ask(x.clone(), 2) == (1, 0)
+
+
+def test_changed_weight(layers: Layers) -> None:
+    together_already(layers)
+    x, other = normal(1, K), (normal(8, K, seed=70) / 8).clone()
+    packed = samebits.encode(other)
+    if packed.nbytes != layers.packed[1].nbytes or packed.header != layers.packed[1].header:
+        packed = samebits.encode(layers.weights[1].neg())  # as long, and other signs
+        other = layers.weights[1].neg()
+    layers.ask(x, 0)
+    layers.packed[1].data.copy_(packed.data)
+    layers.weights[1] = other
+    assert layers.ask(x, 1, 2) == (1, 0)
+    for seed in range(3):
+        layers.ask(normal(1, K, seed=seed))
+    assert layers.ask(normal(1, K, seed=4)) == (0, 1)
+
+
+def test_changed_bias(layers: Layers) -> None:
+    together_already(layers)
+    bias = layers.biases[1]
+    assert bias is not None
+    x = normal(1, K)
+    layers.ask(x, 0)
+    bias.mul_(3)
+    assert layers.ask(x, 1) == (1, 0)
+    layers.ask(x, 0)
+    layers.biases[1] = bias.clone()
+    assert layers.ask(x, 1) == (1, 0)
+
+
+def test_input_written_behind_torchs_back(layers: Layers) -> None:
+    """As a kernel of somebody else's may: the trial finds out."""
+    x, raw = normal(1, K), None
+    raw = x.view(torch.int16).numpy()
+    layers.ask(x)
+    for _ in range(4):
+        layers.ask(normal(1, K, seed=5), 2)  # another input in between
+        layers.ask(x, 0)
+        raw[:] = raw[:, ::-1].copy()
+        launches = layers.ask(x, 1, 2)
+    assert launches == (2, 0)
+
+
+def test_zeros_prove_nothing(layers: Layers) -> None:
+    layers.biases[1] = None
+    for _ in range(4):
+        layers.ask(torch.zeros(1, K, dtype=torch.bfloat16))
+    assert layers.ask(normal(1, K)) == (3, 1)
+    assert layers.ask(normal(1, K, seed=1)) == (0, 1)
+
+
+def test_given_up_when_nobody_asks(layers: Layers) -> None:
+    together_already(layers)
+    launches = [layers.ask(normal(1, K, seed=seed), 0, 1)[1] for seed in range(8)]
+    assert sum(launches) == together._MAX_UNWANTED
+    assert launches[-1] == 0
+    assert layers.ask(normal(1, K, seed=20)) == (3, 0)
+
+
+def test_capture(layers: Layers, where: list[int]) -> None:
+    layers.ask(normal(1, K))
+    where[1] = 5
+    assert layers.ask(normal(1, K, seed=1)) == (3, 0)
+    where[1] = 0
+    layers.ask(normal(1, K, seed=2))
+    where[1] = 6
+    assert layers.ask(normal(1, K, seed=3)) == (0, 1)
+    x = normal(1, K, seed=4)
+    layers.ask(x, 0)
+    where[1] = 7
+    assert layers.ask(x, 1) == (1, 0)
+    where[1] = 0
+    assert layers.ask(x, 2) == (1, 0)
+
+
+def test_other_stream(layers: Layers, where: list[int]) -> None:
+    together_already(layers)
+    x = normal(1, K)
+    layers.ask(x, 0)
+    where[0] = 8
+    assert layers.ask(x, 1, 2) == (2, 0)
+
+
+def test_other_thread(layers: Layers) -> None:
+    together_already(layers)
+    x, seen = normal(1, K), []
+    layers.ask(x, 0)
+    thread = threading.Thread(target=lambda: seen.append(layers.ask(x, 1, 2)))
+    thread.start()
+    thread.join()
+    assert seen == [(2, 0)]
+
+
+def test_no_more_than_a_launch_takes(layers: Layers) -> None:
+    layers.weights = [(normal(8, K, seed=seed) / 8).clone() for seed in range(6)]
+    layers.packed = [samebits.encode(weight) for weight in layers.weights]
+    layers.biases = [None] * 6
+    for seed in range(3):
+        layers.ask(normal(1, K, seed=seed))
+    assert layers.ask(normal(1, K, seed=5)) == (2, 1)
+    assert layers.joint == [4]
+
+
+def test_one_by_one_where_that_is_faster(layers: Layers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "joint_variant", lambda x, operands: None)
+    assert [layers.ask(normal(1, K, seed=seed)) for seed in range(4)] == [(3, 0)] * 4
+
+
+def test_one_by_one_under_cached_plans(layers: Layers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(planner.MODE_VARIABLE, "cached")
+    planner.mode.cache_clear()
+    assert [layers.ask(normal(1, K, seed=seed)) for seed in range(4)] == [(3, 0)] * 4
+
+
+def test_inference_tensors(layers: Layers) -> None:
+    """They do not tell when they change."""
+    with torch.inference_mode():
+        assert [layers.ask(normal(1, K, seed=seed)) for seed in range(4)] == [(3, 0)] * 4
+
+
+def test_nothing_is_kept_alive(layers: Layers) -> None:
+    together_already(layers)
+    layers.packed, layers.biases = [], []
+    gc.collect()
+    assert not together._groups
+
+
+def test_fastest_variant(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = (normal(64, K) / 8).clone()
+    packed: PackedTensor = samebits.encode(weight)
+    plan = calibrate.LinearPlan(SPLIT)
+    operands = [Operands(packed, None, plan), Operands(packed, normal(64), plan)]
+    monkeypatch.setattr(calibrate, "is_joint", lambda operands, m, variant, device: variant in (1, 3))
+    monkeypatch.setattr(
+        calibrate, "fused_linears", lambda x, each, variant: torch.cat([gpu.fused_linear(x, *one) for one in each])
+    )
+    monkeypatch.setattr(calibrate, "_one_by_one", lambda x, each: torch.cat([gpu.fused_linear(x, *o) for o in each]))
+    for times, best in (([5.0, 3.0, 9.0], 3), ([2.0, 3.0, 9.0], 1), ([5.0, 3.0, 2.0], None)):
+        gpu.times = times
+        assert calibrate.joint_variant(normal(1, K), operands) == best
