@@ -11,7 +11,7 @@ import torch
 
 import samebits
 from samebits.format.packed import PackedTensor
-from samebits.kernels import linear, nvrtc
+from samebits.kernels import linear, linear_launch, nvrtc
 from samebits.kernels.linear import LinearPlan, fused_linear
 from samebits.kernels.structures import ProductStructure
 
@@ -46,7 +46,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
 
 
 JOB = tuple(range(1, 21))
-LAUNCH = SimpleNamespace(file="f.cu", name="kernel", grid=132, threads=512, shared_bytes=1000, jobs=(JOB,))
+LAUNCH = linear_launch.Launch(file="f.cu", name="kernel", grid=132, warps=16, shared_bytes=1000, jobs=(JOB,))
 
 
 def packed_matrix(seed: int) -> PackedTensor:

@@ -9,7 +9,7 @@ import torch
 
 import samebits
 from samebits.format.packed import PackedTensor
-from samebits.kernels import tables
+from samebits.kernels import residents, tables
 from samebits.kernels.tables import decode_table, table_words
 
 
@@ -81,8 +81,8 @@ def test_forgotten_with_the_bytes(made: list[PackedTensor]) -> None:
     packed = packed_tensor()
     decode_table(packed)
     key = id(packed.data)
-    assert key in tables._tables
+    assert key in residents._residents
     made.clear()
     del packed
     gc.collect()
-    assert key not in tables._tables
+    assert key not in residents._residents

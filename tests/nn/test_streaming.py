@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from samebits.errors import InputError
-from samebits.kernels.overlap import may_start_early
+from samebits.kernels.residents import may_start_early
 from samebits.nn.streaming import Block, Lane, Streamer, block_bytes
 
 CPU = torch.device("cpu")

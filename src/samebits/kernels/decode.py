@@ -12,7 +12,7 @@ from samebits.errors import DeviceError, InputError
 from samebits.format.geometry import LANES, ROW_GROUP, STAGE, Code, Geometry
 from samebits.format.packed import Header, PackedTensor, align
 from samebits.kernels import nvrtc
-from samebits.kernels.overlap import may_start_early
+from samebits.kernels.residents import may_start_early
 from samebits.kernels.structures import CompactStructure, DivisionStructure, GeometryStructure, PackedStructure
 from samebits.kernels.tables import decode_table, table_words
 

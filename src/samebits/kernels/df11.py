@@ -12,7 +12,7 @@ import torch
 
 from samebits.errors import DtypeError, FormatError, InputError
 from samebits.kernels import nvrtc
-from samebits.kernels.overlap import may_start_early
+from samebits.kernels.residents import may_start_early
 from samebits.kernels.structures import UnitStructure
 
 BLOCK_BYTES = 4096  # csrc/df11.cu from here on: kBlockBytes

@@ -28,7 +28,7 @@ from samebits.kernels.linear_launch import (
     max_tokens,
     nearest_launch,
 )
-from samebits.kernels.overlap import may_start_early
+from samebits.kernels.residents import may_start_early, resident
 from samebits.kernels.structures import (
     GeometryStructure,
     JobStructure,
@@ -93,13 +93,14 @@ def fused_linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | Non
     Raises:
         DeviceError: the plan does not fit on the device, or the kernel cannot be built or launched.
     """
-    device, columns = x.device.index or 0, x.shape[-1]
+    device, columns = x.get_device(), x.shape[-1]
     launch = nearest_launch(packed.header, x.numel() // columns, plan.split, plan.variant, device)
     if launch is None:
         raise DeviceError(f"{plan} does not fit on this device", mend="ask is_launchable first")
     with nvrtc.on_device(device):
         early = may_start_early(packed.data)
-        y, product = _product(x, Operands(packed, bias, plan), launch.jobs[0])
+        product = ProductStructure.from_buffer_copy(_product(packed, launch, 0))
+        y = _addressed(product.job, x, packed, bias)
         _start(launch, product, device, early)
     return y
 
@@ -126,15 +127,19 @@ def fused_linears(x: torch.Tensor, operands: Sequence[Operands], variant: int) -
     Raises:
         DeviceError: as fused_linear.
     """
-    device = x.device.index or 0
+    device = x.get_device()
     launch = _joint_launch(operands, x.numel() // x.shape[-1], variant, device)
     if launch is None:
         raise DeviceError("these products do not fit into one launch", mend="ask is_joint first")
     with nvrtc.on_device(device):
-        early = [may_start_early(each.packed.data) for each in operands]
-        made = [_product(x, each, job) for each, job in zip(operands, launch.jobs, strict=True)]
-        _start(launch, TogetherStructure.of([product for _, product in made]), device, all(early))
-    return [y for y, _ in made]
+        early = [may_start_early(packed.data) for packed, _, _ in operands]
+        together = TogetherStructure.of([_product(packed, launch, i) for i, (packed, _, _) in enumerate(operands)])
+        made = [
+            _addressed(product.job, x, packed, bias)
+            for product, (packed, bias, _) in zip(together.products, operands, strict=False)
+        ]
+        _start(launch, together, device, all(early))
+    return made
 
 
 def _joint_launch(operands: Sequence[Operands], m: int, variant: int, device: int) -> Launch | None:
@@ -142,14 +147,29 @@ def _joint_launch(operands: Sequence[Operands], m: int, variant: int, device: in
     return joint_launch(headers, m, tuple(each.plan.split for each in operands), variant, device)
 
 
-def _product(x: torch.Tensor, operands: Operands, job: tuple[int, ...]) -> tuple[torch.Tensor, ProductStructure]:
-    packed, bias, _ = operands
-    y = torch.empty(*x.shape[:-1], packed.header.geometry.rows, dtype=torch.bfloat16, device=x.device)
-    return y, ProductStructure(
+def _product(packed: PackedTensor, launch: Launch, number: int) -> ProductStructure:
+    """Of a launch's product of that number, without the job's addresses; to be copied."""
+    kept = resident(packed.data)
+    if kept and (launch, number) in kept.products:
+        return kept.products[launch, number]
+    table = decode_table(packed)
+    product = ProductStructure(
         GeometryStructure.of(packed.header.geometry),
-        PackedStructure.of(packed, decode_table(packed)),
-        JobStructure(x.data_ptr(), bias.data_ptr() if bias is not None else None, y.data_ptr(), *job),
+        PackedStructure.of(packed, table),
+        JobStructure(None, None, None, *launch.jobs[number]),
     )
+    if kept and kept.has_table:
+        kept.products[launch, number] = product
+    return product
+
+
+def _addressed(job: JobStructure, x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Tells a job where its operands are; returns memory for its result."""
+    y = x.new_empty((*x.shape[:-1], packed.header.geometry.rows))
+    job.x, job.y = x.data_ptr(), y.data_ptr()
+    if bias is not None:
+        job.bias = bias.data_ptr()
+    return y
 
 
 def _start(launch: Launch, argument: ctypes.Structure, device: int, early: bool) -> None:

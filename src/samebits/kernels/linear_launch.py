@@ -73,9 +73,9 @@ def max_tokens(device: int) -> int:
     return MAX_TILE_TOKENS if nvrtc.has_wgmma(device) else MAX_TOKENS
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Launch:
-    """A variant for one tensor, number of tokens and device; or for several tensors of one input."""
+    """A variant for one tensor, number of tokens and device; or for several tensors of one input. Made once."""
 
     file: str
     name: str

@@ -154,6 +154,7 @@ class TogetherStructure(ctypes.Structure):
 
     @classmethod
     def of(cls, products: Sequence[ProductStructure]) -> TogetherStructure:
+        """With copies of these."""
         structure = cls(tuple(products))
         for missing in range(len(products), MAX_TOGETHER):
             structure.products[missing].job.first_block = _BEHIND_ANY_GRID

@@ -7,22 +7,17 @@ and on small matrices as many instructions as decoding does. So tensors that are
 from __future__ import annotations
 
 import ctypes
-import weakref
 
 import torch
 
 from samebits.format.geometry import Code
 from samebits.format.packed import Header, PackedTensor, align
 from samebits.kernels import nvrtc
-from samebits.kernels.overlap import Bytes, bytes_of
+from samebits.kernels.residents import resident
 from samebits.kernels.structures import PackedStructure
 
 MAX_TABLE_BYTES = 4 << 13  # of codewords of at most 13 bits
 _THREADS = 512
-
-# By id, the tensors of packed bytes, these, and the table; none once they have changed, as they may go on to. As in
-# overlap.py.
-_tables: dict[int, tuple[weakref.ref[torch.Tensor], Bytes, torch.Tensor | None]] = {}
 
 
 def table_words(header: Header) -> int:
@@ -40,19 +35,13 @@ def decode_table(packed: PackedTensor) -> torch.Tensor | None:
     Raises:
         DeviceError: the kernel cannot be built or launched.
     """
-    data = packed.data
-    if data.is_inference():
+    kept = resident(packed.data)
+    if kept is None:
         return None
-    key, its_bytes = id(data), bytes_of(data)
-    known = _tables.get(key)
-    if known and known[0]() is data and known[1] == its_bytes:
-        return known[2]
-    if torch.cuda.is_current_stream_capturing():
-        return None
-    changed = known is not None and known[0]() is data
-    table = None if changed else _make(packed)
-    _tables[key] = weakref.ref(data, lambda _: _tables.pop(key, None)), its_bytes, table
-    return table
+    if not kept.has_table and not torch.cuda.is_current_stream_capturing():
+        kept.table = None if kept.has_changed else _make(packed)
+        kept.has_table = True
+    return kept.table
 
 
 def _make(packed: PackedTensor) -> torch.Tensor:

@@ -170,7 +170,7 @@ class Block:
         try:
             for place, view in zip(self._places, views, strict=True):
                 place.parameter.data = view
-                increment_version(place.parameter)  # other bytes: see kernels/overlap.py
+                increment_version(place.parameter)  # other bytes: see kernels/residents.py
             yield
         finally:
             for place in self._places:

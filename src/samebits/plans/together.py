@@ -23,7 +23,7 @@ from samebits.format.packed import PackedTensor
 from samebits.kernels import nvrtc
 from samebits.kernels.linear import LinearPlan, Operands, fused_linear, fused_linears, is_launchable, is_supported
 from samebits.kernels.linear_launch import MAX_TOKENS
-from samebits.kernels.overlap import Bytes, bytes_of
+from samebits.kernels.residents import Bytes
 from samebits.kernels.structures import MAX_TOGETHER
 from samebits.plans.key import PlanKey
 from samebits.plans.planner import Planner
@@ -40,18 +40,13 @@ class _Weight:
 
     def __init__(self, packed: PackedTensor, bias: torch.Tensor | None) -> None:
         self.header, self.has_bias, self.is_proved = packed.header, bias is not None, False
-        self._data, self._data_bytes = weakref.ref(packed.data), bytes_of(packed.data)
-        self._bias = None if bias is None else (weakref.ref(bias), bytes_of(bias))
+        self._data, self._bias = Bytes(packed.data), None if bias is None else Bytes(bias)
 
     def now(self) -> tuple[PackedTensor, torch.Tensor | None] | None:
         """Both, if they are what they were."""
-        data, bias = self._data(), None
-        if data is None or bytes_of(data) != self._data_bytes:
+        data, bias = self._data.now(), self._bias.now() if self._bias else None
+        if data is None or (bias is None) is self.has_bias:
             return None
-        if self._bias is not None:
-            bias = self._bias[0]()
-            if bias is None or bytes_of(bias) != self._bias[1]:
-                return None
         return PackedTensor(self.header, data), bias
 
     def is_now(self, packed: PackedTensor, bias: torch.Tensor | None) -> bool:
@@ -115,8 +110,7 @@ class Together(threading.local):
     """The products of one thread."""
 
     def __init__(self) -> None:
-        self._input: weakref.ref[torch.Tensor] | None = None  # of the last product
-        self._input_bytes: Bytes = (0, 0)
+        self._input: Bytes | None = None  # of the last product
         self._where = nvrtc.Where(0, 0)
         self._first: weakref.ref[torch.Tensor] | None = None  # packed bytes of the first product of this input
         self._made: dict[int, _Made] = {}  # by id of the packed bytes
@@ -155,8 +149,7 @@ class Together(threading.local):
         return y if group.is_proved else fused_linear(x, *operands)
 
     def _is_same_input(self, x: torch.Tensor) -> bool:
-        known = self._input
-        return known is not None and known() is x and self._input_bytes == bytes_of(x) and self._where == _where(x)
+        return self._input is not None and self._input.now() is x and self._where == _where(x)
 
     def _begin(self, x: torch.Tensor, data: torch.Tensor) -> None:
         for group in {id(made.group): made.group for made in self._made.values()}.values():
@@ -164,7 +157,7 @@ class Together(threading.local):
             if group.is_given_up:
                 group.forget()
         self._made = {}
-        self._input, self._input_bytes, self._where = weakref.ref(x), bytes_of(x), _where(x)
+        self._input, self._where = Bytes(x), _where(x)
         self._first = weakref.ref(data)
 
     def _learn(self, operands: Operands) -> None:

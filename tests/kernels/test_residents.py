@@ -9,8 +9,8 @@ import pickle
 import pytest
 import torch
 
-from samebits.kernels import overlap
-from samebits.kernels.overlap import may_start_early
+from samebits.kernels import residents
+from samebits.kernels.residents import may_start_early
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +63,7 @@ def test_forgets_tensors_that_are_gone() -> None:
     data = torch.zeros(8, dtype=torch.uint8)
     may_start_early(data)
     key = id(data)
-    assert key in overlap._settled
+    assert key in residents._residents
     del data
     gc.collect()
-    assert key not in overlap._settled
+    assert key not in residents._residents

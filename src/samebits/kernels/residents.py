@@ -1,0 +1,88 @@
+"""What is known of tensors on a GPU as long as they live and nobody changes their bytes.
+
+Not as attributes of the tensors: these would be copied and pickled with them, and say of other bytes what holds for
+those.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable
+
+import torch
+
+from samebits.kernels.structures import ProductStructure
+
+_residents: dict[int, Resident] = {}  # by id of the tensor
+
+
+class Bytes:
+    """Those of a tensor that is not an inference tensor, which would not tell when they change."""
+
+    __slots__ = ("_address", "_tensor", "_version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor, self._version, self._address = weakref.ref(tensor), tensor._version, tensor.data_ptr()
+
+    def now(self) -> torch.Tensor | None:
+        """The tensor, if its bytes are these. torch counts its own changes of them, and may give it others."""
+        tensor = self._tensor()
+        unchanged = tensor is not None and tensor._version == self._version and tensor.data_ptr() == self._address
+        return tensor if unchanged else None
+
+    def is_of(self, tensor: torch.Tensor) -> bool:
+        """Whether they are, or were, that tensor's."""
+        return self._tensor() is tensor
+
+
+class Resident(Bytes):
+    """A tensor's bytes, and what is known of them.
+
+    Attributes:
+        has_changed: other bytes were there before, so these may not stay either.
+        is_settled: a kernel was launched on them before; see ``may_start_early``.
+        table: the decode table, where they are a packed tensor that has one in memory; see samebits.kernels.tables.
+        has_table: whether that was decided.
+        products: what launches of the fused layer are told of them, by launch and number of the product.
+    """
+
+    __slots__ = ("has_changed", "has_table", "is_settled", "products", "table")
+
+    def __init__(self, tensor: torch.Tensor, has_changed: bool) -> None:
+        super().__init__(tensor)
+        self.has_changed, self.is_settled, self.has_table = has_changed, False, False
+        self.table: torch.Tensor | None = None
+        self.products: dict[tuple[Hashable, int], ProductStructure] = {}
+
+    def settle(self) -> bool:
+        """Say that a kernel is launched on them on torch's current stream; returns whether one was before."""
+        was_settled = self.is_settled
+        if not was_settled and not torch.cuda.is_current_stream_capturing():  # a captured launch has not happened yet
+            self.is_settled = True
+        return was_settled
+
+
+def resident(tensor: torch.Tensor) -> Resident | None:
+    """Of a tensor's present bytes; None of an inference tensor, which does not tell when they change."""
+    key = id(tensor)
+    known = _residents.get(key)
+    if known is not None and known.now() is tensor:
+        return known
+    if tensor.is_inference():
+        return None
+    has_changed = known is not None and known.is_of(tensor)
+    if not has_changed:
+        weakref.finalize(tensor, _residents.pop, key, None).atexit = False
+    made = _residents[key] = Resident(tensor, has_changed)
+    return made
+
+
+def may_start_early(tensor: torch.Tensor) -> bool:
+    """Whether a kernel that reads these bytes may start before the one in front of it has ended.
+
+    In such a programmatic dependent launch it builds its decode table and loads its first chunks while the other one
+    still runs, and waits before it touches anything else; so nobody may be writing these bytes. The first launch on
+    them says no, and waits for whatever wrote them; later ones on torch's current stream stand behind it.
+    """
+    known = resident(tensor)
+    return known is not None and known.settle()
