@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -12,9 +13,12 @@ from samebits.errors import DeviceError, InputError
 from samebits.format.geometry import LANES, ROW_GROUP, STAGE, Code, Geometry
 from samebits.format.packed import Header, PackedTensor, align
 from samebits.kernels import nvrtc
-from samebits.kernels.residents import may_start_early
+from samebits.kernels.residents import resident
 from samebits.kernels.structures import CompactStructure, DivisionStructure, GeometryStructure, PackedStructure
 from samebits.kernels.tables import decode_table, table_words
+
+if TYPE_CHECKING:
+    from cuda.core import Kernel
 
 MAX_WARPS = 16  # csrc/decoder.cuh: kMaxThreads
 _ALIGNMENT = 16  # bytes; what the kernel's loads need
@@ -73,22 +77,43 @@ def launch(
     Raises:
         DeviceError: as decode_cuda.
     """
-    header, geometry = packed.header, packed.header.geometry
-    if max(geometry.rows, geometry.columns, geometry.chunks) >= 1 << 31:
-        what = f"a tensor of shape {tuple(packed.shape)} is too large for the CUDA kernels"
-        raise DeviceError(what, mend="decode it on the CPU")
     if packed.data.data_ptr() % _ALIGNMENT:
-        packed = PackedTensor(header, packed.data.clone())
-    device = packed.device.index or 0
-    with nvrtc.on_device(device):
+        packed = PackedTensor(packed.header, packed.data.clone())
+    with nvrtc.on_device(packed.data.get_device()):
+        kept = resident(packed.data)
+        early = kept is not None and kept.settle()
+        prepared: _Prepared | None = kept.decoders.get((kernel, whole)) if kept else None
+        if prepared is None:
+            prepared = _Prepared.of(file, kernel, packed, whole)
+            if kept and kept.has_table:
+                kept.decoders[kernel, whole] = prepared
+        function, warps, shared, geometry, structure, division = prepared
+        grid = min(nvrtc.multiprocessors(packed.data.get_device()), tasks)
+        nvrtc.launch(function, grid, 32 * warps, shared, geometry, structure,
+                     ctypes.c_void_p(output.data_ptr()), division, *arguments, early=early)  # fmt: skip
+
+
+class _Prepared(NamedTuple):
+    """A launch as far as it is always the same for a tensor's bytes."""
+
+    function: Kernel
+    warps: int
+    shared_bytes: int
+    geometry: GeometryStructure
+    packed: PackedStructure
+    division: DivisionStructure
+
+    @classmethod
+    def of(cls, file: str, kernel: str, packed: PackedTensor, whole: bool) -> _Prepared:
+        header, geometry, device = packed.header, packed.header.geometry, packed.data.get_device()
+        if max(geometry.rows, geometry.columns, geometry.chunks) >= 1 << 31:
+            what = f"a tensor of shape {tuple(packed.shape)} is too large for the CUDA kernels"
+            raise DeviceError(what, mend="decode it on the CPU")
         block = _Block.of(header, device)
         name = f"{kernel}_{header.code.name.lower()}_{'whole' if whole else 'clipped'}"
-        grid = min(nvrtc.multiprocessors(device), tasks)
-        early = may_start_early(packed.data)
-        table = decode_table(packed)
-        nvrtc.launch(nvrtc.kernel(file, name, device), grid, 32 * block.warps, block.shared_bytes,
-                     GeometryStructure.of(geometry), PackedStructure.of(packed, table),
-                     ctypes.c_void_p(output.data_ptr()), block.division, *arguments, early=early)  # fmt: skip
+        structure = PackedStructure.of(packed, decode_table(packed))
+        return cls(nvrtc.kernel(file, name, device), block.warps, block.shared_bytes, GeometryStructure.of(geometry),
+                   structure, block.division)  # fmt: skip
 
 
 def staging_words(header: Header) -> int:

@@ -28,7 +28,7 @@ from samebits.kernels.linear_launch import (
     max_tokens,
     nearest_launch,
 )
-from samebits.kernels.residents import may_start_early, resident
+from samebits.kernels.residents import Resident, resident
 from samebits.kernels.structures import (
     GeometryStructure,
     JobStructure,
@@ -98,8 +98,9 @@ def fused_linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | Non
     if launch is None:
         raise DeviceError(f"{plan} does not fit on this device", mend="ask is_launchable first")
     with nvrtc.on_device(device):
-        early = may_start_early(packed.data)
-        product = ProductStructure.from_buffer_copy(_product(packed, launch, 0))
+        kept = resident(packed.data)
+        early = kept is not None and kept.settle()
+        product = ProductStructure.from_buffer_copy(_product(packed, kept, launch, 0))
         y = _addressed(product.job, x, packed, bias)
         _start(launch, product, device, early)
     return y
@@ -132,8 +133,11 @@ def fused_linears(x: torch.Tensor, operands: Sequence[Operands], variant: int) -
     if launch is None:
         raise DeviceError("these products do not fit into one launch", mend="ask is_joint first")
     with nvrtc.on_device(device):
-        early = [may_start_early(packed.data) for packed, _, _ in operands]
-        together = TogetherStructure.of([_product(packed, launch, i) for i, (packed, _, _) in enumerate(operands)])
+        kept = [resident(packed.data) for packed, _, _ in operands]
+        early = [each is not None and each.settle() for each in kept]
+        together = TogetherStructure.of(
+            [_product(packed, kept[i], launch, i) for i, (packed, _, _) in enumerate(operands)]
+        )
         made = [
             _addressed(product.job, x, packed, bias)
             for product, (packed, bias, _) in zip(together.products, operands, strict=False)
@@ -147,9 +151,8 @@ def _joint_launch(operands: Sequence[Operands], m: int, variant: int, device: in
     return joint_launch(headers, m, tuple(each.plan.split for each in operands), variant, device)
 
 
-def _product(packed: PackedTensor, launch: Launch, number: int) -> ProductStructure:
+def _product(packed: PackedTensor, kept: Resident | None, launch: Launch, number: int) -> ProductStructure:
     """Of a launch's product of that number, without the job's addresses; to be copied."""
-    kept = resident(packed.data)
     if kept and (launch, number) in kept.products:
         return kept.products[launch, number]
     table = decode_table(packed)
@@ -165,7 +168,7 @@ def _product(packed: PackedTensor, launch: Launch, number: int) -> ProductStruct
 
 def _addressed(job: JobStructure, x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Tells a job where its operands are; returns memory for its result."""
-    y = x.new_empty((*x.shape[:-1], packed.header.geometry.rows))
+    y = torch.empty((*x.shape[:-1], packed.header.shape[0]), dtype=torch.bfloat16, device=x.device)
     job.x, job.y = x.data_ptr(), y.data_ptr()
     if bias is not None:
         job.bias = bias.data_ptr()

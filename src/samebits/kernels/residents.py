@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable
+from typing import Any
 
 import torch
 
@@ -44,15 +45,17 @@ class Resident(Bytes):
         table: the decode table, where they are a packed tensor that has one in memory; see samebits.kernels.tables.
         has_table: whether that was decided.
         products: what launches of the fused layer are told of them, by launch and number of the product.
+        decoders: launches of kernels that decode them, as far as they are always the same.
     """
 
-    __slots__ = ("has_changed", "has_table", "is_settled", "products", "table")
+    __slots__ = ("decoders", "has_changed", "has_table", "is_settled", "products", "table")
 
     def __init__(self, tensor: torch.Tensor, has_changed: bool) -> None:
         super().__init__(tensor)
         self.has_changed, self.is_settled, self.has_table = has_changed, False, False
         self.table: torch.Tensor | None = None
         self.products: dict[tuple[Hashable, int], ProductStructure] = {}
+        self.decoders: dict[Hashable, Any] = {}
 
     def settle(self) -> bool:
         """Say that a kernel is launched on them on torch's current stream; returns whether one was before."""

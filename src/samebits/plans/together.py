@@ -14,7 +14,6 @@ import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -54,18 +53,26 @@ class _Weight:
         return found is not None and found[0].data is packed.data and found[1] is bias
 
 
+class _Choice(NamedTuple):
+    """How one launch makes a product and others."""
+
+    others: tuple[_Weight, ...]
+    plans: tuple[LinearPlan, ...]  # of the others
+    variant: int
+
+
 @dataclass
 class _Group:
-    """What is asked for behind a product.
+    """What is asked for behind a product. Threads share it, so what they read together is replaced together.
 
     Attributes:
-        unwanted: launches that made something nobody asked for.
-        chosen: for each key of the first product, the plans of the others and the launch's variant; None: one by one.
+        unwanted: launches in a row that made something nobody asked for.
+        chosen: by key of the first product; None: one by one.
     """
 
-    others: list[_Weight] = field(default_factory=list)
+    others: tuple[_Weight, ...] = ()
     unwanted: int = 0
-    chosen: dict[PlanKey, tuple[list[LinearPlan], int] | None] = field(default_factory=dict)
+    chosen: dict[PlanKey, _Choice | None] = field(default_factory=dict)
 
     @property
     def is_proved(self) -> bool:
@@ -75,12 +82,12 @@ class _Group:
     def is_given_up(self) -> bool:
         return self.unwanted >= _MAX_UNWANTED
 
-    def forget(self) -> None:
-        self.others, self.chosen = [], {}
+    def replace_others(self, *others: _Weight) -> None:
+        self.others, self.chosen = others, {}
 
     def give_up(self) -> None:
         self.unwanted = _MAX_UNWANTED
-        self.forget()
+        self.replace_others()
 
 
 class _Made(NamedTuple):
@@ -102,7 +109,8 @@ def _group_of(data: torch.Tensor) -> _Group | None:
 
 def _new_group(data: torch.Tensor) -> _Group:
     key, group = id(data), _Group()
-    _groups[key] = weakref.ref(data, lambda _: _groups.pop(key, None)), group
+    _groups[key] = weakref.ref(data), group
+    weakref.finalize(data, _groups.pop, key, None).atexit = False
     return group
 
 
@@ -120,6 +128,8 @@ class Together(threading.local):
         made = self._made.pop(id(packed.data), None) if self._made else None
         if made is None or not self._is_same_input(x) or not made.weight.is_now(packed, bias):
             return None
+        if not self._made:
+            made.group.unwanted = 0
         if made.weight.is_proved:
             return made.y
         y = fused_linear(x, packed, bias, made.plan)
@@ -138,14 +148,15 @@ class Together(threading.local):
             return fused_linear(x, *operands)
         self._begin(x, data)
         group = _group_of(data)
-        chosen = self._choice(x, operands, key, group) if group and group.others else None
-        if group is None or chosen is None:
+        behind = self._behind(x, operands, key, group) if group and group.others else None
+        if group is None or behind is None:
             return fused_linear(x, *operands)
-        plans, variant = chosen
-        every = [operands, *_operands(group.others, plans)]
-        y, *others = fused_linears(x, every, variant)
-        made = map(partial(_Made, group), group.others, plans, others)
-        self._made = {id(other.packed.data): product for other, product in zip(every[1:], made, strict=True)}
+        choice, others = behind
+        y, *ys = fused_linears(x, [operands, *others], choice.variant)
+        self._made = {
+            id(other.packed.data): _Made(group, weight, other.plan, made)
+            for weight, other, made in zip(choice.others, others, ys, strict=True)
+        }
         return y if group.is_proved else fused_linear(x, *operands)
 
     def _is_same_input(self, x: torch.Tensor) -> bool:
@@ -155,7 +166,7 @@ class Together(threading.local):
         for group in {id(made.group): made.group for made in self._made.values()}.values():
             group.unwanted += 1
             if group.is_given_up:
-                group.forget()
+                group.replace_others()
         self._made = {}
         self._input, self._where = Bytes(x), _where(x)
         self._first = weakref.ref(data)
@@ -167,40 +178,43 @@ class Together(threading.local):
         if first is None or first is packed.data or (bias is not None and bias.is_inference()):
             return
         group = _group_of(first) or _new_group(first)
-        if group.is_given_up or len(group.others) + 1 >= MAX_TOGETHER:
+        if group.is_given_up or any(other.is_now(packed, bias) for other in group.others):
             return
-        if not any(other.is_now(packed, bias) for other in group.others):
-            group.others.append(_Weight(packed, bias))
-            group.chosen.clear()
+        others = [other for other in group.others if other.now()]
+        if len(others) + 1 < MAX_TOGETHER:
+            group.replace_others(*others, _Weight(packed, bias))
 
-    def _choice(
+    def _behind(
         self, x: torch.Tensor, operands: Operands, key: PlanKey, group: _Group
-    ) -> tuple[list[LinearPlan], int] | None:
-        """Plans of the others and a variant; None if products are to be made one by one, now or always."""
-        if any(other.now() is None for other in group.others):
-            group.forget()
+    ) -> tuple[_Choice, list[Operands]] | None:
+        """What one launch is to make besides; None if products are to be made one by one, now or always."""
+        others = group.others
+        if not all(other.now() for other in others):
+            group.replace_others()
             return None
-        if self._where.capture and (key not in group.chosen or not group.is_proved):
+        if key not in group.chosen and not self._where.capture:
+            group.chosen[key] = _choose(x, operands, key, others)
+        choice = group.chosen.get(key)
+        if choice is None or choice.others is not others or (self._where.capture and not group.is_proved):
             return None
-        if key not in group.chosen:
-            group.chosen[key] = _choose(x, operands, key, group)
-        return group.chosen[key]
+        return choice, _operands(others, choice.plans)
 
 
-def _choose(x: torch.Tensor, operands: Operands, key: PlanKey, group: _Group) -> tuple[list[LinearPlan], int] | None:
-    planner, device, plans, keys = Planner.of(x.get_device()), x.get_device(), [], [key]
-    for header, has_bias in ((other.header, other.has_bias) for other in group.others):
-        keys.append(key._replace(rows=header.shape[0], has_bias=has_bias))
-        plan = planner.outcome(keys[-1]).plan if is_supported(header, key.tokens, device) else None
-        if plan is None or not is_launchable(header, key.tokens, plan, device):
+def _choose(x: torch.Tensor, first: Operands, key: PlanKey, others: tuple[_Weight, ...]) -> _Choice | None:
+    device = x.get_device()
+    planner, plans, keys = Planner.of(device), [], [key]
+    for other in others:
+        keys.append(key._replace(rows=other.header.shape[0], has_bias=other.has_bias))
+        plan = planner.outcome(keys[-1]).plan if is_supported(other.header, key.tokens, device) else None
+        if plan is None or not is_launchable(other.header, key.tokens, plan, device):
             return None
         plans.append(plan)
-    variant = planner.joint_variant(tuple(keys), x, [operands, *_operands(group.others, plans)])
-    return None if variant is None else (plans, variant)
+    variant = planner.joint_variant(tuple(keys), x, [first, *_operands(others, plans)])
+    return None if variant is None else _Choice(others, tuple(plans), variant)
 
 
 def _operands(weights: Sequence[_Weight], plans: Sequence[LinearPlan]) -> list[Operands]:
-    """Of weights that are there."""
+    """Of weights that are what they were."""
     found = [(weight.now(), plan) for weight, plan in zip(weights, plans, strict=True)]
     return [Operands(*now, plan) for now, plan in found if now is not None]
 
