@@ -1,28 +1,42 @@
 """How fast samebits::linear is beside torch's F.linear in BF16, on the weight shapes of current models.
 
     python benchmarks/linear.py [--name linear] [--shapes 4096x4096,...] [--tokens 1,8,...] [--prefill 512,...]
+                                [--groups 1,8,...]
 
-It writes results/<name>.json. Every shape is measured with few tokens, MANY_SHAPES also with many; ``--tokens`` takes
-the place of both.
+It writes results/<name>.json: a row that the file has already of the same case, device and versions is replaced, the
+others of that device and these versions stay. Every shape is measured with few tokens, MANY_SHAPES also with many;
+``--tokens`` takes the place of both. An empty "" leaves shapes, prefill or groups out.
 
 Every product is compared with F.linear's as 16-bit words first. Times are medians of CUDA graph replays over more than
 900 MB of distinct weights, BF16 and packed in the same run; "decoded first" is the product without the fused kernel:
 decode, then F.linear. The table "prefill" has all seven products of a block of Llama 3.1 8B, one after the other.
+
+The table "together" has the layers of a model that share an input, as modules: nn.Linear, the operator samebits::linear
+one by one, and packed modules, whose products samebits.plans.together learns to make by one launch, where that is
+faster (``launches`` 1, else 0: then they are made one by one, and have that time). The calls that it learns from come
+first, for every copy of the weights. Launches right behind each other begin while the one in front still runs, which
+would hide what one launch saves; a model has a norm or an activation in front of such a group. So each group stands
+behind SMALL_KERNELS elementwise kernels of torch's that write its input, and the time of a graph of these kernels alone
+is taken off.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import deepcopy
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 import samebits
-from common import DECODER_LAYERS, Timing, encode_checked, significant, synthetic_matrix, write_results
+from common import DECODER_LAYERS, Timing, add_results, encode_checked, significant, synthetic_matrix
 from gpu import DISTINCT_BYTES, device_name, distinct, measure_read_rate, time_graph
+from samebits.plans import together
 from samebits.plans.dispatch import linear, plan_of
 
 # Rows x columns, and the projections that have them.
@@ -54,6 +68,17 @@ MANY_TOKENS = (32, 64, 128, 512, 2048, 4096)
 MANY_SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (28672, 8192))  # of these, also with many tokens
 PREFILL_TOKENS = (128, 256, 512, 1024, 2048, 4096)
 BLOCK = "Llama 3.1 8B"
+# Columns of the input; rows of q, of k and of v, and of gate and of up.
+GROUPS = {
+    "Llama 3.1 8B": (4096, {"q, k, v": (4096, 1024, 1024), "gate, up": (14336, 14336)}),
+    "Qwen3 14B": (5120, {"q, k, v": (5120, 1024, 1024), "gate, up": (17408, 17408)}),
+    "Qwen3 32B": (5120, {"q, k, v": (8192, 1024, 1024), "gate, up": (25600, 25600)}),
+    "Mistral Small 24B": (5120, {"q, k, v": (4096, 1024, 1024), "gate, up": (32768, 32768)}),
+    "Llama 3 70B": (8192, {"q, k, v": (8192, 1024, 1024), "gate, up": (28672, 28672)}),
+}
+LEARNING_CALLS = 3  # of a group; from the last on, its products may come from one launch
+SMALL_KERNELS = 3
+KEYS = ("matrix", "model", "layers", "tokens")
 REPEATS = 9
 
 
@@ -62,7 +87,8 @@ def main() -> int:
     parser.add_argument("--name", default="linear")
     parser.add_argument("--shapes", type=shapes, default=list(SHAPES))
     parser.add_argument("--tokens", type=counts, default=())
-    parser.add_argument("--prefill", type=counts, default=PREFILL_TOKENS, help='an empty "" for none')
+    parser.add_argument("--prefill", type=counts, default=PREFILL_TOKENS)
+    parser.add_argument("--groups", type=counts, default=FEW_TOKENS)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("no CUDA device")
@@ -72,7 +98,12 @@ def main() -> int:
         many = MANY_TOKENS if shape in MANY_SHAPES and not arguments.tokens else ()
         rows += measure(synthetic_matrix(*shape, device="cuda"), few, many)
     rows += measure_block(list(DECODER_LAYERS[BLOCK].values()), arguments.prefill, "cuda") if arguments.prefill else []
-    print(write_results(arguments.name, device_name(), rows))
+    for model, (columns, groups) in GROUPS.items() if arguments.groups else ():
+        for layers, heights in groups.items():
+            for row in measure_group([(height, columns) for height in heights], arguments.groups, "cuda"):
+                rows.append({"table": "together", "model": model, "layers": layers} | row)
+                print(rows[-1], flush=True)
+    print(add_results(arguments.name, device_name(), rows, KEYS))
     return 0
 
 
@@ -81,7 +112,7 @@ def counts(text: str) -> tuple[int, ...]:
 
 
 def shapes(text: str) -> list[tuple[int, int]]:
-    return [(int(rows), int(columns)) for rows, columns in (shape.split("x") for shape in text.split(","))]
+    return [(int(rows), int(columns)) for rows, columns in (shape.split("x") for shape in text.split(",") if shape)]
 
 
 def measure(weight: torch.Tensor, few: tuple[int, ...], many: tuple[int, ...]) -> list[dict[str, Any]]:
@@ -131,8 +162,12 @@ def check_products(
     """Leave with an error if a product's words are not F.linear's."""
     for weight, tensor in zip(weights, packed, strict=True):
         x = inputs[weight.shape[1]]
-        if not torch.equal(linear(x, tensor, None).view(torch.int16), F.linear(x, weight).view(torch.int16)):
-            raise SystemExit(f"{tuple(weight.shape)} with {x.shape[0]} tokens: not identical")
+        check_same(linear(x, tensor, None), x, weight)
+
+
+def check_same(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
+    if not torch.equal(y.view(torch.int16), F.linear(x, weight).view(torch.int16)):
+        raise SystemExit(f"{tuple(weight.shape)} with {x.shape[0]} tokens: not identical")
 
 
 def dense_products(inputs: dict[int, torch.Tensor], weights: Sequence[torch.Tensor]) -> None:
@@ -143,6 +178,67 @@ def dense_products(inputs: dict[int, torch.Tensor], weights: Sequence[torch.Tens
 def packed_products(inputs: dict[int, torch.Tensor], packed: Sequence[samebits.PackedTensor]) -> None:
     for tensor in packed:
         linear(inputs[tensor.shape[1]], tensor, None)
+
+
+@torch.no_grad()
+def measure_group(shapes: Sequence[tuple[int, int]], tokens: tuple[int, ...], device: str) -> Iterator[dict[str, Any]]:
+    """Products of one input, as rows of the table "together"; each but for the names of its model and its layers."""
+    weights = [synthetic_matrix(*shape, seed=seed, device=device) for seed, shape in enumerate(shapes)]
+    dense = copies_of(nn.ModuleList(map(layer_of, weights)))
+    compressed = deepcopy(dense[0])
+    samebits.compress(compressed)
+    modules = copies_of(compressed)
+    packed = [[samebits.PackedTensor.from_data(layer.sb_packed) for layer in layers] for layers in modules]
+    operators = [[partial(linear, packed=tensor, bias=None) for tensor in tensors] for tensors in packed]
+    for number in tokens:
+        x = activations(number, shapes[0][1], device)
+        check_products({x.shape[1]: x}, weights, packed[0])
+        [launches] = {learned(x, layers, weights) for layers in modules}  # every copy alike
+        bf16, one_by_one = timed_behind(x, dense), timed_behind(x, operators)
+        ours = timed_behind(x, modules) if launches else one_by_one
+        yield {
+            "tokens": number,
+            **microseconds("bf16_microseconds", bf16),
+            **microseconds("one_by_one_microseconds", one_by_one),
+            **microseconds("together_microseconds", ours),
+            "launches": launches,
+        }
+
+
+def layer_of(weight: torch.Tensor) -> nn.Linear:
+    layer = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    return layer
+
+
+def copies_of(layers: nn.ModuleList) -> list[nn.ModuleList]:
+    """These, and as many copies of all of them as make up more than DISTINCT_BYTES."""
+    nbytes = sum(parameter.nbytes for parameter in layers.parameters())
+    return [layers, *(deepcopy(layers) for _ in range(int(DISTINCT_BYTES / nbytes)))]
+
+
+def learned(x: torch.Tensor, layers: nn.ModuleList, weights: Sequence[torch.Tensor]) -> int:
+    """Have together.py learn a group; how many launches of several products it takes then. Every product is checked."""
+    for _ in range(LEARNING_CALLS):
+        x.mul_(1)  # counts as another input
+        with mock.patch.object(together, "fused_linears", wraps=together.fused_linears) as joint:
+            for layer, weight in zip(layers, weights, strict=True):
+                check_same(layer(x), x, weight)
+    return joint.call_count
+
+
+def timed_behind(x: torch.Tensor, groups: Sequence[Iterable[Callable[[torch.Tensor], object]]]) -> Timing:
+    """Of the products of a group, without the small kernels in front of them."""
+    whole = timed([partial(behind_small_kernels, x, group) for group in groups])
+    alone = timed([partial(behind_small_kernels, x, ()) for _ in groups]).median
+    return Timing(whole.median - alone, whole.fastest - alone, whole.slowest - alone)
+
+
+def behind_small_kernels(x: torch.Tensor, products: Iterable[Callable[[torch.Tensor], object]]) -> None:
+    for _ in range(SMALL_KERNELS):
+        x.mul_(1)
+    for product in products:
+        product(x)
 
 
 def measure_tokens(dense: list[torch.Tensor], copies: list[samebits.PackedTensor], tokens: int) -> dict[str, Any]:

@@ -77,6 +77,11 @@ def verdict(key: str) -> Callable[[Row], str]:
     return lambda row: {None: "", True: "same", False: "**no**"}[row[key]]
 
 
+def together(row: Row) -> str:
+    """Of products of one input, where one launch makes them all."""
+    return with_spread("together_microseconds", 1)(row) if row["launches"] else "one by one"
+
+
 def same_tokens(row: Row) -> str:
     """A comparison with BF16 says nothing where BF16 does not repeat itself."""
     return "BF16 differs from itself" if row.get("bf16_repeats") is False else verdict("same_tokens")(row)
@@ -157,6 +162,15 @@ COLUMNS: dict[str, dict[str, Cell]] = {
         "BF16, µs": with_spread("bf16_microseconds", 0),
         "samebits, µs": with_spread("samebits_microseconds", 0),
         "more time than BF16": percent("overhead"),
+    },
+    "linear.together": {
+        "model": "model",
+        "layers": "layers",
+        "tokens": "tokens",
+        "BF16, µs": with_spread("bf16_microseconds", 1),
+        "samebits one by one, µs": with_spread("one_by_one_microseconds", 1),
+        "samebits together, µs": together,
+        "speed of BF16": lambda row: f"{row['bf16_microseconds'] / row['together_microseconds']:.2f}",
     },
     "peers.decode": {
         "matrix": "matrix",
@@ -321,6 +335,9 @@ memory is that of the transformer alone, with its activations:""",
 A training step of LoRA (PEFT, rank 16, all layers but the head, AdamW) on Llama 3.1 8B's configuration with synthetic
 weights, with torch told to compute deterministically:""",
     "linear.prefill": "All seven products of a decoder layer of Llama 3.1 8B's shapes, one after the other:",
+    "linear.together": """\
+Layers of a model that share an input, behind small kernels like a norm's, which are not counted. One launch makes all
+their products where that is faster, in a model as here:""",
 }
 PLOTS = {
     "speed-by-tokens": "Speed of a linear layer beside BF16, by number of tokens",

@@ -6,9 +6,11 @@
 
 A real configuration with synthetic weights (generate.build), random tokens, adapters of rank RANK in BF16 on all linear
 layers but the head, AdamW. A step is forward, backward and the optimizer's; its time is the median of REPEATS after two
-that warm up, and peak_bytes is what torch allocated at most, weights included. torch is told to compute
-deterministically, and attention is transformers' own ("eager"): flash attention's backward pass does not give the same
-twice even so.
+that warm up, and peak_bytes is what torch allocated at most, weights included.
+
+torch is told to compute deterministically, and to raise an error where it cannot: if it only warns, the backward pass
+of its flash attention does not repeat itself. cuDNN's attention never does, so torch takes another one
+(samebits.verify.repeatable_attention).
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
+import os
 import sys
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +29,7 @@ from peft import LoraConfig, get_peft_model
 
 import generate
 from common import PACKAGES, Timing, cpu_name, significant, time_calls, write_results
+from samebits.verify import repeatable_attention
 
 RANK = 16
 REPEATS = 5
@@ -53,7 +56,7 @@ class Figures:
 def adapted(name: str, device: str, packed: bool) -> Any:
     """The model with adapters that change it: made with zeros, as usual, half of their gradients would be zero."""
     base = generate.build(name, device, packed)
-    base.set_attn_implementation("eager")
+    base.set_attn_implementation("sdpa")
     torch.manual_seed(0)
     config = LoraConfig(r=RANK, target_modules="all-linear", init_lora_weights=False)
     return get_peft_model(base, config, autocast_adapter_dtype=False).train()
@@ -147,13 +150,14 @@ def main() -> int:
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("no CUDA device")
-    warnings.filterwarnings("ignore", message=".*deterministic")
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it, before its first product
+    torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # it would write every decoded weight twice
     settings = [
         Setting(batch, options.sequence, checkpointing) for batch in options.batches for checkpointing in (False, True)
     ]
-    found = list(rows(options.model, settings, options.device))
+    with repeatable_attention():
+        found = list(rows(options.model, settings, options.device))
     device = torch.cuda.get_device_name() if options.device == "cuda" else cpu_name()
     print(write_results(options.name, device, found, (*PACKAGES, "transformers", "peft")))
     return int(not all(row["same_gradients"] and row["same_adapters"] for row in found))

@@ -72,3 +72,20 @@ def test_a_table_without_columns_of_its_own_shows_all(monkeypatch: pytest.Monkey
     assert "a device; torch 2; 2026-01-01" in text
     assert "old" not in text
     assert text.endswith("<!-- end -->\nafter\n")
+
+
+def test_products_that_are_made_one_by_one_are_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {
+        f"{name}_microseconds{end}": 10.0
+        for name in ("bf16", "one_by_one", "together")
+        for end in ("", "_slowest", "_fastest")
+    }
+    row = {"table": "together", "model": "a", "layers": "q, k, v", "tokens": 1} | times
+    rows = [row | {"launches": launches} for launches in (1, 0)]
+    results = {"device": "a device", "versions": {"torch": "2"}, "date": "2026-01-01", "rows": rows}
+    monkeypatch.setattr(tables, "read_results", lambda name: results)
+    time = "10.0 (10.0 to 10.0)"
+    assert tables.table_text("linear", "together").splitlines()[5:7] == [
+        f"| a | q, k, v | 1 | {time} | {time} | {time} | 1.00 |",
+        f"| a | q, k, v | 1 | {time} | {time} | one by one | 1.00 |",
+    ]

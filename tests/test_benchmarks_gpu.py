@@ -19,6 +19,7 @@ from torch.nn import functional as F
 import samebits
 from samebits.bf16 import words_of
 from samebits.df11.unit import Unit
+from samebits.nn import packed_module
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -184,6 +185,58 @@ def test_products_of_a_weight_and_of_a_block() -> None:
     assert rows[0]["packed_bytes"] == samebits.encode(common.synthetic_matrix(64, 256)).nbytes
     blocks = linear.measure_block([(64, 256), (256, 128)], (4, 8), "cpu")
     assert [(row["tokens"], row["matrices"], row["overhead"]) for row in blocks] == [(4, 2, 0), (8, 2, 0)]
+
+
+def one_launch(monkeypatch: pytest.MonkeyPatch, flaw: int = 1) -> None:
+    """In place of a GPU's products: the first of a group, which has 64 rows, makes one launch, and each is right."""
+
+    def product(x: torch.Tensor, packed: samebits.PackedTensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if packed.shape[0] == 64:
+            linear.together.fused_linears(x, [], 0)
+        return F.linear(x, samebits.decode(packed), bias) * flaw
+
+    monkeypatch.setattr(linear.together, "fused_linears", lambda x, operands, variant: [])
+    monkeypatch.setattr(packed_module, "_is_plain", lambda tensor: True)
+    monkeypatch.setattr(packed_module, "linear_of_module", product)
+
+
+def test_products_of_one_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second for each product, and for each small kernel."""
+
+    def seconds(calls: Sequence[Callable[[], object]], repeats: int) -> common.Timing:
+        run_all(calls, repeats)
+        most = linear.SMALL_KERNELS + max(len(call.args[1]) for call in calls)
+        return common.Timing(most, most - 0.5, most + 0.5)
+
+    monkeypatch.setattr(linear, "time_graph", seconds)
+    shapes = [(64, 256), (32, 256), (32, 256)]
+    [alone, two] = linear.measure_group(shapes, (1, 2), "cpu")
+    assert (alone["tokens"], two["tokens"], alone["launches"], two["launches"]) == (1, 2, 0, 0)
+    one_launch(monkeypatch)
+    [row] = linear.measure_group(shapes, (1,), "cpu")
+    assert row["launches"] == 1
+    for name in ("bf16", "one_by_one", "together"):
+        key = f"{name}_microseconds"
+        assert (row[key], row[f"{key}_fastest"], row[f"{key}_slowest"]) == (3e6, 2.5e6, 3.5e6)
+    assert alone == row | {"launches": 0}
+
+
+def test_products_of_one_input_with_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    one_launch(monkeypatch, flaw=2)
+    with pytest.raises(SystemExit, match="not identical"):
+        list(linear.measure_group([(64, 256), (32, 256)], (1,), "cpu"))
+
+
+def test_what_was_not_measured_again_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    for rows in ([{"table": "few", "matrix": "a"}, {"table": "together", "model": "b", "tokens": 1}],
+                 [{"table": "together", "model": "b", "tokens": 1, "launches": 1}]):  # fmt: skip
+        common.add_results("linear", "a device", rows, linear.KEYS)
+    assert common.read_results("linear")["rows"] == [
+        {"table": "few", "matrix": "a"},
+        {"table": "together", "model": "b", "tokens": 1, "launches": 1},
+    ]
+    assert linear.shapes("") == []
 
 
 def test_a_product_with_other_bits_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
