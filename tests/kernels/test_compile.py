@@ -20,6 +20,12 @@ KERNELS = {
     ],
     "linear_ahead.cu": [f"linear_ahead_{form}" for form in ("8_halves", "8_global", "16_pairs", "16_global")],
     "linear_chains.cu": [f"linear_chains_{tokens}_{x}" for tokens in (8, 16) for x in ("shared", "global")],
+    "linear_ahead_together.cu": [
+        f"linear_ahead_{form}_together" for form in ("8_halves", "8_global", "16_pairs", "16_global")
+    ],
+    "linear_chains_together.cu": [
+        f"linear_chains_{tokens}_{x}_together" for tokens in (8, 16) for x in ("shared", "global")
+    ],
     "linear_tiles.cu": [f"linear_tiles_{tokens}_{tiles}" for tokens in (16, 32, 64, 128) for tiles in (1, 2)],
     "tables.cu": ["make_table_quad", "make_table_single"],
     "encode.cu": ["row_statistics", "histogram", "quad_counts", "measure_quad", "write_single", "digest"],

@@ -1,4 +1,4 @@
-"""The fused linear layer on a CUDA device: csrc/linear_ahead.cu, linear_chains.cu and, on Hopper, linear_tiles.cu.
+"""The fused linear layer on a CUDA device: csrc/linear_ahead.cuh, linear_chains.cuh and, on Hopper, linear_tiles.cu.
 
 All give the bits of one order of summation: K is cut into ranges of whole stages, each summed in fp32 by
 ``mma.m16n8k16`` step after step; the ranges' sums are added in order, then the bias; one rounding. cuBLAS sums in this

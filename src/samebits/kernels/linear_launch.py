@@ -18,9 +18,9 @@ CHUNK_STAGES = 16  # csrc: kChunkStages
 _OCTET = 8  # tokens that one mma instruction takes
 _LANES = 32
 _MIN_WARPS = 4
-_MAX_SLOTS = 64  # linear_ahead.cu: row groups whose sums a block keeps
-_WALK_WORDS = 44  # linear_chains.cu: Ahead, and a flag, of a warp
-_RING_SLABS = 4  # linear_chains.cu: kRing
+_MAX_SLOTS = 64  # linear_ahead.cuh: row groups whose sums a block keeps
+_WALK_WORDS = 41  # linear_chains.cuh: Ahead, and a flag, of a warp
+_RING_SLABS = 4  # linear_chains.cuh: kRing
 _X_STAGES = {16: 8, 32: 8, 64: 6, 128: 4}  # linear_tiles.cu: of x in its ring, by tokens that a kernel is made for
 _TILE = 8  # linear_tiles.cu: row groups of a tile
 _TILE_WARPS = 20  # linear_tiles.cu: kMaxThreads
@@ -129,7 +129,7 @@ def joint_launch(
         return None
     firsts = accumulate(shares, initial=0)
     jobs = (planner.job(block, warps, first) for planner, block, first in zip(planners, blocks, firsts, strict=False))
-    return Launch(f"{blocks[0].stem}.cu", f"{blocks[0].name}_together", sum(shares), warps,
+    return Launch(f"{blocks[0].stem}_together.cu", f"{blocks[0].name}_together", sum(shares), warps,
                   max(block.bytes(warps) for block in blocks), tuple(jobs))  # fmt: skip
 
 

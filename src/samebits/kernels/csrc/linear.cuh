@@ -20,7 +20,7 @@ struct Job {
     int chunk_step, slot_step;   // warps of a block = chunk_step * slots + slot_step
     int first_block, blocks;     // of the grid
     int own, longer;     // row groups of a block; of the first `longer` blocks one more
-    u32 by_slots, by_stages, by_range, by_warps[2];   // for `divide`; linear_chains.cu: warps with a segment, of blocks with one row group more and others
+    u32 by_slots, by_stages, by_range, by_warps[2];   // for `divide`; linear_chains.cuh: warps with a segment, of blocks with one row group more and others
     int table_words, x_words, buffer_words;   // of shared memory: decode table, its entries and later x (not in linear_tiles.cu), each staging buffer
     int ring;            // linear_tiles.cu: pairs of stages that a block keeps decoded, at least those of the chunks that a warp is ahead
 };
@@ -46,6 +46,16 @@ struct Together {
         return products[i];
     }
 };
+
+// What a kernel takes: one weight, or several.
+__device__ __forceinline__ const Product& own_product(const Product& product) { return product; }
+__device__ __forceinline__ const Product& own_product(const Together& together) { return together.own(); }
+
+// With kMaxWarps and `linear` of the including file.
+#define LINEAR_KERNEL(name, Argument, kind, octets)                                                                    \
+    extern "C" __global__ void __launch_bounds__(kMaxWarps * 32, 1) name(const __grid_constant__ Argument argument) { \
+        linear<kind, octets>(own_product(argument));                                                                   \
+    }
 
 __device__ __forceinline__ void multiply(float sums[4], const u32 x[4], u32 low, u32 high) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"

@@ -380,15 +380,15 @@ __device__ __forceinline__ void linear(const Product& product) {
     }
 }
 
-#define LINEAR_KERNEL(name, wide, tiles, warpgroups)                                                                             \
+#define TILES_KERNEL(name, wide, tiles, warpgroups)                                                                             \
     extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) name(const __grid_constant__ Product product) { \
         linear<wide, tiles, warpgroups>(product);                                                                  \
     }
-LINEAR_KERNEL(linear_tiles_16_1, 16, 1, 1)
-LINEAR_KERNEL(linear_tiles_16_2, 16, 2, 1)
-LINEAR_KERNEL(linear_tiles_32_1, 32, 1, 1)
-LINEAR_KERNEL(linear_tiles_32_2, 32, 2, 1)
-LINEAR_KERNEL(linear_tiles_64_1, 64, 1, 1)
-LINEAR_KERNEL(linear_tiles_64_2, 64, 2, 1)
-LINEAR_KERNEL(linear_tiles_128_1, 128, 1, 1)
-LINEAR_KERNEL(linear_tiles_128_2, 128, 2, 2)
+TILES_KERNEL(linear_tiles_16_1, 16, 1, 1)
+TILES_KERNEL(linear_tiles_16_2, 16, 2, 1)
+TILES_KERNEL(linear_tiles_32_1, 32, 1, 1)
+TILES_KERNEL(linear_tiles_32_2, 32, 2, 1)
+TILES_KERNEL(linear_tiles_64_1, 64, 1, 1)
+TILES_KERNEL(linear_tiles_64_2, 64, 2, 1)
+TILES_KERNEL(linear_tiles_128_1, 128, 1, 1)
+TILES_KERNEL(linear_tiles_128_2, 128, 2, 2)
