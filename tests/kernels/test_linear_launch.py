@@ -14,7 +14,9 @@ from samebits.kernels.linear_launch import (
     MAX_TOKENS,
     VARIANTS,
     Kernel,
+    joint_launch,
     launch_of,
+    magic,
     max_tokens,
 )
 
@@ -29,6 +31,7 @@ def hopper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> b
     monkeypatch.setattr(nvrtc, "shared_memory", lambda device: SHARED_MEMORY if wgmma else 101376)
     monkeypatch.setattr(nvrtc, "multiprocessors", lambda device: 132)
     launch_of.cache_clear()
+    joint_launch.cache_clear()
     return wgmma
 
 
@@ -79,3 +82,51 @@ def test_tiles_keep_going(shape: tuple[int, int], chunk_words: int, tokens: int,
     assert slots <= decoding <= 16
     assert chunk_step * slots + slot_step == decoding
     assert ring >= 3 + (-(-decoding // slots) - 1) * CHUNK_STAGES // 2
+
+
+GROUPS = (
+    (((4096, 4096), 2), ((1024, 4096), 3), ((1024, 4096), 3)),
+    (((14336, 4096), 1), ((14336, 4096), 1)),
+    (((8192, 8192), 1), ((1024, 8192), 6), ((1024, 8192), 6)),
+    (((64, 1024), 1), ((151936, 1024), 2), ((8, 1024), 5), ((2048, 1024), 1)),
+)
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 9, 16])
+@pytest.mark.parametrize("group", GROUPS, ids=lambda group: str([shape for shape, _ in group]))
+def test_joint_launches(group: tuple[tuple[tuple[int, int], int], ...], tokens: int, hopper: bool) -> None:
+    """Every row group has one block, the kernels' own way to count them, and blocks have about as much to do."""
+    headers, splits = tuple(header_of(shape, 470) for shape, _ in group), tuple(split for _, split in group)
+    found = 0
+    for number, variant in enumerate(VARIANTS):
+        launch = joint_launch(headers, tokens, splits, number, 0)
+        if launch is None:
+            continue
+        found += 1
+        assert variant.kernel is not Kernel.TILES
+        assert launch.shared_bytes <= nvrtc.shared_memory(0) - STATIC_SHARED
+        assert launch.grid <= nvrtc.multiprocessors(0)
+        next_block, most = 0, []
+        for header, split, (m, ranges, per_range, slots, batches, *_, first, blocks, own, longer) in zip(
+            headers, splits, (job[:11] for job in launch.jobs), strict=True
+        ):
+            stages = header.geometry.stages
+            assert (m, first) == (tokens, next_block)
+            assert own * blocks + longer == header.geometry.row_groups
+            assert slots * batches >= own + (longer > 0)
+            assert (ranges - 1) * per_range < stages <= ranges * per_range
+            assert ranges <= split
+            next_block += blocks
+            most.append((own + (longer > 0)) * stages)
+        assert next_block == launch.grid
+        if variant.kernel is Kernel.AHEAD:  # with fewer for each block there would be too many blocks
+            own = max(most) // headers[0].geometry.stages - 1
+            assert own == 0 or sum(-(-header.geometry.row_groups // own) for header in headers) > 132
+    assert found or tokens > 8 or not hopper
+
+
+def test_divisions_by_multiplication() -> None:
+    for divisor in (*range(1, 300), 1 << 10, 4095, 1 << 16):
+        for number in (0, 1, divisor - 1, divisor, 12345, (1 << 32) // divisor - 1, (1 << 32) // divisor // 2):
+            factor = magic(divisor)
+            assert (number * factor >> 32 if factor else number) == number // divisor

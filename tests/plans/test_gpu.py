@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import samebits
 from samebits.kernels import linear
 from samebits.kernels.linear import Operands, is_supported
+from samebits.kernels.linear_launch import Launch
 from samebits.kernels.ops import fields_of
 from samebits.plans import dispatch, planner, together
 from samebits.plans.environment import Environment
@@ -211,9 +212,9 @@ def test_products_of_one_input_together(tokens: int, monkeypatch: pytest.MonkeyP
     """As a layer of attention asks for them, also in a CUDA graph that is replayed with other inputs."""
     joint: list[int] = []
 
-    def fused_linears(x: torch.Tensor, operands: Sequence[Operands], variant: int) -> list[torch.Tensor]:
+    def fused_linears(x: torch.Tensor, operands: Sequence[Operands], launch: Launch) -> list[torch.Tensor]:
         joint.append(len(operands))
-        return linear.fused_linears(x, operands, variant)
+        return linear.fused_linears(x, operands, launch)
 
     monkeypatch.setattr(together, "fused_linears", fused_linears)
     weights = [Probe.make(rows, COLUMNS, torch.device("cuda"), rows).weight for rows in (4096, 1024, 1024)]

@@ -36,7 +36,7 @@ class Layers:
         self.biases: list[torch.Tensor | None] = [None, normal(8), None]
         self.joint: list[int] = []  # products of each launch of several
 
-    def fused_linears(self, x: torch.Tensor, operands: Sequence[Operands], variant: int) -> list[torch.Tensor]:
+    def fused_linears(self, x: torch.Tensor, operands: Sequence[Operands], launch: object) -> list[torch.Tensor]:
         self.joint.append(len(operands))
         calls = len(self.gpu.fused_calls)
         made = [self.gpu.fused_linear(x, *each) for each in operands]
@@ -73,7 +73,8 @@ def layers(gpu: FakeGpu, where: list[int], monkeypatch: pytest.MonkeyPatch) -> L
     monkeypatch.setattr(together, "fused_linears", made.fused_linears)
     monkeypatch.setattr(together, "is_supported", is_supported)
     monkeypatch.setattr(together, "is_launchable", lambda header, m, plan, device: is_supported(header, m, device))
-    monkeypatch.setattr(planner, "joint_variant", lambda x, operands: 1)
+    monkeypatch.setattr(together, "launch_together", lambda operands, m, variant, device: "a launch")
+    monkeypatch.setattr(planner, "fastest_together", lambda x, operands: 1)
     monkeypatch.setattr(dispatch, "_together", Together())
     monkeypatch.setattr(together, "_groups", {})
     for number in range(3):  # plans
@@ -217,7 +218,7 @@ def test_no_more_than_a_launch_takes(layers: Layers) -> None:
 
 
 def test_one_by_one_where_that_is_faster(layers: Layers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "joint_variant", lambda x, operands: None)
+    monkeypatch.setattr(planner, "fastest_together", lambda x, operands: None)
     assert [layers.ask(normal(1, K, seed=seed)) for seed in range(4)] == [(3, 0)] * 4
 
 
@@ -245,11 +246,12 @@ def test_fastest_variant(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     packed: PackedTensor = samebits.encode(weight)
     plan = calibrate.LinearPlan(SPLIT)
     operands = [Operands(packed, None, plan), Operands(packed, normal(64), plan)]
-    monkeypatch.setattr(calibrate, "is_joint", lambda operands, m, variant, device: variant in (1, 3))
+    launches = {1: "a launch", 3: "another"}
+    monkeypatch.setattr(calibrate, "launch_together", lambda operands, m, variant, device: launches.get(variant))
     monkeypatch.setattr(
-        calibrate, "fused_linears", lambda x, each, variant: torch.cat([gpu.fused_linear(x, *one) for one in each])
+        calibrate, "fused_linears", lambda x, each, launch: torch.cat([gpu.fused_linear(x, *one) for one in each])
     )
     monkeypatch.setattr(calibrate, "_one_by_one", lambda x, each: torch.cat([gpu.fused_linear(x, *o) for o in each]))
     for times, best in (([5.0, 3.0, 9.0], 3), ([2.0, 3.0, 9.0], 1), ([5.0, 3.0, 2.0], None)):
         gpu.times = times
-        assert calibrate.joint_variant(normal(1, K), operands) == best
+        assert calibrate.fastest_together(normal(1, K), operands) == best

@@ -114,24 +114,23 @@ class Operands(NamedTuple):
     plan: LinearPlan
 
 
-def is_joint(operands: Sequence[Operands], m: int, variant: int, device: int) -> bool:
-    """Whether supported products of ``m`` tokens can be one launch in a variant."""
-    return _joint_launch(operands, m, variant, device) is not None
-
-
-def fused_linears(x: torch.Tensor, operands: Sequence[Operands], variant: int) -> list[torch.Tensor]:
-    """``fused_linear`` of one x with several weights, two to MAX_TOGETHER, in one launch.
+def launch_together(operands: Sequence[Operands], m: int, variant: int, device: int) -> Launch | None:
+    """One launch for supported products of ``m`` tokens, two to MAX_TOGETHER; None if they do not fit into one.
 
     Args:
-        operands: as ``fused_linear`` takes them; the plans' variants do not count.
+        operands: as ``fused_linear`` takes them; their plans' variants do not count.
+    """
+    headers = tuple(each.packed.header for each in operands)
+    return joint_launch(headers, m, tuple(each.plan.split for each in operands), variant, device)
+
+
+def fused_linears(x: torch.Tensor, operands: Sequence[Operands], launch: Launch) -> list[torch.Tensor]:
+    """``fused_linear`` of one x with several weights, in the launch that ``launch_together`` gave for these.
 
     Raises:
-        DeviceError: as fused_linear.
+        DeviceError: the kernel cannot be built or launched.
     """
     device = x.get_device()
-    launch = _joint_launch(operands, x.numel() // x.shape[-1], variant, device)
-    if launch is None:
-        raise DeviceError("these products do not fit into one launch", mend="ask is_joint first")
     with nvrtc.on_device(device):
         kept = [resident(packed.data) for packed, _, _ in operands]
         early = [each is not None and each.settle() for each in kept]
@@ -144,11 +143,6 @@ def fused_linears(x: torch.Tensor, operands: Sequence[Operands], variant: int) -
         ]
         _start(launch, together, device, all(early))
     return made
-
-
-def _joint_launch(operands: Sequence[Operands], m: int, variant: int, device: int) -> Launch | None:
-    headers = tuple(each.packed.header for each in operands)
-    return joint_launch(headers, m, tuple(each.plan.split for each in operands), variant, device)
 
 
 def _product(packed: PackedTensor, kept: Resident | None, launch: Launch, number: int) -> ProductStructure:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
-from itertools import accumulate, count
+from itertools import accumulate
 
 from samebits.format.geometry import SIGN_BYTES, SLAB_BYTES, STAGE, STAGE_WORDS
 from samebits.format.packed import Header, align
@@ -115,9 +116,11 @@ def joint_launch(
 ) -> Launch | None:
     """One launch for two to MAX_TOGETHER tensors of as many columns, each with blocks of its own; None as launch_of.
 
-    Each block has row groups of one tensor, all blocks about as many.
+    Each block has row groups of one tensor, all blocks about as many stages to decode.
     """
-    kind, shares = VARIANTS[variant], _shares(headers, nvrtc.multiprocessors(device))
+    kind = VARIANTS[variant]
+    stages = [_decoded_stages(kind.kernel, header, split) for header, split in zip(headers, splits, strict=True)]
+    shares = _shares([header.geometry.row_groups for header in headers], stages, nvrtc.multiprocessors(device))
     if kind.kernel is Kernel.TILES or shares is None:
         return None
     planners = [
@@ -133,13 +136,29 @@ def joint_launch(
                   max(block.bytes(warps) for block in blocks), tuple(jobs))  # fmt: skip
 
 
-def _shares(headers: Sequence[Header], multiprocessors: int) -> list[int] | None:
-    """Blocks of each tensor, so that the most row groups of a block are as few as can be; None if there are too few."""
-    groups = [header.geometry.row_groups for header in headers]
-    if len(groups) > multiprocessors:
-        return None
-    own = next(own for own in count(1) if sum(-(-number // own) for number in groups) <= multiprocessors)
-    return [-(-number // own) for number in groups]
+def _decoded_stages(kernel: Kernel, header: Header, split: int) -> int:
+    """Of a row group. Where warps own chains, a chunk in which a range ends and another begins is decoded for both."""
+    stages = header.geometry.stages
+    if kernel is not Kernel.CHAINS:
+        return stages
+    per_range = -(-stages // split)
+    ranges = [(first, min(first + per_range, stages)) for first in range(0, stages, per_range)]
+    return sum(min(-(-end // CHUNK_STAGES) * CHUNK_STAGES, stages) - first // CHUNK_STAGES * CHUNK_STAGES
+               for first, end in ranges)  # fmt: skip
+
+
+def _shares(row_groups: Sequence[int], stages: Sequence[int], multiprocessors: int) -> list[int] | None:
+    """Blocks of each tensor, so that the most stages of a block are as few as can be; None if there are too few."""
+
+    pairs = list(zip(row_groups, stages, strict=True))
+
+    def blocks(most: int) -> list[int]:
+        return [-(-groups // max(1, most // each)) for groups, each in pairs]
+
+    limits = sorted({own * each for groups, each in pairs for own in range(1, groups + 1)})
+    limits = limits[bisect_left(limits, max(stages)) :]
+    place = bisect_left(limits, True, key=lambda most: sum(blocks(most)) <= multiprocessors)
+    return blocks(limits[place]) if place < len(limits) else None
 
 
 def magic(divisor: int) -> int:

@@ -20,11 +20,11 @@ from samebits.kernels.linear import (
     Operands,
     fused_linear,
     fused_linears,
-    is_joint,
     is_supported,
+    launch_together,
     variants,
 )
-from samebits.kernels.linear_launch import VARIANTS
+from samebits.kernels.linear_launch import VARIANTS, Launch
 from samebits.plans.key import PlanKey
 from samebits.plans.probe import Probe
 from samebits.plans.store import Outcome
@@ -135,25 +135,33 @@ def _fastest(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, p
 
 
 @torch.no_grad()
-def joint_variant(x: torch.Tensor, operands: Sequence[Operands]) -> int | None:
+def fastest_together(x: torch.Tensor, operands: Sequence[Operands]) -> int | None:
     """The variant in which one launch makes these products fastest; None where one by one is faster.
 
     Raises:
         DeviceError, torch.OutOfMemoryError: as calibrate.
     """
     device, tokens = x.get_device(), x.numel() // x.shape[-1]
-    fitting = [variant for variant in range(len(VARIANTS)) if is_joint(operands, tokens, variant, device)]
+    launches = [launch_together(operands, tokens, variant, device) for variant in range(len(VARIANTS))]
+    fitting = [(variant, launch) for variant, launch in enumerate(launches) if launch]
     copies = [
         [each._replace(packed=packed) for each, packed in zip(operands, weights, strict=True)]
         for weights in _cold_copies([each.packed for each in operands])
     ]
-    joint = [[partial(fused_linears, x, copy, variant) for copy in copies] for variant in fitting]
+    joint = [[partial(_together, x, copy, launch) for copy in copies] for _, launch in fitting]
     *times, single_us = microseconds([*joint, [partial(_one_by_one, x, copy) for copy in copies]])
-    joint_us, best = min(zip(times, fitting, strict=True), default=(single_us, None))
+    joint_us, best = min(zip(times, (variant for variant, _ in fitting), strict=True), default=(single_us, None))
     return best if joint_us < single_us else None
 
 
+def _together(x: torch.Tensor, operands: Sequence[Operands], launch: Launch) -> list[torch.Tensor]:
+    """Behind a kernel that does not let it start early, as in a model."""
+    x.clone()
+    return fused_linears(x, operands, launch)
+
+
 def _one_by_one(x: torch.Tensor, operands: Sequence[Operands]) -> list[torch.Tensor]:
+    x.clone()
     return [fused_linear(x, *each) for each in operands]
 
 

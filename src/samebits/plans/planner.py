@@ -14,7 +14,7 @@ import torch
 
 from samebits.errors import DeviceError, InputError
 from samebits.kernels.linear import Operands
-from samebits.plans.calibrate import calibrate, confirm, joint_variant
+from samebits.plans.calibrate import calibrate, confirm, fastest_together
 from samebits.plans.environment import Environment
 from samebits.plans.key import PlanKey
 from samebits.plans.store import Outcome, PlanStore
@@ -55,7 +55,7 @@ class Planner:
     def __init__(self, device: torch.device, environment: Environment) -> None:
         self.device = device
         self.known: dict[PlanKey, Outcome] = {}
-        self._joint: dict[tuple[PlanKey, ...], int | None] = {}
+        self._together: dict[tuple[PlanKey, ...], int | None] = {}
         self._store = PlanStore(environment)
         self._lock = Lock()
 
@@ -81,20 +81,21 @@ class Planner:
                     self.known[key] = self._decided(key)
         return self.known[key]
 
-    def joint_variant(self, keys: tuple[PlanKey, ...], x: torch.Tensor, operands: Sequence[Operands]) -> int | None:
-        """Of one launch for products of these keys: see calibrate.joint_variant. Not during graph capture."""
+    def together(self, keys: tuple[PlanKey, ...], x: torch.Tensor, operands: Sequence[Operands]) -> int | None:
+        """The variant of one launch for products of these keys; None: one by one. Not during graph capture."""
         if mode() is not Mode.ON:
             return None
         with torch.cuda.device(self.device), self._lock:
-            if keys not in self._joint:
-                self._joint[keys] = self._timed(x, operands)
-                how = "one by one" if self._joint[keys] is None else f"one launch, variant {self._joint[keys]}"
+            if keys not in self._together:
+                self._together[keys] = self._timed(x, operands)
+                found = self._together[keys]
+                how = "one by one" if found is None else f"one launch, variant {found}"
                 _log.info("%s: %s", " and ".join(map(_words, keys)), how)
-        return self._joint[keys]
+        return self._together[keys]
 
     def _timed(self, x: torch.Tensor, operands: Sequence[Operands]) -> int | None:
         try:
-            return joint_variant(x, operands)
+            return fastest_together(x, operands)
         except (torch.OutOfMemoryError, DeviceError) as error:
             _log.warning("products of one input are made one by one: %s", error)
             return None

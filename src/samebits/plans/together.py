@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,8 +19,16 @@ import torch
 
 from samebits.format.packed import PackedTensor
 from samebits.kernels import nvrtc
-from samebits.kernels.linear import LinearPlan, Operands, fused_linear, fused_linears, is_launchable, is_supported
-from samebits.kernels.linear_launch import MAX_TOKENS
+from samebits.kernels.linear import (
+    LinearPlan,
+    Operands,
+    fused_linear,
+    fused_linears,
+    is_launchable,
+    is_supported,
+    launch_together,
+)
+from samebits.kernels.linear_launch import MAX_TOKENS, Launch
 from samebits.kernels.residents import Bytes
 from samebits.kernels.structures import MAX_TOGETHER
 from samebits.plans.key import PlanKey
@@ -41,16 +48,18 @@ class _Weight:
         self.header, self.has_bias, self.is_proved = packed.header, bias is not None, False
         self._data, self._bias = Bytes(packed.data), None if bias is None else Bytes(bias)
 
-    def now(self) -> tuple[PackedTensor, torch.Tensor | None] | None:
-        """Both, if they are what they were."""
+    def is_unchanged(self) -> bool:
+        return self._data.now() is not None and (self._bias is None or self._bias.now() is not None)
+
+    def is_of(self, packed: PackedTensor, bias: torch.Tensor | None) -> bool:
+        """Whether these are its operands, unchanged."""
+        return self._data.now() is packed.data and (bias is None if self._bias is None else self._bias.now() is bias)
+
+    def operands(self, plan: LinearPlan) -> Operands | None:
         data, bias = self._data.now(), self._bias.now() if self._bias else None
         if data is None or (bias is None) is self.has_bias:
             return None
-        return PackedTensor(self.header, data), bias
-
-    def is_now(self, packed: PackedTensor, bias: torch.Tensor | None) -> bool:
-        found = self.now()
-        return found is not None and found[0].data is packed.data and found[1] is bias
+        return Operands(PackedTensor(self.header, data), bias, plan)
 
 
 class _Choice(NamedTuple):
@@ -58,7 +67,12 @@ class _Choice(NamedTuple):
 
     others: tuple[_Weight, ...]
     plans: tuple[LinearPlan, ...]  # of the others
-    variant: int
+    launch: Launch
+
+    def operands(self) -> list[Operands]:
+        """Of those that are unchanged."""
+        found = [other.operands(plan) for other, plan in zip(self.others, self.plans, strict=True)]
+        return [each for each in found if each is not None]
 
 
 @dataclass
@@ -126,7 +140,7 @@ class Together(threading.local):
     def take(self, x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> torch.Tensor | None:
         """The product, if it has been made."""
         made = self._made.pop(id(packed.data), None) if self._made else None
-        if made is None or not self._is_same_input(x) or not made.weight.is_now(packed, bias):
+        if made is None or not self._is_same_input(x, _where(x)) or not made.weight.is_of(packed, bias):
             return None
         if not self._made:
             made.group.unwanted = 0
@@ -143,33 +157,33 @@ class Together(threading.local):
         data = operands.packed.data
         if key.tokens > MAX_TOKENS or x.is_inference() or data.is_inference():  # no such kernel; no versions
             return fused_linear(x, *operands)
-        if self._is_same_input(x):
+        where = _where(x)
+        if self._is_same_input(x, where):
             self._learn(operands)
             return fused_linear(x, *operands)
-        self._begin(x, data)
+        self._begin(x, where, data)
         group = _group_of(data)
-        behind = self._behind(x, operands, key, group) if group and group.others else None
-        if group is None or behind is None:
+        choice = self._choice(x, operands, key, group) if group and group.others else None
+        others = choice.operands() if choice else []
+        if group is None or choice is None or len(others) < len(choice.others):
             return fused_linear(x, *operands)
-        choice, others = behind
-        y, *ys = fused_linears(x, [operands, *others], choice.variant)
+        y, *ys = fused_linears(x, [operands, *others], choice.launch)
         self._made = {
             id(other.packed.data): _Made(group, weight, other.plan, made)
             for weight, other, made in zip(choice.others, others, ys, strict=True)
         }
         return y if group.is_proved else fused_linear(x, *operands)
 
-    def _is_same_input(self, x: torch.Tensor) -> bool:
-        return self._input is not None and self._input.now() is x and self._where == _where(x)
+    def _is_same_input(self, x: torch.Tensor, where: nvrtc.Where) -> bool:
+        return self._input is not None and self._input.now() is x and self._where == where
 
-    def _begin(self, x: torch.Tensor, data: torch.Tensor) -> None:
+    def _begin(self, x: torch.Tensor, where: nvrtc.Where, data: torch.Tensor) -> None:
         for group in {id(made.group): made.group for made in self._made.values()}.values():
             group.unwanted += 1
             if group.is_given_up:
                 group.replace_others()
         self._made = {}
-        self._input, self._where = Bytes(x), _where(x)
-        self._first = weakref.ref(data)
+        self._input, self._where, self._first = Bytes(x), where, weakref.ref(data)
 
     def _learn(self, operands: Operands) -> None:
         """That a product was asked for behind another one of its input."""
@@ -178,45 +192,40 @@ class Together(threading.local):
         if first is None or first is packed.data or (bias is not None and bias.is_inference()):
             return
         group = _group_of(first) or _new_group(first)
-        if group.is_given_up or any(other.is_now(packed, bias) for other in group.others):
+        if group.is_given_up or any(other.is_of(packed, bias) for other in group.others):
             return
-        others = [other for other in group.others if other.now()]
+        others = [other for other in group.others if other.is_unchanged()]
         if len(others) + 1 < MAX_TOGETHER:
             group.replace_others(*others, _Weight(packed, bias))
 
-    def _behind(
-        self, x: torch.Tensor, operands: Operands, key: PlanKey, group: _Group
-    ) -> tuple[_Choice, list[Operands]] | None:
-        """What one launch is to make besides; None if products are to be made one by one, now or always."""
-        others = group.others
-        if not all(other.now() for other in others):
-            group.replace_others()
-            return None
-        if key not in group.chosen and not self._where.capture:
+    def _choice(self, x: torch.Tensor, operands: Operands, key: PlanKey, group: _Group) -> _Choice | None:
+        """None if products are to be made one by one, now or always."""
+        others, is_captured = group.others, self._where.capture
+        if key not in group.chosen and not is_captured and all(other.is_unchanged() for other in others):
             group.chosen[key] = _choose(x, operands, key, others)
         choice = group.chosen.get(key)
-        if choice is None or choice.others is not others or (self._where.capture and not group.is_proved):
+        if choice is None or choice.others is not others or (is_captured and not group.is_proved):
             return None
-        return choice, _operands(others, choice.plans)
+        return choice
 
 
 def _choose(x: torch.Tensor, first: Operands, key: PlanKey, others: tuple[_Weight, ...]) -> _Choice | None:
     device = x.get_device()
-    planner, plans, keys = Planner.of(device), [], [key]
+    planner, every, keys = Planner.of(device), [first], [key]
     for other in others:
         keys.append(key._replace(rows=other.header.shape[0], has_bias=other.has_bias))
         plan = planner.outcome(keys[-1]).plan if is_supported(other.header, key.tokens, device) else None
         if plan is None or not is_launchable(other.header, key.tokens, plan, device):
             return None
-        plans.append(plan)
-    variant = planner.joint_variant(tuple(keys), x, [first, *_operands(others, plans)])
-    return None if variant is None else _Choice(others, tuple(plans), variant)
-
-
-def _operands(weights: Sequence[_Weight], plans: Sequence[LinearPlan]) -> list[Operands]:
-    """Of weights that are what they were."""
-    found = [(weight.now(), plan) for weight, plan in zip(weights, plans, strict=True)]
-    return [Operands(*now, plan) for now, plan in found if now is not None]
+        operands = other.operands(plan)
+        if operands is None:
+            return None
+        every.append(operands)
+    variant = planner.together(tuple(keys), x, every)
+    launch = None if variant is None else launch_together(every, key.tokens, variant, device)
+    if launch is None:
+        return None
+    return _Choice(others, tuple(operands.plan for operands in every[1:]), launch)
 
 
 def _where(x: torch.Tensor) -> nvrtc.Where:
