@@ -1,0 +1,79 @@
+"""Whole models whose products of one input are made together, on a CPU that stands for a GPU."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import samebits
+from samebits.format.packed import PackedTensor
+from samebits.kernels import nvrtc
+from samebits.kernels.linear import LinearPlan, Operands
+from samebits.nn import packed_module
+from samebits.plans import dispatch, planner, together
+from samebits.plans.planner import Planner
+from samebits.plans.store import Outcome
+from samebits.plans.together import Together
+from tests.plans.conftest import new_planner
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import families
+
+PLAN = LinearPlan(1)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Products of each launch; every product has a plan, and one launch is faster wherever there can be one."""
+    seen: list[int] = []
+
+    def fused_linear(
+        x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, plan: LinearPlan
+    ) -> torch.Tensor:
+        seen.append(1)
+        return F.linear(x, samebits.decode(packed), bias)
+
+    def fused_linears(x: torch.Tensor, operands: Sequence[Operands], launch: object) -> list[torch.Tensor]:
+        seen.append(len(operands))
+        return [F.linear(x, samebits.decode(packed), bias) for packed, bias, _ in operands]
+
+    monkeypatch.setattr(together, "fused_linear", fused_linear)
+    monkeypatch.setattr(together, "fused_linears", fused_linears)
+    for name, result in (("is_supported", True), ("is_launchable", True), ("launch_together", "a launch")):
+        monkeypatch.setattr(together, name, lambda *arguments, result=result: result)
+    monkeypatch.setattr(dispatch, "_plan", lambda key, packed, device: PLAN)
+    monkeypatch.setattr(dispatch, "decode_cuda", samebits.decode)
+    monkeypatch.setattr(dispatch, "_together", Together())
+    monkeypatch.setattr(together, "_groups", {})
+    monkeypatch.setattr(planner, "fastest_together", lambda x, operands: 1)
+    monkeypatch.setattr(Planner, "of", new_planner())
+    monkeypatch.setattr(Planner, "outcome", lambda self, key: Outcome(PLAN, ""))
+    monkeypatch.setattr(nvrtc, "where", lambda device: nvrtc.Where(7, 0))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
+    monkeypatch.setattr(packed_module, "_is_plain", lambda tensor: not tensor.requires_grad)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("name", "of_attention"),
+    [("qwen2", 3), ("gemma3_text", 3), ("opt", 3), ("t5", 3), ("bart", 3), ("qwen2_moe", 3), ("deepseek_v2", 2)],
+)
+def test_the_same_bits(name: str, of_attention: int, launches: list[int]) -> None:
+    """Prompts, greedy and sampled tokens, with the learning among them; cross attention, experts, norms in between."""
+    outputs = torch.no_grad()(families.outputs.__wrapped__)
+    model = families.build(name).requires_grad_(False)
+    expected = outputs(model)
+    samebits.compress(model, min_weights=families.MIN_WEIGHTS)
+    for _ in range(2):
+        found = outputs(model)
+        assert all(families.same(found[what], expected[what]) for what in expected)
+    assert max(launches) == of_attention
+    launches.clear()
+    outputs(model)
+    assert of_attention in launches
