@@ -231,3 +231,17 @@ def test_wrong_inputs_fail_as_before(products: list[torch.Tensor]) -> None:
     for wrong, error in ((INPUT[..., :5], RuntimeError), (INPUT.float(), RuntimeError), (None, TypeError)):
         with pytest.raises(error):
             packed(wrong)
+
+
+def test_a_bias_that_is_no_parameter(products: list[torch.Tensor]) -> None:
+    dense, packed = make(bias=True)
+    other = torch.randn(96, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
+    for module in (dense, packed):
+        del module.bias
+        module.register_buffer("bias", other)
+    with torch.no_grad():
+        assert same_bits(packed(INPUT), dense(INPUT))
+        del dense.bias, packed.bias
+        dense.bias = packed.bias = None
+        assert same_bits(packed(INPUT), dense(INPUT))
+    assert len(products) == 2

@@ -170,7 +170,7 @@ def launch(
     device = torch.cuda.current_device()
     stream = torch._C._cuda_getCurrentRawStream(device)
     start = _launcher(function, grid, threads, shared, stream, early and _starts_early(device))
-    pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
+    pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
     _check(start(ctypes.addressof(pointers), 0))
 
 

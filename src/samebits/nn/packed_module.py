@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from samebits.errors import DtypeError, FormatError, InputError
 from samebits.format.names import BARE, PACKED, WEIGHT
-from samebits.format.packed import Header, PackedTensor
+from samebits.format.packed import PackedTensor
 from samebits.nn.lazy import LazyTensor, LazyWeight
 from samebits.nn.recipe import Piece, Recipe
 from samebits.plans.dispatch import linear_of_module
@@ -177,18 +177,25 @@ class _EmbeddingRows(nn.Embedding):
         return cast(PackedModule, self).sb_rows("weight", input)
 
 
+_DATA = PACKED[1:]  # the parameter that holds a packed weight
+
+
 class PackedLinearModule(PackedModule):
     """For classes whose forward is nn.Linear's: on a GPU the product need not decode the weight first."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        recipe, bias = self.sb_recipes["weight"], cast("torch.Tensor | None", self.bias)
-        if not recipe.operands or _is_watched() or not (_is_plain(input) and (bias is None or _is_plain(bias))):
+        recipe, own = self.sb_recipes["weight"], self._parameters
+        bias: Any = own["bias"] if "bias" in own else self.bias  # the first way takes less time
+        is_traced = torch.compiler.is_compiling()
+        is_usual = recipe.operands and not _is_watched(is_traced) and (bias is None or _is_plain(bias))
+        if not (is_usual and _is_plain(input)):
             return super().forward(input)  # type: ignore[no-any-return]
-        data = cast(torch.Tensor, self._parameters[PACKED[1:]])
-        if torch.compiler.is_compiling():
+        data: Any = own[_DATA]
+        if is_traced:
             numbers = [int(number) for number in recipe.operands.split()]
             return torch.ops.samebits.linear(input, data, bias, numbers[:2], numbers[2:])  # type: ignore[no-any-return]
-        return linear_of_module(input, PackedTensor(cast(Header, recipe.matrix), data), bias)
+        assert recipe.matrix is not None
+        return linear_of_module(input, PackedTensor(recipe.matrix, data), bias)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -197,11 +204,11 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return is_own and tensor.is_cuda and not (tensor.requires_grad and torch.is_grad_enabled())
 
 
-def _is_watched() -> bool:
+def _is_watched(is_traced: bool) -> bool:
     """Whether more than values is asked for: by autocast, forward-mode differentiation, torch.func, a mode, a trace."""
     if torch.is_autocast_enabled("cuda") or forward_ad._current_level >= 0:
         return True
-    if torch.compiler.is_compiling():  # the graph has the operator, which knows torch.vmap
+    if is_traced:  # the graph has the operator, which knows torch.vmap
         return False
     return (
         torch._C._functorch.peek_interpreter_stack() is not None

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from samebits.kernels.linear_launch import MAX_TILE_TOKENS
 from samebits.plans.environment import blas_state
 
 ALIGNMENT = 16  # bytes; operands at other addresses make cuBLAS choose other algorithms
@@ -33,8 +34,9 @@ class PlanKey(NamedTuple):
 def key_of(x: torch.Tensor, weight_shape: Sequence[int], bias: torch.Tensor | None) -> PlanKey | None:
     """The key of ``F.linear(x, weight, bias)``; None if it lies outside of what plans are made for.
 
-    Inside: bfloat16, two or three dimensions, no gaps between rows, no strides of another kind even where a dimension
-    is 1 (torch then calls another routine), every operand at a multiple of 16 bytes.
+    Inside: bfloat16, no more tokens than any kernel takes, two or three dimensions, no gaps between rows, no strides
+    of another kind even where a dimension is 1 (torch then calls another routine), every operand at a multiple of 16
+    bytes.
     """
     rows, columns = weight_shape
     if x.dtype is not torch.bfloat16 or x.data_ptr() % ALIGNMENT:
@@ -51,7 +53,7 @@ def key_of(x: torch.Tensor, weight_shape: Sequence[int], bias: torch.Tensor | No
             return None
     else:
         return None
-    if width != columns or (bias is not None and not _is_plain(bias, rows, x)):
+    if tokens > MAX_TILE_TOKENS or width != columns or (bias is not None and not _is_plain(bias, rows, x)):
         return None
     state = blas_state()
     return None if state is None else PlanKey(rows, columns, tokens, bias is not None, state)
