@@ -185,7 +185,7 @@ class PackedLinearModule(PackedModule):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         recipe, own = self.sb_recipes["weight"], self._parameters
-        bias: Any = own["bias"] if "bias" in own else self.bias  # the first way takes less time
+        bias: Any = own["bias"] if "bias" in own else self.bias  # noqa: SIM401 - the first way takes less time
         is_traced = torch.compiler.is_compiling()
         is_usual = recipe.operands and not _is_watched(is_traced) and (bias is None or _is_plain(bias))
         if not (is_usual and _is_plain(input)):
