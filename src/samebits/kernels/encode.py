@@ -56,13 +56,8 @@ def encode_cuda(tensor: torch.Tensor) -> PackedTensor:
         return packed or PackedTensor.raw(tensor, _value(original))
 
 
-def digest_cuda(data: torch.Tensor) -> int:
-    """FORMAT.md 2.3 of contiguous uint8 data on a CUDA device, starting at a multiple of 8 bytes in memory."""
-    return _value(_digest(data))
-
-
 def _digest(data: torch.Tensor) -> torch.Tensor:
-    """The digest on its way: int64 [1], on the device."""
+    """FORMAT.md 2.3 of contiguous uint8 data that starts at a multiple of 8 bytes: int64 [1], on its way."""
     total = torch.zeros(1, dtype=torch.int64, device=data.device)
     whole, rest = divmod(data.numel(), 8)
     if whole:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from samebits.format.packed import PackedTensor
+from samebits.format.packed import Header, PackedTensor
 from samebits.kernels import nvrtc
 from samebits.kernels.linear import (
     LinearPlan,
@@ -65,6 +65,7 @@ class _Weight:
 class _Choice(NamedTuple):
     """How one launch makes a product and others."""
 
+    header: Header  # of the first
     others: tuple[_Weight, ...]
     plans: tuple[LinearPlan, ...]  # of the others
     launch: Launch
@@ -206,7 +207,8 @@ class Together(threading.local):
         choice = group.chosen.get(key)
         if choice is None or choice.others is not others or (is_captured and not group.is_proved):
             return None
-        return choice
+        header = operands.packed.header
+        return choice if choice.header is header or choice.header == header else None
 
 
 def _choose(x: torch.Tensor, first: Operands, key: PlanKey, others: tuple[_Weight, ...]) -> _Choice | None:
@@ -225,7 +227,7 @@ def _choose(x: torch.Tensor, first: Operands, key: PlanKey, others: tuple[_Weigh
     launch = None if variant is None else launch_together(every, key.tokens, variant, device)
     if launch is None:
         return None
-    return _Choice(others, tuple(operands.plan for operands in every[1:]), launch)
+    return _Choice(first.packed.header, others, tuple(operands.plan for operands in every[1:]), launch)
 
 
 def _where(x: torch.Tensor) -> nvrtc.Where:
