@@ -18,7 +18,8 @@ from typing import Any
 from common import read_results
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{page}.md" for page in ("families", "language-models", "offload", "plans")))
+DOCUMENTS = ("families", "language-models", "offload", "plans")
+PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{page}.md" for page in DOCUMENTS))
 MARKED = re.compile(r"(<!-- table: (\S+)\.(\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 PLOT = re.compile(r"(<!-- plot: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
