@@ -109,7 +109,9 @@ def test_a_compiled_step_has_the_packed_bytes_in_place(monkeypatch: pytest.Monke
     from torch._guards import TracingContext
 
     monkeypatch.setattr(packed_module, "_is_plain", lambda tensor: True)
-    monkeypatch.setattr(packed_module, "linear", lambda x, packed, bias: F.linear(x, decode_packed(packed), bias))
+    monkeypatch.setattr(
+        packed_module, "linear_of_module", lambda x, packed, bias: F.linear(x, decode_packed(packed), bias)
+    )
     graphs: list[tuple[str, list[torch.Tensor]]] = []
 
     def compiler(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
