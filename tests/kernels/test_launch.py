@@ -12,8 +12,8 @@ import torch
 import samebits
 from samebits.format.packed import PackedTensor
 from samebits.kernels import linear, linear_launch, nvrtc
-from samebits.kernels.linear import LinearPlan, fused_linear
-from samebits.kernels.structures import ProductStructure
+from samebits.kernels.linear import LinearPlan, Operands, fused_linear, fused_linears
+from samebits.kernels.structures import ProductStructure, TogetherStructure
 
 Launch = SimpleNamespace
 
@@ -83,3 +83,36 @@ def test_only_settled_bytes_start_early(launches: list[Launch]) -> None:
     packed.data.add_(0)
     fused_linear(x, packed, None, LinearPlan(1))
     assert [launch.early for launch in launches] == [False, True, True, False]
+
+
+def test_several_weights_in_one_launch(monkeypatch: pytest.MonkeyPatch, launches: list[Launch]) -> None:
+    """Each with its own addresses and blocks; those that there are not lie behind the grid."""
+    seen: list[TogetherStructure] = []
+
+    def launcher(function: Any, grid: int, threads: int, shared: int, stream: int, early: bool) -> Any:
+        def start(pointers: int, extra: int) -> tuple[int]:
+            address = ctypes.c_void_p.from_address(pointers).value or 0
+            seen.append(TogetherStructure.from_buffer_copy(TogetherStructure.from_address(address)))
+            return (0,)
+
+        return start
+
+    monkeypatch.setattr(nvrtc, "_launcher", launcher)
+    jobs = tuple((*JOB[:7], first, *JOB[8:]) for first in (0, 40, 90))
+    launch = linear_launch.Launch("f.cu", "kernel", grid=132, warps=16, shared_bytes=1000, jobs=jobs)
+    bias, matrices = torch.zeros(64, dtype=torch.bfloat16), [packed_matrix(seed) for seed in range(3)]
+    operands = [Operands(packed, b, LinearPlan(2)) for packed, b in zip(matrices, (None, bias, None), strict=True)]
+    for shape in ((2, 1024), (2, 1, 1024)):
+        x = torch.zeros(shape, dtype=torch.bfloat16)
+        made = fused_linears(x, operands, launch)
+        products = seen[-1].products
+        for y, (packed, b, _), product, first in zip(made, operands, products, (0, 40, 90), strict=False):
+            assert y.shape == (*shape[:-1], 64)
+            assert (product.packed.data, product.job.x, product.job.y) == (
+                packed.data.data_ptr(),
+                x.data_ptr(),
+                y.data_ptr(),
+            )
+            assert product.job.bias == (b.data_ptr() if b is not None else None)
+            assert (product.job.first_block, product.job.ring) == (first, 20)
+        assert products[3].job.first_block > 1 << 30
