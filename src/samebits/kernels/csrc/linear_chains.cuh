@@ -13,7 +13,6 @@ constexpr int kRing = 4;                        // slabs: of the one at hand and
 constexpr int kTurn = 2 * kRing;                // stages of the loop's body
 static_assert(kChunkStages % kTurn == 0, "a chunk is whole turns");
 
-
 // Chunk `chunk` of the block's row group `slot`, of which stages [first, last) belong to the part of a chain at hand.
 struct alignas(16) Place { int slot, first, last, chunk; };
 
