@@ -173,6 +173,18 @@ def test_given_up_when_nobody_asks(layers: Layers) -> None:
     assert layers.ask(normal(1, K, seed=20)) == (3, 0)
 
 
+def test_given_up_when_the_input_always_changes(layers: Layers) -> None:
+    for seed in range(3):
+        layers.ask(normal(1, K, seed=seed), 0, 1)
+    launches = []
+    for seed in range(6):
+        x = normal(1, K, seed=seed)
+        launches.append(layers.ask(x, 0)[1])
+        x.mul_(2)
+        layers.ask(x, 1)
+    assert launches == [1, 1, 1, 0, 0, 0]
+
+
 def test_capture(layers: Layers, where: list[int]) -> None:
     layers.ask(normal(1, K))
     where[1] = 5

@@ -119,9 +119,11 @@ def joint_launch(
     Each block has row groups of one tensor, all blocks about as many stages to decode.
     """
     kind = VARIANTS[variant]
+    if kind.kernel is Kernel.TILES:
+        return None
     stages = [_decoded_stages(kind.kernel, header, split) for header, split in zip(headers, splits, strict=True)]
     shares = _shares([header.geometry.row_groups for header in headers], stages, nvrtc.multiprocessors(device))
-    if kind.kernel is Kernel.TILES or shares is None:
+    if shares is None:
         return None
     planners = [
         _Planner(header, m, split, device, blocks)
@@ -149,7 +151,6 @@ def _decoded_stages(kernel: Kernel, header: Header, split: int) -> int:
 
 def _shares(row_groups: Sequence[int], stages: Sequence[int], multiprocessors: int) -> list[int] | None:
     """Blocks of each tensor, so that the most stages of a block are as few as can be; None if there are too few."""
-
     pairs = list(zip(row_groups, stages, strict=True))
 
     def blocks(most: int) -> list[int]:

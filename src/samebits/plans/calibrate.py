@@ -142,15 +142,15 @@ def fastest_together(x: torch.Tensor, operands: Sequence[Operands]) -> int | Non
         DeviceError, torch.OutOfMemoryError: as calibrate.
     """
     device, tokens = x.get_device(), x.numel() // x.shape[-1]
-    launches = [launch_together(operands, tokens, variant, device) for variant in range(len(VARIANTS))]
-    fitting = [(variant, launch) for variant, launch in enumerate(launches) if launch]
+    launches = {variant: launch_together(operands, tokens, variant, device) for variant in range(len(VARIANTS))}
+    fitting = {variant: launch for variant, launch in launches.items() if launch}
     copies = [
         [each._replace(packed=packed) for each, packed in zip(operands, weights, strict=True)]
         for weights in _cold_copies([each.packed for each in operands])
     ]
-    joint = [[partial(_together, x, copy, launch) for copy in copies] for _, launch in fitting]
+    joint = [[partial(_together, x, copy, launch) for copy in copies] for launch in fitting.values()]
     *times, single_us = microseconds([*joint, [partial(_one_by_one, x, copy) for copy in copies]])
-    joint_us, best = min(zip(times, (variant for variant, _ in fitting), strict=True), default=(single_us, None))
+    joint_us, best = min(zip(times, fitting, strict=True), default=(single_us, None))
     return best if joint_us < single_us else None
 
 

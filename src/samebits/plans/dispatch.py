@@ -16,7 +16,6 @@ from samebits.plans.together import Together
 _LIBRARY = torch.library.Library("samebits", "FRAGMENT")
 _LIBRARY.define("linear(Tensor x, Tensor data, Tensor? bias, int[] shape, int[] fields) -> Tensor")
 
-
 _together = Together()
 
 

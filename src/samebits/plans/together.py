@@ -140,9 +140,10 @@ class Together(threading.local):
 
     def take(self, x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> torch.Tensor | None:
         """The product, if it has been made."""
-        made = self._made.pop(id(packed.data), None) if self._made else None
+        made = self._made.get(id(packed.data)) if self._made else None
         if made is None or not self._is_same_input(x, _where(x)) or not made.weight.is_of(packed, bias):
-            return None
+            return None  # and where it stays, nobody wanted it
+        del self._made[id(packed.data)]
         if not self._made:
             made.group.unwanted = 0
         if made.weight.is_proved:

@@ -23,6 +23,9 @@ struct Job {
     u32 by_slots, by_stages, by_range, by_warps[2];   // for `divide`; linear_chains.cuh: warps with a segment, of blocks with one row group more and others
     int table_words, x_words, buffer_words;   // of shared memory: decode table, its entries and later x (not in linear_tiles.cu), each staging buffer
     int ring;            // linear_tiles.cu: pairs of stages that a block keeps decoded, at least those of the chunks that a warp is ahead
+
+    __device__ __forceinline__ int block() const { return int(blockIdx.x) - first_block; }
+    __device__ __forceinline__ int row_groups_of(int block) const { return own + (block < longer); }
 };
 
 // One matrix and what is multiplied with it. Products of one launch have different blocks of the grid.
@@ -30,9 +33,6 @@ struct Product {
     Geometry geometry;
     Packed packed;
     Job job;
-
-    __device__ __forceinline__ int block() const { return int(blockIdx.x) - job.first_block; }
-    __device__ __forceinline__ int row_groups_of(int block) const { return job.own + (block < job.longer); }
 };
 
 constexpr int kMaxTogether = 4;
@@ -54,7 +54,8 @@ __device__ __forceinline__ const Product& own_product(const Together& together) 
 // With kMaxWarps and `linear` of the including file.
 #define LINEAR_KERNEL(name, Argument, kind, octets)                                                                    \
     extern "C" __global__ void __launch_bounds__(kMaxWarps * 32, 1) name(const __grid_constant__ Argument argument) { \
-        linear<kind, octets>(own_product(argument));                                                                   \
+        const Product& product = own_product(argument);                                                                \
+        linear<kind, octets>(product.geometry, product.packed, product.job);                                           \
     }
 
 __device__ __forceinline__ void multiply(float sums[4], const u32 x[4], u32 low, u32 high) {

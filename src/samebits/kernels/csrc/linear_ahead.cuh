@@ -18,13 +18,10 @@ __device__ __noinline__ void read_chunk(const u32* words, u32 upper, u32 signs, 
 }
 
 template <int kind, int octets>
-__device__ __forceinline__ void linear(const Product& product) {
-    const Geometry& geometry = product.geometry;
-    const Packed& packed = product.packed;
-    const Job& job = product.job;
+__device__ __forceinline__ void linear(const Geometry& geometry, const Packed& packed, const Job& job) {
     extern __shared__ __align__(128) u32 shared[];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
-    const int block = product.block(), own = product.row_groups_of(block), chunks = geometry.chunks_per_row_group;
+    const int block = job.block(), own = job.row_groups_of(block), chunks = geometry.chunks_per_row_group;
     const Tasks tasks{chunks, job.slots, own, job.batches, job.chunk_step, job.slot_step, job.by_slots, block, job.blocks};
     const int chains = job.slots * job.ranges;
 

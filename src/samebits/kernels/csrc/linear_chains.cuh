@@ -132,14 +132,11 @@ struct Ring {
 };
 
 template <Kind kind, int octets>
-__device__ __forceinline__ void linear(const Product& product) {
-    const Geometry& geometry = product.geometry;
-    const Packed& packed = product.packed;
-    const Job& job = product.job;
+__device__ __forceinline__ void linear(const Geometry& geometry, const Packed& packed, const Job& job) {
     extern __shared__ __align__(128) u32 memory[];
     constexpr int kSums = 2 * octets;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, block_warps = blockDim.x >> 5;
-    const int block = product.block(), own = product.row_groups_of(block), warps = min(block_warps, own * job.ranges);
+    const int block = job.block(), own = job.row_groups_of(block), warps = min(block_warps, own * job.ranges);
     const Chains chains{geometry.stages, job.stages_per_range, job.by_stages, job.by_range};
 
     // Shared memory: table, its entries and then x, for each warp two staging buffers and a ring of slabs, its state, sums, flags.

@@ -337,13 +337,10 @@ const u32 first = rings.full + 8 * pair.slot;
 
 // wide: tokens, rounded up; tiles: of a block; warpgroups: that multiply.
 template <int wide, int tiles, int warpgroups>
-__device__ __forceinline__ void linear(const Product& product) {
-    const Geometry& geometry = product.geometry;
-    const Packed& packed = product.packed;
-    const Job& job = product.job;
+__device__ __forceinline__ void linear(const Geometry& geometry, const Packed& packed, const Job& job) {
     extern __shared__ __align__(128) u8 shared_bytes[];
     const int lane = threadIdx.x & 31, warp = __shfl_sync(kFull, threadIdx.x >> 5, 0), decoding = warp - 4 * warpgroups;
-    const int own = product.row_groups_of(product.block()), batches = (own + job.slots - 1) / job.slots;
+    const int own = job.row_groups_of(job.block()), batches = (own + job.slots - 1) / job.slots;
 
     // Shared memory: both rings (first of all, there, the table's entries), barriers, table, for each decoding warp two staging buffers.
     const u32 start = u32(__cvta_generic_to_shared(shared_bytes)), base = (start + kAtomBytes - 1) & ~u32(kAtomBytes - 1);
@@ -380,9 +377,9 @@ __device__ __forceinline__ void linear(const Product& product) {
     }
 }
 
-#define TILES_KERNEL(name, wide, tiles, warpgroups)                                                                             \
+#define TILES_KERNEL(name, wide, tiles, warpgroups)                                                              \
     extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) name(const __grid_constant__ Product product) { \
-        linear<wide, tiles, warpgroups>(product);                                                                  \
+        linear<wide, tiles, warpgroups>(product.geometry, product.packed, product.job);                          \
     }
 TILES_KERNEL(linear_tiles_16_1, 16, 1, 1)
 TILES_KERNEL(linear_tiles_16_2, 16, 2, 1)
