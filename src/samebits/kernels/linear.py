@@ -22,6 +22,7 @@ from samebits.kernels import nvrtc
 from samebits.kernels.linear_launch import (
     CHUNK_STAGES,
     VARIANTS,
+    Arrangement,
     Launch,
     joint_launch,
     launch_of,
@@ -30,6 +31,7 @@ from samebits.kernels.linear_launch import (
 )
 from samebits.kernels.residents import Resident, resident
 from samebits.kernels.structures import (
+    ArrangementStructure,
     GeometryStructure,
     JobStructure,
     PackedStructure,
@@ -102,6 +104,8 @@ def fused_linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | Non
         early = kept is not None and kept.settle()
         product = ProductStructure.from_buffer_copy(_product(packed, kept, launch, 0))
         y = _addressed(product.job, x, packed, bias)
+        if launch.arrangement:
+            _arrange(x, product.job, launch.arrangement)
         _start(launch, product, device, early)
     return y
 
@@ -153,7 +157,7 @@ def _product(packed: PackedTensor, kept: Resident | None, launch: Launch, number
     product = ProductStructure(
         GeometryStructure.of(packed.header.geometry),
         PackedStructure.of(packed, table),
-        JobStructure(None, None, None, *launch.jobs[number]),
+        JobStructure(None, None, None, None, None, *launch.jobs[number]),
     )
     if kept and kept.has_table:
         kept.products[launch, number] = product
@@ -167,6 +171,19 @@ def _addressed(job: JobStructure, x: torch.Tensor, packed: PackedTensor, bias: t
     if bias is not None:
         job.bias = bias.data_ptr()
     return y
+
+
+def _arrange(x: torch.Tensor, job: JobStructure, arrangement: Arrangement) -> None:
+    """Has x arranged, and memory ready, for a launch that follows; the memory may be freed once that is launched."""
+    sizes = arrangement.x_bytes, arrangement.parts_bytes, 4 * arrangement.meetings
+    memory = torch.empty(sum(sizes), dtype=torch.uint8, device=x.device)
+    job.x = memory.data_ptr()
+    job.parts = job.x + sizes[0]
+    job.done = job.parts + sizes[1]
+    structure = ArrangementStructure(x.data_ptr(), job.x, job.done, arrangement.meetings, x.numel() // x.shape[-1],
+                                     x.shape[-1], arrangement.wide, arrangement.part_steps)  # fmt: skip
+    function = nvrtc.kernel("arrange.cu", "arrange", x.get_device())
+    nvrtc.launch(function, arrangement.grid, arrangement.threads, 0, structure, early=True)
 
 
 def _start(launch: Launch, argument: ctypes.Structure, device: int, early: bool) -> None:

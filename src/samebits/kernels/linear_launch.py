@@ -9,7 +9,7 @@ from enum import Enum
 from functools import lru_cache
 from itertools import accumulate
 
-from samebits.format.geometry import SIGN_BYTES, SLAB_BYTES, STAGE, STAGE_WORDS
+from samebits.format.geometry import SIGN_BYTES, SLAB_BYTES, STAGE, STAGE_WORDS, STEPS
 from samebits.format.packed import Header, align
 from samebits.kernels import nvrtc
 from samebits.kernels.decode import STATIC_SHARED, staging_words
@@ -29,6 +29,11 @@ _WARPGROUP = 4  # warps
 _MAX_DECODERS = 16  # linear_tiles.cu: kMaxDecoders
 _ATOM_BYTES = 1024  # hopper.cuh: a stage of a row group, decoded
 _MIN_RING = 3  # pairs of stages that a block keeps decoded
+_WIDTHS = {8: 3, 16: 3, 32: 3, 64: 3, 128: 2, 256: 2}  # linear_warpgroups.cu: warpgroups, by tokens of a tile
+_WARP_GROUPS = 2  # linear_warpgroups.cu: kGroups, row groups of a warp
+_MAX_X_STAGES = 8  # of x in a block's memory
+_CLUSTER = 2  # linear_warpgroups.cu: blocks of a cluster
+_ARRANGE_THREADS = 128
 
 
 MAX_TOKENS = 16  # without tiles
@@ -41,6 +46,7 @@ class Kernel(Enum):
     AHEAD = "chunks are decoded ahead of few chains"
     CHAINS = "each warp walks chains of its own"
     TILES = "tiles are decoded for warpgroups to multiply"
+    WARPGROUPS = "warpgroups decode what they multiply"
 
 
 @dataclass(frozen=True)
@@ -66,12 +72,35 @@ VARIANTS = (
     Variant(Kernel.CHAINS, warps=20, shared_x=False),
     Variant(Kernel.CHAINS, warps=14),
     Variant(Kernel.TILES, warps=_TILE_WARPS),
+    *(Variant(Kernel.WARPGROUPS, warps=_WARPGROUP * number) for number in range(1, 4)),
 )
 
 
 def max_tokens(device: int) -> int:
     """For how many tokens there are kernels on a device."""
     return MAX_TILE_TOKENS if nvrtc.has_wgmma(device) else MAX_TOKENS
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """What is made ready in memory before a launch: x as csrc/arrange.cu writes it, and where sums of ranges meet.
+
+    Attributes:
+        wide: tokens of a tile.
+        x_bytes: of x, whole tiles.
+        parts_bytes: of the ranges' sums; 0 where there is one range.
+        meetings: that are counted.
+        part_steps: steps of 16 columns that a matrix of wgmma's has.
+        grid, threads: of the kernel.
+    """
+
+    wide: int
+    x_bytes: int
+    parts_bytes: int
+    meetings: int
+    grid: int
+    part_steps: int
+    threads: int = _ARRANGE_THREADS
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +113,7 @@ class Launch:
     warps: int
     shared_bytes: int
     jobs: tuple[tuple[int, ...], ...]  # of each tensor, JobStructure's fields behind the pointers
+    arrangement: Arrangement | None = None
 
     @property
     def threads(self) -> int:
@@ -97,6 +127,8 @@ def launch_of(header: Header, m: int, split: int, variant: int, device: int) -> 
     planner = _Planner(header, m, split, device, min(nvrtc.multiprocessors(device), header.geometry.row_groups))
     if kind.kernel is Kernel.TILES:
         return planner.tiles(kind)
+    if kind.kernel is Kernel.WARPGROUPS:
+        return planner.warpgroups(kind)
     block = planner.block(kind)
     warps = _fitting_warps([block]) if block else 0
     return Launch(f"{block.stem}.cu", block.name, planner.blocks, warps, block.bytes(warps),
@@ -119,7 +151,7 @@ def joint_launch(
     Each block has row groups of one tensor, all blocks about as many stages to decode.
     """
     kind = VARIANTS[variant]
-    if kind.kernel is Kernel.TILES:
+    if kind.kernel in (Kernel.TILES, Kernel.WARPGROUPS):
         return None
     stages = [_decoded_stages(kind.kernel, header, split) for header, split in zip(headers, splits, strict=True)]
     shares = _shares([header.geometry.row_groups for header in headers], stages, nvrtc.multiprocessors(device))
@@ -265,18 +297,45 @@ class _Planner:
                               4 * words, (job,))  # fmt: skip
         return None
 
+    def warpgroups(self, variant: Variant) -> Launch | None:
+        """With as much of x in its ring as fits."""
+        wide = next((wide for wide in _WIDTHS if wide >= self.m), max(_WIDTHS))
+        if not nvrtc.has_wgmma(self.device) or variant.warps > _WARPGROUP * _WIDTHS[wide]:
+            return None
+        slabs = 2 if wide == 256 else 4
+        tiles = -(-self.row_groups // (_CLUSTER * _WARP_GROUPS * variant.warps))
+        token_tiles = -(-self.m // wide)
+        units = tiles * self.ranges * token_tiles
+        warp_bytes = _WARP_GROUPS * (slabs * SLAB_BYTES + 2 * 4 * self.buffer) + 4 * _WARP_GROUPS + 1
+        fixed = _ATOM_BYTES + 4 * self.table + variant.warps * warp_bytes
+        parts = 2 if wide == 256 else 1  # slots of a stage
+        slot = wide * 2 * STAGE // parts
+        ring = min(_MAX_X_STAGES, (4 * self.room - fixed) // (slot + 16))
+        x = max(ring * slot // 4, self.entries)
+        if ring < 2 * parts or fixed + 4 * x + 16 * ring > 4 * self.room:
+            return None
+        meetings = _CLUSTER * tiles * variant.warps // _WARPGROUP * token_tiles if self.ranges > 1 else 0
+        arrangement = Arrangement(
+            wide, token_tiles * self.stages * slot * parts, meetings * self.ranges * _WARPGROUP * _LANES * wide * 2, meetings,
+            -(-max(self.m * self.stages * 4, meetings) // _ARRANGE_THREADS), STEPS // parts,
+        )  # fmt: skip
+        job = self._job(1, 1, variant.warps, x=x, ring=ring, token_tiles=token_tiles, units=units)
+        clusters = min(units, nvrtc.multiprocessors(self.device) // _CLUSTER)
+        return Launch("linear_warpgroups.cu", f"linear_warpgroups_{wide}", _CLUSTER * clusters, variant.warps + _WARPGROUP, fixed + 4 * x + 16 * ring, (job,), arrangement)  # fmt: skip
+
     def job(self, block: _Block, warps: int, first_block: int = 0) -> tuple[int, ...]:
         """For a kernel without tiles."""
         return self._job(block.slots, block.batches, warps, x=block.x, first_block=first_block)
 
     def _job(
-        self, slots: int, batches: int, decoders: int, *, x: int = 0, ring: int = 0, first_block: int = 0
+        self, slots: int, batches: int, decoders: int, *, x: int = 0, ring: int = 0, first_block: int = 0,
+        token_tiles: int = 0, units: int = 0,
     ) -> tuple[int, ...]:
         own, longer = divmod(self.row_groups, self.blocks)
         by_warps = (magic(min(decoders, groups * self.ranges)) for groups in (own + 1, own))
         return (
             self.m, self.ranges, self.stages_per_range, slots, batches, decoders // slots, decoders % slots,
-            first_block, self.blocks, own, longer,
+            first_block, self.blocks, own, longer, token_tiles, units, magic(max(token_tiles, 1)), magic(self.ranges),
             magic(slots), magic(self.stages), magic(self.stages_per_range), *by_warps,
             self.table, x, self.buffer, ring,
         )  # fmt: skip

@@ -18,15 +18,54 @@ __device__ __forceinline__ void await(u32 barrier, u32 parity) {
                  "  @!done bra again; }" ::"r"(barrier), "r"(parity) : "memory");
 }
 
+// Whether it is.
+__device__ __forceinline__ bool test(u32 barrier, u32 parity) {
+    u32 done;
+    asm volatile("{ .reg .pred done;\n"
+                 "  mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+                 "  selp.u32 %0, 1, 0, done; }" : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+    return done;
+}
+
 // For copies that arrive at a barrier, which this thread has just opened.
 __device__ __forceinline__ void show_barrier() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
+// More bytes for the phase at hand, and an arrival.
+__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
 // Starts a copy of whole 16-byte units and arrives at the barrier, whose phase then waits for the copy too.
 __device__ __forceinline__ void copy_bulk(u32 shared, const void* global, u32 bytes, u32 barrier) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+    expect(barrier, bytes);
     if (bytes)
         asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared), "l"(global), "r"(bytes),
                      "r"(barrier) : "memory");
+}
+
+// Arrives at the barrier of that place in the shared memory of a block of the cluster.
+__device__ __forceinline__ void arrive_at(u32 barrier, u32 block) {
+    asm volatile("{ .reg .u32 there;\n"
+                 "  mapa.shared::cluster.u32 there, %0, %1;\n"
+                 "  mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(barrier), "r"(block) : "memory");
+}
+
+// Starts a copy of whole 16-byte units to the same place in several blocks of a cluster, for which those of their barriers wait that expect it.
+__device__ __forceinline__ void copy_bulk_to(u32 shared, const void* global, u32 bytes, u32 barrier, u16 blocks) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(shared),
+                 "l"(global), "r"(bytes), "r"(barrier), "h"(blocks) : "memory");
+}
+
+__device__ __forceinline__ u32 block_of_cluster() {
+    u32 rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+// Until all threads of the cluster are here; what they wrote, but for barriers that were shown, may not be there yet.
+__device__ __forceinline__ void await_cluster() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;\n"
+                 "barrier.cluster.wait.aligned;" ::: "memory");
 }
 
 // What this thread wrote to shared memory, for wgmma.
@@ -47,9 +86,12 @@ struct RingPlace {
 };
 
 // A matrix in shared memory as wgmma takes it: rows of 64 words (128 bytes), of which eight make an atom of 1024 bytes, aligned to as much; in row r
-// of an atom, 16-byte unit u is where u ^ (r & 7) would be. From one atom to the next are `stride` bytes.
+// of an atom, 16-byte unit u is where u ^ (r & 7) would be. Or rows of 32 words, atoms of 512 bytes, u ^ (r >> 1 & 3). From one atom to the next are
+// `stride` bytes.
+template <int row_bytes = 128>
 __device__ __forceinline__ u64 describe(u32 address, u32 stride) {
-    return u64(1) << 62 | u64(stride >> 4) << 32 | u64(1) << 16 | (address & 0x3ffff) >> 4;
+    static_assert(row_bytes == 128 || row_bytes == 64);
+    return u64(row_bytes == 128 ? 1 : 2) << 62 | u64(stride >> 4) << 32 | u64(1) << 16 | (address & 0x3ffff) >> 4;
 }
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -58,6 +100,12 @@ __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_grou
 template <int pending>
 __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory"); }
 
+// Registers of each of a warpgroup's threads from here on, a multiple of eight, fewer or more than before; by whole warpgroups.
+template <int count>
+__device__ __forceinline__ void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count)); }
+template <int count>
+__device__ __forceinline__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count)); }
+
 // Keeps the compiler from moving sums across.
 template <int count>
 __device__ __forceinline__ void pin(float (&sums)[count]) {
@@ -65,21 +113,32 @@ __device__ __forceinline__ void pin(float (&sums)[count]) {
     for (int i = 0; i < count; ++i) asm volatile("" : "+f"(sums[i])::"memory");
 }
 
+// What one thread's part of a product is called in the instructions below.
 #define SUMS_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define SUMS_8(i) SUMS_4(i), SUMS_4(i + 4)
 #define SUMS_16(i) SUMS_8(i), SUMS_8(i + 8)
 #define SUMS_32(i) SUMS_16(i), SUMS_16(i + 16)
 #define SUMS_64(i) SUMS_32(i), SUMS_32(i + 32)
-#define PLACES_8 "%0,%1,%2,%3,%4,%5,%6,%7"
+#define SUMS_128(i) SUMS_64(i), SUMS_64(i + 64)
+#define PLACES_4 "%0,%1,%2,%3"
+#define PLACES_8 PLACES_4 ",%4,%5,%6,%7"
 #define PLACES_16 PLACES_8 ",%8,%9,%10,%11,%12,%13,%14,%15"
 #define PLACES_32 PLACES_16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define PLACES_64                                                                                                                 \
     PLACES_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60," \
                 "%61,%62,%63"
+#define PLACES_128                                                                                                                 \
+    PLACES_64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92," \
+              "%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117," \
+              "%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 #define WGMMA(n, places, a, b, sums)                                                                                                \
     asm volatile("{ .reg .pred add; setp.eq.u32 add, 0, 0;\n"                                                                       \
                  "wgmma.mma_async.sync.aligned.m64n" n "k16.f32.bf16.bf16 {" places "}, " a ", " b ", add, 1, 1, 0, 0; }"           \
                  : sums : "l"(left), "l"(right))
+#define WGMMA_REGISTERS(n, places, a, b, c, sums)                                                                                   \
+    asm volatile("{ .reg .pred add; setp.ne.u32 add, " c ", 0;\n"                                                                   \
+                 "wgmma.mma_async.sync.aligned.m64n" n "k16.f32.bf16.bf16 {" places "}, {" a "}, " b ", add, 1, 1, 0; }"            \
+                 : sums : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right), "r"(add))
 
 // Adds 64 rows of the left matrix times `2 * count` rows of the right one, 16 columns, to the sums. Warp w of the four has rows 16 w to 16 w + 15;
 // lane (g, t) sums[4 j + 2 h + i] of row 16 w + 8 h + g and the right matrix's row 8 j + 2 t + i.
@@ -90,4 +149,17 @@ __device__ __forceinline__ void multiply_add(float (&d)[count], u64 left, u64 ri
     if constexpr (count == 16) WGMMA("32", PLACES_16, "%16", "%17", SUMS_16(0));
     if constexpr (count == 32) WGMMA("64", PLACES_32, "%32", "%33", SUMS_32(0));
     if constexpr (count == 64) WGMMA("128", PLACES_64, "%64", "%65", SUMS_64(0));
+}
+
+// The same with the left matrix in registers, which may not change before the product is done: lane (g, t) has of row 16 w + 8 h + g columns 2 t and
+// 2 t + 1 in left[h], 2 t + 8 and 2 t + 9 in left[2 + h]. Where `add` is 0, what the sums were does not count.
+template <int count>
+__device__ __forceinline__ void multiply_add(float (&d)[count], const u32 (&left)[4], u64 right, u32 add) {
+    static_assert(count == 4 || count == 8 || count == 16 || count == 32 || count == 64 || count == 128);
+    if constexpr (count == 4) WGMMA_REGISTERS("8", PLACES_4, "%4,%5,%6,%7", "%8", "%9", SUMS_4(0));
+    if constexpr (count == 8) WGMMA_REGISTERS("16", PLACES_8, "%8,%9,%10,%11", "%12", "%13", SUMS_8(0));
+    if constexpr (count == 16) WGMMA_REGISTERS("32", PLACES_16, "%16,%17,%18,%19", "%20", "%21", SUMS_16(0));
+    if constexpr (count == 32) WGMMA_REGISTERS("64", PLACES_32, "%32,%33,%34,%35", "%36", "%37", SUMS_32(0));
+    if constexpr (count == 64) WGMMA_REGISTERS("128", PLACES_64, "%64,%65,%66,%67", "%68", "%69", SUMS_64(0));
+    if constexpr (count == 128) WGMMA_REGISTERS("256", PLACES_128, "%128,%129,%130,%131", "%132", "%133", SUMS_128(0));
 }

@@ -14,15 +14,20 @@ struct Job {
     const u16* x;        // [tokens, columns]
     const u16* bias;     // [rows] or null
     u16* y;              // [tokens, rows]
+    float* parts;        // linear_warpgroups.cu: where ranges' sums meet
+    u32* done;           // and, for each meeting, how many have come
     int tokens, ranges, stages_per_range;
     int slots;           // row groups whose sums a block keeps in shared memory
     int batches;         // of so many row groups
     int chunk_step, slot_step;   // warps of a block = chunk_step * slots + slot_step
     int first_block, blocks;     // of the grid
     int own, longer;     // row groups of a block; of the first `longer` blocks one more
+    int token_tiles, units;      // linear_warpgroups.cu
+    u32 by_token_tiles, by_ranges;
     u32 by_slots, by_stages, by_range, by_warps[2];   // for `divide`; linear_chains.cuh: warps with a segment, of blocks with one row group more and others
     int table_words, x_words, buffer_words;   // of shared memory: decode table, its entries and later x (not in linear_tiles.cu), each staging buffer
-    int ring;            // linear_tiles.cu: pairs of stages that a block keeps decoded, at least those of the chunks that a warp is ahead
+    int ring;            // linear_tiles.cu: pairs of stages that a block keeps decoded, at least those of the chunks that a warp is ahead;
+                         // linear_warpgroups.cu: stages of x in its ring
 
     __device__ __forceinline__ int block() const { return int(blockIdx.x) - first_block; }
     __device__ __forceinline__ int row_groups_of(int block) const { return own + (block < longer); }
@@ -101,6 +106,12 @@ struct RawChunk {
 // The first look-ups of a stage, one in each of a lane's streams.
 struct LookUps { u32 windows[2], entries[2]; };
 
+__device__ __forceinline__ void change_if(u32& value, u32 place, u32 here, u32 change) {
+    asm("{ .reg .pred hit;\n"
+        "  setp.eq.u32 hit, %1, %2;\n"
+        "  @hit xor.b32 %0, %0, %3; }" : "+r"(value) : "r"(place), "r"(here), "r"(change));
+}
+
 // A chunk at a lane's streams, decoded stage by stage: begin, go_on, complete, mend. What stands between these calls runs while they wait.
 struct Opened {
     Stream streams[2];
@@ -161,12 +172,6 @@ struct Opened {
         } while (patch >> 16 <= u32(stage));
     }
 
-   private:
-    static __device__ __forceinline__ void change_if(u32& value, u32 place, u32 here, u32 change) {
-        asm("{ .reg .pred hit;\n"
-            "  setp.eq.u32 hit, %1, %2;\n"
-            "  @hit xor.b32 %0, %0, %3; }" : "+r"(value) : "r"(place), "r"(here), "r"(change));
-    }
 };
 
 // Flags in shared memory. A warp's accesses to it happen in the order of the program, so what a warp wrote before a flag (__syncwarp between)
@@ -264,11 +269,11 @@ struct StreamUnits {
     }
 };
 
-// Starts copying a chunk's streams to a staging buffer, by a warp.
-__device__ __forceinline__ StagedPlace stage_streams(const Packed& packed, u32* buffer, u32 start, u32 stop, int lane) {
+// Starts copying a chunk's streams to a staging buffer, a shared address, by a warp.
+__device__ __forceinline__ StagedPlace stage_streams(const Packed& packed, u32 buffer, u32 start, u32 stop, int lane) {
     const StreamUnits streams(packed, start, stop);
     const u32* source = streams.source + 4 * lane;
-    const u32 target = u32(__cvta_generic_to_shared(buffer)) + 16 * lane;
+    const u32 target = buffer + 16 * lane;
 #pragma unroll
     for (int i = 0; i < 4 * kLanes; i += kLanes)               // as long as chunks usually are
         if (lane + i < streams.units) copy_async(target + 16 * i, source + 4 * i);

@@ -58,7 +58,7 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
 #pragma unroll 1
         for (int pair = lane >> 3; 2 * pair < stages; pair += 4)
             copy_async(signs + pair * kSignBytes + 16 * (lane & 7), slab + pair * kSlabBytes + 16 * (lane & 7));
-        staged = stage_streams(packed, buffer, start, stop, lane);
+        staged = stage_streams(packed, u32(__cvta_generic_to_shared(buffer)), start, stop, lane);
     };
 
     // What decoding needs first comes first from memory.

@@ -164,7 +164,7 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
         }
     };
     auto stage_chunk = [&](const Place& place, int buffer) {
-        const StagedPlace at = stage_streams(packed, buffers + buffer * job.buffer_words, ahead.offsets[0], ahead.offsets[1], lane);
+        const StagedPlace at = stage_streams(packed, u32(__cvta_generic_to_shared(buffers + buffer * job.buffer_words)), ahead.offsets[0], ahead.offsets[1], lane);
         if (lane == 0) {
             ahead.copied[buffer] = {u32(at.begin), u32(at.size)};
             if (packed.has_row_shifts)
