@@ -38,6 +38,8 @@ from common import DECODER_LAYERS, Timing, add_results, encode_checked, signific
 from gpu import DISTINCT_BYTES, device_name, distinct, measure_read_rate, time_graph
 from samebits.plans import together
 from samebits.plans.dispatch import linear, plan_of
+from samebits.plans.key import key_of
+from samebits.plans.planner import Planner
 
 # Rows x columns, and the projections that have them.
 SHAPES = {
@@ -64,7 +66,7 @@ SHAPES = {
     (8192, 28672): "down of Llama 3 70B",
 }
 FEW_TOKENS = (1, 2, 4, 8, 16)
-MANY_TOKENS = (32, 64, 128, 512, 2048, 4096)
+MANY_TOKENS = (32, 64, 128, 256, 512, 2048, 4096)
 MANY_SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (28672, 8192))  # of these, also with many tokens
 PREFILL_TOKENS = (128, 256, 512, 1024, 2048, 4096)
 BLOCK = "Llama 3.1 8B"
@@ -139,6 +141,8 @@ def measure_block(shapes: Sequence[tuple[int, int]], tokens: tuple[int, ...], de
     rows = []
     for number in tokens:
         inputs = {columns: activations(number, columns, device) for _, columns in shapes}
+        for tensor in packed:
+            find_plan(inputs[tensor.shape[1]], tensor)
         check_products(inputs, weights, packed)
         bf16 = timed([partial(dense_products, inputs, block) for block in dense])
         ours = timed([partial(packed_products, inputs, block) for block in copies])
@@ -154,6 +158,13 @@ def measure_block(shapes: Sequence[tuple[int, int]], tokens: tuple[int, ...], de
         )
         print(rows[-1], flush=True)
     return rows
+
+
+def find_plan(x: torch.Tensor, packed: samebits.PackedTensor) -> None:
+    """As samebits.prepare does for a model; a product of many tokens waits for some calls of its own."""
+    key = key_of(x, packed.shape, None)
+    if key:
+        Planner.of(x.get_device()).outcome(key)
 
 
 def check_products(
@@ -245,6 +256,7 @@ def measure_tokens(dense: list[torch.Tensor], copies: list[samebits.PackedTensor
     """A product, as a row of the table "many"."""
     rows, columns = dense[0].shape
     x = activations(tokens, columns, dense[0].device)
+    find_plan(x, copies[0])
     plan = plan_of(x, copies[0], None)
     check_products({columns: x}, dense[:1], copies[:1])
     bf16 = timed([partial(F.linear, x, weight) for weight in dense])

@@ -42,7 +42,7 @@ REPEATS = 10
 CALLS = 50  # of a layer, before the host waits for the GPU
 # The first that is found in a kernel's name.
 KINDS = {
-    "fused": re.compile(r"linear_(ahead|chains|tiles)"),
+    "fused": re.compile(r"linear_(ahead|chains|tiles|pairs|warpgroups)|arrange"),
     "decoding": re.compile(r"^decode"),
     "attention": re.compile(r"flash|fmha|sdpa|attention|softmax", re.IGNORECASE),
     "bf16_product": re.compile(r"gemm|gemv|nvjet|cutlass|cublas|xmma|splitk|dot_kernel", re.IGNORECASE),

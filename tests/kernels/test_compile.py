@@ -27,12 +27,16 @@ KERNELS = {
         f"linear_chains_{tokens}_{x}_together" for tokens in (8, 16) for x in ("shared", "global")
     ],
     "linear_tiles.cu": [f"linear_tiles_{tokens}_{tiles}" for tokens in (16, 32, 64, 128) for tiles in (1, 2)],
+    "linear_pairs.cu": [f"linear_pairs_{tokens}" for tokens in (8, 16, 32, 64)],
+    "linear_pairs_together.cu": [f"linear_pairs_{tokens}_together" for tokens in (8, 16, 32, 64)],
+    "linear_warpgroups.cu": [f"linear_warpgroups_{tokens}" for tokens in (64, 128, 256)],
+    "arrange.cu": ["arrange"],
     "tables.cu": ["make_table_quad", "make_table_single"],
     "encode.cu": ["row_statistics", "histogram", "quad_counts", "measure_quad", "write_single", "digest"],
 }
 
 
-HOPPER_ONLY = ("linear_tiles.cu",)
+HOPPER_ONLY = ("linear_tiles.cu", "linear_pairs.cu", "linear_pairs_together.cu", "linear_warpgroups.cu")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import samebits
 from samebits.format.packed import PackedTensor
 from samebits.kernels import linear, linear_launch, nvrtc
 from samebits.kernels.linear import LinearPlan, Operands, fused_linear, fused_linears
-from samebits.kernels.structures import ProductStructure, TogetherStructure
+from samebits.kernels.structures import ArrangementStructure, ProductStructure, TogetherStructure
 
 Launch = SimpleNamespace
 
@@ -45,7 +45,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     return seen
 
 
-JOB = tuple(range(1, 21))
+JOB = tuple(range(1, 25))
 LAUNCH = linear_launch.Launch(file="f.cu", name="kernel", grid=132, warps=16, shared_bytes=1000, jobs=(JOB,))
 
 
@@ -70,7 +70,7 @@ def test_every_launch_has_its_own_addresses(launches: list[Launch]) -> None:
                     y.data_ptr(),
                 )
                 assert found.job.bias == (b.data_ptr() if b is not None else None)
-                assert (found.job.tokens, found.job.ring) == (1, 20)
+                assert (found.job.tokens, found.job.ring) == (1, 24)
                 assert found.packed.planes == packed.header.sections["planes"].start
                 assert found.geometry.columns == 1024
                 assert (found.grid, found.threads, found.stream) == (132, 512, 7)
@@ -114,5 +114,41 @@ def test_several_weights_in_one_launch(monkeypatch: pytest.MonkeyPatch, launches
                 y.data_ptr(),
             )
             assert product.job.bias == (b.data_ptr() if b is not None else None)
-            assert (product.job.first_block, product.job.ring) == (first, 20)
+            assert (product.job.first_block, product.job.ring) == (first, 24)
         assert products[3].job.first_block > 1 << 30
+
+
+def test_x_is_arranged_before_a_product(monkeypatch: pytest.MonkeyPatch, launches: list[Launch]) -> None:
+    """In memory that the product reads, where the sums of its ranges meet too, every product of a launch elsewhere."""
+    prepared = linear_launch.Arrangement(8, 1 << 14, (6, 0, 2), (4096, 0, 1024), grid=3, part_steps=4)
+    arrangements: list[ArrangementStructure] = []
+
+    def launch(function: str, grid: int, threads: int, shared: int, argument: ctypes.Structure, *, early: bool) -> None:
+        if function == "arrange":
+            assert isinstance(argument, ArrangementStructure)
+            assert (grid, threads, shared, early) == (3, prepared.threads, 0, True)
+            arrangements.append(argument)
+        else:
+            seen.append(argument)
+
+    seen: list[Any] = []
+    monkeypatch.setattr(nvrtc, "launch", launch)
+    x, matrices = torch.zeros(5, 1024, dtype=torch.bfloat16), [packed_matrix(seed) for seed in range(3)]
+    joint = linear_launch.Launch("f.cu", "kernel", 132, 8, 1000, (JOB, JOB, JOB), prepared)
+    fused_linears(x, [Operands(packed, None, LinearPlan(2)) for packed in matrices], joint)
+    [arranged], [together] = arrangements, seen
+    assert (arranged.x, arranged.tokens, arranged.columns) == (x.data_ptr(), 5, 1024)
+    assert (arranged.wide, arranged.part_steps, arranged.done_count) == (8, 4, 8)
+    jobs = [product.job for product in together.products[:3]]
+    assert {job.x for job in jobs} == {arranged.arranged}
+    assert arranged.arranged % 16 == 0
+    parts = arranged.arranged + (1 << 14)
+    assert [job.parts for job in jobs] == [parts, parts + 4096, parts + 4096]
+    assert [job.done for job in jobs] == [arranged.done, arranged.done + 24, arranged.done + 24]
+    assert arranged.done == parts + 5120
+    single = linear_launch.Launch("f.cu", "kernel", 132, 8, 1000, (JOB,),
+                                  linear_launch.Arrangement(8, 1 << 14, (0,), (0,), grid=3, part_steps=0))  # fmt: skip
+    monkeypatch.setattr(linear, "nearest_launch", lambda *arguments: single)
+    fused_linear(x, matrices[0], None, LinearPlan(1))
+    assert seen[1].job.x == arrangements[1].arranged
+    assert arrangements[1].done_count == 0

@@ -10,6 +10,8 @@ from samebits.kernels import nvrtc
 from samebits.kernels.decode import STATIC_SHARED, staging_words
 from samebits.kernels.linear_launch import (
     CHUNK_STAGES,
+    MAX_HOPPER_TOKENS,
+    MAX_JOINT_TOKENS,
     MAX_TILE_TOKENS,
     MAX_TOKENS,
     VARIANTS,
@@ -21,6 +23,14 @@ from samebits.kernels.linear_launch import (
 )
 
 SHARED_MEMORY = 232448
+MOST_TOKENS = {
+    Kernel.AHEAD: MAX_TOKENS,
+    Kernel.CHAINS: MAX_TOKENS,
+    Kernel.TILES: MAX_TILE_TOKENS,
+    Kernel.PAIRS: MAX_JOINT_TOKENS,
+    Kernel.WARPGROUPS: MAX_HOPPER_TOKENS,
+}
+DECODING_PAIRS = (Kernel.PAIRS, Kernel.WARPGROUPS)
 SHAPES = ((8, 1024), (1064, 2880), (5120, 5120), (12288, 4096), (28672, 8192), (151936, 4096))
 
 
@@ -39,7 +49,7 @@ def header_of(shape: tuple[int, int], chunk_words: int) -> Header:
     return Header(Code.QUAD, Layout.MATRIX, shape, CHUNK_STAGES, 13, 50, 0, 1000, True, chunk_words, 1 << 20)
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 9, 16, 17, 33, 64, 65, 128])
+@pytest.mark.parametrize("tokens", [1, 8, 9, 16, 17, 33, 64, 65, 128, 129, 512])
 @pytest.mark.parametrize("chunk_words", [250, 470, 1000, 2049])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_launches_fit(shape: tuple[int, int], chunk_words: int, tokens: int, hopper: bool) -> None:
@@ -51,13 +61,16 @@ def test_launches_fit(shape: tuple[int, int], chunk_words: int, tokens: int, hop
                 continue
             found += 1
             m, ranges, per_range, slots, batches, chunk_step, slot_step, *_, buffer_words, ring = launch.jobs[0]
-            assert m == tokens <= (MAX_TILE_TOKENS if variant.kernel is Kernel.TILES else MAX_TOKENS)
+            assert m == tokens <= MOST_TOKENS[variant.kernel]
             assert (ranges - 1) * per_range < header.geometry.stages <= ranges * per_range
+            assert (ring > 0) == (variant.kernel in (Kernel.TILES, *DECODING_PAIRS))
+            assert (launch.arrangement is not None) == (variant.kernel in DECODING_PAIRS)
+            if launch.arrangement:
+                continue  # test_pairs_cover_a_weight
             assert slots * batches * launch.grid >= header.geometry.row_groups > slots * (batches - 1) * launch.grid
             assert launch.shared_bytes <= nvrtc.shared_memory(0) - STATIC_SHARED
             assert 1 <= launch.warps <= variant.warps
             assert buffer_words == staging_words(header)
-            assert (ring > 0) == (variant.kernel is Kernel.TILES)
             if variant.kernel is not Kernel.TILES:
                 assert chunk_step * slots + slot_step == launch.warps
     assert found or tokens > MAX_TOKENS or not hopper
@@ -73,6 +86,7 @@ def test_tiles_keep_going(shape: tuple[int, int], chunk_words: int, tokens: int,
         assert launch is None
         assert max_tokens(0) == MAX_TOKENS
         return
+    assert max_tokens(0) == MAX_HOPPER_TOKENS
     assert launch is not None
     slots, _, chunk_step, slot_step, *_, ring = launch.jobs[0][3:]
     wide, tiles = map(int, launch.name.split("_")[-2:])
@@ -84,6 +98,40 @@ def test_tiles_keep_going(shape: tuple[int, int], chunk_words: int, tokens: int,
     assert ring >= 3 + (-(-decoding // slots) - 1) * CHUNK_STAGES // 2
 
 
+@pytest.mark.parametrize("tokens", [1, 16, 17, 64, 65, 128, 129, 512])
+@pytest.mark.parametrize("chunk_words", [250, 470, 1000])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_pairs_cover_a_weight(shape: tuple[int, int], chunk_words: int, tokens: int, hopper: bool) -> None:
+    """Units are enough for all rows, ranges and tokens, clusters are whole, and memory is there for what meets."""
+    header, found = header_of(shape, chunk_words), 0
+    for split in (1, 3, 7):
+        for number, variant in enumerate(VARIANTS):
+            launch = launch_of(header, tokens, split, number, 0) if variant.kernel in DECODING_PAIRS else None
+            if launch is None:
+                continue
+            found += 1
+            with_wgmma = variant.kernel is Kernel.WARPGROUPS
+            cluster, warps = (2, launch.warps - 4) if with_wgmma else (1, launch.warps - 1)
+            job, prepared = launch.jobs[0], launch.arrangement
+            ranges, first, blocks, token_tiles, units, ring = job[1], job[7], job[8], job[11], job[12], job[-1]
+            assert prepared is not None
+            assert 1 <= warps <= variant.warps
+            assert launch.shared_bytes <= nvrtc.shared_memory(0) - STATIC_SHARED
+            assert (first, blocks) == (0, launch.grid)
+            assert launch.grid % cluster == 0
+            assert launch.grid <= nvrtc.multiprocessors(0)
+            assert launch.grid <= units * cluster
+            assert prepared.wide * (token_tiles - 1) < tokens <= prepared.wide * token_tiles
+            covered = units // (ranges * token_tiles) * cluster * warps * 2
+            assert header.geometry.row_groups <= covered < header.geometry.row_groups + cluster * warps * 2
+            assert ring >= (4 if prepared.wide == 256 else 2)
+            assert prepared.x_bytes == token_tiles * prepared.wide * 2 * shape[1]
+            assert prepared.meetings == (covered // 2 * token_tiles if ranges > 1 else 0,)
+            assert prepared.parts_bytes == (prepared.meetings[0] * ranges * 16 * prepared.wide * 4,)
+            assert prepared.grid * prepared.threads >= max(tokens * shape[1] // 16, *prepared.meetings)
+    assert (found > 0) == hopper
+
+
 GROUPS = (
     (((4096, 4096), 2), ((1024, 4096), 3), ((1024, 4096), 3)),
     (((14336, 4096), 1), ((14336, 4096), 1)),
@@ -92,7 +140,7 @@ GROUPS = (
 )
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 9, 16])
+@pytest.mark.parametrize("tokens", [1, 8, 9, 16, 17, 64])
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: str([shape for shape, _ in group]))
 def test_joint_launches(group: tuple[tuple[tuple[int, int], int], ...], tokens: int, hopper: bool) -> None:
     """Every row group has one block, the kernels' own way to count them, and blocks have about as much to do."""
@@ -103,7 +151,7 @@ def test_joint_launches(group: tuple[tuple[tuple[int, int], int], ...], tokens: 
         if launch is None:
             continue
         found += 1
-        assert variant.kernel is not Kernel.TILES
+        assert variant.kernel not in (Kernel.TILES, Kernel.WARPGROUPS)
         assert launch.shared_bytes <= nvrtc.shared_memory(0) - STATIC_SHARED
         assert launch.grid <= nvrtc.multiprocessors(0)
         next_block, most = 0, []
@@ -112,17 +160,19 @@ def test_joint_launches(group: tuple[tuple[tuple[int, int], int], ...], tokens: 
         ):
             stages = header.geometry.stages
             assert (m, first) == (tokens, next_block)
+            assert (ranges - 1) * per_range < stages <= ranges * per_range
+            next_block += blocks
+            if variant.kernel is Kernel.PAIRS:
+                continue
             assert own * blocks + longer == header.geometry.row_groups
             assert slots * batches >= own + (longer > 0)
-            assert (ranges - 1) * per_range < stages <= ranges * per_range
             assert ranges <= split
-            next_block += blocks
             most.append((own + (longer > 0)) * stages)
         assert next_block == launch.grid
         if variant.kernel is Kernel.AHEAD:  # with fewer for each block there would be too many blocks
             own = max(most) // headers[0].geometry.stages - 1
             assert own == 0 or sum(-(-header.geometry.row_groups // own) for header in headers) > 132
-    assert found or tokens > 8 or not hopper
+    assert found or not hopper
 
 
 def test_divisions_by_multiplication() -> None:

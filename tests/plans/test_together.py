@@ -13,6 +13,7 @@ import samebits
 from samebits.format.packed import PackedTensor
 from samebits.kernels import nvrtc
 from samebits.kernels.linear import Operands
+from samebits.kernels.linear_launch import MAX_JOINT_TOKENS
 from samebits.plans import calibrate, dispatch, planner, together
 from samebits.plans.together import Together
 from tests.plans.conftest import FakeGpu, is_supported
@@ -101,8 +102,9 @@ def test_other_numbers_of_tokens(layers: Layers) -> None:
     together_already(layers)
     layers.ask(normal(2, K))  # looks for plans
     assert layers.ask(normal(2, K, seed=1)) == (0, 1)
-    layers.ask(normal(17, K))
-    assert layers.ask(normal(17, K, seed=1)) == (3, 0)
+    many = MAX_JOINT_TOKENS + 1
+    layers.ask(normal(many, K))
+    assert layers.ask(normal(many, K, seed=1)) == (3, 0)
 
 
 def test_changed_input(layers: Layers) -> None:

@@ -1,4 +1,4 @@
-"""The fused linear layer on a CUDA device: csrc/linear_ahead.cuh, linear_chains.cuh and, on Hopper, linear_tiles.cu.
+"""The fused linear layer on a CUDA device: csrc/linear_*.cuh and linear_tiles.cu, these and linear_pairs.cuh on Hopper.
 
 All give the bits of one order of summation: K is cut into ranges of whole stages, each summed in fp32 by
 ``mma.m16n8k16`` step after step; the ranges' sums are added in order, then the bias; one rounding. cuBLAS sums in this
@@ -105,7 +105,7 @@ def fused_linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | Non
         product = ProductStructure.from_buffer_copy(_product(packed, kept, launch, 0))
         y = _addressed(product.job, x, packed, bias)
         if launch.arrangement:
-            _arrange(x, product.job, launch.arrangement)
+            _arrange(x, [product.job], launch.arrangement)
         _start(launch, product, device, early)
     return y
 
@@ -145,6 +145,8 @@ def fused_linears(x: torch.Tensor, operands: Sequence[Operands], launch: Launch)
             _addressed(product.job, x, packed, bias)
             for product, (packed, bias, _) in zip(together.products, operands, strict=False)
         ]
+        if launch.arrangement:
+            _arrange(x, [product.job for product in together.products[: len(operands)]], launch.arrangement)
         _start(launch, together, device, all(early))
     return made
 
@@ -173,15 +175,18 @@ def _addressed(job: JobStructure, x: torch.Tensor, packed: PackedTensor, bias: t
     return y
 
 
-def _arrange(x: torch.Tensor, job: JobStructure, arrangement: Arrangement) -> None:
+def _arrange(x: torch.Tensor, jobs: Sequence[JobStructure], arrangement: Arrangement) -> None:
     """Has x arranged, and memory ready, for a launch that follows; the memory may be freed once that is launched."""
-    sizes = arrangement.x_bytes, arrangement.parts_bytes, 4 * arrangement.meetings
-    memory = torch.empty(sum(sizes), dtype=torch.uint8, device=x.device)
-    job.x = memory.data_ptr()
-    job.parts = job.x + sizes[0]
-    job.done = job.parts + sizes[1]
-    structure = ArrangementStructure(x.data_ptr(), job.x, job.done, arrangement.meetings, x.numel() // x.shape[-1],
-                                     x.shape[-1], arrangement.wide, arrangement.part_steps)  # fmt: skip
+    meetings = sum(arrangement.meetings)
+    parts_bytes = sum(arrangement.parts_bytes)
+    memory = torch.empty(arrangement.x_bytes + parts_bytes + 4 * meetings, dtype=torch.uint8, device=x.device)
+    arranged = memory.data_ptr()
+    parts, done = arranged + arrangement.x_bytes, arranged + arrangement.x_bytes + parts_bytes
+    structure = ArrangementStructure(x.data_ptr(), arranged, done, meetings, x.numel() // x.shape[-1], x.shape[-1],
+                                     arrangement.wide, arrangement.part_steps)  # fmt: skip
+    for job, own_bytes, own_meetings in zip(jobs, arrangement.parts_bytes, arrangement.meetings, strict=True):
+        job.x, job.parts, job.done = arranged, parts, done
+        parts, done = parts + own_bytes, done + 4 * own_meetings
     function = nvrtc.kernel("arrange.cu", "arrange", x.get_device())
     nvrtc.launch(function, arrangement.grid, arrangement.threads, 0, structure, early=True)
 

@@ -29,15 +29,18 @@ _WARPGROUP = 4  # warps
 _MAX_DECODERS = 16  # linear_tiles.cu: kMaxDecoders
 _ATOM_BYTES = 1024  # hopper.cuh: a stage of a row group, decoded
 _MIN_RING = 3  # pairs of stages that a block keeps decoded
-_WIDTHS = {8: 3, 16: 3, 32: 3, 64: 3, 128: 2, 256: 2}  # linear_warpgroups.cu: warpgroups, by tokens of a tile
-_WARP_GROUPS = 2  # linear_warpgroups.cu: kGroups, row groups of a warp
-_MAX_X_STAGES = 8  # of x in a block's memory
-_CLUSTER = 2  # linear_warpgroups.cu: blocks of a cluster
+_MMA_WIDTHS, _WGMMA_WIDTHS = (8, 16, 32, 64), (64, 128, 256)  # linear_pairs.cu, linear_warpgroups.cu: tokens of a tile
+_PAIR = 2  # linear_pairs.cuh: kGroups, row groups of a warp
+_PAIR_WARPS = 11  # linear_pairs.cuh: WithMma::threads
+_MAX_X_SLOTS = 8  # linear_pairs.cuh: of the ring of x
 _ARRANGE_THREADS = 128
+_WARP_COST = 0.4  # linear_pairs.cuh: of another warp in a block, where one takes 1
 
 
-MAX_TOKENS = 16  # without tiles
+MAX_TOKENS = 16  # on GPUs other than Hopper
+MAX_JOINT_TOKENS = max(_MMA_WIDTHS)
 MAX_TILE_TOKENS = max(_X_STAGES)
+MAX_HOPPER_TOKENS = 512  # more take longer than decoding first
 
 
 class Kernel(Enum):
@@ -46,6 +49,7 @@ class Kernel(Enum):
     AHEAD = "chunks are decoded ahead of few chains"
     CHAINS = "each warp walks chains of its own"
     TILES = "tiles are decoded for warpgroups to multiply"
+    PAIRS = "each warp decodes two row groups and multiplies them"
     WARPGROUPS = "warpgroups decode what they multiply"
 
 
@@ -72,13 +76,15 @@ VARIANTS = (
     Variant(Kernel.CHAINS, warps=20, shared_x=False),
     Variant(Kernel.CHAINS, warps=14),
     Variant(Kernel.TILES, warps=_TILE_WARPS),
-    *(Variant(Kernel.WARPGROUPS, warps=_WARPGROUP * number) for number in range(1, 4)),
+    Variant(Kernel.PAIRS, warps=_PAIR_WARPS),
+    Variant(Kernel.WARPGROUPS, warps=_WARPGROUP),
+    Variant(Kernel.WARPGROUPS, warps=2 * _WARPGROUP),
 )
 
 
 def max_tokens(device: int) -> int:
     """For how many tokens there are kernels on a device."""
-    return MAX_TILE_TOKENS if nvrtc.has_wgmma(device) else MAX_TOKENS
+    return MAX_HOPPER_TOKENS if nvrtc.has_wgmma(device) else MAX_TOKENS
 
 
 @dataclass(frozen=True)
@@ -88,16 +94,16 @@ class Arrangement:
     Attributes:
         wide: tokens of a tile.
         x_bytes: of x, whole tiles.
-        parts_bytes: of the ranges' sums; 0 where there is one range.
-        meetings: that are counted.
-        part_steps: steps of 16 columns that a matrix of wgmma's has.
+        meetings: of each tensor, how many are counted; 0 where there is one range.
+        parts_bytes: of each tensor, of all ranges' sums.
         grid, threads: of the kernel.
+        part_steps: steps of 16 columns that a matrix of wgmma's has; 0: for mma.
     """
 
     wide: int
     x_bytes: int
-    parts_bytes: int
-    meetings: int
+    meetings: tuple[int, ...]
+    parts_bytes: tuple[int, ...]
     grid: int
     part_steps: int
     threads: int = _ARRANGE_THREADS
@@ -129,6 +135,8 @@ def launch_of(header: Header, m: int, split: int, variant: int, device: int) -> 
         return planner.tiles(kind)
     if kind.kernel is Kernel.WARPGROUPS:
         return planner.warpgroups(kind)
+    if kind.kernel is Kernel.PAIRS:
+        return _joint_pairs((header,), m, (split,), device)
     block = planner.block(kind)
     warps = _fitting_warps([block]) if block else 0
     return Launch(f"{block.stem}.cu", block.name, planner.blocks, warps, block.bytes(warps),
@@ -151,6 +159,8 @@ def joint_launch(
     Each block has row groups of one tensor, all blocks about as many stages to decode.
     """
     kind = VARIANTS[variant]
+    if kind.kernel is Kernel.PAIRS:
+        return _joint_pairs(headers, m, splits, device)
     if kind.kernel in (Kernel.TILES, Kernel.WARPGROUPS):
         return None
     stages = [_decoded_stages(kind.kernel, header, split) for header, split in zip(headers, splits, strict=True)]
@@ -200,6 +210,116 @@ def magic(divisor: int) -> int:
 
 
 @dataclass(frozen=True)
+class _Way:
+    """csrc/linear_pairs.cuh: WithMma or WithWgmma, for tiles of ``wide`` tokens.
+
+    Attributes:
+        slabs: of a row group, in a block's memory.
+        x_parts: slots of the ring of x that a stage takes.
+        cluster: blocks.
+        other_warps: of a block, which do not multiply.
+    """
+
+    stem: str
+    wide: int
+    slabs: int = 4
+    x_parts: int = 1
+    cluster: int = 1
+    other_warps: int = 1
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.wide * 2 * STAGE // self.x_parts
+
+
+@dataclass(frozen=True)
+class _PairMemory:
+    """A block's memory for linear_pairs.cuh, in bytes."""
+
+    way: _Way
+    room: int
+    fixed: int
+    warp_bytes: int
+    entries: int
+
+    @classmethod
+    def of(cls, way: _Way, planners: Sequence[_Planner]) -> _PairMemory:
+        """For the largest of several tensors."""
+        table, buffer = max(each.table for each in planners), max(each.buffer for each in planners)
+        warp_bytes = _PAIR * (way.slabs * SLAB_BYTES + 2 * 4 * buffer + 4)
+        entries = 4 * max(each.entries for each in planners)
+        return cls(way, 4 * planners[0].room, _ATOM_BYTES + 4 * table, warp_bytes, entries)
+
+    def ring(self, warps: int) -> int:
+        """Slots of x beside so many warps; 0 if they do not fit."""
+        room = self.room - self.fixed - warps * self.warp_bytes
+        ring = min(_MAX_X_SLOTS, room // (self.way.slot_bytes + 16))
+        while ring > 0 and self.x_bytes(ring) + 16 * ring > room:
+            ring -= 1
+        return ring if ring >= 2 * self.way.x_parts else 0
+
+    def x_bytes(self, ring: int) -> int:
+        """Of the ring; the table's entries are there before."""
+        return max(ring * self.way.slot_bytes, self.entries)
+
+    def total(self, warps: int, ring: int) -> int:
+        return self.fixed + warps * self.warp_bytes + self.x_bytes(ring) + 16 * ring
+
+
+def _joint_pairs(headers: tuple[Header, ...], m: int, splits: tuple[int, ...], device: int) -> Launch | None:
+    """One launch for one tensor or several. Warps, and blocks of each tensor, such that the busiest block ends soon."""
+    multiprocessors = nvrtc.multiprocessors(device)
+    if m > max(_MMA_WIDTHS) or not nvrtc.has_wgmma(device) or len(headers) > multiprocessors:
+        return None
+    way = _Way("linear_pairs", next(wide for wide in _MMA_WIDTHS if wide >= m))
+    planners = [_Planner(header, m, split, device, 1) for header, split in zip(headers, splits, strict=True)]
+    memory = _PairMemory.of(way, planners)
+    found: list[tuple[float, int, list[int]]] = []
+    for warps in range(1, _PAIR_WARPS + 1):
+        if memory.ring(warps):
+            shares = _pair_shares(planners, way, warps, multiprocessors)
+            most = max(each.rounds(way, warps, blocks) * each.decoded_stages
+                       for each, blocks in zip(planners, shares, strict=True))  # fmt: skip
+            found.append((most * (1 + _WARP_COST * (warps - 1)), warps, shares))
+    if not found:
+        return None
+    _, warps, shares = min(found)
+    return _pair_launch(way, memory, warps, memory.ring(warps), planners, shares)
+
+
+def _pair_shares(planners: Sequence[_Planner], way: _Way, warps: int, multiprocessors: int) -> list[int]:
+    """Blocks of each tensor: one more, while there are any, for the one whose blocks have most to do."""
+    shares = [1] * len(planners)
+    for _ in range(multiprocessors - len(planners)):
+        work = [each.rounds(way, warps, blocks) * each.decoded_stages
+                for each, blocks in zip(planners, shares, strict=True)]  # fmt: skip
+        busiest = work.index(max(work))
+        if planners[busiest].rounds(way, warps, shares[busiest]) == 1:
+            break
+        shares[busiest] += 1
+    return shares
+
+
+def _pair_launch(
+    way: _Way, memory: _PairMemory, warps: int, ring: int, planners: Sequence[_Planner], shares: Sequence[int]
+) -> Launch:
+    m, stages = planners[0].m, planners[0].stages
+    meetings = tuple(each.meetings(way, warps) for each in planners)
+    parts = tuple(number * each.ranges * _LANES * way.wide * 2 for number, each in zip(meetings, planners, strict=True))
+    part_steps = 0 if way.stem == "linear_pairs" else STEPS // way.x_parts
+    grid = -(-max(m * stages * STEPS, sum(meetings)) // _ARRANGE_THREADS)
+    x_bytes = -(-m // way.wide) * stages * way.slot_bytes * way.x_parts
+    jobs = (
+        each.pair_job(way, warps, memory.x_bytes(ring) // 4, ring, first, blocks)
+        for each, first, blocks in zip(planners, accumulate(shares, initial=0), shares, strict=False)
+    )
+    together = "_together" if len(planners) > 1 else ""
+    return Launch(f"{way.stem}{together}.cu", f"{way.stem}_{way.wide}{together}", sum(shares), warps + way.other_warps,
+                  memory.total(warps, ring), tuple(jobs),
+                  Arrangement(way.wide, x_bytes, meetings, parts, grid, part_steps))  # fmt: skip
+
+
+@dataclass(frozen=True)
 class _Block:
     """What a block of a kernel without tiles needs of shared memory, in 32-bit words, and how many warps it can use."""
 
@@ -233,6 +353,7 @@ class _Planner:
         self.octets = -(-m // _OCTET)
         self.stages_per_range = -(-geometry.stages // split)
         self.ranges = -(-geometry.stages // self.stages_per_range)
+        self.decoded_stages = -(-self.stages_per_range // CHUNK_STAGES) * CHUNK_STAGES  # of a range, about
         self.blocks, self.row_groups = blocks, geometry.row_groups
         self.own = -(-self.row_groups // blocks)  # row groups of a block
         self.table, self.entries = table_words(header), align(header.symbol_count, 4)
@@ -299,43 +420,57 @@ class _Planner:
 
     def warpgroups(self, variant: Variant) -> Launch | None:
         """With as much of x in its ring as fits."""
-        wide = next((wide for wide in _WIDTHS if wide >= self.m), max(_WIDTHS))
-        if not nvrtc.has_wgmma(self.device) or variant.warps > _WARPGROUP * _WIDTHS[wide]:
+        wide = next((wide for wide in _WGMMA_WIDTHS if wide >= self.m), max(_WGMMA_WIDTHS))
+        way = _Way("linear_warpgroups", wide, *((2, 2) if wide == 256 else (4, 1)), cluster=2, other_warps=_WARPGROUP)
+        memory = _PairMemory.of(way, [self]) if nvrtc.has_wgmma(self.device) else None
+        if memory is None or not (ring := memory.ring(variant.warps)):
             return None
-        slabs = 2 if wide == 256 else 4
-        tiles = -(-self.row_groups // (_CLUSTER * _WARP_GROUPS * variant.warps))
-        token_tiles = -(-self.m // wide)
-        units = tiles * self.ranges * token_tiles
-        warp_bytes = _WARP_GROUPS * (slabs * SLAB_BYTES + 2 * 4 * self.buffer) + 4 * _WARP_GROUPS + 1
-        fixed = _ATOM_BYTES + 4 * self.table + variant.warps * warp_bytes
-        parts = 2 if wide == 256 else 1  # slots of a stage
-        slot = wide * 2 * STAGE // parts
-        ring = min(_MAX_X_STAGES, (4 * self.room - fixed) // (slot + 16))
-        x = max(ring * slot // 4, self.entries)
-        if ring < 2 * parts or fixed + 4 * x + 16 * ring > 4 * self.room:
-            return None
-        meetings = _CLUSTER * tiles * variant.warps // _WARPGROUP * token_tiles if self.ranges > 1 else 0
-        arrangement = Arrangement(
-            wide, token_tiles * self.stages * slot * parts, meetings * self.ranges * _WARPGROUP * _LANES * wide * 2, meetings,
-            -(-max(self.m * self.stages * 4, meetings) // _ARRANGE_THREADS), STEPS // parts,
-        )  # fmt: skip
-        job = self._job(1, 1, variant.warps, x=x, ring=ring, token_tiles=token_tiles, units=units)
-        clusters = min(units, nvrtc.multiprocessors(self.device) // _CLUSTER)
-        return Launch("linear_warpgroups.cu", f"linear_warpgroups_{wide}", _CLUSTER * clusters, variant.warps + _WARPGROUP, fixed + 4 * x + 16 * ring, (job,), arrangement)  # fmt: skip
+        blocks = nvrtc.multiprocessors(self.device) // way.cluster
+        clusters = min(self._units(way, variant.warps), blocks)
+        return _pair_launch(way, memory, variant.warps, ring, [self], [way.cluster * clusters])
+
+    def _units(self, way: _Way, warps: int) -> int:
+        return -(-self.row_groups // (way.cluster * _PAIR * warps)) * self.ranges * self._token_tiles(way)
+
+    def _token_tiles(self, way: _Way) -> int:
+        return -(-self.m // way.wide)
+
+    def pair_job(self, way: _Way, warps: int, x: int, ring: int, first_block: int, blocks: int) -> tuple[int, ...]:
+        """For linear_pairs.cuh."""
+        return self._job(1, 1, warps, x=x, ring=ring, first_block=first_block, blocks=blocks,
+                         token_tiles=self._token_tiles(way), units=self._units(way, warps))  # fmt: skip
+
+    def meetings(self, way: _Way, warps: int) -> int:
+        """Of ranges' sums, where there are several: one for each warp's row groups and tile of tokens."""
+        return self._units(way, warps) // self.ranges * way.cluster * warps if self.ranges > 1 else 0
+
+    def rounds(self, way: _Way, warps: int, blocks: int) -> int:
+        """Units that the busiest of so many blocks has."""
+        return -(-self._units(way, warps) * way.cluster // blocks)
 
     def job(self, block: _Block, warps: int, first_block: int = 0) -> tuple[int, ...]:
         """For a kernel without tiles."""
         return self._job(block.slots, block.batches, warps, x=block.x, first_block=first_block)
 
     def _job(
-        self, slots: int, batches: int, decoders: int, *, x: int = 0, ring: int = 0, first_block: int = 0,
-        token_tiles: int = 0, units: int = 0,
+        self,
+        slots: int,
+        batches: int,
+        decoders: int,
+        *,
+        x: int = 0,
+        ring: int = 0,
+        first_block: int = 0,
+        blocks: int | None = None,
+        token_tiles: int = 0,
+        units: int = 0,
     ) -> tuple[int, ...]:
         own, longer = divmod(self.row_groups, self.blocks)
         by_warps = (magic(min(decoders, groups * self.ranges)) for groups in (own + 1, own))
         return (
             self.m, self.ranges, self.stages_per_range, slots, batches, decoders // slots, decoders % slots,
-            first_block, self.blocks, own, longer, token_tiles, units, magic(max(token_tiles, 1)), magic(self.ranges),
+            first_block, blocks or self.blocks, own, longer,
+            token_tiles, units, magic(max(token_tiles, 1)), magic(self.ranges),
             magic(slots), magic(self.stages), magic(self.stages_per_range), *by_warps,
             self.table, x, self.buffer, ring,
         )  # fmt: skip

@@ -136,7 +136,8 @@ class JobStructure(ctypes.Structure):
         ("batches", ctypes.c_int32), ("chunk_step", ctypes.c_int32), ("slot_step", ctypes.c_int32),
         ("first_block", ctypes.c_int32), ("blocks", ctypes.c_int32), ("own", ctypes.c_int32),
         ("longer", ctypes.c_int32), ("token_tiles", ctypes.c_int32), ("units", ctypes.c_int32),
-        ("by_token_tiles", ctypes.c_uint32), ("by_ranges", ctypes.c_uint32), ("by_slots", ctypes.c_uint32), ("by_stages", ctypes.c_uint32),
+        ("by_token_tiles", ctypes.c_uint32), ("by_ranges", ctypes.c_uint32),
+        ("by_slots", ctypes.c_uint32), ("by_stages", ctypes.c_uint32),
         ("by_range", ctypes.c_uint32), ("by_warps", ctypes.c_uint32), ("by_warps_of_others", ctypes.c_uint32),
         ("table_words", ctypes.c_int32), ("x_words", ctypes.c_int32), ("buffer_words", ctypes.c_int32),
         ("ring", ctypes.c_int32),
@@ -147,9 +148,9 @@ class ArrangementStructure(ctypes.Structure):
     """csrc/arrange.cu: Arrangement."""
 
     _fields_ = (
-        ("x", ctypes.c_void_p), ("arranged", ctypes.c_void_p), ("done", ctypes.c_void_p), ("done_count", ctypes.c_int32),
-        ("tokens", ctypes.c_int32), ("columns", ctypes.c_int32), ("wide", ctypes.c_int32),
-        ("part_steps", ctypes.c_int32),
+        ("x", ctypes.c_void_p), ("arranged", ctypes.c_void_p), ("done", ctypes.c_void_p),
+        ("done_count", ctypes.c_int32), ("tokens", ctypes.c_int32), ("columns", ctypes.c_int32),
+        ("wide", ctypes.c_int32), ("part_steps", ctypes.c_int32),
     )  # fmt: skip
 
 

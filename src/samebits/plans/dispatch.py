@@ -30,7 +30,7 @@ def _plan(key: PlanKey, packed: PackedTensor, device: int) -> LinearPlan | None:
         return None
     if packed.data.data_ptr() % ALIGNMENT or packed.data.get_device() != device:
         return None
-    plan = Planner.of(device).outcome(key).plan
+    plan = Planner.of(device).outcome_of_call(key).plan
     return plan if plan and is_launchable(packed.header, key.tokens, plan, device) else None
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from samebits.kernels.linear_launch import MAX_TILE_TOKENS
+from samebits.kernels.linear_launch import MAX_HOPPER_TOKENS
 from samebits.plans.environment import blas_state
 
 ALIGNMENT = 16  # bytes; operands at other addresses make cuBLAS choose other algorithms
@@ -53,7 +53,7 @@ def key_of(x: torch.Tensor, weight_shape: Sequence[int], bias: torch.Tensor | No
             return None
     else:
         return None
-    if tokens > MAX_TILE_TOKENS or width != columns or (bias is not None and not _is_plain(bias, rows, x)):
+    if tokens > MAX_HOPPER_TOKENS or width != columns or (bias is not None and not _is_plain(bias, rows, x)):
         return None
     state = blas_state()
     return None if state is None else PlanKey(rows, columns, tokens, bias is not None, state)

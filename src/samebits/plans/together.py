@@ -28,7 +28,7 @@ from samebits.kernels.linear import (
     is_supported,
     launch_together,
 )
-from samebits.kernels.linear_launch import MAX_TOKENS, Launch
+from samebits.kernels.linear_launch import MAX_JOINT_TOKENS, Launch
 from samebits.kernels.residents import Bytes
 from samebits.kernels.structures import MAX_TOGETHER
 from samebits.plans.key import PlanKey
@@ -157,7 +157,7 @@ class Together(threading.local):
     def multiply(self, x: torch.Tensor, operands: Operands, key: PlanKey) -> torch.Tensor:
         """A product that has a plan; and, in one launch with it, what is expected to be asked for next."""
         data = operands.packed.data
-        if key.tokens > MAX_TOKENS or x.is_inference() or data.is_inference():  # no such kernel; no versions
+        if key.tokens > MAX_JOINT_TOKENS or x.is_inference() or data.is_inference():  # no such kernel; no versions
             return fused_linear(x, *operands)
         where = _where(x)
         if self._is_same_input(x, where):

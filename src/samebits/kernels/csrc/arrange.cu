@@ -1,5 +1,9 @@
-// Writes x as linear_warpgroups.cu reads it: for each tile of `wide` tokens and each stage, or half a stage, a matrix as wgmma takes it (hopper.cuh). Of every 16
-// columns, those that a quad's lower words are multiplied with come first: columns 4 t and 4 t + 1, t from 0 to 3, then the others.
+// Writes x as linear_pairs.cuh reads it, for each tile of `wide` tokens and each stage.
+//
+// For wgmma: a matrix as it takes it (hopper.cuh), or one for each half of the stage. Of every 16 columns, those that a quad's lower words are
+// multiplied with come first: columns 4 t and 4 t + 1, t from 0 to 3, then the others.
+// For mma: 128 bytes for each token, 16-byte unit 4 h + t where (4 h + t) ^ 4 (token & 1) would be; it has columns 4 t to 4 t + 3 of steps 2 h and
+// 2 h + 1, one lane's right operands of both.
 #include "common.cuh"
 
 struct Arrangement {
@@ -7,7 +11,7 @@ struct Arrangement {
     u16* arranged;
     u32* done;           // to be zeroed
     int done_count, tokens, columns, wide;
-    int part_steps;      // steps of 16 columns that a matrix has: 4 or 2
+    int part_steps;      // steps of 16 columns that a matrix of wgmma's has: 4 or 2; 0: for mma
 };
 
 extern "C" __global__ void arrange(const __grid_constant__ Arrangement to) {
@@ -18,9 +22,18 @@ extern "C" __global__ void arrange(const __grid_constant__ Arrangement to) {
     if (token >= to.tokens) return;
     const Vec4* source = reinterpret_cast<const Vec4*>(to.x + size_t(token) * to.columns + 16 * step);
     const Vec4 a = source[0], b = source[1];
-    const int tile = token / to.wide, row = token - tile * to.wide, part = step / to.part_steps, unit = 2 * (step - part * to.part_steps);
+    const int tile = token / to.wide, row = token - tile * to.wide;
+    u8* tile_start = reinterpret_cast<u8*>(to.arranged) + size_t(tile) * steps * to.wide * 32;
+    if (to.part_steps == 0) {
+        u8* target = tile_start + (size_t(step >> 2) * to.wide + row) * 128 + 8 * (step & 1);
+        const int first = (2 * (step & 2)) ^ (4 * (row & 1));
+        auto put = [&](int t, u32 low, u32 high) { *reinterpret_cast<Vec2*>(target + 16 * (first + t)) = {low, high}; };
+        put(0, a.x, a.y), put(1, a.z, a.w), put(2, b.x, b.y), put(3, b.z, b.w);
+        return;
+    }
+    const int part = step / to.part_steps, unit = 2 * (step - part * to.part_steps);
     const int swizzle = to.part_steps == 4 ? row & 7 : row >> 1 & 3, row_bytes = 32 * to.part_steps;
-    u8* target = reinterpret_cast<u8*>(to.arranged) + (size_t(tile) * steps * to.wide * 32) + (size_t(part) * to.wide + row) * row_bytes;
+    u8* target = tile_start + (size_t(part) * to.wide + row) * row_bytes;
     *reinterpret_cast<Vec4*>(target + ((unit ^ swizzle) << 4)) = {a.x, a.z, b.x, b.z};
     *reinterpret_cast<Vec4*>(target + (((unit + 1) ^ swizzle) << 4)) = {a.y, a.w, b.y, b.w};
 }

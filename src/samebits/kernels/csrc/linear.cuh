@@ -14,7 +14,7 @@ struct Job {
     const u16* x;        // [tokens, columns]
     const u16* bias;     // [rows] or null
     u16* y;              // [tokens, rows]
-    float* parts;        // linear_warpgroups.cu: where ranges' sums meet
+    float* parts;        // linear_pairs.cuh: where ranges' sums meet
     u32* done;           // and, for each meeting, how many have come
     int tokens, ranges, stages_per_range;
     int slots;           // row groups whose sums a block keeps in shared memory
@@ -22,12 +22,12 @@ struct Job {
     int chunk_step, slot_step;   // warps of a block = chunk_step * slots + slot_step
     int first_block, blocks;     // of the grid
     int own, longer;     // row groups of a block; of the first `longer` blocks one more
-    int token_tiles, units;      // linear_warpgroups.cu
+    int token_tiles, units;      // linear_pairs.cuh
     u32 by_token_tiles, by_ranges;
     u32 by_slots, by_stages, by_range, by_warps[2];   // for `divide`; linear_chains.cuh: warps with a segment, of blocks with one row group more and others
     int table_words, x_words, buffer_words;   // of shared memory: decode table, its entries and later x (not in linear_tiles.cu), each staging buffer
     int ring;            // linear_tiles.cu: pairs of stages that a block keeps decoded, at least those of the chunks that a warp is ahead;
-                         // linear_warpgroups.cu: stages of x in its ring
+                         // linear_pairs.cuh: slots of x
 
     __device__ __forceinline__ int block() const { return int(blockIdx.x) - first_block; }
     __device__ __forceinline__ int row_groups_of(int block) const { return own + (block < longer); }
