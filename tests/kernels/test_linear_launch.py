@@ -132,6 +132,14 @@ def test_pairs_cover_a_weight(shape: tuple[int, int], chunk_words: int, tokens: 
     assert (found > 0) == hopper
 
 
+def test_pairs_need_room_to_deal_patches(hopper: bool) -> None:
+    """Whatever a header says of its chunks."""
+    for number, variant in enumerate(VARIANTS):
+        if variant.kernel in DECODING_PAIRS:
+            assert launch_of(header_of((1024, 4096), 1), 64, 1, number, 0) is None
+            assert (launch_of(header_of((1024, 4096), 73), 64, 1, number, 0) is not None) == hopper
+
+
 GROUPS = (
     (((4096, 4096), 2), ((1024, 4096), 3), ((1024, 4096), 3)),
     (((14336, 4096), 1), ((14336, 4096), 1)),

@@ -31,6 +31,7 @@ _ATOM_BYTES = 1024  # hopper.cuh: a stage of a row group, decoded
 _MIN_RING = 3  # pairs of stages that a block keeps decoded
 _MMA_WIDTHS, _WGMMA_WIDTHS = (8, 16, 32, 64), (64, 128, 256)  # linear_pairs.cu, linear_warpgroups.cu: tokens of a tile
 _PAIR = 2  # linear_pairs.cuh: kGroups, row groups of a warp
+_DEALING_BYTES = 8 * _PAIR * _LANES  # linear_pairs.cuh: deal_patches
 _PAIR_WARPS = 11  # linear_pairs.cuh: WithMma::threads
 _MAX_X_SLOTS = 8  # linear_pairs.cuh: of the ring of x
 _ARRANGE_THREADS = 128
@@ -243,8 +244,10 @@ class _PairMemory:
     entries: int
 
     @classmethod
-    def of(cls, way: _Way, planners: Sequence[_Planner]) -> _PairMemory:
-        """For the largest of several tensors."""
+    def of(cls, way: _Way, planners: Sequence[_Planner]) -> _PairMemory | None:
+        """For the largest of several tensors; None if patches cannot be dealt in the buffers of the smallest."""
+        if min(each.buffer for each in planners) * 4 * _PAIR < _DEALING_BYTES:
+            return None
         table, buffer = max(each.table for each in planners), max(each.buffer for each in planners)
         warp_bytes = _PAIR * (way.slabs * SLAB_BYTES + 2 * 4 * buffer + 4)
         entries = 4 * max(each.entries for each in planners)
@@ -274,6 +277,8 @@ def _joint_pairs(headers: tuple[Header, ...], m: int, splits: tuple[int, ...], d
     way = _Way("linear_pairs", next(wide for wide in _MMA_WIDTHS if wide >= m))
     planners = [_Planner(header, m, split, device, 1) for header, split in zip(headers, splits, strict=True)]
     memory = _PairMemory.of(way, planners)
+    if memory is None:
+        return None
     found: list[tuple[float, int, list[int]]] = []
     for warps in range(1, _PAIR_WARPS + 1):
         if memory.ring(warps):
