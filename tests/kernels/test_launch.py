@@ -120,7 +120,7 @@ def test_several_weights_in_one_launch(monkeypatch: pytest.MonkeyPatch, launches
 
 def test_x_is_arranged_before_a_product(monkeypatch: pytest.MonkeyPatch, launches: list[Launch]) -> None:
     """In memory that the product reads, where the sums of its ranges meet too, every product of a launch elsewhere."""
-    prepared = linear_launch.Arrangement(8, 1 << 14, (6, 0, 2), (4096, 0, 1024), grid=3, part_steps=4)
+    prepared = linear_launch.Arrangement(5, 1024, 8, 1 << 14, (6, 0, 2), (4096, 0, 1024), part_steps=4)
     arrangements: list[ArrangementStructure] = []
 
     def launch(function: str, grid: int, threads: int, shared: int, argument: ctypes.Structure, *, early: bool) -> None:
@@ -147,7 +147,7 @@ def test_x_is_arranged_before_a_product(monkeypatch: pytest.MonkeyPatch, launche
     assert [job.done for job in jobs] == [arranged.done, arranged.done + 24, arranged.done + 24]
     assert arranged.done == parts + 5120
     single = linear_launch.Launch("f.cu", "kernel", 132, 8, 1000, (JOB,),
-                                  linear_launch.Arrangement(8, 1 << 14, (0,), (0,), grid=3, part_steps=0))  # fmt: skip
+                                  linear_launch.Arrangement(5, 1024, 8, 1 << 14, (0,), (0,), part_steps=0))  # fmt: skip
     monkeypatch.setattr(linear, "nearest_launch", lambda *arguments: single)
     fused_linear(x, matrices[0], None, LinearPlan(1))
     assert seen[1].job.x == arrangements[1].arranged

@@ -177,18 +177,21 @@ def _addressed(job: JobStructure, x: torch.Tensor, packed: PackedTensor, bias: t
 
 def _arrange(x: torch.Tensor, jobs: Sequence[JobStructure], arrangement: Arrangement) -> None:
     """Has x arranged, and memory ready, for a launch that follows; the memory may be freed once that is launched."""
-    meetings = sum(arrangement.meetings)
-    parts_bytes = sum(arrangement.parts_bytes)
-    memory = torch.empty(arrangement.x_bytes + parts_bytes + 4 * meetings, dtype=torch.uint8, device=x.device)
-    arranged = memory.data_ptr()
-    parts, done = arranged + arrangement.x_bytes, arranged + arrangement.x_bytes + parts_bytes
-    structure = ArrangementStructure(x.data_ptr(), arranged, done, meetings, x.numel() // x.shape[-1], x.shape[-1],
-                                     arrangement.wide, arrangement.part_steps)  # fmt: skip
-    for job, own_bytes, own_meetings in zip(jobs, arrangement.parts_bytes, arrangement.meetings, strict=True):
-        job.x, job.parts, job.done = arranged, parts, done
-        parts, done = parts + own_bytes, done + 4 * own_meetings
+    address = torch.empty(arrangement.total_bytes, dtype=torch.uint8, device=x.device).data_ptr()
+    for job, parts, done in zip(jobs, arrangement.parts, arrangement.done, strict=True):
+        job.x, job.parts, job.done = address, address + parts, address + done
+    kind, grid = _arrangement(arrangement)
+    structure = ArrangementStructure.from_buffer_copy(kind)
+    structure.x, structure.arranged, structure.done = x.data_ptr(), address, address + arrangement.done[0]
     function = nvrtc.kernel("arrange.cu", "arrange", x.get_device())
-    nvrtc.launch(function, arrangement.grid, arrangement.threads, 0, structure, early=True)
+    nvrtc.launch(function, grid, arrangement.threads, 0, structure, early=True)
+
+
+@lru_cache(maxsize=65536)
+def _arrangement(to: Arrangement) -> tuple[ArrangementStructure, int]:
+    """Without addresses, to be copied; and the kernel's grid."""
+    structure = ArrangementStructure(None, None, None, sum(to.meetings), to.tokens, to.columns, to.wide, to.part_steps)
+    return structure, to.grid
 
 
 def _start(launch: Launch, argument: ctypes.Structure, device: int, early: bool) -> None:

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 
 from samebits.format.geometry import SIGN_BYTES, SLAB_BYTES, STAGE, STAGE_WORDS, STEPS
@@ -88,26 +88,48 @@ def max_tokens(device: int) -> int:
     return MAX_HOPPER_TOKENS if nvrtc.has_wgmma(device) else MAX_TOKENS
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Arrangement:
     """What is made ready in memory before a launch: x as csrc/arrange.cu writes it, and where sums of ranges meet.
 
     Attributes:
+        tokens, columns: of x.
         wide: tokens of a tile.
-        x_bytes: of x, whole tiles.
+        x_bytes: of x, whole tiles; it comes first in that memory.
         meetings: of each tensor, how many are counted; 0 where there is one range.
         parts_bytes: of each tensor, of all ranges' sums.
-        grid, threads: of the kernel.
         part_steps: steps of 16 columns that a matrix of wgmma's has; 0: for mma.
+        threads: of a block of the kernel.
     """
 
+    tokens: int
+    columns: int
     wide: int
     x_bytes: int
     meetings: tuple[int, ...]
     parts_bytes: tuple[int, ...]
-    grid: int
     part_steps: int
     threads: int = _ARRANGE_THREADS
+
+    @property
+    def grid(self) -> int:
+        """Blocks of the kernel: a thread for each step of 16 columns, and for each meeting."""
+        return -(-max(self.tokens * self.columns * STEPS // STAGE, sum(self.meetings)) // self.threads)
+
+    @cached_property
+    def parts(self) -> tuple[int, ...]:
+        """Where each tensor's are, in bytes."""
+        return tuple(accumulate(self.parts_bytes[:-1], initial=self.x_bytes))
+
+    @cached_property
+    def done(self) -> tuple[int, ...]:
+        """Where each tensor's meetings are counted, in bytes."""
+        first = self.x_bytes + sum(self.parts_bytes)
+        return tuple(accumulate((4 * number for number in self.meetings[:-1]), initial=first))
+
+    @cached_property
+    def total_bytes(self) -> int:
+        return self.x_bytes + sum(self.parts_bytes) + 4 * sum(self.meetings)
 
 
 @dataclass(frozen=True, eq=False)
@@ -312,7 +334,6 @@ def _pair_launch(
     meetings = tuple(each.meetings(way, warps) for each in planners)
     parts = tuple(number * each.ranges * _LANES * way.wide * 2 for number, each in zip(meetings, planners, strict=True))
     part_steps = 0 if way.stem == "linear_pairs" else STEPS // way.x_parts
-    grid = -(-max(m * stages * STEPS, sum(meetings)) // _ARRANGE_THREADS)
     x_bytes = -(-m // way.wide) * stages * way.slot_bytes * way.x_parts
     jobs = (
         each.pair_job(way, warps, memory.x_bytes(ring) // 4, ring, first, blocks)
@@ -321,7 +342,7 @@ def _pair_launch(
     together = "_together" if len(planners) > 1 else ""
     return Launch(f"{way.stem}{together}.cu", f"{way.stem}_{way.wide}{together}", sum(shares), warps + way.other_warps,
                   memory.total(warps, ring), tuple(jobs),
-                  Arrangement(way.wide, x_bytes, meetings, parts, grid, part_steps))  # fmt: skip
+                  Arrangement(m, stages * STAGE, way.wide, x_bytes, meetings, parts, part_steps))  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -145,6 +145,7 @@ __device__ __forceinline__ void deal_patches(OwnPatches (&own)[kGroups], Opened 
 template <class Way>
 __device__ __forceinline__ void bring_x(const Units<Way::cluster>& units, const Job& job, const Places& at) {
     await_kernel_before();
+    show_to_wgmma();                     // the table's entries, which were there
     constexpr u32 bytes = x_bytes<Way>(), part = bytes / Way::cluster;
     const u32 own = Way::cluster == 1 ? 0 : block_of_cluster() * part;
     RingPlace place{0, 0};
@@ -189,7 +190,6 @@ struct Supply {
     __device__ __forceinline__ int group(const Unit& unit, int i) const {
         return min(unit.tile * tile_groups + kGroups * warp + i, geometry.row_groups - 1);
     }
-    __device__ __forceinline__ int stages_of(int chunk) const { return min(kChunkStages, geometry.stages - chunk * kChunkStages); }
 
     __device__ __forceinline__ void begin() {
         begin_slabs();
@@ -314,7 +314,7 @@ __device__ __forceinline__ void decode_and_multiply(const Units<Way::cluster>& u
     RingPlace x{0, 0};
     u32 used[Way::x_parts] = {};         // barriers of the slots of x that wgmma reads
     u32 pairs = 0, chunks = 0;
-    int since = Way::slabs;             // groups of copies since the last chunks' streams
+    int since = Way::slabs;              // groups of copies since the last chunks' streams
     auto release_x = [&] {
 #pragma unroll
         for (int i = 0; i < Way::x_parts; ++i) {
