@@ -50,7 +50,6 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(dispatch, "_plan", lambda key, packed, device: PLAN)
     monkeypatch.setattr(dispatch, "decode_cuda", samebits.decode)
     monkeypatch.setattr(dispatch, "_together", Together())
-    monkeypatch.setattr(together, "_groups", {})
     monkeypatch.setattr(planner, "fastest_together", lambda x, operands: 1)
     monkeypatch.setattr(Planner, "of", new_planner())
     monkeypatch.setattr(Planner, "outcome", lambda self, key: Outcome(PLAN, ""))

@@ -11,7 +11,7 @@ import torch
 
 import samebits
 from samebits.format.packed import PackedTensor
-from samebits.kernels import nvrtc
+from samebits.kernels import nvrtc, residents
 from samebits.kernels.linear import Operands
 from samebits.kernels.linear_launch import MAX_JOINT_TOKENS
 from samebits.plans import calibrate, dispatch, planner, together
@@ -77,7 +77,6 @@ def layers(gpu: FakeGpu, where: list[int], monkeypatch: pytest.MonkeyPatch) -> L
     monkeypatch.setattr(together, "launch_together", lambda operands, m, variant, device: "a launch")
     monkeypatch.setattr(planner, "fastest_together", lambda x, operands: 1)
     monkeypatch.setattr(dispatch, "_together", Together())
-    monkeypatch.setattr(together, "_groups", {})
     for number in range(3):  # plans
         dispatch.linear(normal(1, K), made.packed[number], made.biases[number])
     return made
@@ -252,7 +251,7 @@ def test_nothing_is_kept_alive(layers: Layers) -> None:
     together_already(layers)
     layers.packed, layers.biases = [], []
     gc.collect()
-    assert not together._groups
+    assert not any(kept.followers for kept in residents._residents.values())
 
 
 def test_fastest_variant(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,9 +46,10 @@ class Resident(Bytes):
         has_table: whether that was decided.
         products: what launches of the fused layer are told of them, by launch and number of the product.
         decoders: launches of kernels that decode them, as far as they are always the same.
+        followers: what is asked for behind a product of theirs; see samebits.plans.together.
     """
 
-    __slots__ = ("decoders", "has_changed", "has_table", "is_settled", "products", "table")
+    __slots__ = ("decoders", "followers", "has_changed", "has_table", "is_settled", "products", "table")
 
     def __init__(self, tensor: torch.Tensor, has_changed: bool) -> None:
         super().__init__(tensor)
@@ -56,6 +57,7 @@ class Resident(Bytes):
         self.table: torch.Tensor | None = None
         self.products: dict[tuple[Hashable, int], ProductStructure] = {}
         self.decoders: dict[Hashable, Any] = {}
+        self.followers: Any = None
 
     def settle(self) -> bool:
         """Say that a kernel is launched on them on torch's current stream; returns whether one was before."""

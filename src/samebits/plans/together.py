@@ -29,7 +29,7 @@ from samebits.kernels.linear import (
     launch_together,
 )
 from samebits.kernels.linear_launch import MAX_JOINT_TOKENS, Launch
-from samebits.kernels.residents import Bytes
+from samebits.kernels.residents import Bytes, resident
 from samebits.kernels.structures import MAX_TOGETHER
 from samebits.plans.key import PlanKey
 from samebits.plans.planner import Planner
@@ -114,21 +114,6 @@ class _Made(NamedTuple):
     y: torch.Tensor
 
 
-_groups: dict[int, tuple[weakref.ref[torch.Tensor], _Group]] = {}  # by id of the first product's packed bytes
-
-
-def _group_of(data: torch.Tensor) -> _Group | None:
-    known = _groups.get(id(data))
-    return known[1] if known is not None and known[0]() is data else None
-
-
-def _new_group(data: torch.Tensor) -> _Group:
-    key, group = id(data), _Group()
-    _groups[key] = weakref.ref(data), group
-    weakref.finalize(data, _groups.pop, key, None).atexit = False
-    return group
-
-
 class Together(threading.local):
     """The products of one thread."""
 
@@ -164,7 +149,8 @@ class Together(threading.local):
             self._learn(operands)
             return fused_linear(x, *operands)
         self._begin(x, where, data)
-        group = _group_of(data)
+        kept = resident(data)
+        group: _Group | None = kept.followers if kept else None
         choice = self._choice(x, operands, key, group) if group and group.others else None
         others = choice.operands() if choice else []
         if group is None or choice is None or len(others) < len(choice.others):
@@ -193,7 +179,11 @@ class Together(threading.local):
         packed, bias, _ = operands
         if first is None or first is packed.data or (bias is not None and bias.is_inference()):
             return
-        group = _group_of(first) or _new_group(first)
+        kept = resident(first)
+        if kept is None:
+            return
+        group: _Group = kept.followers or _Group()
+        kept.followers = group
         if group.is_given_up or any(other.is_of(packed, bias) for other in group.others):
             return
         others = [other for other in group.others if other.is_unchanged()]
