@@ -40,7 +40,7 @@ def test_list(samebits: Command, stored: PlanStore) -> None:
     assert "  cublas: 13.1.0\n" in text
     rows = [[cell.strip() for cell in line.strip("│\n").split("│")] for line in text.splitlines() if "4096" in line]
     assert rows == [
-        ["4096 x 1024", "8", "yes", "split 3, variant 1", "12.3", "30.0"],
+        ["4096 x 1024", "8", "yes", "split 3, ahead, 16 warps, x in global memory", "12.3", "30.0"],
         ["4096 x 1024", "16", "yes", "decoding first is faster", "31.0", "30.0"],
         ["4096 x 1024", "8", "yes", "no split gives cuBLAS's bits", "", ""],
     ]

@@ -62,7 +62,7 @@ def test_every_kind_once(planner: FakePlanner) -> None:
     assert steps == [(done, 6) for done in range(1, 7)]
     text = str(report)
     assert text.startswith("2 kinds of products fused, 4 decoded first\n")
-    assert "64 x 128, 1 tokens, bias, 3 modules: LinearPlan(split=2, variant=0)" in text
+    assert "64 x 128, 1 tokens, bias, 3 modules: split 2, ahead, 16 warps" in text
     assert "128 x 64, 8 tokens, 3 modules: decoding first is faster" in text
 
 

@@ -43,6 +43,6 @@ def _as_json(path: object, environment: dict[str, Any], outcomes: dict[PlanKey, 
 
 
 def _row(key: PlanKey, outcome: Outcome) -> list[str]:
-    plan = f"split {outcome.plan.split}, variant {outcome.plan.variant}" if outcome.plan else outcome.reason
+    plan = str(outcome.plan) if outcome.plan else outcome.reason
     times = ["" if time is None else f"{time:.1f}" for time in (outcome.fused_us, outcome.decode_us)]
     return [f"{key.rows} x {key.columns}", str(key.tokens), "yes" if key.has_bias else "", plan, *times]

@@ -53,6 +53,10 @@ class LinearPlan:
     split: int
     variant: int = 0
 
+    def __str__(self) -> str:
+        known = self.variant < len(VARIANTS)
+        return f"split {self.split}, {VARIANTS[self.variant] if known else f'variant {self.variant}'}"
+
 
 @lru_cache(maxsize=65536)
 def is_supported(header: Header, m: int, device: int) -> bool:

@@ -68,6 +68,10 @@ class Variant:
     warps: int
     shared_x: bool = True
 
+    def __str__(self) -> str:
+        place = "" if self.shared_x else ", x in global memory"
+        return f"{self.kernel.name.lower()}, {self.warps} warps{place}"
+
 
 VARIANTS = (
     Variant(Kernel.AHEAD, warps=16),

@@ -15,6 +15,7 @@ import torch
 
 from samebits.errors import DeviceError, InputError
 from samebits.kernels.linear import Operands
+from samebits.kernels.linear_launch import VARIANTS
 from samebits.plans.calibrate import calibrate, confirm, fastest_together
 from samebits.plans.environment import Environment
 from samebits.plans.key import PlanKey
@@ -112,7 +113,7 @@ class Planner:
             if keys not in self._together:
                 self._together[keys] = self._timed(x, operands)
                 found = self._together[keys]
-                how = "one by one" if found is None else f"one launch, variant {found}"
+                how = "one by one" if found is None else f"one launch: {VARIANTS[found]}"
                 _log.info("%s: %s", " and ".join(map(_words, keys)), how)
         return self._together[keys]
 
