@@ -163,7 +163,7 @@ def launch_of(header: Header, m: int, split: int, variant: int, device: int) -> 
     if kind.kernel is Kernel.WARPGROUPS:
         return planner.warpgroups(kind)
     if kind.kernel is Kernel.PAIRS:
-        return _joint_pairs((header,), m, (split,), device)
+        return _pairs((header,), m, (split,), device)
     block = planner.block(kind)
     warps = _fitting_warps([block]) if block else 0
     return Launch(f"{block.stem}.cu", block.name, planner.blocks, warps, block.bytes(warps),
@@ -187,7 +187,7 @@ def joint_launch(
     """
     kind = VARIANTS[variant]
     if kind.kernel is Kernel.PAIRS:
-        return _joint_pairs(headers, m, splits, device)
+        return _pairs(headers, m, splits, device)
     if kind.kernel in (Kernel.TILES, Kernel.WARPGROUPS):
         return None
     stages = [_decoded_stages(kind.kernel, header, split) for header, split in zip(headers, splits, strict=True)]
@@ -295,7 +295,7 @@ class _PairMemory:
         return self.fixed + warps * self.warp_bytes + self.x_bytes(ring) + 16 * ring
 
 
-def _joint_pairs(headers: tuple[Header, ...], m: int, splits: tuple[int, ...], device: int) -> Launch | None:
+def _pairs(headers: tuple[Header, ...], m: int, splits: tuple[int, ...], device: int) -> Launch | None:
     """One launch for one tensor or several. Warps, and blocks of each tensor, such that the busiest block ends soon."""
     multiprocessors = nvrtc.multiprocessors(device)
     if m > max(_MMA_WIDTHS) or not nvrtc.has_wgmma(device) or len(headers) > multiprocessors:
@@ -308,9 +308,7 @@ def _joint_pairs(headers: tuple[Header, ...], m: int, splits: tuple[int, ...], d
     found: list[tuple[float, int, list[int]]] = []
     for warps in range(1, _PAIR_WARPS + 1):
         if memory.ring(warps):
-            shares = _pair_shares(planners, way, warps, multiprocessors)
-            most = max(each.rounds(way, warps, blocks) * each.decoded_stages
-                       for each, blocks in zip(planners, shares, strict=True))  # fmt: skip
+            most, shares = _pair_shares(planners, way, warps, multiprocessors)
             found.append((most * (1 + _WARP_COST * (warps - 1)), warps, shares))
     if not found:
         return None
@@ -318,17 +316,16 @@ def _joint_pairs(headers: tuple[Header, ...], m: int, splits: tuple[int, ...], d
     return _pair_launch(way, memory, warps, memory.ring(warps), planners, shares)
 
 
-def _pair_shares(planners: Sequence[_Planner], way: _Way, warps: int, multiprocessors: int) -> list[int]:
-    """Blocks of each tensor: one more, while there are any, for the one whose blocks have most to do."""
-    shares = [1] * len(planners)
-    for _ in range(multiprocessors - len(planners)):
-        work = [each.rounds(way, warps, blocks) * each.decoded_stages
-                for each, blocks in zip(planners, shares, strict=True)]  # fmt: skip
-        busiest = work.index(max(work))
-        if planners[busiest].rounds(way, warps, shares[busiest]) == 1:
-            break
-        shares[busiest] += 1
-    return shares
+def _pair_shares(planners: Sequence[_Planner], way: _Way, warps: int, multiprocessors: int) -> tuple[int, list[int]]:
+    """The most stages that a block has to decode, as few as can be; and blocks of each tensor for that."""
+    work = [(each.units(way, warps), each.decoded_stages) for each in planners]
+
+    def blocks(most: int) -> list[int]:
+        return [-(-units // (most // stages)) for units, stages in work]
+
+    possible = range(max(stages for _, stages in work), sum(units * stages for units, stages in work) + 1)
+    most = possible[bisect_left(possible, True, key=lambda most: sum(blocks(most)) <= multiprocessors)]
+    return most, blocks(most)
 
 
 def _pair_launch(
@@ -456,10 +453,11 @@ class _Planner:
         if memory is None or not (ring := memory.ring(variant.warps)):
             return None
         blocks = nvrtc.multiprocessors(self.device) // way.cluster
-        clusters = min(self._units(way, variant.warps), blocks)
+        clusters = min(self.units(way, variant.warps), blocks)
         return _pair_launch(way, memory, variant.warps, ring, [self], [way.cluster * clusters])
 
-    def _units(self, way: _Way, warps: int) -> int:
+    def units(self, way: _Way, warps: int) -> int:
+        """Of work, for linear_pairs.cuh."""
         return -(-self.row_groups // (way.cluster * _PAIR * warps)) * self.ranges * self._token_tiles(way)
 
     def _token_tiles(self, way: _Way) -> int:
@@ -468,15 +466,11 @@ class _Planner:
     def pair_job(self, way: _Way, warps: int, x: int, ring: int, first_block: int, blocks: int) -> tuple[int, ...]:
         """For linear_pairs.cuh."""
         return self._job(1, 1, warps, x=x, ring=ring, first_block=first_block, blocks=blocks,
-                         token_tiles=self._token_tiles(way), units=self._units(way, warps))  # fmt: skip
+                         token_tiles=self._token_tiles(way), units=self.units(way, warps))  # fmt: skip
 
     def meetings(self, way: _Way, warps: int) -> int:
         """Of ranges' sums, where there are several: one for each warp's row groups and tile of tokens."""
-        return self._units(way, warps) // self.ranges * way.cluster * warps if self.ranges > 1 else 0
-
-    def rounds(self, way: _Way, warps: int, blocks: int) -> int:
-        """Units that the busiest of so many blocks has."""
-        return -(-self._units(way, warps) * way.cluster // blocks)
+        return self.units(way, warps) // self.ranges * way.cluster * warps if self.ranges > 1 else 0
 
     def job(self, block: _Block, warps: int, first_block: int = 0) -> tuple[int, ...]:
         """For a kernel without tiles."""
