@@ -52,6 +52,7 @@ def _without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(module, "DISTINCT_BYTES", 500_000)
     monkeypatch.setattr(gpu, "time_clock", lambda call, repeats: run_all([call], repeats))
     monkeypatch.setattr(nvcomp_ans, "side_stream", no_stream)
+    monkeypatch.setattr(linear, "find_plan", lambda x, packed: None)
     monkeypatch.setattr(linear, "plan_of", lambda x, packed, bias: None)
     monkeypatch.setattr(linear, "linear", lambda x, packed, bias: F.linear(x, samebits.decode(packed), bias))
     monkeypatch.setattr(peers, "CASES", {"one": [(64, 256)], "block": [(64, 256), (32, 256), (256, 128)]})
