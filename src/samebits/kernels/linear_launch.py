@@ -238,21 +238,34 @@ def magic(divisor: int) -> int:
 
 @dataclass(frozen=True)
 class _Way:
-    """csrc/linear_pairs.cuh: WithMma or WithWgmma, for tiles of ``wide`` tokens.
+    """csrc/linear_pairs.cuh: WithWgmma or WithMma, for tiles of ``wide`` tokens."""
 
-    Attributes:
-        slabs: of a row group, in a block's memory.
-        x_parts: slots of the ring of x that a stage takes.
-        cluster: blocks.
-        other_warps: of a block, which do not multiply.
-    """
-
-    stem: str
+    wgmma: bool
     wide: int
-    slabs: int = 4
-    x_parts: int = 1
-    cluster: int = 1
-    other_warps: int = 1
+
+    @property
+    def stem(self) -> str:
+        return "linear_warpgroups" if self.wgmma else "linear_pairs"
+
+    @property
+    def slabs(self) -> int:
+        """Of a row group, in a block's memory."""
+        return 2 if self.wide == max(_WGMMA_WIDTHS) else 4
+
+    @property
+    def x_parts(self) -> int:
+        """Slots of the ring of x that a stage takes."""
+        return 2 if self.wide == max(_WGMMA_WIDTHS) else 1
+
+    @property
+    def cluster(self) -> int:
+        """Blocks."""
+        return 2 if self.wgmma else 1
+
+    @property
+    def other_warps(self) -> int:
+        """Of a block, which do not multiply."""
+        return _WARPGROUP if self.wgmma else 1
 
     @property
     def slot_bytes(self) -> int:
@@ -300,7 +313,7 @@ def _pairs(headers: tuple[Header, ...], m: int, splits: tuple[int, ...], device:
     multiprocessors = nvrtc.multiprocessors(device)
     if m > max(_MMA_WIDTHS) or not nvrtc.has_wgmma(device) or len(headers) > multiprocessors:
         return None
-    way = _Way("linear_pairs", next(wide for wide in _MMA_WIDTHS if wide >= m))
+    way = _Way(False, next(wide for wide in _MMA_WIDTHS if wide >= m))
     planners = [_Planner(header, m, split, device, 1) for header, split in zip(headers, splits, strict=True)]
     memory = _PairMemory.of(way, planners)
     if memory is None:
@@ -334,7 +347,7 @@ def _pair_launch(
     m, stages = planners[0].m, planners[0].stages
     meetings = tuple(each.meetings(way, warps) for each in planners)
     parts = tuple(number * each.ranges * _LANES * way.wide * 2 for number, each in zip(meetings, planners, strict=True))
-    part_steps = 0 if way.stem == "linear_pairs" else STEPS // way.x_parts
+    part_steps = STEPS // way.x_parts if way.wgmma else 0
     x_bytes = -(-m // way.wide) * stages * way.slot_bytes * way.x_parts
     jobs = (
         each.pair_job(way, warps, memory.x_bytes(ring) // 4, ring, first, blocks)
@@ -448,7 +461,7 @@ class _Planner:
     def warpgroups(self, variant: Variant) -> Launch | None:
         """With as much of x in its ring as fits."""
         wide = next((wide for wide in _WGMMA_WIDTHS if wide >= self.m), max(_WGMMA_WIDTHS))
-        way = _Way("linear_warpgroups", wide, *((2, 2) if wide == 256 else (4, 1)), cluster=2, other_warps=_WARPGROUP)
+        way = _Way(True, wide)
         memory = _PairMemory.of(way, [self]) if nvrtc.has_wgmma(self.device) else None
         if memory is None or not (ring := memory.ring(variant.warps)):
             return None
