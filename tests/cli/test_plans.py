@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from samebits.kernels.linear import LinearPlan
+from samebits.plans.environment import kernels_digest
 from samebits.plans.key import PlanKey
 from samebits.plans.store import Outcome, PlanStore, folder
 from tests.cli.conftest import Command
@@ -40,11 +42,17 @@ def test_list(samebits: Command, stored: PlanStore) -> None:
     assert "  cublas: 13.1.0\n" in text
     rows = [[cell.strip() for cell in line.strip("│\n").split("│")] for line in text.splitlines() if "4096" in line]
     assert rows == [
-        ["4096 x 1024", "8", "yes", "split 3, ahead, 16 warps, x in global memory", "12.3", "30.0"],
+        ["4096 x 1024", "8", "yes", "split 3, variant 1", "12.3", "30.0"],
         ["4096 x 1024", "16", "yes", "decoding first is faster", "31.0", "30.0"],
         ["4096 x 1024", "8", "yes", "no split gives cuBLAS's bits", "", ""],
     ]
     assert 0 < text.index("blas=Cublas ") < text.index("blas=Cublaslt ")
+
+
+def test_kernels_by_name(samebits: Command) -> None:
+    """Where a plan was found for those of this version."""
+    PlanStore(replace(ENVIRONMENT, kernels=kernels_digest())).add(KEY, Outcome(LinearPlan(3, 1), "", 12.34, 30.0))
+    assert "split 3, ahead, 16 warps, x in global memory" in samebits("doctor", "--plans").out
 
 
 def test_list_as_json(samebits: Command, stored: PlanStore) -> None:

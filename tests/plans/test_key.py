@@ -158,11 +158,11 @@ def test_every_part_of_the_environment_has_its_own_plans() -> None:
 
 def test_the_digest_of_the_kernels_is_that_of_their_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(Path(environment.__file__).parents[1] / "kernels", tmp_path / "kernels")
-    before = environment._kernels()
+    before = environment.kernels_digest()
     monkeypatch.setattr(environment, "files", lambda package: tmp_path / "kernels")
-    assert environment._kernels() == before
-    for name in ("linear.py", "csrc/common.cuh"):
+    assert environment.kernels_digest() == before
+    for name in ("linear.py", "linear_launch.py", "csrc/common.cuh"):
         with open(tmp_path / "kernels" / name, "a", encoding="utf-8") as file:
             file.write("\n")
-        assert environment._kernels() != before
-        before = environment._kernels()
+        assert environment.kernels_digest() != before
+        before = environment.kernels_digest()

@@ -7,6 +7,7 @@ from typing import Any
 
 from samebits.cli.console import print_json, print_lines, print_table
 from samebits.plans import store
+from samebits.plans.environment import kernels_digest
 from samebits.plans.key import PlanKey
 from samebits.plans.store import Outcome
 
@@ -20,8 +21,9 @@ def show_plans(as_json: bool) -> None:
     print_lines(f"plans in {store.folder()}: {sum(len(outcomes) for _, _, outcomes in files)}")
     for path, environment, outcomes in files:
         print_lines("", str(path), *(f"  {name}: {value}" for name, value in environment.items()))
+        is_ours = environment.get("kernels") == kernels_digest()  # with others, a variant's number says something else
         for state in sorted({key.state for key in outcomes}):
-            rows = [_row(key, outcome) for key, outcome in sorted(outcomes.items()) if key.state == state]
+            rows = [_row(key, outcome, is_ours) for key, outcome in sorted(outcomes.items()) if key.state == state]
             print_table(state, _COLUMNS, rows)
 
 
@@ -42,7 +44,9 @@ def _as_json(path: object, environment: dict[str, Any], outcomes: dict[PlanKey, 
     return {"path": str(path), "environment": environment, "plans": plans}
 
 
-def _row(key: PlanKey, outcome: Outcome) -> list[str]:
-    plan = str(outcome.plan) if outcome.plan else outcome.reason
+def _row(key: PlanKey, outcome: Outcome, is_ours: bool) -> list[str]:
+    plan = outcome.reason
+    if outcome.plan:
+        plan = str(outcome.plan) if is_ours else f"split {outcome.plan.split}, variant {outcome.plan.variant}"
     times = ["" if time is None else f"{time:.1f}" for time in (outcome.fused_us, outcome.decode_us)]
     return [f"{key.rows} x {key.columns}", str(key.tokens), "yes" if key.has_bias else "", plan, *times]

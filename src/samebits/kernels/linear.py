@@ -54,8 +54,7 @@ class LinearPlan:
     variant: int = 0
 
     def __str__(self) -> str:
-        known = self.variant < len(VARIANTS)
-        return f"split {self.split}, {VARIANTS[self.variant] if known else f'variant {self.variant}'}"
+        return f"split {self.split}, {VARIANTS[self.variant]}"
 
 
 @lru_cache(maxsize=65536)

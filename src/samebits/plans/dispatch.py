@@ -20,7 +20,7 @@ _together = Together()
 
 
 def plan_of(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> LinearPlan | None:
-    """The plan under which ``linear`` multiplies; None where it decodes first. Looked for at a key's first call."""
+    """The plan under which ``linear`` multiplies; None where it decodes first. See ``Planner.outcome_of_call``."""
     key = key_of(x, packed.header.shape, bias)
     return _plan(key, packed, x.get_device()) if key else None
 

@@ -68,7 +68,7 @@ class Environment:
         """That of a CUDA device."""
         properties = torch.cuda.get_device_properties(device)
         name = f"{properties.name}, compute capability {properties.major}.{properties.minor}"
-        return cls(name, properties.multi_processor_count, _driver(), torch.__version__, _cublas(), _kernels(),
+        return cls(name, properties.multi_processor_count, _driver(), torch.__version__, _cublas(), kernels_digest(),
                    variables())  # fmt: skip
 
     @property
@@ -132,10 +132,11 @@ def _cublas() -> str:
     return f"{'.'.join(str(part.value) for part in parts)}, Lt {cublas_lt.cublasLtGetVersion()}"
 
 
-def _kernels() -> str:
+def kernels_digest() -> str:
+    """Of what a plan's split and variant mean."""
     folder = files("samebits.kernels")
     sources = sorted(folder.joinpath("csrc").iterdir(), key=lambda source: source.name)
     digest = hashlib.sha256()
-    for source in (folder.joinpath("linear.py"), *sources):
+    for source in (folder.joinpath("linear.py"), folder.joinpath("linear_launch.py"), *sources):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:16]

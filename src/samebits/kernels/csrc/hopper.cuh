@@ -120,8 +120,7 @@ __device__ __forceinline__ void pin(float (&sums)[count]) {
 #define SUMS_32(i) SUMS_16(i), SUMS_16(i + 16)
 #define SUMS_64(i) SUMS_32(i), SUMS_32(i + 32)
 #define SUMS_128(i) SUMS_64(i), SUMS_64(i + 64)
-#define PLACES_4 "%0,%1,%2,%3"
-#define PLACES_8 PLACES_4 ",%4,%5,%6,%7"
+#define PLACES_8 "%0,%1,%2,%3,%4,%5,%6,%7"
 #define PLACES_16 PLACES_8 ",%8,%9,%10,%11,%12,%13,%14,%15"
 #define PLACES_32 PLACES_16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define PLACES_64                                                                                                                 \
@@ -155,10 +154,7 @@ __device__ __forceinline__ void multiply_add(float (&d)[count], u64 left, u64 ri
 // 2 t + 1 in left[h], 2 t + 8 and 2 t + 9 in left[2 + h]. Where `add` is 0, what the sums were does not count.
 template <int count>
 __device__ __forceinline__ void multiply_add(float (&d)[count], const u32 (&left)[4], u64 right, u32 add) {
-    static_assert(count == 4 || count == 8 || count == 16 || count == 32 || count == 64 || count == 128);
-    if constexpr (count == 4) WGMMA_REGISTERS("8", PLACES_4, "%4,%5,%6,%7", "%8", "%9", SUMS_4(0));
-    if constexpr (count == 8) WGMMA_REGISTERS("16", PLACES_8, "%8,%9,%10,%11", "%12", "%13", SUMS_8(0));
-    if constexpr (count == 16) WGMMA_REGISTERS("32", PLACES_16, "%16,%17,%18,%19", "%20", "%21", SUMS_16(0));
+    static_assert(count == 32 || count == 64 || count == 128);
     if constexpr (count == 32) WGMMA_REGISTERS("64", PLACES_32, "%32,%33,%34,%35", "%36", "%37", SUMS_32(0));
     if constexpr (count == 64) WGMMA_REGISTERS("128", PLACES_64, "%64,%65,%66,%67", "%68", "%69", SUMS_64(0));
     if constexpr (count == 128) WGMMA_REGISTERS("256", PLACES_128, "%128,%129,%130,%131", "%132", "%133", SUMS_128(0));

@@ -434,34 +434,32 @@ __device__ __forceinline__ void decode_and_multiply(const Units<Way::cluster>& u
                             multiply_add(sums, weights[q], right[q * Way::x_parts / 4] + q % (4 / Way::x_parts) * 32 / 16, q || add);
                         wgmma_commit();
                         if (counts) add = 1, x = next;   // else these sums are of the range before, and forgotten at the next stage
+                    } else if (counts) {
+                        if (!x_is_there) await(at.full + 8 * x.slot, x.parity);
+                        const u32 columns = at.x + x.slot * x_bytes<Way>() + (lane >> 2) * 128;
+                        Vec4 right[wide / 8];
+                        auto load_right = [&](int h) {
+#pragma unroll
+                            for (int j = 0; j < wide / 8; ++j) right[j] = load_shared_vec4(columns + j * 1024 + (((lane & 7) ^ 4 * h) << 4));
+                        };
+                        auto step = [&](int q) {
+                            assemble_step(q);
+#pragma unroll
+                            for (int j = 0; j < wide / 8; ++j)
+                                multiply(sums + 4 * j, weights[q], q & 1 ? right[j].z : right[j].x, q & 1 ? right[j].w : right[j].y);
+                        };
+                        load_right(0);
+                        step(0);
+                        go_on();
+                        step(1);
+                        load_right(1);
+                        step(2);
+                        step(3);
+                        __syncwarp();
+                        if (lane == 0) arrive(at.empty + 8 * x.slot);
+                        x.advance(job.ring);
                     } else {
-                        if (counts) {
-                            if (!x_is_there) await(at.full + 8 * x.slot, x.parity);
-                            const u32 columns = at.x + x.slot * x_bytes<Way>() + (lane >> 2) * 128;
-                            Vec4 right[wide / 8];
-                            auto load_right = [&](int h) {
-#pragma unroll
-                                for (int j = 0; j < wide / 8; ++j) right[j] = load_shared_vec4(columns + j * 1024 + (((lane & 7) ^ 4 * h) << 4));
-                            };
-                            auto step = [&](int q) {
-                                assemble_step(q);
-#pragma unroll
-                                for (int j = 0; j < wide / 8; ++j)
-                                    multiply(sums + 4 * j, weights[q], q & 1 ? right[j].z : right[j].x, q & 1 ? right[j].w : right[j].y);
-                            };
-                            load_right(0);
-                            step(0);
-                            go_on();
-                            step(1);
-                            load_right(1);
-                            step(2);
-                            step(3);
-                            __syncwarp();
-                            if (lane == 0) arrive(at.empty + 8 * x.slot);
-                            x.advance(job.ring);
-                        } else {
-                            go_on();
-                        }
+                        go_on();
                     }
                     x_is_there = test(at.full + 8 * x.slot, x.parity);
                     complete(stage + half + 1);
