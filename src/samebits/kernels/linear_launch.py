@@ -31,8 +31,9 @@ _ATOM_BYTES = 1024  # hopper.cuh: a stage of a row group, decoded
 _MIN_RING = 3  # pairs of stages that a block keeps decoded
 _MMA_WIDTHS, _WGMMA_WIDTHS = (8, 16, 32, 64), (64, 128, 256)  # linear_pairs.cu, linear_warpgroups.cu: tokens of a tile
 _PAIR = 2  # linear_pairs.cuh: kGroups, row groups of a warp
-_DEALING_BYTES = 8 * _PAIR * _LANES  # linear_pairs.cuh: deal_patches
-_PAIR_WARPS = 11  # linear_pairs.cuh: WithMma::threads
+_PAIR_WARPS, _OTHER_WARPS = 8, 4  # linear_pairs.cuh: kMultipliers, kOthers
+_OPENING_BYTES, _DEALING = _LANES * 16 + 16, _PAIR * _LANES * 8  # linear_pairs.cuh: kOpeningBytes, kDealing
+_MIN_PAIRS, _MAX_PAIRS = 2, 4  # linear_pairs.cuh: of stages, in their ring
 _MAX_X_SLOTS = 8  # linear_pairs.cuh: of the ring of x
 _ARRANGE_THREADS = 128
 _WARP_COST = 0.4  # linear_pairs.cuh: of another warp in a block, where one takes 1
@@ -248,9 +249,9 @@ class _Way:
         return "linear_warpgroups" if self.wgmma else "linear_pairs"
 
     @property
-    def slabs(self) -> int:
-        """Of a row group, in a block's memory."""
-        return 2 if self.wide == max(_WGMMA_WIDTHS) else 4
+    def pairs(self) -> int:
+        """Of stages, whose slabs are in a block's memory; with mma as many as fit."""
+        return _MAX_PAIRS if not self.wgmma or self.wide < 128 else _MIN_PAIRS
 
     @property
     def x_parts(self) -> int:
@@ -263,49 +264,41 @@ class _Way:
         return 2 if self.wgmma else 1
 
     @property
-    def other_warps(self) -> int:
-        """Of a block, which do not multiply."""
-        return _WARPGROUP if self.wgmma else 1
-
-    @property
     def slot_bytes(self) -> int:
-        return self.wide * 2 * STAGE // self.x_parts
+        """Of the ring of x; with mma, of a pair of stages' x."""
+        return self.wide * 2 * STAGE // self.x_parts if self.wgmma else 2 * self.wide * 2 * STAGE
 
 
 @dataclass(frozen=True)
 class _PairMemory:
-    """A block's memory for linear_pairs.cuh, in bytes."""
+    """A block's memory for linear_pairs.cuh, in bytes, with so many warps that multiply."""
 
     way: _Way
-    room: int
-    fixed: int
-    warp_bytes: int
-    entries: int
+    fixed: int  # without the ring that is as large as fits: of pairs with mma, else of x
+    slot: int  # of that ring
+    ring: int  # slots, 0 if there is no room
 
     @classmethod
-    def of(cls, way: _Way, planners: Sequence[_Planner]) -> _PairMemory | None:
-        """For the largest of several tensors; None if patches cannot be dealt in the buffers of the smallest."""
-        if min(each.buffer for each in planners) * 4 * _PAIR < _DEALING_BYTES:
-            return None
+    def of(cls, way: _Way, planners: Sequence[_Planner], warps: int) -> _PairMemory:
+        """For the largest of several tensors."""
         table, buffer = max(each.table for each in planners), max(each.buffer for each in planners)
-        warp_bytes = _PAIR * (way.slabs * SLAB_BYTES + 2 * 4 * buffer + 4)
-        entries = 4 * max(each.entries for each in planners)
-        return cls(way, 4 * planners[0].room, _ATOM_BYTES + 4 * table, warp_bytes, entries)
+        side = warps * _PAIR * 4 * buffer
+        fixed = _ATOM_BYTES + 4 * table + side + max(side, 4 * max(each.entries for each in planners))
+        fixed += warps * 2 * _PAIR * _OPENING_BYTES + (_OTHER_WARPS - 1) * _DEALING + warps * 4 * 8
+        slabs = warps * _PAIR * SLAB_BYTES
+        fixed, slot = (fixed + way.pairs * (slabs + 16), way.slot_bytes) if way.wgmma else (fixed, way.slot_bytes + slabs)
+        ring = (4 * planners[0].room - fixed) // (slot + 16)
+        least, most = (2 * way.x_parts, _MAX_X_SLOTS) if way.wgmma else (_MIN_PAIRS, way.pairs)
+        return cls(way, fixed, slot, min(ring, most) if ring >= least else 0)
 
-    def ring(self, warps: int) -> int:
-        """Slots of x beside so many warps; 0 if they do not fit."""
-        room = self.room - self.fixed - warps * self.warp_bytes
-        ring = min(_MAX_X_SLOTS, room // (self.way.slot_bytes + 16))
-        while ring > 0 and self.x_bytes(ring) + 16 * ring > room:
-            ring -= 1
-        return ring if ring >= 2 * self.way.x_parts else 0
+    @property
+    def x_bytes(self) -> int:
+        """Of the ring of x."""
+        return self.ring * self.slot if self.way.wgmma else 0
 
-    def x_bytes(self, ring: int) -> int:
-        """Of the ring; the table's entries are there before."""
-        return max(ring * self.way.slot_bytes, self.entries)
-
-    def total(self, warps: int, ring: int) -> int:
-        return self.fixed + warps * self.warp_bytes + self.x_bytes(ring) + 16 * ring
+    @property
+    def total(self) -> int:
+        return self.fixed + self.ring * (self.slot + 16)
 
 
 def _pairs(headers: tuple[Header, ...], m: int, splits: tuple[int, ...], device: int) -> Launch | None:
@@ -315,18 +308,15 @@ def _pairs(headers: tuple[Header, ...], m: int, splits: tuple[int, ...], device:
         return None
     way = _Way(False, next(wide for wide in _MMA_WIDTHS if wide >= m))
     planners = [_Planner(header, m, split, device, 1) for header, split in zip(headers, splits, strict=True)]
-    memory = _PairMemory.of(way, planners)
-    if memory is None:
-        return None
     found: list[tuple[float, int, list[int]]] = []
     for warps in range(1, _PAIR_WARPS + 1):
-        if memory.ring(warps):
+        if _PairMemory.of(way, planners, warps).ring:
             most, shares = _pair_shares(planners, way, warps, multiprocessors)
             found.append((most * (1 + _WARP_COST * (warps - 1)), warps, shares))
     if not found:
         return None
     _, warps, shares = min(found)
-    return _pair_launch(way, memory, warps, memory.ring(warps), planners, shares)
+    return _pair_launch(way, warps, planners, shares)
 
 
 def _pair_shares(planners: Sequence[_Planner], way: _Way, warps: int, multiprocessors: int) -> tuple[int, list[int]]:
@@ -341,21 +331,20 @@ def _pair_shares(planners: Sequence[_Planner], way: _Way, warps: int, multiproce
     return most, blocks(most)
 
 
-def _pair_launch(
-    way: _Way, memory: _PairMemory, warps: int, ring: int, planners: Sequence[_Planner], shares: Sequence[int]
-) -> Launch:
+def _pair_launch(way: _Way, warps: int, planners: Sequence[_Planner], shares: Sequence[int]) -> Launch:
+    memory = _PairMemory.of(way, planners, warps)
     m, stages = planners[0].m, planners[0].stages
     meetings = tuple(each.meetings(way, warps) for each in planners)
     parts = tuple(number * each.ranges * _LANES * way.wide * 2 for number, each in zip(meetings, planners, strict=True))
     part_steps = STEPS // way.x_parts if way.wgmma else 0
-    x_bytes = -(-m // way.wide) * stages * way.slot_bytes * way.x_parts
+    x_bytes = -(-m // way.wide) * way.wide * 2 * STAGE * stages
     jobs = (
-        each.pair_job(way, warps, memory.x_bytes(ring) // 4, ring, first, blocks)
+        each.pair_job(way, warps, memory.x_bytes // 4, memory.ring, first, blocks)
         for each, first, blocks in zip(planners, accumulate(shares, initial=0), shares, strict=False)
     )
     together = "_together" if len(planners) > 1 else ""
-    return Launch(f"{way.stem}{together}.cu", f"{way.stem}_{way.wide}{together}", sum(shares), warps + way.other_warps,
-                  memory.total(warps, ring), tuple(jobs),
+    return Launch(f"{way.stem}{together}.cu", f"{way.stem}_{way.wide}{together}", sum(shares), warps + _OTHER_WARPS,
+                  memory.total, tuple(jobs),
                   Arrangement(m, stages * STAGE, way.wide, x_bytes, meetings, parts, part_steps))  # fmt: skip
 
 
@@ -462,12 +451,11 @@ class _Planner:
         """With as much of x in its ring as fits."""
         wide = next((wide for wide in _WGMMA_WIDTHS if wide >= self.m), max(_WGMMA_WIDTHS))
         way = _Way(True, wide)
-        memory = _PairMemory.of(way, [self]) if nvrtc.has_wgmma(self.device) else None
-        if memory is None or not (ring := memory.ring(variant.warps)):
+        if not nvrtc.has_wgmma(self.device) or not _PairMemory.of(way, [self], variant.warps).ring:
             return None
         blocks = nvrtc.multiprocessors(self.device) // way.cluster
         clusters = min(self.units(way, variant.warps), blocks)
-        return _pair_launch(way, memory, variant.warps, ring, [self], [way.cluster * clusters])
+        return _pair_launch(way, variant.warps, [self], [way.cluster * clusters])
 
     def units(self, way: _Way, warps: int) -> int:
         """Of work, for linear_pairs.cuh."""

@@ -35,6 +35,9 @@ __device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
+// An arrival of this thread when all copies that it has started asynchronously are there.
+__device__ __forceinline__ void copies_arrive(u32 barrier) { asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory"); }
+
 // Starts a copy of whole 16-byte units and arrives at the barrier, whose phase then waits for the copy too.
 __device__ __forceinline__ void copy_bulk(u32 shared, const void* global, u32 bytes, u32 barrier) {
     expect(barrier, bytes);
