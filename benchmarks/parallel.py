@@ -1,6 +1,7 @@
 """Two GPUs: generation of a model whose layers, or whose matrices, are divided between them; compressed beside BF16.
 
     python benchmarks/parallel.py                                        on two GPUs, to results/parallel.json
+    python benchmarks/parallel.py --placements auto
     python benchmarks/parallel.py --model tiny --device cpu --tokens 4 --name trial
 
 A model of generate.py with synthetic weights is written once, in BF16, to a temporary folder (--folder says where: it
@@ -12,7 +13,8 @@ while loading:
 
 On a CPU "auto" is one device and "tensor" two processes. tokens_per_s is as in generate.py, with the eager way; bytes
 are those of the GPU that has most: weights_bytes of the parameters, peak_bytes while generating. Tokens, and the logits
-behind the prompt, are compared as bytes, on every rank.
+behind the prompt, are compared as bytes, on every rank. A placement takes a minute or two; its rows are written when it
+is done, in place of those of the same case, device and versions.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -34,13 +37,14 @@ from transformers.distributed import DistributedConfig
 
 import generate
 import samebits
-from common import PACKAGES, cpu_name, significant, write_results
+from common import PACKAGES, add_results, cpu_name, significant
 from models import random_prompt
 from samebits.verify import repeatable_attention
 
 GPUS = 2
 WAY = "eager"
 PLACEMENTS = ("auto", "tensor")
+KEYS = ("table", "model", "placement", "batch", "prompt", "tokens")  # of a case
 
 
 def load(folder: Path, placement: str, packed: bool) -> Any:
@@ -75,9 +79,17 @@ def logits_of(model: Any, setting: generate.Setting, device: str) -> torch.Tenso
 
 def measure(folder: Path, placement: str, settings: list[generate.Setting], device: str, packed: bool) -> list[Any]:
     """A row's figures, the tokens and the logits of every setting, on one model, which is gone afterwards."""
+    start = time.monotonic()
+
+    def say(done: str) -> None:
+        if os.environ.get("RANK", "0") == "0":
+            kind = "samebits" if packed else "BF16"
+            print(f"{placement}, {kind}: {done} after {time.monotonic() - start:.1f} s", flush=True)
+
     model = load(folder, placement, packed)
     if packed:
         samebits.prepare(model, [setting.batch for setting in settings])
+    say("ready")
     found = []
     for setting in settings:
         for index in range(torch.cuda.device_count() if device == "cuda" else 0):
@@ -85,6 +97,7 @@ def measure(folder: Path, placement: str, settings: list[generate.Setting], devi
         figures = generate.measure(model, setting, device)
         row = {"tokens_per_s": significant(figures.rate), "weights_bytes": weights_bytes(model)}
         found.append((row | {"peak_bytes": peak_bytes(device)}, figures.tokens, logits_of(model, setting, device)))
+        say(f"{setting}: {figures.rate:.1f} tokens/s,")
     del model
     gc.collect()
     if device == "cuda":
@@ -138,6 +151,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--name", default="parallel")
     parser.add_argument("--model", default="Llama 3.1 8B")
+    parser.add_argument("--placements", type=lambda text: text.split(","), default=list(PLACEMENTS))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--batches", type=generate.numbers, default=[1, 8])
     parser.add_argument("--prompt", type=int, default=128, help="tokens of each sequence")
@@ -145,6 +159,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--folder", type=Path, help="where to make the temporary folder")
     parser.add_argument("--worker", choices=PLACEMENTS, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    if unknown := sorted({*options.placements} - {*PLACEMENTS}):
+        parser.error(f"unknown placement {unknown[0]!r}, there are {', '.join(PLACEMENTS)}")
     if options.device == "cuda" and torch.cuda.device_count() < GPUS:
         parser.error(f"{GPUS} CUDA devices are needed")
     settings = [generate.Setting(WAY, batch, options.prompt, options.tokens) for batch in options.batches]
@@ -159,11 +175,14 @@ def main(arguments: list[str]) -> int:
         gc.collect()
         if options.device == "cuda":
             torch.cuda.empty_cache()
-        rows = [row for placement in PLACEMENTS for row in run(Path(scratch), placement, arguments, options.device)]
-    found = [{"table": "parallel", "model": options.model, "gpus": GPUS, **row} for row in rows]
-    device = f"{GPUS} x {torch.cuda.get_device_name()}" if options.device == "cuda" else cpu_name()
-    print(write_results(options.name, device, found, (*PACKAGES, "transformers")))
-    return int(not all(row["same_tokens"] and row["same_logits"] for row in found))
+        device = f"{GPUS} x {torch.cuda.get_device_name()}" if options.device == "cuda" else cpu_name()
+        all_same = True
+        for placement in options.placements:
+            rows = run(Path(scratch), placement, arguments, options.device)
+            rows = [{"table": "parallel", "model": options.model, "gpus": GPUS, **row} for row in rows]
+            all_same &= all(row["same_tokens"] and row["same_logits"] for row in rows)
+            print(add_results(options.name, device, rows, KEYS, (*PACKAGES, "transformers")), flush=True)
+    return int(not all_same)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import samebits
+from samebits.errors import InputError
 from tests.integrations.models import Reference, assert_same_bits, compress_folder, make, outputs
 
 pytestmark = [
@@ -17,7 +18,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
-# The embedding and a head that may be tied to it are on different GPUs.
+# The embedding and the head are on different GPUs.
 APART = {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": 1, "model.norm": 1, "model.rotary_emb": 0}
 APART |= {"lm_head": 1}
 
@@ -49,15 +50,23 @@ def test_device_map_auto(name: str, config, tmp_path: Path) -> None:
         assert_same_on_both(plain, model)
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-tied"])
-def test_head_and_embedding_apart(references, name: str, config, tmp_path: Path) -> None:
-    plain = references(name)
+def test_head_and_embedding_apart(llama: Reference, config, tmp_path: Path) -> None:
+    plain = llama
     for source in sources(plain, config, tmp_path / "packed"):
         model = plain.load(**source, device_map=dict(APART))
         assert {parameter.device for parameter in model.lm_head.parameters()} == {SECOND}
         assert_same_on_both(plain, model)
     model.save_pretrained(tmp_path / "saved")
     plain.assert_same(plain.load(tmp_path / "saved"))
+
+
+def test_tied_head_and_embedding_apart(references, config, tmp_path: Path) -> None:
+    """accelerate gives tied modules one tensor, on one device, so neither model runs."""
+    plain = references("llama-tied")
+    for source in ({}, *sources(plain, config, tmp_path / "packed")):
+        model = plain.load(**source, device_map=dict(APART))
+        with pytest.raises((RuntimeError, InputError), match="cuda:0"):
+            outputs(model, plain.tokens.to(FIRST))
 
 
 def test_products_on_the_device_that_is_not_current(config, tmp_path: Path) -> None:

@@ -286,9 +286,13 @@ class _PairMemory:
         fixed = _ATOM_BYTES + 4 * table + side + max(side, 4 * max(each.entries for each in planners))
         fixed += warps * 2 * _PAIR * _OPENING_BYTES + (_OTHER_WARPS - 1) * _DEALING + warps * 4 * 8
         slabs = warps * _PAIR * SLAB_BYTES
-        fixed, slot = (fixed + way.pairs * (slabs + 16), way.slot_bytes) if way.wgmma else (fixed, way.slot_bytes + slabs)
+        if way.wgmma:
+            fixed, slot = fixed + way.pairs * (slabs + 16), way.slot_bytes
+            least, most = 2 * way.x_parts, _MAX_X_SLOTS
+        else:
+            slot = way.slot_bytes + slabs
+            least, most = _MIN_PAIRS, way.pairs
         ring = (4 * planners[0].room - fixed) // (slot + 16)
-        least, most = (2 * way.x_parts, _MAX_X_SLOTS) if way.wgmma else (_MIN_PAIRS, way.pairs)
         return cls(way, fixed, slot, min(ring, most) if ring >= least else 0)
 
     @property
