@@ -10,6 +10,9 @@ part of it until the host has launched all (in eager mode the Python of the mode
 in one more step, by KINDS of kernels; a kernel that starts before the one in front ends counts from there. What is left
 of the step is ``idle_milliseconds``.
 
+``kernels`` has the NAMED names of kernels that take most: how many, medians of one and of the gap between the end of
+what ran before and its start, negative where they overlap.
+
 Table "calls": microseconds of the host for one call of a linear layer of each shape, nn.Linear and packed.
 """
 
@@ -20,6 +23,7 @@ import re
 import statistics
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -40,9 +44,11 @@ CONTEXT = 128  # tokens
 ROOM = 256  # tokens of the cache
 REPEATS = 10
 CALLS = 50  # of a layer, before the host waits for the GPU
+NAMED = 12
+LONGEST_NAME = 80
 # The first that is found in a kernel's name.
 KINDS = {
-    "fused": re.compile(r"linear_(ahead|chains|tiles|pairs|warpgroups)|arrange"),
+    "fused": re.compile(r"^linear_|^arrange"),
     "decoding": re.compile(r"^decode"),
     "attention": re.compile(r"flash|fmha|sdpa|attention|softmax", re.IGNORECASE),
     "bf16_product": re.compile(r"gemm|gemv|nvjet|cutlass|cublas|xmma|splitk|dot_kernel", re.IGNORECASE),
@@ -62,6 +68,22 @@ def by_kind(kernels: list[Kernel]) -> dict[str, float]:
         found[kind_of(name)] += max(0.0, end - max(start, busy_until)) / 1e3
         busy_until = max(busy_until, end)
     return found
+
+
+def by_name(kernels: list[Kernel]) -> list[dict[str, Any]]:
+    """What `kernels` of a row is."""
+    lasting, gaps, busy_until = defaultdict(list), defaultdict(list), None
+    for name, start, end in sorted(kernels, key=lambda kernel: kernel[1]):
+        lasting[name[:LONGEST_NAME]].append(end - start)
+        gaps[name[:LONGEST_NAME]].append(0.0 if busy_until is None else start - busy_until)
+        busy_until = end if busy_until is None else max(busy_until, end)
+
+    def median(times: list[float]) -> float:
+        return significant(statistics.median(times))
+
+    names = sorted(lasting, key=lambda name: -sum(lasting[name]))[:NAMED]
+    return [{"kernel": name, "launches": len(lasting[name]), "microseconds": median(lasting[name]),
+             "gap_microseconds": median(gaps[name])} for name in names]  # fmt: skip
 
 
 def kernels_of(run: Callable[[], object], device: str) -> list[Kernel]:
@@ -112,10 +134,12 @@ def step_rows(model: Any, batches: list[int], device: str) -> Iterator[dict[str,
             wait(device)
             run = captured(step) if way == "graph" and device == "cuda" else step
             host, whole = milliseconds(run, device)
-            kinds = by_kind(kernels_of(run, device))
+            kernels = kernels_of(run, device)
+            kinds = by_kind(kernels)
             times = {"step": whole, "host": host, **kinds, "idle": max(0.0, whole - sum(kinds.values()))}
             row = {"batch": batch, "way": way, "context": CONTEXT}
-            yield row | {f"{key}_milliseconds": significant(value) for key, value in times.items()}
+            row |= {f"{key}_milliseconds": significant(value) for key, value in times.items()}
+            yield row | {"kernels": by_name(kernels)}
             del run
 
 
