@@ -25,9 +25,9 @@ struct Job {
     int token_tiles, units;      // linear_pairs.cuh
     u32 by_token_tiles, by_ranges;
     u32 by_slots, by_stages, by_range, by_warps[2];   // for `divide`; linear_chains.cuh: warps with a segment, of blocks with one row group more and others
-    int table_words, x_words, buffer_words;   // of shared memory: decode table, its entries and later x (not in linear_tiles.cu), each staging buffer
+    int table_words, x_words, buffer_words;   // of shared memory: decode table, x (before that, without Hopper's kernels, the table's entries), each staging buffer
     int ring;            // linear_tiles.cu: pairs of stages that a block keeps decoded, at least those of the chunks that a warp is ahead;
-                         // linear_pairs.cuh: slots of x
+                         // linear_pairs.cuh: slots of x; with mma, pairs of stages
 
     __device__ __forceinline__ int block() const { return int(blockIdx.x) - first_block; }
     __device__ __forceinline__ int row_groups_of(int block) const { return own + (block < longer); }

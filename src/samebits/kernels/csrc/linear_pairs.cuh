@@ -1,9 +1,9 @@
 // The fused linear layer on Hopper where warps decode what they multiply, two row groups each: a whole left matrix of 16 rows. See linear.cuh.
 //
 // A unit of work is 16 rows for each warp of a cluster of blocks, a tile of tokens and a range of stages. A warp decodes stage after stage in
-// registers; while a stage is multiplied, the next one's codewords are looked up. Whatever else there is to do, other warps do for it, ahead: one
-// brings slabs and x, which arrange.cu has arranged, to rings in shared memory, others open chunks. Sums of several ranges meet in memory. There are
-// two ways to multiply: each warp for itself with mma, and for more tokens four warps together with wgmma, which wait for each other at every stage.
+// registers; while a stage is multiplied, the next one's codewords are looked up. Whatever else there is to do, other warps do for it, ahead: they
+// bring slabs and x, which arrange.cu has arranged, to rings in shared memory, and open chunks. Sums of several ranges meet in memory. There are two
+// ways to multiply: each warp for itself with mma, and for more tokens four warps together with wgmma, which wait for each other at every stage.
 #pragma once
 #include "hopper.cuh"
 #include "linear.cuh"
@@ -83,7 +83,7 @@ struct Places {
 constexpr u32 kOpeningBytes = kLanes * 16 + 16;
 constexpr u32 kDealing = kGroups * kLanes * 8;
 
-// The table comes first in shared memory, so that its address is part of the instructions that look things up.
+// The table comes first in shared memory.
 __device__ __forceinline__ u32* table_words() {
     extern __shared__ __align__(128) u32 shared_words[];
     return shared_words;
@@ -442,7 +442,7 @@ __device__ __forceinline__ void decode_and_multiply(const Units<Way::cluster>& u
                                                     const Places& at, int warp, int lane) {
     constexpr int wide = Way::wide, count = wide / 2;
     u32 byte_mask = ((1u << packed.width) - 1) << 2, common = u32(packed.window >> 4) * 0x10101010u;
-    const u32 table = __reduce_or_sync(kFull, table_address());   // in one of a warp's own registers, which loads add to what they are given
+    const u32 table = __reduce_or_sync(kFull, table_address());   // in a uniform register, which loads add to another
     u32 slabs = (Way::wgmma ? 0 : 2 * stage_bytes<Way>()) + warp * (kGroups * kSlabBytes), sign_at = slabs + 4 * lane, raw_at = slabs + kSignBytes + 16 * lane;
     u32 right_at[2] = {u32(lane >> 2) * 128 + ((lane & 7) << 4), u32(lane >> 2) * 128 + (((lane & 7) ^ 4) << 4)};   // mma's, in a stage of x
     int slots, ring = job.ring;
