@@ -44,7 +44,7 @@ from samebits.verify import repeatable_attention
 GPUS = 2
 WAY = "eager"
 PLACEMENTS = ("auto", "tensor")
-KEYS = ("table", "model", "placement", "batch", "prompt", "tokens")  # of a case
+KEYS = ("model", "placement", "batch", "prompt", "tokens")
 
 
 def load(folder: Path, placement: str, packed: bool) -> Any:

@@ -72,11 +72,13 @@ def by_kind(kernels: list[Kernel]) -> dict[str, float]:
 
 def by_name(kernels: list[Kernel]) -> list[dict[str, Any]]:
     """What `kernels` of a row is."""
-    lasting, gaps, busy_until = defaultdict(list), defaultdict(list), None
-    for name, start, end in sorted(kernels, key=lambda kernel: kernel[1]):
+    kernels = sorted(kernels, key=lambda kernel: kernel[1])
+    lasting, gaps = defaultdict(list), defaultdict(list)
+    busy_until = kernels[0][1] if kernels else 0.0
+    for name, start, end in kernels:
         lasting[name[:LONGEST_NAME]].append(end - start)
-        gaps[name[:LONGEST_NAME]].append(0.0 if busy_until is None else start - busy_until)
-        busy_until = end if busy_until is None else max(busy_until, end)
+        gaps[name[:LONGEST_NAME]].append(start - busy_until)
+        busy_until = max(busy_until, end)
 
     def median(times: list[float]) -> float:
         return significant(statistics.median(times))

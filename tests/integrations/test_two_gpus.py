@@ -51,13 +51,12 @@ def test_device_map_auto(name: str, config, tmp_path: Path) -> None:
 
 
 def test_head_and_embedding_apart(llama: Reference, config, tmp_path: Path) -> None:
-    plain = llama
-    for source in sources(plain, config, tmp_path / "packed"):
-        model = plain.load(**source, device_map=dict(APART))
+    for source in sources(llama, config, tmp_path / "packed"):
+        model = llama.load(**source, device_map=dict(APART))
         assert {parameter.device for parameter in model.lm_head.parameters()} == {SECOND}
-        assert_same_on_both(plain, model)
+        assert_same_on_both(llama, model)
     model.save_pretrained(tmp_path / "saved")
-    plain.assert_same(plain.load(tmp_path / "saved"))
+    llama.assert_same(llama.load(tmp_path / "saved"))
 
 
 def test_tied_head_and_embedding_apart(references, config, tmp_path: Path) -> None:

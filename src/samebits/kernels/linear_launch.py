@@ -250,7 +250,7 @@ class _Way:
 
     @property
     def pairs(self) -> int:
-        """Of stages, whose slabs are in a block's memory; with mma as many as fit."""
+        """Of stages, in their ring; with mma at most."""
         return _MAX_PAIRS if not self.wgmma or self.wide < 128 else _MIN_PAIRS
 
     @property
