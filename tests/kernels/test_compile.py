@@ -27,6 +27,8 @@ KERNELS = {
         f"linear_chains_{tokens}_{x}_together" for tokens in (8, 16) for x in ("shared", "global")
     ],
     "linear_tiles.cu": [f"linear_tiles_{tokens}_{tiles}" for tokens in (16, 32, 64, 128) for tiles in (1, 2)],
+    "linear_singles.cu": [f"linear_singles_{tokens}" for tokens in (8, 16, 32)],
+    "linear_singles_together.cu": [f"linear_singles_{tokens}_together" for tokens in (8, 16, 32)],
     "linear_pairs.cu": [f"linear_pairs_{tokens}" for tokens in (8, 16, 32, 64)],
     "linear_pairs_together.cu": [f"linear_pairs_{tokens}_together" for tokens in (8, 16, 32, 64)],
     "linear_warpgroups.cu": [f"linear_warpgroups_{tokens}" for tokens in (64, 128, 256)],
@@ -36,7 +38,10 @@ KERNELS = {
 }
 
 
-HOPPER_ONLY = ("linear_tiles.cu", "linear_pairs.cu", "linear_pairs_together.cu", "linear_warpgroups.cu")
+HOPPER_ONLY = (
+    "linear_tiles.cu", "linear_singles.cu", "linear_singles_together.cu", "linear_pairs.cu", "linear_pairs_together.cu",
+    "linear_warpgroups.cu",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -152,3 +152,18 @@ def test_x_is_arranged_before_a_product(monkeypatch: pytest.MonkeyPatch, launche
     fused_linear(x, matrices[0], None, LinearPlan(1))
     assert seen[1].job.x == arrangements[1].arranged
     assert arrangements[1].done_count == 0
+
+
+def test_x_as_it_is_with_memory_for_sums(monkeypatch: pytest.MonkeyPatch, launches: list[Launch]) -> None:
+    """Few tokens of x are arranged by the product itself; what its ranges' sums need is made ready before it."""
+    prepared = linear_launch.Arrangement(0, 1024, 8, 0, (6,), (4096,), part_steps=0)
+    seen: list[Any] = []
+    monkeypatch.setattr(nvrtc, "launch", lambda *arguments, early: seen.append(arguments[-1]))
+    monkeypatch.setattr(linear, "nearest_launch", lambda *arguments: launch)
+    x, matrix = torch.zeros(4, 1024, dtype=torch.bfloat16), packed_matrix(0)
+    launch = linear_launch.Launch("f.cu", "kernel", 132, 8, 1000, (JOB,), prepared)
+    fused_linear(x, matrix, None, LinearPlan(2))
+    ready, product = seen
+    assert (ready.tokens, ready.done_count) == (0, 6)
+    assert product.job.x == x.data_ptr()
+    assert product.job.done == ready.done == product.job.parts + 4096

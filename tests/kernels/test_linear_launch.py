@@ -27,10 +27,11 @@ MOST_TOKENS = {
     Kernel.AHEAD: MAX_TOKENS,
     Kernel.CHAINS: MAX_TOKENS,
     Kernel.TILES: MAX_TILE_TOKENS,
+    Kernel.SINGLES: 32,
     Kernel.PAIRS: MAX_JOINT_TOKENS,
     Kernel.WARPGROUPS: MAX_HOPPER_TOKENS,
 }
-DECODING_PAIRS = (Kernel.PAIRS, Kernel.WARPGROUPS)
+DECODING_PAIRS = (Kernel.SINGLES, Kernel.PAIRS, Kernel.WARPGROUPS)
 SHAPES = ((8, 1024), (1064, 2880), (5120, 5120), (12288, 4096), (28672, 8192), (151936, 4096))
 
 
@@ -64,9 +65,9 @@ def test_launches_fit(shape: tuple[int, int], chunk_words: int, tokens: int, hop
             assert m == tokens <= MOST_TOKENS[variant.kernel]
             assert (ranges - 1) * per_range < header.geometry.stages <= ranges * per_range
             assert (ring > 0) == (variant.kernel in (Kernel.TILES, *DECODING_PAIRS))
-            assert (launch.arrangement is not None) == (variant.kernel in DECODING_PAIRS)
-            if launch.arrangement:
+            if variant.kernel in DECODING_PAIRS:
                 continue  # test_pairs_cover_a_weight
+            assert launch.arrangement is None
             assert slots * batches * launch.grid >= header.geometry.row_groups > slots * (batches - 1) * launch.grid
             assert launch.shared_bytes <= nvrtc.shared_memory(0) - STATIC_SHARED
             assert 1 <= launch.warps <= variant.warps
@@ -111,23 +112,31 @@ def test_pairs_cover_a_weight(shape: tuple[int, int], chunk_words: int, tokens: 
                 continue
             found += 1
             cluster, warps = 2 if variant.kernel is Kernel.WARPGROUPS else 1, launch.warps - 4
+            groups = 1 if variant.kernel is Kernel.SINGLES else 2
+            at_once = int(launch.name.split("_")[-1])
+            wide, arranges = max(at_once, 8), at_once > 4
+            assert at_once >= tokens or variant.kernel is Kernel.WARPGROUPS
             job, prepared = launch.jobs[0], launch.arrangement
             ranges, first, blocks, token_tiles, units, ring = job[1], job[7], job[8], job[11], job[12], job[-1]
-            assert prepared is not None
             assert 1 <= warps <= variant.warps
             assert launch.shared_bytes <= nvrtc.shared_memory(0) - STATIC_SHARED
             assert (first, blocks) == (0, launch.grid)
             assert launch.grid % cluster == 0
             assert launch.grid <= nvrtc.multiprocessors(0)
             assert launch.grid <= units * cluster
-            assert prepared.wide * (token_tiles - 1) < tokens <= prepared.wide * token_tiles
-            covered = units // (ranges * token_tiles) * cluster * warps * 2
-            assert header.geometry.row_groups <= covered < header.geometry.row_groups + cluster * warps * 2
-            assert ring >= (4 if prepared.wide == 256 else 2)
-            assert prepared.x_bytes == token_tiles * prepared.wide * 2 * shape[1]
-            assert prepared.meetings == (covered // 2 * token_tiles if ranges > 1 else 0,)
-            assert prepared.parts_bytes == (prepared.meetings[0] * ranges * 16 * prepared.wide * 4,)
-            assert prepared.grid * prepared.threads >= max(tokens * shape[1] // 16, *prepared.meetings)
+            assert wide * (token_tiles - 1) < tokens <= wide * token_tiles
+            covered = units // (ranges * token_tiles) * cluster * warps * groups
+            assert header.geometry.row_groups <= covered < header.geometry.row_groups + cluster * warps * groups
+            assert ring >= (4 if wide == 256 else 2)
+            assert (prepared is not None) == (arranges or ranges > 1)
+            if prepared is None:
+                continue
+            assert prepared.wide == wide
+            assert prepared.tokens == (tokens if arranges else 0)
+            assert prepared.x_bytes == (token_tiles * wide * 2 * shape[1] if arranges else 0)
+            assert prepared.meetings == (covered // groups * token_tiles if ranges > 1 else 0,)
+            assert prepared.parts_bytes == (prepared.meetings[0] * ranges * 16 * wide * 4,)
+            assert prepared.grid * prepared.threads >= max(prepared.tokens * shape[1] // 16, *prepared.meetings)
     assert (found > 0) == hopper
 
 
@@ -161,7 +170,7 @@ def test_joint_launches(group: tuple[tuple[tuple[int, int], int], ...], tokens: 
             assert (m, first) == (tokens, next_block)
             assert (ranges - 1) * per_range < stages <= ranges * per_range
             next_block += blocks
-            if variant.kernel is Kernel.PAIRS:
+            if variant.kernel in DECODING_PAIRS:
                 continue
             assert own * blocks + longer == header.geometry.row_groups
             assert slots * batches >= own + (longer > 0)

@@ -182,7 +182,9 @@ def _arrange(x: torch.Tensor, jobs: Sequence[JobStructure], arrangement: Arrange
     """Has x arranged, and memory ready, for a launch that follows; the memory may be freed once that is launched."""
     address = torch.empty(arrangement.total_bytes, dtype=torch.uint8, device=x.device).data_ptr()
     for job, parts, done in zip(jobs, arrangement.parts, arrangement.done, strict=True):
-        job.x, job.parts, job.done = address, address + parts, address + done
+        job.parts, job.done = address + parts, address + done
+        if arrangement.tokens:
+            job.x = address
     kind, grid = _arrangement(arrangement)
     structure = ArrangementStructure.from_buffer_copy(kind)
     structure.x, structure.arranged, structure.done = x.data_ptr(), address, address + arrangement.done[0]

@@ -29,18 +29,23 @@ _WARPGROUP = 4  # warps
 _MAX_DECODERS = 16  # linear_tiles.cu: kMaxDecoders
 _ATOM_BYTES = 1024  # hopper.cuh: a stage of a row group, decoded
 _MIN_RING = 3  # pairs of stages that a block keeps decoded
-_MMA_WIDTHS, _WGMMA_WIDTHS = (8, 16, 32, 64), (64, 128, 256)  # linear_pairs.cu, linear_warpgroups.cu: tokens of a tile
-_PAIR = 2  # linear_pairs.cuh: kGroups, row groups of a warp
-_PAIR_WARPS, _OTHER_WARPS = 8, 4  # linear_pairs.cuh: kMultipliers, kOthers
-_OPENING_BYTES, _DEALING = _LANES * 16 + 16, _PAIR * _LANES * 8  # linear_pairs.cuh: kOpeningBytes, kDealing
+_WGMMA_WIDTHS = (64, 128, 256)  # linear_warpgroups.cu: tokens of a tile
+# linear_pairs.cuh: multipliers, by row groups of a warp and tokens at once, with mma.
+_PAIR_WARPS = {1: {4: 16, 8: 16, 16: 16, 32: 16}, 2: {4: 12, 8: 12, 16: 12, 32: 11, 64: 8}}
+_OTHER_WARPS = 4  # linear_pairs.cuh: kOthers
+_OPENING_BYTES, _DEALING = (
+    _LANES * 16 + 16,
+    _LANES * 8,
+)  # linear_pairs.cuh: kOpeningBytes, dealing_bytes for a row group
 _MIN_PAIRS, _MAX_PAIRS = 2, 4  # linear_pairs.cuh: of stages, in their ring
+_MAX_PLAIN_TOKENS = 4  # linear_pairs.cuh: whose x is not arranged in memory
 _MAX_X_SLOTS = 8  # linear_pairs.cuh: of the ring of x
 _ARRANGE_THREADS = 128
 _WARP_COST = 0.4  # linear_pairs.cuh: of another warp in a block, where one takes 1
 
 
 MAX_TOKENS = 16  # on GPUs other than Hopper
-MAX_JOINT_TOKENS = max(_MMA_WIDTHS)
+MAX_JOINT_TOKENS = max(_PAIR_WARPS[2])
 MAX_TILE_TOKENS = max(_X_STAGES)
 MAX_HOPPER_TOKENS = 512  # more take longer than decoding first
 
@@ -51,6 +56,7 @@ class Kernel(Enum):
     AHEAD = "chunks are decoded ahead of few chains"
     CHAINS = "each warp walks chains of its own"
     TILES = "tiles are decoded for warpgroups to multiply"
+    SINGLES = "each warp decodes a row group and multiplies it"
     PAIRS = "each warp decodes two row groups and multiplies them"
     WARPGROUPS = "warpgroups decode what they multiply"
 
@@ -82,9 +88,10 @@ VARIANTS = (
     Variant(Kernel.CHAINS, warps=20, shared_x=False),
     Variant(Kernel.CHAINS, warps=14),
     Variant(Kernel.TILES, warps=_TILE_WARPS),
-    Variant(Kernel.PAIRS, warps=_PAIR_WARPS),
+    Variant(Kernel.PAIRS, warps=max(_PAIR_WARPS[2].values())),
     Variant(Kernel.WARPGROUPS, warps=_WARPGROUP),
     Variant(Kernel.WARPGROUPS, warps=2 * _WARPGROUP),
+    Variant(Kernel.SINGLES, warps=max(_PAIR_WARPS[1].values())),
 )
 
 
@@ -98,7 +105,7 @@ class Arrangement:
     """What is made ready in memory before a launch: x as csrc/arrange.cu writes it, and where sums of ranges meet.
 
     Attributes:
-        tokens, columns: of x.
+        tokens, columns: of x; no tokens where the launch takes x as it is.
         wide: tokens of a tile.
         x_bytes: of x, whole tiles; it comes first in that memory.
         meetings: of each tensor, how many are counted; 0 where there is one range.
@@ -163,8 +170,8 @@ def launch_of(header: Header, m: int, split: int, variant: int, device: int) -> 
         return planner.tiles(kind)
     if kind.kernel is Kernel.WARPGROUPS:
         return planner.warpgroups(kind)
-    if kind.kernel is Kernel.PAIRS:
-        return _pairs((header,), m, (split,), device)
+    if kind.kernel in (Kernel.SINGLES, Kernel.PAIRS):
+        return _pairs((header,), m, (split,), device, kind.kernel)
     block = planner.block(kind)
     warps = _fitting_warps([block]) if block else 0
     return Launch(f"{block.stem}.cu", block.name, planner.blocks, warps, block.bytes(warps),
@@ -187,8 +194,8 @@ def joint_launch(
     Each block has row groups of one tensor, all blocks about as many stages to decode.
     """
     kind = VARIANTS[variant]
-    if kind.kernel is Kernel.PAIRS:
-        return _pairs(headers, m, splits, device)
+    if kind.kernel in (Kernel.SINGLES, Kernel.PAIRS):
+        return _pairs(headers, m, splits, device, kind.kernel)
     if kind.kernel in (Kernel.TILES, Kernel.WARPGROUPS):
         return None
     stages = [_decoded_stages(kind.kernel, header, split) for header, split in zip(headers, splits, strict=True)]
@@ -239,14 +246,28 @@ def magic(divisor: int) -> int:
 
 @dataclass(frozen=True)
 class _Way:
-    """csrc/linear_pairs.cuh: WithWgmma or WithMma, for tiles of ``wide`` tokens."""
+    """csrc/linear_pairs.cuh: WithWgmma or WithMma, for so many tokens at once."""
 
-    wgmma: bool
-    wide: int
+    kernel: Kernel
+    tokens: int
 
     @property
     def stem(self) -> str:
-        return "linear_warpgroups" if self.wgmma else "linear_pairs"
+        return f"linear_{self.kernel.name.lower()}"
+
+    @property
+    def wide(self) -> int:
+        """Tokens of a tile."""
+        return max(self.tokens, _OCTET)
+
+    @property
+    def wgmma(self) -> bool:
+        return self.kernel is Kernel.WARPGROUPS
+
+    @property
+    def groups(self) -> int:
+        """Row groups of a warp."""
+        return 1 if self.kernel is Kernel.SINGLES else 2
 
     @property
     def pairs(self) -> int:
@@ -262,6 +283,11 @@ class _Way:
     def cluster(self) -> int:
         """Blocks."""
         return 2 if self.wgmma else 1
+
+    @property
+    def arranges(self) -> bool:
+        """Whether x is arranged in memory."""
+        return self.tokens > _MAX_PLAIN_TOKENS
 
     @property
     def slot_bytes(self) -> int:
@@ -282,10 +308,10 @@ class _PairMemory:
     def of(cls, way: _Way, planners: Sequence[_Planner], warps: int) -> _PairMemory:
         """For the largest of several tensors."""
         table, buffer = max(each.table for each in planners), max(each.buffer for each in planners)
-        side = warps * _PAIR * 4 * buffer
+        side = warps * way.groups * 4 * buffer
         fixed = _ATOM_BYTES + 4 * table + side + max(side, 4 * max(each.entries for each in planners))
-        fixed += warps * 2 * _PAIR * _OPENING_BYTES + (_OTHER_WARPS - 1) * _DEALING + warps * 4 * 8
-        slabs = warps * _PAIR * SLAB_BYTES
+        fixed += warps * 2 * way.groups * _OPENING_BYTES + (_OTHER_WARPS - 1) * way.groups * _DEALING + warps * 4 * 8
+        slabs = warps * way.groups * SLAB_BYTES
         if way.wgmma:
             fixed, slot = fixed + way.pairs * (slabs + 16), way.slot_bytes
             least, most = 2 * way.x_parts, _MAX_X_SLOTS
@@ -305,15 +331,16 @@ class _PairMemory:
         return self.fixed + self.ring * (self.slot + 16)
 
 
-def _pairs(headers: tuple[Header, ...], m: int, splits: tuple[int, ...], device: int) -> Launch | None:
+def _pairs(headers: tuple[Header, ...], m: int, splits: tuple[int, ...], device: int, kernel: Kernel) -> Launch | None:
     """One launch for one tensor or several. Warps, and blocks of each tensor, such that the busiest block ends soon."""
     multiprocessors = nvrtc.multiprocessors(device)
-    if m > max(_MMA_WIDTHS) or not nvrtc.has_wgmma(device) or len(headers) > multiprocessors:
+    limits = _PAIR_WARPS[1 if kernel is Kernel.SINGLES else 2]
+    if m > max(limits) or not nvrtc.has_wgmma(device) or len(headers) > multiprocessors:
         return None
-    way = _Way(False, next(wide for wide in _MMA_WIDTHS if wide >= m))
+    way = _Way(kernel, next(tokens for tokens in limits if tokens >= m))
     planners = [_Planner(header, m, split, device, 1) for header, split in zip(headers, splits, strict=True)]
     found: list[tuple[float, int, list[int]]] = []
-    for warps in range(1, _PAIR_WARPS + 1):
+    for warps in range(1, limits[way.tokens] + 1):
         if _PairMemory.of(way, planners, warps).ring:
             most, shares = _pair_shares(planners, way, warps, multiprocessors)
             found.append((most * (1 + _WARP_COST * (warps - 1)), warps, shares))
@@ -341,15 +368,17 @@ def _pair_launch(way: _Way, warps: int, planners: Sequence[_Planner], shares: Se
     meetings = tuple(each.meetings(way, warps) for each in planners)
     parts = tuple(number * each.ranges * _LANES * way.wide * 2 for number, each in zip(meetings, planners, strict=True))
     part_steps = STEPS // way.x_parts if way.wgmma else 0
-    x_bytes = -(-m // way.wide) * way.wide * 2 * STAGE * stages
+    tokens = m if way.arranges else 0
+    x_bytes = -(-tokens // way.wide) * way.wide * 2 * STAGE * stages
     jobs = (
         each.pair_job(way, warps, memory.x_bytes // 4, memory.ring, first, blocks)
         for each, first, blocks in zip(planners, accumulate(shares, initial=0), shares, strict=False)
     )
     together = "_together" if len(planners) > 1 else ""
-    return Launch(f"{way.stem}{together}.cu", f"{way.stem}_{way.wide}{together}", sum(shares), warps + _OTHER_WARPS,
+    return Launch(f"{way.stem}{together}.cu", f"{way.stem}_{way.tokens}{together}", sum(shares), warps + _OTHER_WARPS,
                   memory.total, tuple(jobs),
-                  Arrangement(m, stages * STAGE, way.wide, x_bytes, meetings, parts, part_steps))  # fmt: skip
+                  Arrangement(tokens, stages * STAGE, way.wide, x_bytes, meetings, parts, part_steps)
+                  if tokens or any(meetings) else None)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -454,7 +483,7 @@ class _Planner:
     def warpgroups(self, variant: Variant) -> Launch | None:
         """With as much of x in its ring as fits."""
         wide = next((wide for wide in _WGMMA_WIDTHS if wide >= self.m), max(_WGMMA_WIDTHS))
-        way = _Way(True, wide)
+        way = _Way(Kernel.WARPGROUPS, wide)
         if not nvrtc.has_wgmma(self.device) or not _PairMemory.of(way, [self], variant.warps).ring:
             return None
         blocks = nvrtc.multiprocessors(self.device) // way.cluster
@@ -463,7 +492,7 @@ class _Planner:
 
     def units(self, way: _Way, warps: int) -> int:
         """Of work, for linear_pairs.cuh."""
-        return -(-self.row_groups // (way.cluster * _PAIR * warps)) * self.ranges * self._token_tiles(way)
+        return -(-self.row_groups // (way.cluster * way.groups * warps)) * self.ranges * self._token_tiles(way)
 
     def _token_tiles(self, way: _Way) -> int:
         return -(-self.m // way.wide)

@@ -1,7 +1,8 @@
-// Each warp for itself: linear_pairs.cuh.
+// Each warp for itself, two row groups: linear_pairs.cuh.
 #include "linear_pairs.cuh"
 
-PAIRS_KERNEL(linear_pairs_8, Product, WithMma, 8)
-PAIRS_KERNEL(linear_pairs_16, Product, WithMma, 16)
-PAIRS_KERNEL(linear_pairs_32, Product, WithMma, 32)
-PAIRS_KERNEL(linear_pairs_64, Product, WithMma, 64)
+PAIRS_KERNEL(linear_pairs_4, Product, WithMmaTwo, 4)
+PAIRS_KERNEL(linear_pairs_8, Product, WithMmaTwo, 8)
+PAIRS_KERNEL(linear_pairs_16, Product, WithMmaTwo, 16)
+PAIRS_KERNEL(linear_pairs_32, Product, WithMmaTwo, 32)
+PAIRS_KERNEL(linear_pairs_64, Product, WithMmaTwo, 64)

@@ -1,39 +1,45 @@
-// The fused linear layer on Hopper where warps decode what they multiply, two row groups each: a whole left matrix of 16 rows. See linear.cuh.
+// The fused linear layer on Hopper where warps decode what they multiply: two row groups each, a whole left matrix of 16 rows, or one. See linear.cuh.
 //
-// A unit of work is 16 rows for each warp of a cluster of blocks, a tile of tokens and a range of stages. A warp decodes stage after stage in
+// A unit of work is 16 or 8 rows for each warp of a cluster of blocks, a tile of tokens and a range of stages. A warp decodes stage after stage in
 // registers; while a stage is multiplied, the next one's codewords are looked up. Whatever else there is to do, other warps do for it, ahead: they
-// bring slabs and x, which arrange.cu has arranged, to rings in shared memory, and open chunks. Sums of several ranges meet in memory. There are two
+// bring slabs and x to rings in shared memory, where x is as arrange.cu arranges it, and open chunks. Sums of several ranges meet in memory. There are two
 // ways to multiply: each warp for itself with mma, and for more tokens four warps together with wgmma, which wait for each other at every stage.
 #pragma once
 #include "hopper.cuh"
 #include "linear.cuh"
 
-constexpr int kGroups = 2;                // row groups of a warp
-constexpr int kMultipliers = 8;           // warps that multiply, at most
 constexpr int kOthers = 4;                // warps that bring slabs, bring x, or open chunks
-constexpr int kThreads = (kMultipliers + kOthers) * kLanes;   // leaves 168 registers to each
 
-// For tiles of so many tokens. Numbers that linear_launch.py knows too: kMultipliers, kOthers, pairs, cluster, x_parts.
-template <int tokens>
+// For so many tokens at once. Numbers that linear_launch.py knows too: kOthers, wide, multipliers, pairs, cluster, x_parts, arranged.
+template <int tokens, int row_groups>
 struct WithMma {
     static constexpr bool wgmma = false;
-    static constexpr int wide = tokens;
+    static constexpr int wide = tokens < 8 ? 8 : tokens;    // of a tile
+    static constexpr int groups = row_groups;   // of a warp; with one the lower half of mma's left matrix is anything
+    static constexpr int multipliers = wide == 64 ? 8 : groups == 1 ? 16 : wide == 32 ? 11 : 12;   // warps, at most; leaves at least 96 or 128 registers to each thread
     static constexpr int openers = 3;     // of kOthers; one brings slabs and x
     static constexpr int cluster = 1;     // blocks
     static constexpr int x_parts = 1;
+    static constexpr bool arranged = tokens > 4;   // x, by arrange.cu; fewer tokens are on their way to shared memory, four columns by four
 };
 template <int tokens>
 struct WithWgmma {
     static constexpr bool wgmma = true;
     static constexpr int wide = tokens;
+    static constexpr int groups = 2;
+    static constexpr int multipliers = 8;
     static constexpr int openers = 2;     // one brings slabs, one x
     static constexpr int cluster = 2;
     static constexpr int pairs = wide >= 128 ? 2 : 4;     // of stages, whose slabs are in shared memory or on their way there
     static constexpr int x_parts = wide == 256 ? 2 : 1;   // slots of the ring of x that a stage takes: a whole one would leave it too few
+    static constexpr bool arranged = true;
     // Of a thread that multiplies and of one that does not, together what the block was given.
     static constexpr int registers = 216, few_registers = 72;
-    static_assert(kMultipliers * registers + kOthers * few_registers <= (kMultipliers + kOthers) * 168);
+    static_assert(multipliers * registers + kOthers * few_registers <= (multipliers + kOthers) * 168);
 };
+
+template <int tokens> using WithMmaOne = WithMma<tokens, 1>;
+template <int tokens> using WithMmaTwo = WithMma<tokens, 2>;
 
 template <class Way>
 __host__ __device__ constexpr u32 stage_bytes() { return Way::wide * 128; }                 // of x
@@ -71,17 +77,19 @@ __device__ __forceinline__ int first_chunk(const Unit& unit) { return unit.first
 struct Places {
     u32 pairs, full, empty;      // the ring of pairs, and its barriers
     u32 pair_bytes;
+    int slots;                   // of the ring of pairs
     u32 x, x_full, x_empty;      // the ring of x
     u32 streams;                 // two sides, each with a staging buffer for every row group
     u32 openings;                // two sides of each warp
     u32 ready, free;             // their barriers
-    u32 scratch;                 // of an opener: kDealing bytes
+    u32 scratch;                 // dealing_bytes of each opener
 };
 
 // How a row group's chunk is opened, in shared memory: for each lane where its streams start (16 bits each), scale_of its row's shift, and its first
 // two patches; then, for all of them, where the chunk is, Opened's next_patch and patch, and the stages that have patches, a bit each.
 constexpr u32 kOpeningBytes = kLanes * 16 + 16;
-constexpr u32 kDealing = kGroups * kLanes * 8;
+template <class Way>
+__host__ __device__ constexpr u32 dealing_bytes() { return Way::groups * kLanes * 8; }
 
 // The table comes first in shared memory.
 __device__ __forceinline__ u32* table_words() {
@@ -121,13 +129,14 @@ struct OwnPatches {
 };
 
 // Opens a warp's staged chunks. 6.2, 6.3; as Opened::open.
-__device__ __forceinline__ void prepare_openings(const u32 (&at)[kGroups], const int (&size)[kGroups], const u32 (&scale)[kGroups], int stages, u32 opening,
+template <int groups>
+__device__ __forceinline__ void prepare_openings(const u32 (&at)[groups], const int (&size)[groups], const u32 (&scale)[groups], int stages, u32 opening,
                                                  u32 scratch, int lane) {
-    u32 start[kGroups], first[kGroups], end[kGroups], list[kGroups], patch[kGroups], place[kGroups];
-    int count[kGroups];
-    bool raw[kGroups], is_second[kGroups];
+    u32 start[groups], first[groups], end[groups], list[groups], patch[groups], place[groups];
+    int count[groups];
+    bool raw[groups], is_second[groups];
 #pragma unroll
-    for (int i = 0; i < kGroups; ++i) {
+    for (int i = 0; i < groups; ++i) {
         const u32 head = load_shared(at[i]), steps = load_shared(at[i] + 4 + (lane & ~3)) >> (8 * (lane & 3));
         if (lane == 0) store_shared(at[i] + 4 * size[i], kNoPatch);   // ends the patches
         store_shared(scratch + (i * kLanes + lane) * 8, Vec2{kNoPatch, kNoPatch});
@@ -146,17 +155,17 @@ __device__ __forceinline__ void prepare_openings(const u32 (&at)[kGroups], const
     // Opened::mend where that does not suffice.
     __syncwarp();
 #pragma unroll
-    for (int i = 0; i < kGroups; ++i)
+    for (int i = 0; i < groups; ++i)
         if (lane < count[i]) store_shared(place[i], u32(lane));
     __syncwarp();
 #pragma unroll
-    for (int i = 0; i < kGroups; ++i) {
+    for (int i = 0; i < groups; ++i) {
         is_second[i] = lane < count[i] && load_shared(place[i]) != u32(lane);
         if (is_second[i]) store_shared(place[i] + 4, u32(lane));
     }
     __syncwarp();
 #pragma unroll
-    for (int i = 0; i < kGroups; ++i) {
+    for (int i = 0; i < groups; ++i) {
         bool left = count[i] > kLanes || (is_second[i] && load_shared(place[i] + 4) != u32(lane));
         const Vec2 both = load_shared_vec2(scratch + (i * kLanes + lane) * 8);   // numbers in the list; kNoPatch is the largest
         u32 one = __shfl_sync(kFull, patch[i], min(both.x, both.y) & 31), two = __shfl_sync(kFull, patch[i], max(both.x, both.y) & 31);
@@ -175,113 +184,131 @@ __device__ __forceinline__ void prepare_openings(const u32 (&at)[kGroups], const
 }
 
 // The row groups of a block's warps.
+template <int groups>
 struct Rows {
     const int block_groups, row_groups;
 
     // In place of a row group that does not exist, the last one.
     __device__ __forceinline__ int group(const Unit& unit, int warp, int i) const {
-        return min(unit.tile * block_groups + kGroups * warp + i, row_groups - 1);
+        return min(unit.tile * block_groups + groups * warp + i, row_groups - 1);
     }
 };
 
-// Stages and opens chunks, one behind the other, for some of a block's warps: `first`, and then each Way::openers further.
+// What a block's warps have in common.
 template <class Way>
-struct Opener {
-    const Units<Way::cluster>& units;
-    const Rows& rows;
+struct Block {
+    const Units<Way::cluster> units;
+    const Rows<Way::groups> rows;
     const Geometry& geometry;
     const Packed& packed;
     const Job& job;
-    const Places& at;
-    const int first, served, warps, lane;
-    Unit unit;
-    int index, chunk;              // of the chunks at hand, later of those that come next
-    bool more;                     // whether there are any
-    u32 offsets = 0;               // of these, lanes 4 k to 4 k + 3: start and stop of both row groups of the k-th warp
+    const Places at;
+    const int warps, lane;         // warps: that multiply
+};
 
-    __device__ __forceinline__ Opener(const Units<Way::cluster>& units, const Rows& rows, const Geometry& geometry, const Packed& packed, const Job& job,
-                                      const Places& at, int first, int warps, int lane)
-        : units(units), rows(rows), geometry(geometry), packed(packed), job(job), at(at), first(first),
-          served(first < warps ? (warps - 1 - first) / Way::openers + 1 : 0), warps(warps), lane(lane), index(units.first()), more(served > 0 && units.has(index)) {
+// Stages and opens chunks, one behind the other, for some of a block's warps: `first`, and then each `step` further. Warps that multiply have their own
+// first chunks to open, since they have nothing else to do then, openers the others.
+template <class Way>
+struct Opener {
+    const Block<Way>& block;
+    const int first, step, served, lane;
+    Unit unit;
+    int index, chunk;              // of the chunks at hand, or those that come next
+    bool more;                     // whether there are any
+    u32 offsets = 0;               // of these, 2 * groups lanes for each of the warps: start and stop of each row group
+
+    __device__ __forceinline__ Opener(const Block<Way>& block, int first, int step)
+        : block(block), first(first), step(step), served(first < block.warps ? (block.warps - 1 - first) / step + 1 : 0), lane(block.lane), index(block.units.first()),
+          more(served > 0 && block.units.has(index)) {
         if (!more) return;
-        unit = units.at(index);
+        unit = block.units.at(index);
         chunk = first_chunk(unit);
+    }
+    // The first chunks, before the barriers are open: two steps.
+    __device__ __forceinline__ void stage_first() {
+        if (!more) return;
         load_offsets();
         stage(0);
     }
-    // The first chunks, before the barriers are open.
-    __device__ __forceinline__ void begin() {
-        if (more) open(0, false);
+    __device__ __forceinline__ void open_first(u32 scratch) const {
+        if (more) open(offsets, unit, chunk, 0, scratch, true);
     }
-    __device__ __forceinline__ void run() {
-        if (served > 0 && units.has(units.first())) arrive_for_all();
+    // From the first chunks to the second.
+    __device__ __forceinline__ void pass_first() {
+        if (more) advance();
+    }
+    __device__ __forceinline__ void run(u32 scratch) {
 #pragma unroll 1
         for (u32 number = 1; more; ++number) {
-            const u32 side = number & 1;
+            const u32 side = number & 1, present = offsets;
 #pragma unroll 1
-            for (int k = 0; k < served; ++k) await(at.free + 16 * warp(k) + 8 * side, (number >> 1 & 1) ^ 1);
+            for (int k = 0; k < served; ++k) await(block.at.free + 16 * warp(k) + 8 * side, (number >> 1 & 1) ^ 1);
             stage(side);
-            open(side, true);
+            const Unit here = unit;
+            const int opened = chunk;
+            advance();
+            open(present, here, opened, side, scratch, false);
         }
     }
 
    private:
-    __device__ __forceinline__ int warp(int k) const { return first + k * Way::openers; }
-    __device__ __forceinline__ u32 buffer(int k, u32 side, int i) const { return at.streams + ((side * warps + warp(k)) * kGroups + i) * 4 * job.buffer_words; }
-    __device__ __forceinline__ void arrive_for_all() const {
-        if (lane < served) arrive(at.ready + 16 * warp(lane));
-    }
+    __device__ __forceinline__ int warp(int k) const { return first + k * step; }
+    __device__ __forceinline__ u32 buffer(int k, u32 side, int i) const { return block.at.streams + ((side * block.warps + warp(k)) * Way::groups + i) * 4 * block.job.buffer_words; }
     __device__ __forceinline__ void load_offsets() {
-        if (lane >= 4 * served) return;
-        const size_t place = size_t(rows.group(unit, warp(lane >> 2), lane >> 1 & 1)) * geometry.chunks_per_row_group + chunk + (lane & 1);
-        offsets = load_u32(packed.data + packed.offsets + 4 * place);
+        constexpr int each = 2 * Way::groups;
+        if (lane >= each * served) return;
+        const size_t place = size_t(block.rows.group(unit, warp(lane / each), lane % each >> 1)) * block.geometry.chunks_per_row_group + chunk + (lane & 1);
+        offsets = load_u32(block.packed.data + block.packed.offsets + 4 * place);
     }
     __device__ __forceinline__ void stage(u32 side) const {
 #pragma unroll 1
         for (int k = 0; k < served; ++k)
 #pragma unroll
-            for (int i = 0; i < kGroups; ++i)
-                stage_streams(packed, buffer(k, side, i), __shfl_sync(kFull, offsets, 4 * k + 2 * i), __shfl_sync(kFull, offsets, 4 * k + 2 * i + 1), lane);
+            for (int i = 0; i < Way::groups; ++i)
+                stage_streams(block.packed, buffer(k, side, i), __shfl_sync(kFull, offsets, 2 * (Way::groups * k + i)), __shfl_sync(kFull, offsets, 2 * (Way::groups * k + i) + 1), lane);
         copy_commit();
     }
-    // The chunks that are staged; meanwhile the offsets of those behind them are loaded.
-    __device__ __forceinline__ void open(u32 side, bool arrives) {
-        const u32 present = offsets;
-        const Unit here = unit;
-        const int stages = min(kChunkStages, geometry.stages - chunk * kChunkStages);
+    __device__ __forceinline__ void advance() {
         if (++chunk * kChunkStages >= unit.last) {
-            index += units.step();
-            more = units.has(index);
+            index += block.units.step();
+            more = block.units.has(index);
             if (more) {
-                unit = units.at(index);
+                unit = block.units.at(index);
                 chunk = first_chunk(unit);
             }
         }
         if (more) load_offsets();
-        int shift[2] = {packed.shift, packed.shift};   // of the first warp's row groups
-        auto load_shifts = [&](int k) {
-            if (packed.has_row_shifts)
+    }
+    // The chunks that are staged.
+    __device__ __forceinline__ void open(u32 present, const Unit& here, int chunk, u32 side, u32 scratch, bool is_first) const {
+        const int stages = min(kChunkStages, block.geometry.stages - chunk * kChunkStages);
+        int shift[Way::groups];   // of the first warp's row groups
 #pragma unroll
-                for (int i = 0; i < kGroups; ++i)
-                    shift[i] = reinterpret_cast<const i8*>(packed.data + packed.row_shifts)[rows.group(here, warp(k), i) * 8 + (lane >> 2)];
+        for (int i = 0; i < Way::groups; ++i) shift[i] = block.packed.shift;
+        auto load_shifts = [&](int k) {
+            if (block.packed.has_row_shifts)
+#pragma unroll
+                for (int i = 0; i < Way::groups; ++i)
+                    shift[i] = reinterpret_cast<const i8*>(block.packed.data + block.packed.row_shifts)[block.rows.group(here, warp(k), i) * 8 + (lane >> 2)];
         };
         load_shifts(0);
-        copy_wait<0>();
+        if (is_first) copy_wait<1>();   // not for the table
+        else copy_wait<0>();
         __syncwarp();
 #pragma unroll 1
         for (int k = 0; k < served; ++k) {
-            u32 chunks[kGroups], scales[kGroups];
-            int sizes[kGroups];
+            u32 chunks[Way::groups], scales[Way::groups];
+            int sizes[Way::groups];
 #pragma unroll
-            for (int i = 0; i < kGroups; ++i) {
-                const StagedPlace place = StreamUnits(packed, __shfl_sync(kFull, present, 4 * k + 2 * i), __shfl_sync(kFull, present, 4 * k + 2 * i + 1)).place;
+            for (int i = 0; i < Way::groups; ++i) {
+                const StagedPlace place = StreamUnits(block.packed, __shfl_sync(kFull, present, 2 * (Way::groups * k + i)), __shfl_sync(kFull, present, 2 * (Way::groups * k + i) + 1)).place;
                 chunks[i] = buffer(k, side, i) + 4 * place.begin;
                 sizes[i] = place.size;
                 scales[i] = scale_of(shift[i]);
             }
             if (k + 1 < served) load_shifts(k + 1);
-            prepare_openings(chunks, sizes, scales, stages, at.openings + (warp(k) * 2 + side) * (kGroups * kOpeningBytes), at.scratch, lane);
-            if (arrives && lane == 0) arrive(at.ready + 16 * warp(k) + 8 * side);
+            prepare_openings(chunks, sizes, scales, stages, block.at.openings + (warp(k) * 2 + side) * (Way::groups * kOpeningBytes), scratch, lane);
+            if (!is_first && lane == 0) arrive(block.at.ready + 16 * warp(k) + 8 * side);
         }
     }
 };
@@ -289,19 +316,14 @@ struct Opener {
 // Bring what warps multiply to shared memory, pair of stages by pair, unit after unit. By a warp each.
 template <class Way>
 struct Supply {
-    const Units<Way::cluster>& units;
-    const Rows& rows;
-    const Geometry& geometry;
-    const Packed& packed;
-    const Job& job;
-    const Places& at;
-    const int lane, slots;
+    const Block<Way>& block;
+    const int lane = block.lane;
 
     // Slabs for the whole ring of pairs, while x may not be there yet.
     __device__ __forceinline__ void begin() const {
         int number = 0;
         for_each_pair([&](const Unit& unit, int pair) {
-            if (number == slots) return false;
+            if (number == block.at.slots) return false;
             bring_slabs(unit, pair, number++);
             return true;
         });
@@ -312,19 +334,21 @@ struct Supply {
         RingPlace place{0, 0};
         int number = 0;
         for_each_pair([&](const Unit& unit, int pair) {
-            if (number >= slots) {
-                await(at.empty + 8 * place.slot, place.parity ^ 1);
+            if (number >= block.at.slots) {
+                await(block.at.empty + 8 * place.slot, place.parity ^ 1);
                 bring_slabs(unit, pair, place.slot);
             }
             ++number;
-            if constexpr (!Way::wgmma) {
+            if constexpr (!Way::arranged) {
+                bring_x(pair, place.slot);
+            } else if constexpr (!Way::wgmma) {
                 const XStages x(*this, unit, pair);
                 if (lane == 0)
-                    copy_bulk(at.pairs + place.slot * at.pair_bytes + (x.first & 1) * stage_bytes<Way>(), x.source, x.count * stage_bytes<Way>(),
-                              at.full + 8 * place.slot);
+                    copy_bulk(block.at.pairs + place.slot * block.at.pair_bytes + (x.first & 1) * stage_bytes<Way>(), x.source, x.count * stage_bytes<Way>(),
+                              block.at.full + 8 * place.slot);
                 __syncwarp();
             }
-            place.advance(slots);
+            place.advance(block.at.slots);
             return true;
         });
     }
@@ -337,14 +361,14 @@ struct Supply {
         for_each_pair([&](const Unit& unit, int pair) {
             const XStages x(*this, unit, pair);
             for (int i = 0; i < x.count * Way::x_parts; ++i) {
-                await(at.x_empty + 8 * place.slot, place.parity ^ 1);
+                await(block.at.x_empty + 8 * place.slot, place.parity ^ 1);
                 if (lane == 0) {
-                    const u32 full = at.x_full + 8 * place.slot;
+                    const u32 full = block.at.x_full + 8 * place.slot;
                     expect(full, bytes);
-                    copy_bulk_to(at.x + place.slot * bytes + own, x.source + i * bytes + own, part, full, (1 << Way::cluster) - 1);
+                    copy_bulk_to(block.at.x + place.slot * bytes + own, x.source + i * bytes + own, part, full, (1 << Way::cluster) - 1);
                 }
                 __syncwarp();
-                place.advance(job.ring);
+                place.advance(block.job.ring);
             }
             return true;
         });
@@ -358,39 +382,50 @@ struct Supply {
 
         __device__ __forceinline__ XStages(const Supply& supply, const Unit& unit, int pair)
             : first(max(2 * pair, unit.first)), count(max(min(2 * pair + 2, unit.last) - first, 0)),
-              source(reinterpret_cast<const u8*>(supply.job.x) + (size_t(unit.tokens) * supply.units.stages + first) * stage_bytes<Way>()) {}
+              source(reinterpret_cast<const u8*>(supply.block.job.x) + (size_t(unit.tokens) * supply.block.units.stages + first) * stage_bytes<Way>()) {}
     };
     // From a chunk's start, even where a unit starts later. Until one returns false.
     template <class Bring>
     __device__ __forceinline__ void for_each_pair(const Bring& bring) const {
-        for (int index = units.first(); units.has(index); index += units.step()) {
-            const Unit unit = units.at(index);
+        for (int index = block.units.first(); block.units.has(index); index += block.units.step()) {
+            const Unit unit = block.units.at(index);
             for (int pair = first_chunk(unit) * (kChunkStages / 2); 2 * pair < unit.last; ++pair)
                 if (!bring(unit, pair)) return;
         }
     }
+    // A pair of stages of x that is not arranged: each lane has four columns of each token.
+    __device__ __forceinline__ void bring_x(int pair, int slot) const {
+        const int stage = lane >> 4, step = lane >> 2 & 3, columns = block.geometry.columns;
+        if (2 * pair + stage < block.units.stages) {
+            const u16* source = block.job.x + 2 * 64 * pair + 4 * lane;
+            u32 target = block.at.pairs + slot * block.at.pair_bytes + stage * stage_bytes<Way>() + ((step & 2) << 5) + ((lane & 3) << 4) + ((step & 1) << 3);
+#pragma unroll 2
+            for (int token = 0; token < block.job.tokens; ++token, source += columns, target = (target + 128) ^ 64) copy_async_8(target, source);
+        }
+        copies_arrive(block.at.full + 8 * slot);
+    }
     // Of the row groups that exist.
     __device__ __forceinline__ void bring_slabs(const Unit& unit, int pair, int slot) const {
-        const int first = unit.tile * rows.block_groups, count = min(rows.block_groups, geometry.row_groups - first);
-        const size_t group_bytes = slab_offset(geometry.stages, 1, 0);
-        const u8* source = packed.data + packed.planes + first * group_bytes + pair * kSlabBytes + 16 * lane;
-        u32 target = at.pairs + slot * at.pair_bytes + (Way::wgmma ? 0 : 2 * stage_bytes<Way>()) + 16 * lane;
+        const int first = unit.tile * block.rows.block_groups, count = min(block.rows.block_groups, block.geometry.row_groups - first);
+        const size_t group_bytes = slab_offset(block.geometry.stages, 1, 0);
+        const u8* source = block.packed.data + block.packed.planes + first * group_bytes + pair * kSlabBytes + 16 * lane;
+        u32 target = block.at.pairs + slot * block.at.pair_bytes + (Way::wgmma ? 0 : 2 * stage_bytes<Way>()) + 16 * lane;
 #pragma unroll 4
         for (int i = 0; i < count; ++i, source += group_bytes, target += kSlabBytes) {
             if (lane < kSlabBytes / 16 - 2 * kLanes) copy_async(target + 32 * kLanes, source + 32 * kLanes);
             copy_async(target, source);
             copy_async(target + 16 * kLanes, source + 16 * kLanes);
         }
-        copies_arrive(at.full + 8 * slot);
+        copies_arrive(block.at.full + 8 * slot);
     }
 };
 
 // A warp's sums of a unit to y, or to where those of the other ranges are; who brings the last adds them, in order.
-template <int wide>
+template <int wide, int groups>
 __device__ __forceinline__ void finish_unit(const Geometry& geometry, const Job& job, const Unit& unit, int first_group, int lane, float (&sums)[wide / 2]) {
     constexpr int count = wide / 2;
     if (job.ranges > 1) {
-        const int meeting = first_group / kGroups * job.token_tiles + unit.tokens;
+        const int meeting = first_group / groups * job.token_tiles + unit.tokens;
         float* parts = job.parts + size_t(meeting) * job.ranges * (count * kLanes) + lane;
         float* own = parts + unit.range * (count * kLanes);
 #pragma unroll
@@ -408,28 +443,34 @@ __device__ __forceinline__ void finish_unit(const Geometry& geometry, const Job&
 #pragma unroll
             for (int i = 0; i < count; ++i) sums[i] += __ldcg(parts + (range * count + i) * kLanes);
     }
-    // Two lanes swap, so that each has four rows of a token, lanes with even t of the first row group and others of the second.
-    const int g = lane >> 2, t = lane & 3, odd = t & 1;
-    float bias[kGroups] = {};
+    // With two row groups two lanes swap, so that each has four rows of a token, lanes with even t of the first row group and others of the second.
+    // With one, each has two rows of a token.
+    const int g = lane >> 2, t = lane & 3, odd = groups == 2 ? t & 1 : 0;
+    float bias[groups] = {};
     if (job.bias)
 #pragma unroll
-        for (int h = 0; h < kGroups; ++h)
+        for (int h = 0; h < groups; ++h)
             bias[h] = __uint_as_float(u32(job.bias[8 * min(first_group + h, geometry.row_groups - 1) + g]) << 16);
     const bool exists = first_group + odd < geometry.row_groups;
     const int token = unit.tokens * wide + g;
-    u16* target = job.y + size_t(token) * geometry.rows + 8 * (first_group + odd) + 4 * (t >> 1);
+    u16* target = job.y + size_t(token) * geometry.rows + 8 * (first_group + odd) + (groups == 2 ? 4 * (t >> 1) : 2 * t);
 #pragma unroll
     for (int j = 0; j < wide / 8; ++j, target += 8 * size_t(geometry.rows)) {
-        u32 words[kGroups];
+        u32 words[groups];
 #pragma unroll
-        for (int h = 0; h < kGroups; ++h) {
+        for (int h = 0; h < groups; ++h) {
             float first = sums[4 * j + 2 * h], second = sums[4 * j + 2 * h + 1];
             if (job.bias) first += bias[h], second += bias[h];
             words[h] = transposed(to_bf16x2(first, second));
         }
-        const u32 other = __shfl_xor_sync(kFull, odd ? words[0] : words[1], 1);
-        const Vec2 own = odd ? Vec2{other, words[1]} : Vec2{words[0], other};
-        if (exists && token + 8 * j < job.tokens) *reinterpret_cast<Vec2*>(target) = own;
+        const bool stores = exists && token + 8 * j < job.tokens;
+        if constexpr (groups == 2) {
+            const u32 other = __shfl_xor_sync(kFull, odd ? words[0] : words[1], 1);
+            const Vec2 own = odd ? Vec2{other, words[1]} : Vec2{words[0], other};
+            if (stores) *reinterpret_cast<Vec2*>(target) = own;
+        } else if (stores) {
+            *reinterpret_cast<u32*>(target) = words[0];
+        }
     }
 }
 
@@ -438,24 +479,20 @@ template <class Number>
 __device__ __forceinline__ void keep(Number& number) { asm volatile("" : "+r"(number)); }
 
 template <class Way>
-__device__ __forceinline__ void decode_and_multiply(const Units<Way::cluster>& units, const Rows& rows, const Geometry& geometry, const Packed& packed, const Job& job,
-                                                    const Places& at, int warp, int lane) {
+__device__ __forceinline__ void decode_and_multiply(const Block<Way>& block, int warp) {
     constexpr int wide = Way::wide, count = wide / 2;
-    u32 byte_mask = ((1u << packed.width) - 1) << 2, common = u32(packed.window >> 4) * 0x10101010u;
+    const int lane = block.lane;
+    u32 byte_mask = ((1u << block.packed.width) - 1) << 2, common = u32(block.packed.window >> 4) * 0x10101010u;
     const u32 table = __reduce_or_sync(kFull, table_address());   // in a uniform register, which loads add to another
-    u32 slabs = (Way::wgmma ? 0 : 2 * stage_bytes<Way>()) + warp * (kGroups * kSlabBytes), sign_at = slabs + 4 * lane, raw_at = slabs + kSignBytes + 16 * lane;
+    u32 slabs = (Way::wgmma ? 0 : 2 * stage_bytes<Way>()) + warp * (Way::groups * kSlabBytes), sign_at = slabs + 4 * lane, raw_at = slabs + kSignBytes + 16 * lane;
     u32 right_at[2] = {u32(lane >> 2) * 128 + ((lane & 7) << 4), u32(lane >> 2) * 128 + (((lane & 7) ^ 4) << 4)};   // mma's, in a stage of x
-    int slots, ring = job.ring;
-    if constexpr (Way::wgmma) slots = Way::pairs;
-    else slots = job.ring;
+    int slots = block.at.slots, ring = block.job.ring;
     keep(common), keep(sign_at), keep(raw_at), keep(right_at[0]), keep(right_at[1]), keep(slots), keep(ring);
     float sums[count];
     u32 weights[4][4];                   // left matrices, by step
-    Opened chunk[kGroups];
-    OwnPatches patches[kGroups];
+    Vec4 right[wide / 8];
     RingPlace pairs{0, 0}, x{0, 0};
     u32 used[2] = {};                    // barriers of the slots of x that wgmma reads
-    u32 chunks = 0;
     auto release_x = [&] {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -463,103 +500,147 @@ __device__ __forceinline__ void decode_and_multiply(const Units<Way::cluster>& u
             used[i] = 0;
         }
     };
+
+    // The chunk at the streams, which in its last stage is the one behind already; but not with wgmma, which is slower then.
+    constexpr bool opens_ahead = !Way::wgmma;
+    Opened chunk[Way::groups];
+    OwnPatches patches[Way::groups];
+    u32 scale_ahead[Way::groups];
+    u32 patched[Way::groups];            // stages that have patches, a bit each; see `complete`
+    u32 opening = 0, chunks = 0;         // opening: shared address; chunks: that were opened
+    int chunk_stages = 0;
+    auto open_chunk = [&](int first_stage) {
+        const u32 side = chunks & 1;
+        opening = block.at.openings + (2 * warp + side) * (Way::groups * kOpeningBytes);
+        chunk_stages = min(kChunkStages, block.geometry.stages - first_stage);
+        await(block.at.ready + 16 * warp + 8 * side, chunks >> 1 & 1);
+        ++chunks;
+#pragma unroll
+        for (int i = 0; i < Way::groups; ++i) {
+            const Vec4 own = load_shared_vec4(opening + i * kOpeningBytes + 16 * lane), all = load_shared_vec4(opening + i * kOpeningBytes + 16 * kLanes);
+            chunk[i].streams[0].start(all.x, own.x & 0xffff);
+            chunk[i].streams[1].start(all.x, own.x >> 16);
+            scale_ahead[i] = own.y;
+            chunk[i].next_patch = all.y, chunk[i].patch = all.z, patched[i] = all.w;
+            patches[i].take(own.z);
+            patches[i].later = own.w;
+        }
+    };
+    auto leave_chunk = [&] {
+        __syncwarp();
+        if (lane == 0) arrive(block.at.free + 16 * warp + 8 * ((chunks - 1) & 1));
+    };
+
+    // A stage is looked up, and its upper bytes completed, while the one before is multiplied.
+    Vec4 upper[Way::groups];
+    LookUps begun[Way::groups];
+    auto begin = [&] {
+#pragma unroll
+        for (int i = 0; i < Way::groups; ++i) begun[i] = chunk[i].begin(table, byte_mask);
+    };
+    auto go_on = [&] {
+#pragma unroll
+        for (int i = 0; i < Way::groups; ++i) upper[i] = chunk[i].go_on(begun[i], table, byte_mask);
+    };
+    // stage: of the chunk; bit: the stage's in `patched`.
+    auto complete = [&](int stage, u32 bit) {
+#pragma unroll
+        for (int i = 0; i < Way::groups; ++i) chunk[i].complete(upper[i], common);
+#pragma unroll
+        for (int i = 0; i < Way::groups; ++i) {
+            if (!(patched[i] & bit)) continue;
+            patches[i].apply(upper[i], stage);
+            patches[i].go_on(stage);
+            chunk[i].mend(upper[i], stage, lane, [&] { return RawChunk{load_shared(opening + i * kOpeningBytes + 16 * kLanes), chunk_stages}; });
+        }
+    };
+
+    // What is not looked up of a stage is loaded while the one before is completed.
+    u32 pair, signs[Way::groups];
+    Vec4 raw[Way::groups];
+    auto load_right = [&](int half, int h) {
+#pragma unroll
+        for (int j = 0; j < wide / 8; ++j) right[j] = load_shared_vec4(pair + right_at[h] + half * stage_bytes<Way>() + j * 1024);
+    };
+    auto load_stage = [&](int half) {
+#pragma unroll
+        for (int i = 0; i < Way::groups; ++i) raw[i] = load_shared_vec4(pair + raw_at + i * kSlabBytes + half * kStageBytes);
+        if constexpr (!Way::wgmma) load_right(half, 0);
+    };
+    auto open_pair = [&] {
+        pair = block.at.pairs + pairs.slot * block.at.pair_bytes;
+        await(block.at.full + 8 * pairs.slot, pairs.parity);
+#pragma unroll
+        for (int i = 0; i < Way::groups; ++i) signs[i] = load_shared(pair + sign_at + i * kSlabBytes);
+        load_stage(0);
+    };
+    auto leave_pair = [&] {
+        __syncwarp();
+        if (lane == 0) arrive(block.at.empty + 8 * pairs.slot);
+        pairs.advance(slots);
+    };
+
+    auto begin_chunk = [&](int first_stage) {
+        open_chunk(first_stage);
+        begin();
+        go_on();
+        open_pair();
+        complete(0, 1);
+    };
+
+    if (!block.units.has(block.units.first())) return;
+    if (opens_ahead) begin_chunk(first_chunk(block.units.at(block.units.first())) * kChunkStages);
+    bool x_is_there = Way::wgmma && test(block.at.x_full + 8 * x.slot, x.parity);
 #pragma unroll 1
-    for (int index = units.first(); units.has(index); index += units.step()) {
-        const Unit unit = units.at(index);
-        const int first_group = unit.tile * rows.block_groups + kGroups * warp;
-        u32 add = 0;
+    for (int index = block.units.first(); block.units.has(index);) {
+        const Unit unit = block.units.at(index);
+        const int first_group = unit.tile * block.rows.block_groups + Way::groups * warp;
+        index += block.units.step();
+        u32 add = 0, scale[Way::groups];
         if constexpr (!Way::wgmma)
 #pragma unroll
             for (int i = 0; i < count; ++i) sums[i] = 0;
 #pragma unroll 1
         for (int from = first_chunk(unit) * kChunkStages; from < unit.last; from += kChunkStages) {
-            const int stages = min(kChunkStages, geometry.stages - from), stop = min(stages, unit.last - from), start = unit.first - from;
-            const u32 side = chunks & 1, opening = at.openings + (2 * warp + side) * (kGroups * kOpeningBytes);
-            await(at.ready + 16 * warp + 8 * side, chunks >> 1 & 1);
-            ++chunks;
-            u32 scale[kGroups];
-            u32 patched[kGroups];        // stages that have patches, from the next pair on
+            if (!opens_ahead) begin_chunk(from);
 #pragma unroll
-            for (int i = 0; i < kGroups; ++i) {
-                const Vec4 own = load_shared_vec4(opening + i * kOpeningBytes + 16 * lane), all = load_shared_vec4(opening + i * kOpeningBytes + 16 * kLanes);
-                chunk[i].streams[0].start(all.x, own.x & 0xffff);
-                chunk[i].streams[1].start(all.x, own.x >> 16);
-                scale[i] = own.y;
-                chunk[i].next_patch = all.y, chunk[i].patch = all.z, patched[i] = all.w;
-                patches[i].take(own.z);
-                patches[i].later = own.w;
-            }
-            Vec4 upper[kGroups];
-            LookUps begun[kGroups];
-            auto begin = [&] {
-#pragma unroll
-                for (int i = 0; i < kGroups; ++i) begun[i] = chunk[i].begin(table, byte_mask);
-            };
-            auto go_on = [&] {
-#pragma unroll
-                for (int i = 0; i < kGroups; ++i) upper[i] = chunk[i].go_on(begun[i], table, byte_mask);
-            };
-            // bit: the stage's in `patched`.
-            auto complete = [&](int stage, u32 bit) {
-#pragma unroll
-                for (int i = 0; i < kGroups; ++i) chunk[i].complete(upper[i], common);
-#pragma unroll
-                for (int i = 0; i < kGroups; ++i) {
-                    if (!(patched[i] & bit)) continue;
-                    patches[i].apply(upper[i], stage);
-                    patches[i].go_on(stage);
-                    chunk[i].mend(upper[i], stage, lane, [&] {
-                        int count = stages;
-                        keep(count);     // here, in rare work
-                        return RawChunk{load_shared(opening + i * kOpeningBytes + 16 * kLanes), count};
-                    });
-                }
-            };
-            // What is not looked up of a stage is loaded while the one before is completed.
-            u32 pair, signs[kGroups];
-            Vec4 raw[kGroups];
-            auto load_raw = [&](int half) {
-#pragma unroll
-                for (int i = 0; i < kGroups; ++i) raw[i] = load_shared_vec4(pair + raw_at + i * kSlabBytes + half * kStageBytes);
-            };
-            auto open_pair = [&] {
-                pair = at.pairs + pairs.slot * at.pair_bytes;
-                await(at.full + 8 * pairs.slot, pairs.parity);
-#pragma unroll
-                for (int i = 0; i < kGroups; ++i) signs[i] = load_shared(pair + sign_at + i * kSlabBytes);
-                load_raw(0);
-            };
-            auto leave_pair = [&] {
-                __syncwarp();
-                if (lane == 0) arrive(at.empty + 8 * pairs.slot);
-                pairs.advance(slots);
-            };
-            begin();
-            go_on();
-            open_pair();
-            complete(0, 1);
-            bool x_is_there = Way::wgmma && test(at.x_full + 8 * x.slot, x.parity);
-#pragma unroll 1
-            for (int stage = 0; stage < stop; stage += 2) {
+            for (int i = 0; i < Way::groups; ++i) scale[i] = scale_ahead[i];
+            const bool ends = from + kChunkStages >= unit.last, more = !ends || block.units.has(index);
+            int stop = min(kChunkStages, unit.last - from), start = unit.first - from, stage = 0;
+            if (opens_ahead) keep(stop), keep(start);
+            // A pair of stages. whole: both are there and count.
+            auto multiply_pair = [&](const bool whole) {
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    if (half && stage + 1 >= stop) break;
-                    const bool counts = stage + half >= start;
-                    auto assemble = [&](int q, u32 raw0, u32 top0, u32 raw1, u32 top1) {
-                        top0 = and_or(signs[0] << (4 * half + q), kSignMask, top0);
-                        top1 = and_or(signs[1] << (4 * half + q), kSignMask, top1);
-                        weights[q][0] = unshift(__byte_perm(raw0, top0, 0x5140), scale[0]);
-                        weights[q][1] = unshift(__byte_perm(raw1, top1, 0x5140), scale[1]);
-                        weights[q][2] = unshift(__byte_perm(raw0, top0, 0x7362), scale[0]);
-                        weights[q][3] = unshift(__byte_perm(raw1, top1, 0x7362), scale[1]);
+                    if (!whole && half && stage + 1 >= stop) break;
+                    const bool counts = whole || stage + half >= start, last = (whole && half == 0) ? false : stage + half + 1 >= stop;
+                    auto assemble = [&](int i, int q, u32 raw, u32 top) {
+                        top = and_or(signs[i] << (4 * half + q), kSignMask, top);
+                        weights[q][i] = unshift(__byte_perm(raw, top, 0x5140), scale[i]);
+                        weights[q][2 + i] = unshift(__byte_perm(raw, top, 0x7362), scale[i]);
                     };
-                    begin();             // the stage behind; behind a chunk's last there is nothing, and nobody reads it
-                    const Vec4 tops[kGroups] = {upper[0], upper[1]};
+                    int behind = stage + half + 1;
+                    if (opens_ahead && last) {
+                        leave_chunk();
+                        if (more) {
+                            open_chunk(ends ? first_chunk(block.units.at(index)) * kChunkStages : from + kChunkStages);
+#pragma unroll
+                            for (int i = 0; i < Way::groups; ++i) patched[i] <<= 1 + half;
+                            behind = 0;
+                        }
+                    }
+                    begin();             // the stage behind; where there is none that is anything, and nobody reads it
+                    Vec4 tops[Way::groups];
+#pragma unroll
+                    for (int i = 0; i < Way::groups; ++i) tops[i] = upper[i];
                     auto assemble_step = [&](int q) {
-                        if (q == 0) assemble(0, raw[0].x, tops[0].x, raw[1].x, tops[1].x);
-                        if (q == 1) assemble(1, raw[0].y, tops[0].y, raw[1].y, tops[1].y);
-                        if (q == 2) assemble(2, raw[0].z, tops[0].z, raw[1].z, tops[1].z);
-                        if (q == 3) assemble(3, raw[0].w, tops[0].w, raw[1].w, tops[1].w);
+#pragma unroll
+                        for (int i = 0; i < Way::groups; ++i) {
+                            if (q == 0) assemble(i, 0, raw[i].x, tops[i].x);
+                            if (q == 1) assemble(i, 1, raw[i].y, tops[i].y);
+                            if (q == 2) assemble(i, 2, raw[i].z, tops[i].z);
+                            if (q == 3) assemble(i, 3, raw[i].w, tops[i].w);
+                        }
                     };
                     if constexpr (Way::wgmma) {
                         wgmma_wait<0>();     // nobody reads the weights any longer
@@ -573,9 +654,9 @@ __device__ __forceinline__ void decode_and_multiply(const Units<Way::cluster>& u
                         u64 right[Way::x_parts];
 #pragma unroll
                         for (int part = 0; part < Way::x_parts; ++part) {
-                            if (counts && (part || !x_is_there)) await(at.x_full + 8 * next.slot, next.parity);
-                            right[part] = describe<128 / Way::x_parts>(at.x + next.slot * slot_bytes<Way>(), 1024 / Way::x_parts);
-                            if (counts) used[part] = at.x_empty + 8 * next.slot;
+                            if (counts && (part || !x_is_there)) await(block.at.x_full + 8 * next.slot, next.parity);
+                            right[part] = describe<128 / Way::x_parts>(block.at.x + next.slot * slot_bytes<Way>(), 1024 / Way::x_parts);
+                            if (counts) used[part] = block.at.x_empty + 8 * next.slot;
                             next.advance(ring);
                         }
                         wgmma_fence();
@@ -584,46 +665,50 @@ __device__ __forceinline__ void decode_and_multiply(const Units<Way::cluster>& u
                             multiply_add(sums, weights[q], right[q * Way::x_parts / 4] + q % (4 / Way::x_parts) * 32 / 16, q || add);
                         wgmma_commit();
                         if (counts) add = 1, x = next;   // else these sums are of anything, and forgotten at the next stage
-                        x_is_there = test(at.x_full + 8 * x.slot, x.parity);
-                    } else if (__builtin_expect(counts, true)) {
-                        Vec4 right[wide / 8];
-                        auto load_right = [&](int h) {
-#pragma unroll
-                            for (int j = 0; j < wide / 8; ++j) right[j] = load_shared_vec4(pair + right_at[h] + half * stage_bytes<Way>() + j * 1024);
-                        };
+                        x_is_there = test(block.at.x_full + 8 * x.slot, x.parity);
+                    } else if (counts) {
                         auto step = [&](int q) {
                             assemble_step(q);
 #pragma unroll
                             for (int j = 0; j < wide / 8; ++j)
                                 multiply(sums + 4 * j, weights[q], q & 1 ? right[j].z : right[j].x, q & 1 ? right[j].w : right[j].y);
                         };
-                        load_right(0);
                         step(0);
                         go_on();
                         step(1);
-                        load_right(1);
+                        load_right(half, 1);
                         step(2);
                         step(3);
                     } else {
                         go_on();
                     }
-                    if (half == 0) load_raw(1);
-                    if (half == 1 || stage + 1 >= stop) leave_pair();
-                    if (half == 1 && stage + 2 < stop) open_pair();
-                    complete(stage + half + 1, 2 << half);
+                    if (half == 1 || (!whole && last)) {
+                        leave_pair();
+                        if (!last || (opens_ahead && more)) open_pair();
+                    } else {
+                        load_stage(1);
+                    }
+                    complete(behind, 2 << half);
+                    if (opens_ahead && !whole && half == 0 && last)
+#pragma unroll
+                        for (int i = 0; i < Way::groups; ++i) patched[i] <<= 1;   // the pair has but one stage
                 }
 #pragma unroll
-                for (int i = 0; i < kGroups; ++i) patched[i] = u32(int(patched[i]) >> 2);
+                for (int i = 0; i < Way::groups; ++i) patched[i] = u32(int(patched[i]) >> 2);
+            };
+#pragma unroll 1
+            for (; stage < stop; stage += 2) {
+                if (opens_ahead && __builtin_expect(stage >= start && stage + 1 < stop, true)) multiply_pair(true);
+                else multiply_pair(false);
             }
-            __syncwarp();
-            if (lane == 0) arrive(at.free + 16 * warp + 8 * side);
+            if (!opens_ahead) leave_chunk();
         }
         if constexpr (Way::wgmma) {
             wgmma_wait<0>();
             pin(sums);
             release_x();
         }
-        finish_unit<wide>(geometry, job, unit, first_group, lane, sums);
+        finish_unit<wide, Way::groups>(block.geometry, block.job, unit, first_group, lane, sums);
     }
 }
 
@@ -633,38 +718,39 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
     keep(lane);
     const int warp = __shfl_sync(kFull, threadIdx.x >> 5, 0), warps = (blockDim.x >> 5) - kOthers;
     const int opener = max(warp - warps - (kOthers - Way::openers), -1);   // its number; those of other warps are negative
-    int slots;
-    if constexpr (Way::wgmma) slots = Way::pairs;
-    else slots = job.ring;
 
     // Shared memory: table, the ring of x, the ring of pairs, two sides of streams (in the second, first of all, the table's entries), openings of each
     // warp, openers' scratch, barriers.
-    const u32 side_bytes = warps * kGroups * 4 * job.buffer_words;
+    const u32 side_bytes = warps * Way::groups * 4 * job.buffer_words;
     Places at;
+    if constexpr (Way::wgmma) at.slots = Way::pairs;
+    else at.slots = job.ring;
     at.x = (table_address() + 4 * job.table_words + 1023) & ~1023u;
     at.pairs = at.x + 4 * job.x_words;
-    at.pair_bytes = (Way::wgmma ? 0 : 2 * stage_bytes<Way>()) + warps * (kGroups * kSlabBytes);
-    at.streams = at.pairs + slots * at.pair_bytes;
+    at.pair_bytes = (Way::wgmma ? 0 : 2 * stage_bytes<Way>()) + warps * (Way::groups * kSlabBytes);
+    at.streams = at.pairs + at.slots * at.pair_bytes;
     at.openings = at.streams + side_bytes + max(side_bytes, u32(4 * packed.symbols + 15) & ~15u);
-    at.scratch = at.openings + warps * (2 * kGroups * kOpeningBytes) + max(opener, 0) * kDealing;
-    at.full = at.scratch + (Way::openers - max(opener, 0)) * kDealing;
-    at.empty = at.full + 8 * slots;
-    at.ready = at.empty + 8 * slots;
+    at.scratch = at.openings + warps * (2 * Way::groups * kOpeningBytes);
+    at.full = at.scratch + Way::openers * dealing_bytes<Way>();
+    at.empty = at.full + 8 * at.slots;
+    at.ready = at.empty + 8 * at.slots;
     at.free = at.ready + 16 * warps;
     at.x_full = at.free + 16 * warps;
     at.x_empty = at.x_full + 8 * job.ring;
 
     let_kernel_behind_start();
-    const Units<Way::cluster> units{job, geometry.stages};
-    const Rows rows{kGroups * warps, geometry.row_groups};
-    const Supply<Way> supply{units, rows, geometry, packed, job, at, lane, slots};
-    Opener<Way> chunks(units, rows, geometry, packed, job, at, opener >= 0 ? opener : warps, warps, lane);
+    const Block<Way> block{{job, geometry.stages}, {Way::groups * warps, geometry.row_groups}, geometry, packed, job, at, warps, lane};
+    const Supply<Way> supply{block};
+    const bool multiplies = warp < warps;
+    Opener<Way> chunks(block, multiplies ? warp : opener >= 0 ? opener : warps, multiplies ? warps : Way::openers);
+    if (multiplies) chunks.stage_first();
+    else chunks.pass_first();
     const Table<true> decode_table(packed, table_words(), table_words() + (at.streams + side_bytes - table_address()) / 4);
     copy_commit();
     if (warp == warps) {
         if (lane == 0) {
-            for (int i = 0; i < slots; ++i) {
-                open_barrier(at.full + 8 * i, kLanes + !Way::wgmma);
+            for (int i = 0; i < at.slots; ++i) {
+                open_barrier(at.full + 8 * i, Way::wgmma ? kLanes : Way::arranged ? kLanes + 1 : 2 * kLanes);
                 open_barrier(at.empty + 8 * i, warps);
             }
             for (int i = 0; i < 4 * warps; ++i) open_barrier(at.ready + 8 * i, 1);   // and those of `free`
@@ -679,28 +765,29 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
         supply.begin();
         copy_commit();
     }
-    chunks.begin();
+    if (multiplies) chunks.open_first(at.openings + (2 * warp + 1) * (Way::groups * kOpeningBytes));   // scratch, for there is no other side yet
     decode_table.build();
     if (warp == warps) copy_wait<1>();                 // not for slabs
     else copy_wait<0>();
     __syncthreads();
     if constexpr (Way::cluster > 1) await_cluster();   // their barriers are open
-    if (warp < warps) {
+    if (multiplies) {
+        if (lane == 0) arrive(at.ready + 16 * warp);
         if constexpr (Way::wgmma) take_registers<Way::registers>();
-        decode_and_multiply<Way>(units, rows, geometry, packed, job, at, warp, lane);
+        decode_and_multiply<Way>(block, warp);
     } else {
         if constexpr (Way::wgmma) give_registers<Way::few_registers>();
         if (warp == warps) supply.run();
-        else if (opener >= 0) chunks.run();
+        else if (opener >= 0) chunks.run(at.scratch + opener * dealing_bytes<Way>());
         else if constexpr (Way::wgmma) supply.run_x();
         __syncwarp();
     }
     if constexpr (Way::cluster > 1) await_cluster();   // nothing comes from the others any longer
 }
 
-#define PAIRS_KERNEL(name, Argument, Way, wide)                                                                                           \
-    extern "C" __global__ void __cluster_dims__(Way<wide>::cluster) __launch_bounds__(kThreads, 1) name(                                 \
-        const __grid_constant__ Argument argument) {                                                                                      \
-        const Product& product = own_product(argument);                                                                                   \
-        linear<Way<wide>>(product.geometry, product.packed, product.job);                                                                  \
+#define PAIRS_KERNEL(name, Argument, Way, tokens)                                                                                               \
+    extern "C" __global__ void __cluster_dims__(Way<tokens>::cluster) __launch_bounds__((Way<tokens>::multipliers + kOthers) * kLanes, 1) name( \
+        const __grid_constant__ Argument argument) {                                                                                            \
+        const Product& product = own_product(argument);                                                                                         \
+        linear<Way<tokens>>(product.geometry, product.packed, product.job);                                                                     \
     }
