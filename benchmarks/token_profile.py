@@ -8,7 +8,8 @@ Table "steps": the step is the model's forward for one token a sequence, with a 
 eager and graph run the same kernels. ``step_milliseconds`` is the wall's median over REPEATS, ``host_milliseconds`` the
 part of it until the host has launched all (in eager mode the Python of the model). torch.profiler says what the GPU did
 in one more step, by KINDS of kernels; a kernel that starts before the one in front ends counts from there. What is left
-of the step is ``idle_milliseconds``.
+of the step is ``idle_milliseconds``. Once it has run, the profiler makes every launch of the process slower: all times
+are taken before, and models are made a second time for it.
 
 ``kernels`` has the NAMED names of kernels that take most: how many, medians of one and of the gap between the end of
 what ran before and its start, negative where they overlap.
@@ -127,22 +128,14 @@ def decoding_step(model: Any, batch: int, device: str) -> Callable[[], Any]:
                    past_key_values=cache, use_cache=True)  # fmt: skip
 
 
-def step_rows(model: Any, batches: list[int], device: str) -> Iterator[dict[str, Any]]:
-    """The table "steps" of one model, without its name and form."""
+def steps(model: Any, batches: list[int], device: str) -> Iterator[tuple[int, str, Callable[[], Any]]]:
+    """Every batch and way, and what runs the step, warmed up."""
     for batch in batches:
         step = decoding_step(model, batch, device)
         for way in ("eager", "graph"):
             step(), step()
             wait(device)
-            run = captured(step) if way == "graph" and device == "cuda" else step
-            host, whole = milliseconds(run, device)
-            kernels = kernels_of(run, device)
-            kinds = by_kind(kernels)
-            times = {"step": whole, "host": host, **kinds, "idle": max(0.0, whole - sum(kinds.values()))}
-            row = {"batch": batch, "way": way, "context": CONTEXT}
-            row |= {f"{key}_milliseconds": significant(value) for key, value in times.items()}
-            yield row | {"kernels": by_name(kernels)}
-            del run
+            yield batch, way, captured(step) if way == "graph" and device == "cuda" else step
 
 
 def call_microseconds(model: Any, device: str) -> dict[tuple[int, int], float]:
@@ -163,24 +156,65 @@ def call_microseconds(model: Any, device: str) -> dict[tuple[int, int], float]:
     return found
 
 
+def built(name: str, packed: bool, batches: list[int], device: str) -> Any:
+    model = build(name, device, packed)
+    if packed:
+        samebits.prepare(model, sorted({1, *batches, *(batch * CONTEXT for batch in batches)}))
+    return model
+
+
+FORMS = {"BF16": False, "samebits": True}
+Times = dict[tuple[str, str, int, str], tuple[float, float]]  # by model, form, batch and way: of the host, and of all
+
+
 @torch.no_grad()
-def rows(name: str, batches: list[int], device: str) -> Iterator[dict[str, Any]]:
-    """Both tables of one model."""
+def timed(name: str, batches: list[int], device: str) -> tuple[Times, list[dict[str, Any]]]:
+    """The steps' times, and the table "calls"."""
+    times: Times = {}
     calls = []
-    for form, packed in (("BF16", False), ("samebits", True)):
-        model = build(name, device, packed)
-        if packed:
-            samebits.prepare(model, sorted({1, *batches, *(batch * CONTEXT for batch in batches)}))
-        for row in step_rows(model, batches, device):
-            print(row := {"table": "steps", "model": name, "form": form, **row}, flush=True)
-            yield row
+    for form, packed in FORMS.items():
+        model = built(name, packed, batches, device)
+        for batch, way, run in steps(model, batches, device):
+            times[name, form, batch, way] = milliseconds(run, device)
+            del run
         calls.append(call_microseconds(model, device))
         del model
         forget(device)
-    for (outputs, inputs), plain in calls[0].items():
-        row = {"table": "calls", "model": name, "matrix": f"{outputs} x {inputs}"}
-        row["linear_microseconds"] = significant(plain)
-        yield row | {"packed_microseconds": significant(calls[1][outputs, inputs])}
+    return times, [
+        {"table": "calls", "model": name, "matrix": f"{outputs} x {inputs}",
+         "linear_microseconds": significant(plain), "packed_microseconds": significant(calls[1][outputs, inputs])}
+        for (outputs, inputs), plain in calls[0].items()
+    ]  # fmt: skip
+
+
+@torch.no_grad()
+def profiled(name: str, batches: list[int], device: str, times: Times) -> Iterator[dict[str, Any]]:
+    """The table "steps"."""
+    for form, packed in FORMS.items():
+        model = built(name, packed, batches, device)
+        for batch, way, run in steps(model, batches, device):
+            host, whole = times[name, form, batch, way]
+            kernels = kernels_of(run, device)
+            kinds = by_kind(kernels)
+            row = {"table": "steps", "model": name, "form": form, "batch": batch, "way": way, "context": CONTEXT}
+            found = {"step": whole, "host": host, **kinds, "idle": max(0.0, whole - sum(kinds.values()))}
+            row |= {f"{key}_milliseconds": significant(value) for key, value in found.items()}
+            print(row, flush=True)
+            yield row | {"kernels": by_name(kernels)}
+            del run
+        del model
+        forget(device)
+
+
+def rows(names: list[str], batches: list[int], device: str) -> Iterator[dict[str, Any]]:
+    """Both tables."""
+    times: Times = {}
+    for name in names:
+        own, calls = timed(name, batches, device)
+        times |= own
+        yield from calls
+    for name in names:
+        yield from profiled(name, batches, device, times)
 
 
 @repeatable_attention()
@@ -194,10 +228,9 @@ def main() -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("no CUDA device")
     device = torch.cuda.get_device_name() if options.device == "cuda" else cpu_name()
-    for name in options.models:
-        found = list(rows(name, options.batches, options.device))
-        keys = ("model", "form", "batch", "way", "matrix")
-        print(add_results(options.name, device, found, keys, (*PACKAGES, "transformers")))
+    found = list(rows(options.models, options.batches, options.device))
+    keys = ("model", "form", "batch", "way", "matrix")
+    print(add_results(options.name, device, found, keys, (*PACKAGES, "transformers")))
     return 0
 
 

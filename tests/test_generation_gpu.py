@@ -57,7 +57,7 @@ def test_a_replayed_step_is_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_steps_work_is_found() -> None:
-    found = [row for row in token_profile.rows("small", [1], "cuda") if row["table"] == "steps"]
+    found = [row for row in token_profile.rows(["small"], [1], "cuda") if row["table"] == "steps"]
     for row in found:
         product = "fused" if row["form"] == "samebits" else "bf16_product"
         assert row[f"{product}_milliseconds"] > 0

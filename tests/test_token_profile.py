@@ -50,7 +50,7 @@ def test_by_name() -> None:
 
 
 def test_rows() -> None:
-    found = list(token_profile.rows("tiny", [2], "cpu"))
+    found = list(token_profile.rows(["tiny"], [2], "cpu"))
     steps = [(row["form"], row["way"]) for row in found if row["table"] == "steps"]
     assert steps == [("BF16", "eager"), ("BF16", "graph"), ("samebits", "eager"), ("samebits", "graph")]
     calls = [row["matrix"] for row in found if row["table"] == "calls"]
