@@ -18,7 +18,7 @@ from typing import Any
 from common import read_results
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = ("families", "language-models", "offload", "plans")
+DOCUMENTS = ("families", "language-models", "offload", "parallel", "plans")
 PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{page}.md" for page in DOCUMENTS))
 MARKED = re.compile(r"(<!-- table: (\S+)\.(\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 PLOT = re.compile(r"(<!-- plot: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -231,6 +231,19 @@ COLUMNS: dict[str, dict[str, Cell]] = {
         "sampled": verdict("sampled"),
         "": "note",
     },
+    "parallel.parallel": {
+        "divided": lambda row: {"auto": "layers", "tensor": "each matrix"}[row["placement"]],
+        "batch": "batch",
+        "BF16, tokens/s": decimals("bf16_tokens_per_s", 1),
+        "samebits, tokens/s": decimals("samebits_tokens_per_s", 1),
+        "speed of BF16": decimals("speed", 2),
+        "BF16, weights": gigabytes("bf16_weights_bytes"),
+        "samebits, weights": gigabytes("samebits_weights_bytes"),
+        "BF16, peak": gigabytes("bf16_peak_bytes"),
+        "samebits, peak": gigabytes("samebits_peak_bytes"),
+        "tokens": verdict("same_tokens"),
+        "logits": verdict("same_logits"),
+    },
     **{f"generate.{way}": GENERATE_COLUMNS for way in ("eager", "graphs", "compile")},
     "profile.steps": {
         "model": "model",
@@ -323,6 +336,8 @@ added). DFloat11 decodes the seven matrices of a block in one launch, samebits i
 The same model in each form (Llama 3.1 8B's shapes, fewer layers, synthetic weights), generating one token after the
 other; with a static cache, transformers compiles the model:""",
     "df11.decode": "One layer of it decoded, each form by samebits' own kernel:",
+    "parallel.parallel": """\
+Llama 3.1 8B's shapes, synthetic weights, prompts of 128 tokens, eager; memory is that of the GPU that has most:""",
     "generate.graphs": """\
 Whole models of real shapes and synthetic weights through transformers' `generate`, BF16 and compressed in one run,
 every token compared; a static cache, each decoding step replayed as one CUDA graph of the model as it is:""",
