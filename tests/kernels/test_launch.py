@@ -11,7 +11,7 @@ import torch
 
 import samebits
 from samebits.format.packed import PackedTensor
-from samebits.kernels import linear, linear_launch, nvrtc
+from samebits.kernels import linear, linear_job, nvrtc
 from samebits.kernels.linear import LinearPlan, Operands, fused_linear, fused_linears
 from samebits.kernels.structures import ArrangementStructure, ProductStructure, TogetherStructure
 
@@ -46,7 +46,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
 
 
 JOB = tuple(range(1, 25))
-LAUNCH = linear_launch.Launch(file="f.cu", name="kernel", grid=132, warps=16, shared_bytes=1000, jobs=(JOB,))
+LAUNCH = linear_job.Launch(file="f.cu", name="kernel", grid=132, warps=16, shared_bytes=1000, jobs=(JOB,))
 
 
 def packed_matrix(seed: int) -> PackedTensor:
@@ -99,7 +99,7 @@ def test_several_weights_in_one_launch(monkeypatch: pytest.MonkeyPatch, launches
 
     monkeypatch.setattr(nvrtc, "_launcher", launcher)
     jobs = tuple((*JOB[:7], first, *JOB[8:]) for first in (0, 40, 90))
-    launch = linear_launch.Launch("f.cu", "kernel", grid=132, warps=16, shared_bytes=1000, jobs=jobs)
+    launch = linear_job.Launch("f.cu", "kernel", grid=132, warps=16, shared_bytes=1000, jobs=jobs)
     bias, matrices = torch.zeros(64, dtype=torch.bfloat16), [packed_matrix(seed) for seed in range(3)]
     operands = [Operands(packed, b, LinearPlan(2)) for packed, b in zip(matrices, (None, bias, None), strict=True)]
     for shape in ((2, 1024), (2, 1, 1024)):
@@ -120,7 +120,7 @@ def test_several_weights_in_one_launch(monkeypatch: pytest.MonkeyPatch, launches
 
 def test_x_is_arranged_before_a_product(monkeypatch: pytest.MonkeyPatch, launches: list[Launch]) -> None:
     """In memory that the product reads, where the sums of its ranges meet too, every product of a launch elsewhere."""
-    prepared = linear_launch.Arrangement(5, 1024, 8, 1 << 14, (6, 0, 2), (4096, 0, 1024), part_steps=4)
+    prepared = linear_job.Arrangement(5, 1024, 8, 1 << 14, (6, 0, 2), (4096, 0, 1024), part_steps=4)
     arrangements: list[ArrangementStructure] = []
 
     def launch(function: str, grid: int, threads: int, shared: int, argument: ctypes.Structure, *, early: bool) -> None:
@@ -134,7 +134,7 @@ def test_x_is_arranged_before_a_product(monkeypatch: pytest.MonkeyPatch, launche
     seen: list[Any] = []
     monkeypatch.setattr(nvrtc, "launch", launch)
     x, matrices = torch.zeros(5, 1024, dtype=torch.bfloat16), [packed_matrix(seed) for seed in range(3)]
-    joint = linear_launch.Launch("f.cu", "kernel", 132, 8, 1000, (JOB, JOB, JOB), prepared)
+    joint = linear_job.Launch("f.cu", "kernel", 132, 8, 1000, (JOB, JOB, JOB), prepared)
     fused_linears(x, [Operands(packed, None, LinearPlan(2)) for packed in matrices], joint)
     [arranged], [together] = arrangements, seen
     assert (arranged.x, arranged.tokens, arranged.columns) == (x.data_ptr(), 5, 1024)
@@ -146,8 +146,8 @@ def test_x_is_arranged_before_a_product(monkeypatch: pytest.MonkeyPatch, launche
     assert [job.parts for job in jobs] == [parts, parts + 4096, parts + 4096]
     assert [job.done for job in jobs] == [arranged.done, arranged.done + 24, arranged.done + 24]
     assert arranged.done == parts + 5120
-    single = linear_launch.Launch("f.cu", "kernel", 132, 8, 1000, (JOB,),
-                                  linear_launch.Arrangement(5, 1024, 8, 1 << 14, (0,), (0,), part_steps=0))  # fmt: skip
+    single = linear_job.Launch("f.cu", "kernel", 132, 8, 1000, (JOB,),
+                                  linear_job.Arrangement(5, 1024, 8, 1 << 14, (0,), (0,), part_steps=0))  # fmt: skip
     monkeypatch.setattr(linear, "nearest_launch", lambda *arguments: single)
     fused_linear(x, matrices[0], None, LinearPlan(1))
     assert seen[1].job.x == arrangements[1].arranged
@@ -156,12 +156,12 @@ def test_x_is_arranged_before_a_product(monkeypatch: pytest.MonkeyPatch, launche
 
 def test_x_as_it_is_with_memory_for_sums(monkeypatch: pytest.MonkeyPatch, launches: list[Launch]) -> None:
     """Few tokens of x are arranged by the product itself; what its ranges' sums need is made ready before it."""
-    prepared = linear_launch.Arrangement(0, 1024, 8, 0, (6,), (4096,), part_steps=0)
+    prepared = linear_job.Arrangement(0, 1024, 8, 0, (6,), (4096,), part_steps=0)
     seen: list[Any] = []
     monkeypatch.setattr(nvrtc, "launch", lambda *arguments, early: seen.append(arguments[-1]))
     monkeypatch.setattr(linear, "nearest_launch", lambda *arguments: launch)
     x, matrix = torch.zeros(4, 1024, dtype=torch.bfloat16), packed_matrix(0)
-    launch = linear_launch.Launch("f.cu", "kernel", 132, 8, 1000, (JOB,), prepared)
+    launch = linear_job.Launch("f.cu", "kernel", 132, 8, 1000, (JOB,), prepared)
     fused_linear(x, matrix, None, LinearPlan(2))
     ready, product = seen
     assert (ready.tokens, ready.done_count) == (0, 6)

@@ -8,17 +8,15 @@ from samebits.format.geometry import Code, Layout
 from samebits.format.packed import Header
 from samebits.kernels import nvrtc
 from samebits.kernels.decode import STATIC_SHARED, staging_words
+from samebits.kernels.linear_job import CHUNK_STAGES, Kernel, magic
 from samebits.kernels.linear_launch import (
-    CHUNK_STAGES,
     MAX_HOPPER_TOKENS,
     MAX_JOINT_TOKENS,
     MAX_TILE_TOKENS,
     MAX_TOKENS,
     VARIANTS,
-    Kernel,
     joint_launch,
     launch_of,
-    magic,
     max_tokens,
 )
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import samebits
 from samebits.kernels import linear
 from samebits.kernels.linear import Operands, is_supported
-from samebits.kernels.linear_launch import Launch
+from samebits.kernels.linear_job import Launch
 from samebits.kernels.ops import fields_of
 from samebits.plans import dispatch, planner, together
 from samebits.plans.environment import Environment

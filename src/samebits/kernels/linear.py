@@ -19,16 +19,8 @@ from samebits.errors import DeviceError
 from samebits.format.geometry import ROW_GROUP, SLAB_BYTES, STAGE, Code, Layout
 from samebits.format.packed import Header, PackedTensor
 from samebits.kernels import nvrtc
-from samebits.kernels.linear_launch import (
-    CHUNK_STAGES,
-    VARIANTS,
-    Arrangement,
-    Launch,
-    joint_launch,
-    launch_of,
-    max_tokens,
-    nearest_launch,
-)
+from samebits.kernels.linear_job import CHUNK_STAGES, Arrangement, Launch
+from samebits.kernels.linear_launch import VARIANTS, joint_launch, launch_of, max_tokens, nearest_launch
 from samebits.kernels.residents import Resident, resident
 from samebits.kernels.structures import (
     ArrangementStructure,

@@ -24,7 +24,8 @@ from samebits.kernels.linear import (
     launch_together,
     variants,
 )
-from samebits.kernels.linear_launch import VARIANTS, Launch
+from samebits.kernels.linear_job import Launch
+from samebits.kernels.linear_launch import VARIANTS
 from samebits.plans.key import PlanKey
 from samebits.plans.probe import Probe
 from samebits.plans.store import Outcome

@@ -135,8 +135,8 @@ def _cublas() -> str:
 def kernels_digest() -> str:
     """Of what a plan's split and variant mean."""
     folder = files("samebits.kernels")
-    sources = sorted(folder.joinpath("csrc").iterdir(), key=lambda source: source.name)
+    planning = (source for source in folder.iterdir() if source.name.startswith("linear"))
     digest = hashlib.sha256()
-    for source in (folder.joinpath("linear.py"), folder.joinpath("linear_launch.py"), *sources):
+    for source in sorted((*planning, *folder.joinpath("csrc").iterdir()), key=lambda source: source.name):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:16]

@@ -28,7 +28,8 @@ from samebits.kernels.linear import (
     is_supported,
     launch_together,
 )
-from samebits.kernels.linear_launch import MAX_JOINT_TOKENS, Launch
+from samebits.kernels.linear_job import Launch
+from samebits.kernels.linear_launch import MAX_JOINT_TOKENS
 from samebits.kernels.residents import Bytes, resident
 from samebits.kernels.structures import MAX_TOGETHER
 from samebits.plans.key import PlanKey

@@ -10,7 +10,7 @@
 
 constexpr int kOthers = 4;                // warps that bring slabs, bring x, or open chunks
 
-// For so many tokens at once. Numbers that linear_launch.py knows too: kOthers, wide, multipliers, pairs, cluster, x_parts, arranged.
+// For so many tokens at once. Numbers that linear_pairs.py knows too: kOthers, wide, multipliers, pairs, cluster, x_parts, arranged.
 template <int tokens, int row_groups>
 struct WithMma {
     static constexpr bool wgmma = false;

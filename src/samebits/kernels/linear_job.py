@@ -1,0 +1,157 @@
+"""What launches of the fused linear layer have in common: csrc/linear.cuh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from itertools import accumulate
+
+from samebits.format.geometry import STAGE, STEPS
+from samebits.format.packed import Header, align
+from samebits.kernels import nvrtc
+from samebits.kernels.decode import STATIC_SHARED, staging_words
+from samebits.kernels.tables import table_words
+
+CHUNK_STAGES = 16  # csrc: kChunkStages
+OCTET = 8  # tokens that one mma instruction takes
+LANES = 32
+WARPGROUP = 4  # warps
+ATOM_BYTES = 1024  # hopper.cuh: a stage of a row group, decoded
+_ARRANGE_THREADS = 128
+
+
+class Kernel(Enum):
+    """The kernels of csrc/linear_*.cu."""
+
+    AHEAD = "chunks are decoded ahead of few chains"
+    CHAINS = "each warp walks chains of its own"
+    TILES = "tiles are decoded for warpgroups to multiply"
+    SINGLES = "each warp decodes a row group and multiplies it"
+    PAIRS = "each warp decodes two row groups and multiplies them"
+    WARPGROUPS = "warpgroups decode what they multiply"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run the fused layer; changes the speed and never the bits.
+
+    Attributes:
+        kernel: which.
+        warps: of a block, at most (csrc: of the launch bounds).
+        shared_x: keep x in shared memory.
+    """
+
+    kernel: Kernel
+    warps: int
+    shared_x: bool = True
+
+    def __str__(self) -> str:
+        place = "" if self.shared_x else ", x in global memory"
+        return f"{self.kernel.name.lower()}, {self.warps} warps{place}"
+
+
+@dataclass(frozen=True, eq=False)
+class Arrangement:
+    """What is made ready in memory before a launch: x as csrc/arrange.cu writes it, and where sums of ranges meet.
+
+    Attributes:
+        tokens, columns: of x; no tokens where the launch takes x as it is.
+        wide: tokens of a tile.
+        x_bytes: of x, whole tiles; it comes first in that memory.
+        meetings: of each tensor, how many are counted; 0 where there is one range.
+        parts_bytes: of each tensor, of all ranges' sums.
+        part_steps: steps of 16 columns that a matrix of wgmma's has; 0: for mma.
+        threads: of a block of the kernel.
+    """
+
+    tokens: int
+    columns: int
+    wide: int
+    x_bytes: int
+    meetings: tuple[int, ...]
+    parts_bytes: tuple[int, ...]
+    part_steps: int
+    threads: int = _ARRANGE_THREADS
+
+    @property
+    def grid(self) -> int:
+        """Blocks of the kernel: a thread for each step of 16 columns, and for each meeting."""
+        return -(-max(self.tokens * self.columns * STEPS // STAGE, sum(self.meetings)) // self.threads)
+
+    @cached_property
+    def parts(self) -> tuple[int, ...]:
+        """Where each tensor's are, in bytes."""
+        return tuple(accumulate(self.parts_bytes[:-1], initial=self.x_bytes))
+
+    @cached_property
+    def done(self) -> tuple[int, ...]:
+        """Where each tensor's meetings are counted, in bytes."""
+        first = self.x_bytes + sum(self.parts_bytes)
+        return tuple(accumulate((4 * number for number in self.meetings[:-1]), initial=first))
+
+    @cached_property
+    def total_bytes(self) -> int:
+        return self.x_bytes + sum(self.parts_bytes) + 4 * sum(self.meetings)
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """A variant for one tensor, number of tokens and device; or for several tensors of one input. Made once."""
+
+    file: str
+    name: str
+    grid: int
+    warps: int
+    shared_bytes: int
+    jobs: tuple[tuple[int, ...], ...]  # of each tensor, JobStructure's fields behind the pointers
+    arrangement: Arrangement | None = None
+
+    @property
+    def threads(self) -> int:
+        return LANES * self.warps
+
+
+def magic(divisor: int) -> int:
+    """For csrc/common.cuh's ``divide``: n // divisor == n * magic >> 32 where n * divisor <= 2**32; 0 for 1."""
+    return -(-(1 << 32) // divisor) % (1 << 32)
+
+
+class Planner:
+    """What the kernels' launches have in common, for a tensor that has ``blocks`` blocks; memory in 32-bit words."""
+
+    def __init__(self, header: Header, m: int, split: int, device: int, blocks: int) -> None:
+        geometry = header.geometry
+        self.m, self.device, self.stages, self.chunks = m, device, geometry.stages, geometry.chunks_per_row_group
+        self.octets = -(-m // OCTET)
+        self.stages_per_range = -(-geometry.stages // split)
+        self.ranges = -(-geometry.stages // self.stages_per_range)
+        self.decoded_stages = -(-self.stages_per_range // CHUNK_STAGES) * CHUNK_STAGES  # of a range, about
+        self.blocks, self.row_groups = blocks, geometry.row_groups
+        self.own = -(-self.row_groups // blocks)  # row groups of a block
+        self.table, self.entries = table_words(header), align(header.symbol_count, 4)
+        self.buffer = staging_words(header)
+        self.room = (nvrtc.shared_memory(device) - STATIC_SHARED) // 4
+
+    def job_fields(
+        self,
+        slots: int,
+        batches: int,
+        decoders: int,
+        *,
+        x: int = 0,
+        ring: int = 0,
+        first_block: int = 0,
+        blocks: int | None = None,
+        token_tiles: int = 0,
+        units: int = 0,
+    ) -> tuple[int, ...]:
+        own, longer = divmod(self.row_groups, self.blocks)
+        by_warps = (magic(min(decoders, groups * self.ranges)) for groups in (own + 1, own))
+        return (
+            self.m, self.ranges, self.stages_per_range, slots, batches, decoders // slots, decoders % slots,
+            first_block, blocks or self.blocks, own, longer,
+            token_tiles, units, magic(max(token_tiles, 1)), magic(self.ranges),
+            magic(slots), magic(self.stages), magic(self.stages_per_range), *by_warps,
+            self.table, x, self.buffer, ring,
+        )  # fmt: skip
