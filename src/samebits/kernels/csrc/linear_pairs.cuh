@@ -501,7 +501,7 @@ __device__ __forceinline__ void decode_and_multiply(const Block<Way>& block, int
         }
     };
 
-    // The chunk at the streams, which in its last stage is the one behind already; but not with wgmma, which is slower then.
+    // The chunk at the streams, which in its last stage is the one behind already; but not with wgmma, which gains nothing and lacks the registers.
     constexpr bool opens_ahead = !Way::wgmma;
     Opened chunk[Way::groups];
     OwnPatches patches[Way::groups];
