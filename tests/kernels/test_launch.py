@@ -146,8 +146,8 @@ def test_x_is_arranged_before_a_product(monkeypatch: pytest.MonkeyPatch, launche
     assert [job.parts for job in jobs] == [parts, parts + 4096, parts + 4096]
     assert [job.done for job in jobs] == [arranged.done, arranged.done + 24, arranged.done + 24]
     assert arranged.done == parts + 5120
-    single = linear_job.Launch("f.cu", "kernel", 132, 8, 1000, (JOB,),
-                                  linear_job.Arrangement(5, 1024, 8, 1 << 14, (0,), (0,), part_steps=0))  # fmt: skip
+    prepared = linear_job.Arrangement(5, 1024, 8, 1 << 14, (0,), (0,), part_steps=0)
+    single = linear_job.Launch("f.cu", "kernel", 132, 8, 1000, (JOB,), prepared)
     monkeypatch.setattr(linear, "nearest_launch", lambda *arguments: single)
     fused_linear(x, matrices[0], None, LinearPlan(1))
     assert seen[1].job.x == arrangements[1].arranged

@@ -16,7 +16,6 @@ from samebits.kernels.tables import table_words
 CHUNK_STAGES = 16  # csrc: kChunkStages
 OCTET = 8  # tokens that one mma instruction takes
 LANES = 32
-WARPGROUP = 4  # warps
 ATOM_BYTES = 1024  # hopper.cuh: a stage of a row group, decoded
 _ARRANGE_THREADS = 128
 
@@ -30,25 +29,6 @@ class Kernel(Enum):
     SINGLES = "each warp decodes a row group and multiplies it"
     PAIRS = "each warp decodes two row groups and multiplies them"
     WARPGROUPS = "warpgroups decode what they multiply"
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One way to run the fused layer; changes the speed and never the bits.
-
-    Attributes:
-        kernel: which.
-        warps: of a block, at most (csrc: of the launch bounds).
-        shared_x: keep x in shared memory.
-    """
-
-    kernel: Kernel
-    warps: int
-    shared_x: bool = True
-
-    def __str__(self) -> str:
-        place = "" if self.shared_x else ", x in global memory"
-        return f"{self.kernel.name.lower()}, {self.warps} warps{place}"
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,16 +11,7 @@ from itertools import accumulate
 from samebits.format.geometry import SIGN_BYTES, SLAB_BYTES, STAGE, STAGE_WORDS
 from samebits.format.packed import Header
 from samebits.kernels import linear_pairs, nvrtc
-from samebits.kernels.linear_job import (
-    ATOM_BYTES,
-    CHUNK_STAGES,
-    OCTET,
-    WARPGROUP,
-    Kernel,
-    Launch,
-    Planner,
-    Variant,
-)
+from samebits.kernels.linear_job import ATOM_BYTES, CHUNK_STAGES, OCTET, Kernel, Launch, Planner
 
 _MIN_WARPS = 4
 _MAX_SLOTS = 64  # linear_ahead.cuh: row groups whose sums a block keeps
@@ -29,6 +20,7 @@ _RING_SLABS = 4  # linear_chains.cuh: kRing
 _X_STAGES = {16: 8, 32: 8, 64: 6, 128: 4}  # linear_tiles.cu: of x in its ring, by tokens that a kernel is made for
 _TILE = 8  # linear_tiles.cu: row groups of a tile
 _TILE_WARPS = 20  # linear_tiles.cu: kMaxThreads
+_WARPGROUP = 4  # warps
 _MAX_DECODERS = 16  # linear_tiles.cu: kMaxDecoders
 _MIN_RING = 3  # linear_tiles.cu: pairs of stages that a block keeps decoded
 
@@ -36,6 +28,26 @@ MAX_TOKENS = 16  # on GPUs other than Hopper
 MAX_JOINT_TOKENS = max(linear_pairs.MULTIPLIERS[2])
 MAX_TILE_TOKENS = max(_X_STAGES)
 MAX_HOPPER_TOKENS = 512  # more take longer than decoding first
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run the fused layer; changes the speed and never the bits.
+
+    Attributes:
+        kernel: which.
+        warps: of a block, at most (csrc: of the launch bounds).
+        shared_x: keep x in shared memory.
+    """
+
+    kernel: Kernel
+    warps: int
+    shared_x: bool = True
+
+    def __str__(self) -> str:
+        place = "" if self.shared_x else ", x in global memory"
+        return f"{self.kernel.name.lower()}, {self.warps} warps{place}"
+
 
 VARIANTS = (
     Variant(Kernel.AHEAD, warps=16),
@@ -46,8 +58,8 @@ VARIANTS = (
     Variant(Kernel.CHAINS, warps=14),
     Variant(Kernel.TILES, warps=_TILE_WARPS),
     Variant(Kernel.PAIRS, warps=max(linear_pairs.MULTIPLIERS[2].values())),
-    Variant(Kernel.WARPGROUPS, warps=WARPGROUP),
-    Variant(Kernel.WARPGROUPS, warps=2 * WARPGROUP),
+    Variant(Kernel.WARPGROUPS, warps=_WARPGROUP),
+    Variant(Kernel.WARPGROUPS, warps=2 * _WARPGROUP),
     Variant(Kernel.SINGLES, warps=max(linear_pairs.MULTIPLIERS[1].values())),
 )
 
@@ -209,7 +221,7 @@ class _Planner(Planner):
         for batches in range(-(-self.own // (2 * _TILE)), self.own + 1):
             slots = -(-self.own // batches)
             tiles, slot_bytes = -(-slots // _TILE), slots * 2 * ATOM_BYTES + 16  # both atoms and both barriers
-            multiplying = WARPGROUP * (tiles if wide == MAX_TILE_TOKENS else 1)
+            multiplying = _WARPGROUP * (tiles if wide == MAX_TILE_TOKENS else 1)
             for warps in range(variant.warps - multiplying, slots - 1, -1):
                 ring = (room - warps * 8 * self.buffer) // slot_bytes
                 chunks_ahead = -(-warps // slots) - 1  # of those that are multiplied
