@@ -16,7 +16,7 @@ import token_profile  # noqa: E402
 @pytest.mark.parametrize(
     ("kernel", "kind"),
     [
-        ("linear_ahead_8_halves", "fused"),
+        ("linear_ahead_8_shared", "fused"),
         ("linear_tiles_64_2", "fused"),
         ("decode_quad_whole", "decoding"),
         ("decode_rows_quad_whole", "decoding"),

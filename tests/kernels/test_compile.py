@@ -18,10 +18,10 @@ KERNELS = {
         for code in ("quad", "single")
         for variant in ("whole", "clipped")
     ],
-    "linear_ahead.cu": [f"linear_ahead_{form}" for form in ("8_halves", "8_global", "16_pairs", "16_global")],
+    "linear_ahead.cu": [f"linear_ahead_{tokens}_{x}" for tokens in (8, 16) for x in ("shared", "global")],
     "linear_chains.cu": [f"linear_chains_{tokens}_{x}" for tokens in (8, 16) for x in ("shared", "global")],
     "linear_ahead_together.cu": [
-        f"linear_ahead_{form}_together" for form in ("8_halves", "8_global", "16_pairs", "16_global")
+        f"linear_ahead_{tokens}_{x}_together" for tokens in (8, 16) for x in ("shared", "global")
     ],
     "linear_chains_together.cu": [
         f"linear_chains_{tokens}_{x}_together" for tokens in (8, 16) for x in ("shared", "global")

@@ -45,7 +45,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     return seen
 
 
-JOB = tuple(range(1, 25))
+JOB = tuple(range(1, 28))
 LAUNCH = linear_job.Launch(file="f.cu", name="kernel", grid=132, warps=16, shared_bytes=1000, jobs=(JOB,))
 
 
@@ -70,7 +70,7 @@ def test_every_launch_has_its_own_addresses(launches: list[Launch]) -> None:
                     y.data_ptr(),
                 )
                 assert found.job.bias == (b.data_ptr() if b is not None else None)
-                assert (found.job.tokens, found.job.ring) == (1, 24)
+                assert (found.job.tokens, found.job.ring) == (1, 27)
                 assert found.packed.planes == packed.header.sections["planes"].start
                 assert found.geometry.columns == 1024
                 assert (found.grid, found.threads, found.stream) == (132, 512, 7)
@@ -114,7 +114,7 @@ def test_several_weights_in_one_launch(monkeypatch: pytest.MonkeyPatch, launches
                 y.data_ptr(),
             )
             assert product.job.bias == (b.data_ptr() if b is not None else None)
-            assert (product.job.first_block, product.job.ring) == (first, 24)
+            assert (product.job.first_block, product.job.ring) == (first, 27)
         assert products[3].job.first_block > 1 << 30
 
 

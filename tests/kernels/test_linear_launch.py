@@ -8,7 +8,7 @@ from samebits.format.geometry import Code, Layout
 from samebits.format.packed import Header
 from samebits.kernels import nvrtc
 from samebits.kernels.decode import STATIC_SHARED, staging_words
-from samebits.kernels.linear_job import CHUNK_STAGES, Kernel, magic
+from samebits.kernels.linear_job import CHUNK_STAGES, Kernel, Launch, magic
 from samebits.kernels.linear_launch import (
     MAX_HOPPER_TOKENS,
     MAX_JOINT_TOKENS,
@@ -19,6 +19,7 @@ from samebits.kernels.linear_launch import (
     launch_of,
     max_tokens,
 )
+from samebits.kernels.structures import JobStructure
 
 SHARED_MEMORY = 232448
 MOST_TOKENS = {
@@ -62,7 +63,7 @@ def test_launches_fit(shape: tuple[int, int], chunk_words: int, tokens: int, hop
             m, ranges, per_range, slots, batches, chunk_step, slot_step, *_, buffer_words, ring = launch.jobs[0]
             assert m == tokens <= MOST_TOKENS[variant.kernel]
             assert (ranges - 1) * per_range < header.geometry.stages <= ranges * per_range
-            assert (ring > 0) == (variant.kernel in (Kernel.TILES, *DECODING_PAIRS))
+            assert (ring > 0) == (variant.kernel is not Kernel.CHAINS)
             if variant.kernel in DECODING_PAIRS:
                 continue  # test_pairs_cover_a_weight
             assert launch.arrangement is None
@@ -70,9 +71,36 @@ def test_launches_fit(shape: tuple[int, int], chunk_words: int, tokens: int, hop
             assert launch.shared_bytes <= nvrtc.shared_memory(0) - STATIC_SHARED
             assert 1 <= launch.warps <= variant.warps
             assert buffer_words == staging_words(header)
-            if variant.kernel is not Kernel.TILES:
+            if variant.kernel is Kernel.AHEAD:
+                check_lines(header, launch)
+            if variant.kernel is Kernel.CHAINS:
                 assert chunk_step * slots + slot_step == launch.warps
     assert found or tokens > MAX_TOKENS or not hopper
+
+
+def job_of(launch: Launch, number: int = 0) -> dict[str, int]:
+    """JobStructure's fields behind the pointers, by name."""
+    names = [name for name, *_ in JobStructure._fields_]
+    return dict(zip(names[names.index("tokens") :], launch.jobs[number], strict=True))
+
+
+def check_lines(header: Header, launch: Launch, number: int = 0) -> None:
+    """linear_ahead.cuh: segments are whole ranges, every line has a warp and a ring, and all of it has room."""
+    job, stages, octets = job_of(launch, number), header.geometry.stages, 1 if "_8_" in launch.name else 2
+    segments, per_segment, lines = job["segments"], job["segment_stages"], job["slots"] * job["segments"]
+    assert per_segment % job["stages_per_range"] == 0
+    assert (segments - 1) * per_segment < stages <= segments * per_segment
+    assert lines < launch.warps <= 16
+    runs = -(-min(per_segment, stages) // 4) + 1
+    assert min(2, runs) <= job["ring"] <= runs
+    assert job["by_ring"] == magic(job["ring"])
+    assert job["x_words"] >= (32 * job["tokens"] * stages if "shared" in launch.name else header.symbol_count)
+    buffers = (launch.warps - lines) * 2 * (1024 + 4 * job["buffer_words"])  # signs and streams
+    rings = lines * (job["ring"] + 3) * 4 * 512  # of upper and of raw bytes
+    parts = job["slots"] * job["ranges"] * 2 * octets * 128 if job["ranges"] > 1 else 0
+    flags = 4 * (lines * (job["ring"] + 1) + job["slots"])
+    words = job["table_words"] + job["x_words"]
+    assert 4 * words + buffers + rings + parts + flags <= launch.shared_bytes
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 17, 33, 64, 65, 128])
@@ -176,6 +204,8 @@ def test_joint_launches(group: tuple[tuple[tuple[int, int], int], ...], tokens: 
             most.append((own + (longer > 0)) * stages)
         assert next_block == launch.grid
         if variant.kernel is Kernel.AHEAD:  # with fewer for each block there would be too many blocks
+            for i, header in enumerate(headers):
+                check_lines(header, launch, i)
             own = max(most) // headers[0].geometry.stages - 1
             assert own == 0 or sum(-(-header.geometry.row_groups // own) for header in headers) > 132
     assert found or not hopper

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -23,7 +25,7 @@ _ARRANGE_THREADS = 128
 class Kernel(Enum):
     """The kernels of csrc/linear_*.cu."""
 
-    AHEAD = "chunks are decoded ahead of few chains"
+    AHEAD = "warps decode ahead of others that multiply, one for each row group"
     CHAINS = "each warp walks chains of its own"
     TILES = "tiles are decoded for warpgroups to multiply"
     SINGLES = "each warp decodes a row group and multiplies it"
@@ -92,6 +94,24 @@ class Launch:
         return LANES * self.warps
 
 
+def shares(row_groups: Sequence[int], stages: Sequence[int], multiprocessors: int) -> list[int] | None:
+    """Blocks of each tensor, so that the most stages of a block are as few as can be; None if there are too few.
+
+    Args:
+        row_groups: of each tensor.
+        stages: that are decoded for one of them.
+    """
+    pairs = list(zip(row_groups, stages, strict=True))
+
+    def blocks(most: int) -> list[int]:
+        return [-(-groups // max(1, most // each)) for groups, each in pairs]
+
+    limits = sorted({own * each for groups, each in pairs for own in range(1, groups + 1)})
+    limits = limits[bisect_left(limits, max(stages)) :]
+    place = bisect_left(limits, True, key=lambda most: sum(blocks(most)) <= multiprocessors)
+    return blocks(limits[place]) if place < len(limits) else None
+
+
 def magic(divisor: int) -> int:
     """For csrc/common.cuh's ``divide``: n // divisor == n * magic >> 32 where n * divisor <= 2**32; 0 for 1."""
     return -(-(1 << 32) // divisor) % (1 << 32)
@@ -125,6 +145,8 @@ class Planner:
         blocks: int | None = None,
         token_tiles: int = 0,
         units: int = 0,
+        segments: int = 1,
+        segment_stages: int = 0,
     ) -> tuple[int, ...]:
         own, longer = divmod(self.row_groups, self.blocks)
         by_warps = (magic(min(decoders, groups * self.ranges)) for groups in (own + 1, own))
@@ -132,6 +154,7 @@ class Planner:
             self.m, self.ranges, self.stages_per_range, slots, batches, decoders // slots, decoders % slots,
             first_block, blocks or self.blocks, own, longer,
             token_tiles, units, magic(max(token_tiles, 1)), magic(self.ranges),
+            segments, segment_stages, magic(max(ring, 1)),
             magic(slots), magic(self.stages), magic(self.stages_per_range), *by_warps,
             self.table, x, self.buffer, ring,
         )  # fmt: skip

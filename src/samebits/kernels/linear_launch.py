@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-from samebits.format.geometry import SIGN_BYTES, SLAB_BYTES, STAGE, STAGE_WORDS
+from samebits.format.geometry import SLAB_BYTES, STAGE
 from samebits.format.packed import Header
 from samebits.kernels import linear_pairs, nvrtc
-from samebits.kernels.linear_job import ATOM_BYTES, CHUNK_STAGES, OCTET, Kernel, Launch, Planner
+from samebits.kernels.linear_ahead import MAX_TOKENS, ahead
+from samebits.kernels.linear_job import ATOM_BYTES, CHUNK_STAGES, OCTET, Kernel, Launch, Planner, shares
 
 _MIN_WARPS = 4
-_MAX_SLOTS = 64  # linear_ahead.cuh: row groups whose sums a block keeps
 _WALK_WORDS = 41  # linear_chains.cuh: Ahead, and a flag, of a warp
 _RING_SLABS = 4  # linear_chains.cuh: kRing
 _X_STAGES = {16: 8, 32: 8, 64: 6, 128: 4}  # linear_tiles.cu: of x in its ring, by tokens that a kernel is made for
@@ -24,7 +23,6 @@ _WARPGROUP = 4  # warps
 _MAX_DECODERS = 16  # linear_tiles.cu: kMaxDecoders
 _MIN_RING = 3  # linear_tiles.cu: pairs of stages that a block keeps decoded
 
-MAX_TOKENS = 16  # on GPUs other than Hopper
 MAX_JOINT_TOKENS = max(linear_pairs.MULTIPLIERS[2])
 MAX_TILE_TOKENS = max(_X_STAGES)
 MAX_HOPPER_TOKENS = 512  # more take longer than decoding first
@@ -52,7 +50,7 @@ class Variant:
 VARIANTS = (
     Variant(Kernel.AHEAD, warps=16),
     Variant(Kernel.AHEAD, warps=16, shared_x=False),
-    Variant(Kernel.AHEAD, warps=12),
+    Variant(Kernel.AHEAD, warps=14),
     Variant(Kernel.CHAINS, warps=20),
     Variant(Kernel.CHAINS, warps=20, shared_x=False),
     Variant(Kernel.CHAINS, warps=14),
@@ -61,6 +59,7 @@ VARIANTS = (
     Variant(Kernel.WARPGROUPS, warps=_WARPGROUP),
     Variant(Kernel.WARPGROUPS, warps=2 * _WARPGROUP),
     Variant(Kernel.SINGLES, warps=max(linear_pairs.MULTIPLIERS[1].values())),
+    Variant(Kernel.PAIRS, warps=8),
 )
 
 
@@ -76,13 +75,15 @@ def launch_of(header: Header, m: int, split: int, variant: int, device: int) -> 
     if kind.kernel is Kernel.WARPGROUPS:
         return linear_pairs.warpgroups(header, m, split, device, kind.warps)
     if kind.kernel in (Kernel.SINGLES, Kernel.PAIRS):
-        return linear_pairs.pairs((header,), m, (split,), device, kind.kernel)
+        return linear_pairs.pairs((header,), m, (split,), device, kind.kernel, kind.warps)
+    if kind.kernel is Kernel.AHEAD:
+        return ahead((header,), m, (split,), device, kind.warps, kind.shared_x)
     planner = _Planner(header, m, split, device, min(nvrtc.multiprocessors(device), header.geometry.row_groups))
     if kind.kernel is Kernel.TILES:
         return planner.tiles(kind)
     block = planner.block(kind)
     warps = _fitting_warps([block]) if block else 0
-    return Launch(f"{block.stem}.cu", block.name, planner.blocks, warps, block.bytes(warps),
+    return Launch("linear_chains.cu", block.name, planner.blocks, warps, block.bytes(warps),
                   (planner.job(block, warps),)) if block and warps else None  # fmt: skip
 
 
@@ -103,62 +104,45 @@ def joint_launch(
     """
     kind = VARIANTS[variant]
     if kind.kernel in (Kernel.SINGLES, Kernel.PAIRS):
-        return linear_pairs.pairs(headers, m, splits, device, kind.kernel)
+        return linear_pairs.pairs(headers, m, splits, device, kind.kernel, kind.warps)
+    if kind.kernel is Kernel.AHEAD:
+        return ahead(headers, m, splits, device, kind.warps, kind.shared_x)
     if kind.kernel in (Kernel.TILES, Kernel.WARPGROUPS):
         return None
-    stages = [_decoded_stages(kind.kernel, header, split) for header, split in zip(headers, splits, strict=True)]
-    shares = _shares([header.geometry.row_groups for header in headers], stages, nvrtc.multiprocessors(device))
-    if shares is None:
+    stages = [_decoded_stages(header, split) for header, split in zip(headers, splits, strict=True)]
+    grids = shares([header.geometry.row_groups for header in headers], stages, nvrtc.multiprocessors(device))
+    if grids is None:
         return None
     planners = [
-        _Planner(header, m, split, device, blocks)
-        for header, split, blocks in zip(headers, splits, shares, strict=True)
+        _Planner(header, m, split, device, grid) for header, split, grid in zip(headers, splits, grids, strict=True)
     ]
     blocks = [block for planner in planners if (block := planner.block(kind))]
     if len(blocks) < len(headers) or not (warps := _fitting_warps(blocks)):
         return None
-    firsts = accumulate(shares, initial=0)
+    firsts = accumulate(grids, initial=0)
     jobs = (planner.job(block, warps, first) for planner, block, first in zip(planners, blocks, firsts, strict=False))
-    return Launch(f"{blocks[0].stem}_together.cu", f"{blocks[0].name}_together", sum(shares), warps,
+    return Launch("linear_chains_together.cu", f"{blocks[0].name}_together", sum(grids), warps,
                   max(block.bytes(warps) for block in blocks), tuple(jobs))  # fmt: skip
 
 
-def _decoded_stages(kernel: Kernel, header: Header, split: int) -> int:
-    """Of a row group. Where warps own chains, a chunk in which a range ends and another begins is decoded for both."""
+def _decoded_stages(header: Header, split: int) -> int:
+    """Of a row group by linear_chains.cuh: a chunk in which a range ends and another begins is decoded for both."""
     stages = header.geometry.stages
-    if kernel is not Kernel.CHAINS:
-        return stages
     per_range = -(-stages // split)
     ranges = [(first, min(first + per_range, stages)) for first in range(0, stages, per_range)]
     return sum(min(-(-end // CHUNK_STAGES) * CHUNK_STAGES, stages) - first // CHUNK_STAGES * CHUNK_STAGES
                for first, end in ranges)  # fmt: skip
 
 
-def _shares(row_groups: Sequence[int], stages: Sequence[int], multiprocessors: int) -> list[int] | None:
-    """Blocks of each tensor, so that the most stages of a block are as few as can be; None if there are too few."""
-    pairs = list(zip(row_groups, stages, strict=True))
-
-    def blocks(most: int) -> list[int]:
-        return [-(-groups // max(1, most // each)) for groups, each in pairs]
-
-    limits = sorted({own * each for groups, each in pairs for own in range(1, groups + 1)})
-    limits = limits[bisect_left(limits, max(stages)) :]
-    place = bisect_left(limits, True, key=lambda most: sum(blocks(most)) <= multiprocessors)
-    return blocks(limits[place]) if place < len(limits) else None
-
-
 @dataclass(frozen=True)
 class _Block:
-    """What a block of a kernel without tiles needs of shared memory, in 32-bit words, and how many warps it can use."""
+    """What a block of linear_chains.cuh needs of shared memory, in 32-bit words, and how many warps it can use."""
 
-    stem: str
     name: str
     words: int
     warp_words: int
     wanted: int
     room: int
-    slots: int
-    batches: int
     x: int
 
     def bytes(self, warps: int) -> int:
@@ -173,28 +157,12 @@ def _fitting_warps(blocks: Sequence[_Block]) -> int:
 
 
 class _Planner(Planner):
-    """For kernels that share a block's row groups among its warps; memory in 32-bit words."""
+    """For linear_chains.cuh and linear_tiles.cu; memory in 32-bit words."""
 
     def block(self, variant: Variant) -> _Block | None:
         """None if there is no such kernel."""
         if self.m > MAX_TOKENS:
             return None
-        return self._ahead(variant) if variant.kernel is Kernel.AHEAD else self._chains(variant)
-
-    def _ahead(self, variant: Variant) -> _Block:
-        batches = -(-self.own // _MAX_SLOTS)
-        slots = -(-self.own // batches)
-        kind = ("halves" if self.octets == 1 else "pairs") if variant.shared_x else "global"
-        x = {"halves": 32 * self.m, "pairs": 64 * OCTET, "global": 0}[kind] * self.stages
-        x = max(x, self.entries)
-        sums = 64 * self.octets * slots * self.ranges
-        words = self.table + x + sums + slots * (self.ranges + 2)
-        warp_words = self.buffer + CHUNK_STAGES * (STAGE_WORDS + SIGN_BYTES // 2) // 4  # a byte a weight, and signs
-        name = f"linear_ahead_{OCTET * self.octets}_{kind}"
-        wanted = min(variant.warps, self.own * self.chunks)
-        return _Block("linear_ahead", name, words, warp_words, wanted, self.room, slots, batches, x)
-
-    def _chains(self, variant: Variant) -> _Block | None:
         if self.own * self.stages * max(variant.warps**2, self.stages) >= 1 << 32:  # what `magic` is exact for
             return None
         kind = "shared" if variant.shared_x else "global"
@@ -205,7 +173,7 @@ class _Planner(Planner):
         warp_words = 2 * self.buffer + _RING_SLABS * SLAB_BYTES // 4 + sums + _WALK_WORDS
         name = f"linear_chains_{OCTET * self.octets}_{kind}"
         wanted = min(variant.warps, self.own * self.ranges)  # a warp for each chain is enough
-        return _Block("linear_chains", name, words, warp_words, wanted, self.room, self.own, 1, x)
+        return _Block(name, words, warp_words, wanted, self.room, x)
 
     def tiles(self, variant: Variant) -> Launch | None:
         """With as few batches as fit, and then as many warps.
@@ -234,5 +202,5 @@ class _Planner(Planner):
         return None
 
     def job(self, block: _Block, warps: int, first_block: int = 0) -> tuple[int, ...]:
-        """For a kernel without tiles."""
-        return self.job_fields(block.slots, block.batches, warps, x=block.x, first_block=first_block)
+        """For linear_chains.cuh."""
+        return self.job_fields(self.own, 1, warps, x=block.x, first_block=first_block)

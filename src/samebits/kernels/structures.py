@@ -137,6 +137,7 @@ class JobStructure(ctypes.Structure):
         ("first_block", ctypes.c_int32), ("blocks", ctypes.c_int32), ("own", ctypes.c_int32),
         ("longer", ctypes.c_int32), ("token_tiles", ctypes.c_int32), ("units", ctypes.c_int32),
         ("by_token_tiles", ctypes.c_uint32), ("by_ranges", ctypes.c_uint32),
+        ("segments", ctypes.c_int32), ("segment_stages", ctypes.c_int32), ("by_ring", ctypes.c_uint32),
         ("by_slots", ctypes.c_uint32), ("by_stages", ctypes.c_uint32),
         ("by_range", ctypes.c_uint32), ("by_warps", ctypes.c_uint32), ("by_warps_of_others", ctypes.c_uint32),
         ("table_words", ctypes.c_int32), ("x_words", ctypes.c_int32), ("buffer_words", ctypes.c_int32),

@@ -1,17 +1,18 @@
-// The tokens' side of the fused linear layer where weights are mma's rows: x as the B operand, from shared or straight from global memory.
+// The fused linear layer by mma whose rows are weights, eight of its sixteen: x as the B operand, from shared or straight from global memory,
+// and the sums.
 #pragma once
-#include "common.cuh"
+#include "linear.cuh"
 
 // shared: for each token and stage 128 bytes, [half ^ (token & 1)][t] 16 bytes, four words of step 2 half, four of the next: free of bank
 // conflicts. global: where x does not fit.
 enum Kind { shared, global };
 
-// Starts copying x [tokens, columns] by the whole block.
+// Starts copying x [tokens, columns] by the block's first threads.
 template <Kind kind>
-__device__ __forceinline__ void stage_columns(const u16* x, u32 target, int tokens, int columns) {
+__device__ __forceinline__ void stage_columns(const u16* x, u32 target, int tokens, int columns, int threads) {
     if (kind == global) return;
     for (int token = 0; token < tokens; ++token)
-        for (int quad = threadIdx.x; quad < columns >> 2; quad += blockDim.x) {
+        for (int quad = threadIdx.x; quad < columns >> 2; quad += threads) {
             const int stage = quad >> 4, q = quad >> 2 & 3, t = quad & 3;
             const u32 place = token * (columns * 2) + stage * 128 + (((q >> 1) ^ (token & 1)) << 6) + (t << 4) + ((q & 1) << 3);
             copy_async_8(target + place, x + size_t(token) * columns + 4 * quad);
@@ -56,3 +57,50 @@ struct Columns {
         return v;
     }
 };
+
+template <int octets>
+struct Sums { float of[octets][4]; };   // of each four the first two are a row's
+
+// A step: a quad of each of eight rows, its raw bytes and its upper bytes (sign and top7), shifted back (4.3).
+template <int octets>
+__device__ __forceinline__ void multiply_quad(Sums<octets>& sums, int q, u32 raw, u32 upper, u32 scale, const Vec4 (&x)[octets]) {
+    u32 weights[4];                     // the lower rows of A hold anything, and nobody reads their sums
+    weights[0] = unshift(__byte_perm(raw, upper, 0x5140), scale);
+    weights[2] = unshift(__byte_perm(raw, upper, 0x7362), scale);
+#pragma unroll
+    for (int octet = 0; octet < octets; ++octet)
+        multiply(sums.of[octet], weights, q & 1 ? x[octet].z : x[octet].x, q & 1 ? x[octet].w : x[octet].y);
+}
+
+// Where the ranges' sums of a row group meet: the warp that brings the last, so that `all` have come, gets their total.
+template <int octets>
+__device__ __forceinline__ bool join(Sums<octets>& sums, float* parts, u32 done, u32 all, int range, int ranges, int lane) {
+    constexpr int count = 2 * octets;
+#pragma unroll
+    for (int i = 0; i < count; ++i) parts[(range * count + i) * kLanes + lane] = sums.of[i >> 1][i & 1];
+    __syncwarp();
+    u32 before = 0;
+    if (lane == 0) before = add_to_flag(done, 1);
+    if (__shfl_sync(kFull, before, 0) + 1 < all) return false;
+#pragma unroll
+    for (int i = 0; i < count; ++i) sums.of[i >> 1][i & 1] = parts[i * kLanes + lane];
+#pragma unroll 1
+    for (int part = 1; part < ranges; ++part)
+#pragma unroll
+        for (int i = 0; i < count; ++i) sums.of[i >> 1][i & 1] += parts[(part * count + i) * kLanes + lane];
+    return true;
+}
+
+// A row group's sums to y: lane (g, t) holds tokens 2 t and 2 t + 1 (and 8 more) of row g.
+template <int octets>
+__device__ __forceinline__ void finish(const Geometry& geometry, const Job& job, int group, int lane, const Sums<octets>& sums) {
+    const int row = 8 * group + (lane >> 2);
+    const float bias = job.bias ? __uint_as_float(u32(job.bias[row]) << 16) : 0.0f;
+#pragma unroll
+    for (int i = 0; i < 2 * octets; ++i) {
+        const int token = 8 * (i >> 1) + 2 * (lane & 3) + (i & 1);
+        float sum = sums.of[i >> 1][i & 1];
+        if (job.bias) sum += bias;
+        if (token < job.tokens) job.y[size_t(token) * geometry.rows + row] = u16(to_bf16x2(sum, 0.0f));
+    }
+}

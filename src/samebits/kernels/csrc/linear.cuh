@@ -24,10 +24,13 @@ struct Job {
     int own, longer;     // row groups of a block; of the first `longer` blocks one more
     int token_tiles, units;      // linear_pairs.cuh
     u32 by_token_tiles, by_ranges;
+    int segments, segment_stages;   // linear_ahead.cuh: of K
+    u32 by_ring;
     u32 by_slots, by_stages, by_range, by_warps[2];   // for `divide`; linear_chains.cuh: warps with a segment, of blocks with one row group more and others
     int table_words, x_words, buffer_words;   // of shared memory: decode table, x (before that, without Hopper's kernels, the table's entries), each staging buffer
     int ring;            // linear_tiles.cu: pairs of stages that a block keeps decoded, at least those of the chunks that a warp is ahead;
-                         // linear_pairs.cuh: slots of x; with mma, pairs of stages
+                         // linear_pairs.cuh: slots of x; with mma, pairs of stages;
+                         // linear_ahead.cuh: runs that a line keeps decoded
 
     __device__ __forceinline__ int block() const { return int(blockIdx.x) - first_block; }
     __device__ __forceinline__ int row_groups_of(int block) const { return own + (block < longer); }
@@ -200,38 +203,6 @@ __device__ __forceinline__ u32 to_bf16x2(float low, float high) {
     u32 result;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
     return result;
-}
-
-// A row group's sums to y: lane (g, t) holds tokens g (and g + 8) of rows 2 t and 2 t + 1.
-template <int octets>
-__device__ __forceinline__ void finish(const Geometry& geometry, const Job& job, int group, int lane, const float sums[4]) {
-    const int row = 8 * group + 2 * (lane & 3);
-    u32 bias = job.bias ? *reinterpret_cast<const u32*>(job.bias + row) : 0;
-#pragma unroll
-    for (int octet = 0; octet < octets; ++octet) {
-        const int token = (lane >> 2) + 8 * octet;
-        float first = sums[2 * octet], second = sums[2 * octet + 1];
-        if (job.bias) first += __uint_as_float(bias << 16), second += __uint_as_float(bias & 0xffff0000u);
-        if (token < job.tokens) *reinterpret_cast<u32*>(job.y + size_t(token) * geometry.rows + row) = to_bf16x2(first, second);
-    }
-}
-
-// Where the ranges' sums of a row group meet: the warp that brings the last gets their total.
-template <int octets>
-__device__ __forceinline__ bool join_ranges(float sums[4], float* parts, u32 done, u32 brought, int range, int ranges, int lane) {
-#pragma unroll
-    for (int i = 0; i < 2 * octets; ++i) parts[range * 64 * octets + 32 * i + lane] = sums[i];
-    __syncwarp();
-    u32 before = 0;
-    if (lane == 0) before = add_to_flag(done, 1);
-    if (__shfl_sync(kFull, before, 0) + 1 < brought) return false;
-#pragma unroll
-    for (int i = 0; i < 2 * octets; ++i) sums[i] = parts[32 * i + lane];
-#pragma unroll 1
-    for (int part = 1; part < ranges; ++part)
-#pragma unroll
-        for (int i = 0; i < 2 * octets; ++i) sums[i] += parts[part * 64 * octets + 32 * i + lane];
-    return true;
 }
 
 // Brings bytes from memory to L2, ahead of the loads to registers. By one thread.

@@ -1,194 +1,333 @@
-// The fused linear layer where chains are few: a block's row groups are its *slots*, a *task* is a chunk of one of them. A warp
-//   1. decodes its chunk's upper bytes to shared memory, which depends on nothing else,
-//   2. takes over the sums that the chunk before left in shared memory, multiplies, and leaves them for the chunk behind,
-// while the streams of its next task are copied to shared memory. Tasks are numbered chunk by chunk through all slots: chains advance
-// together, and a task only waits for tasks of lower number. See linear.cuh.
+// The fused linear layer where a block has few row groups, so that what takes time is the order of summation: mma after mma, each waiting for
+// the one before. Some warps do nothing but that, the others decode for them.
+//
+//   segment    whole ranges of K behind each other, the same for all row groups; most often there is one
+//   line       a row group in a segment; its decoded upper bytes wait in the line's ring in shared memory, run by run
+//
+// A line has a warp that multiplies. Warps that decode share the chunks of all lines, chunk after chunk: lines advance together. They wait for
+// nobody but a line whose ring is full, and which then has what it needs to go on. See linear.cuh.
 #pragma once
-#include "tasks.cuh"
-#include "tokens.cuh"
+#include "columns.cuh"
 
 constexpr int kMaxWarps = 16;
-constexpr int kUpperWords = kChunkStages * 128;         // of a decoded chunk: [stage][lane][step], a quad's upper bytes
-constexpr int kSignWords = kChunkStages / 2 * kLanes;   // a chunk's sign words
+constexpr int kRunBytes = kRun * 512;                     // of a run in a ring: [stage][lane][step], a quad's upper bytes, or its raw bytes
+constexpr int kRawRuns = 3;                               // whose raw bytes are in shared memory or on their way there
+constexpr int kDepth = 2;                                 // stages whose operands are in registers or on their way there
+constexpr int kChunkSigns = kChunkStages / 2 * kSignBytes;   // bytes of a chunk's sign words
+constexpr int kBringing = 1;                              // the barrier of the warps that bring x
+static_assert(kChunkStages % kRun == 0, "a chunk is whole runs");
 
-// Rare, and so out of line.
-__device__ __noinline__ void read_chunk(const u32* words, u32 upper, u32 signs, int count, int lane) {
-    for (int s = 0; s < count; ++s)
-        store_shared(upper + s * 512, read_stage(words, s, lane, load_shared(signs + s / 2 * kSignBytes + 4 * lane) << (4 * (s & 1))));
-}
+// Stages of a segment.
+struct Segment {
+    int begin, end;
 
-template <int kind, int octets>
-__device__ __forceinline__ void linear(const Geometry& geometry, const Packed& packed, const Job& job) {
-    extern __shared__ __align__(128) u32 shared[];
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
-    const int block = job.block(), own = job.row_groups_of(block), chunks = geometry.chunks_per_row_group;
-    const Tasks tasks{chunks, job.slots, own, job.batches, job.chunk_step, job.slot_step, job.by_slots, block, job.blocks};
-    const int chains = job.slots * job.ranges;
+    __device__ __forceinline__ Segment(const Geometry& geometry, const Job& job, int number) : begin(number * job.segment_stages) {
+        end = min(begin + job.segment_stages, geometry.stages);
+    }
+    __device__ __forceinline__ int first_run() const { return begin / kRun; }
+    __device__ __forceinline__ int first_chunk() const { return begin / kChunkStages; }
+    __device__ __forceinline__ int chunks() const { return (end - 1) / kChunkStages - first_chunk() + 1; }
+};
 
-    // Shared memory: table, its entries and then x, for each warp (a chunk's streams, its sign words, its upper bytes), sums, flags.
-    const u32 base = u32(__cvta_generic_to_shared(shared));
-    const int warp_words = job.buffer_words + kSignWords + kUpperWords;
-    u32* buffer = shared + job.table_words + job.x_words + warp * warp_words;
-    const u32 signs = u32(__cvta_generic_to_shared(buffer + job.buffer_words)), upper = signs + 4 * kSignWords + 16 * lane;
-    u8* upper_bytes = reinterpret_cast<u8*>(buffer + job.buffer_words + kSignWords);
-    float* all_sums = reinterpret_cast<float*>(shared + job.table_words + job.x_words + warps * warp_words);
-    u32* flags = reinterpret_cast<u32*>(all_sums + chains * 64 * octets);
-    const u32 progress = u32(__cvta_generic_to_shared(flags));     // [chains]: tickets of the chunks added
-    const u32 done = progress + 4 * chains;                        // [slots]: ranges finished
-    const u32 epoch = done + 4 * job.slots;                        // [slots]: batches finished
-    const u32 x_shared = base + 4 * job.table_words;
+// Where a block's lines keep what is decoded, `places` runs each; how far they are; and where their raw bytes are.
+struct Rings {
+    u32 upper, flags, raw;        // shared addresses
+    int lines, places;
 
-    Vec4 raw[kRun];
-    const u8* slab = nullptr;        // of the present task: its first
-    int shift = 0;
-    StagedPlace staged{};
-    u32 start = 0, stop = 0;         // of the next task: its streams
-    auto find_chunk = [&](const Task& task) {
-        const u32* chunk = reinterpret_cast<const u32*>(packed.data + packed.offsets) + size_t(task.group) * chunks + task.chunk;
-        start = load_u32(chunk);
-        stop = load_u32(chunk + 1);
-        shift = packed.shift;
-        if (packed.has_row_shifts) shift = reinterpret_cast<const i8*>(packed.data + packed.row_shifts)[task.group * 8 + (lane >> 2)];
-    };
-    auto slab_of = [&](const Task& task) {
-        return packed.data + packed.planes + slab_offset(geometry.stages, task.group, task.chunk * kChunkStages);
-    };
-    auto stages_of = [&](const Task& task) { return min(kChunkStages, geometry.stages - task.chunk * kChunkStages); };
-    auto stage_chunk = [&](const u8* slab, int stages) {
+    __device__ __forceinline__ u32 upper_of(int line, int place) const { return upper + (line * places + place) * kRunBytes; }
+    __device__ __forceinline__ u32 raw_of(int line) const { return raw + line * kRawRuns * kRunBytes; }
+    // Flags: of a place, how many of the line's runs there were with the one that it holds; of a line, how many runs are not needed any more.
+    __device__ __forceinline__ u32 ready(int line, int place) const { return flags + 4 * (line * places + place); }
+    __device__ __forceinline__ u32 taken(int line) const { return flags + 4 * (lines * places + line); }
+    __device__ __forceinline__ int behind(int place) const { return place + 1 == places ? 0 : place + 1; }
+};
+
+// What a warp decodes: chunk `chunk` of a line, both counted in their segment.
+struct Task {
+    int chunk, slot, segment;
+    bool exists;                  // or there is none behind it either
+};
+
+__device__ __forceinline__ int buffer_bytes(const Job& job) { return kChunkSigns + 4 * job.buffer_words; }
+
+// A warp that decodes.
+struct Decoder {
+    const Geometry& geometry;
+    const Packed& packed;
+    const Job& job;
+    const Rings rings;
+    u32 table, buffers;           // shared addresses; buffers: of two chunks' signs and streams
+    int block, own, step, lane;
+    Task task, next;
+    StagedPlace staged;           // its streams
+    u32 start, stop;              // of the streams of the task whose streams come next
+
+    // Lines are numbered segment by segment, tasks chunk by chunk through all lines. Of this warp's tasks from that of line `number` on, which may
+    // be one of a later chunk, the first that there is: segments need not have as many chunks.
+    __device__ __forceinline__ Task task_from(int chunk, int number) const {
+        for (;; number += step) {
+            while (number >= rings.lines) number -= rings.lines, ++chunk;
+            int slot = number, segment = 0;
+            while (slot >= own) slot -= own, ++segment;
+            const bool exists = chunk < Segment(geometry, job, segment).chunks();
+            if (exists || chunk * kChunkStages >= job.segment_stages + kChunkStages) return {chunk, slot, segment, exists};
+        }
+    }
+    __device__ __forceinline__ int line(const Task& task) const { return task.segment * own + task.slot; }
+    __device__ __forceinline__ Task behind(const Task& task) const { return task_from(task.chunk, line(task) + step); }
+
+    __device__ __forceinline__ void find_first(int number) {
+        task = task_from(0, number);
+        find(task);
+    }
+    __device__ __forceinline__ void bring_first() {
+        staged = bring(task, buffers);
+        next = behind(task);
+        find(next);
+    }
+    __device__ __forceinline__ int group(const Task& task) const { return task.slot * job.blocks + block; }
+    __device__ __forceinline__ int chunk(const Task& task) const { return Segment(geometry, job, task.segment).first_chunk() + task.chunk; }
+    __device__ __forceinline__ void find(const Task& task) {
+        if (!task.exists) return;
+        const u32* offsets = reinterpret_cast<const u32*>(packed.data + packed.offsets) + size_t(group(task)) * geometry.chunks_per_row_group + chunk(task);
+        start = load_u32(offsets);
+        stop = load_u32(offsets + 1);
+    }
+    // Signs and streams to a buffer.
+    __device__ __forceinline__ StagedPlace bring(const Task& task, u32 buffer) {
+        if (!task.exists) return {};
+        const int first = chunk(task) * kChunkStages;
+        const u8* slab = packed.data + packed.planes + slab_offset(geometry.stages, group(task), first);
+        const int stages = min(kChunkStages, geometry.stages - first);
+        const StagedPlace place = stage_streams(packed, buffer + kChunkSigns, start, stop, lane);
 #pragma unroll 1
         for (int pair = lane >> 3; 2 * pair < stages; pair += 4)
-            copy_async(signs + pair * kSignBytes + 16 * (lane & 7), slab + pair * kSlabBytes + 16 * (lane & 7));
-        staged = stage_streams(packed, u32(__cvta_generic_to_shared(buffer)), start, stop, lane);
-    };
-
-    // What decoding needs first comes first from memory.
-    let_kernel_behind_start();
-    Task task = tasks.first(warp);
-    const bool busy = tasks.has(task);
-    if (busy) find_chunk(task);
-    const Table<true> table(packed, shared, shared + job.table_words);
-    for (int i = threadIdx.x; i < chains + 2 * job.slots; i += blockDim.x) flags[i] = 0;
-    if (busy) {
-        slab = slab_of(task);
-        stage_chunk(slab, stages_of(task));
-#pragma unroll
-        for (int s = 0; s < kRun; ++s) raw[s] = load_raw(slab, s, lane);
-        prefetch_planes(slab, stages_of(task), lane);
+            copy_async(buffer + pair * kSignBytes + 16 * (lane & 7), slab + pair * kSlabBytes + 16 * (lane & 7));
+        return place;
     }
-    copy_commit();
-    table.finish();
-    bool x_staged = false;
-    auto bring_x = [&] {
-        await_kernel_before();
-        stage_x<kind>(job.x, x_shared, job.tokens, geometry.columns);
-        copy_commit();
-        copy_wait<0>();
-        __syncthreads();
-        x_staged = true;
-    };
-
-    const u32 byte_mask = ((1u << packed.width) - 1) << 2, common = u32(packed.window >> 4) * 0x10101010u;
-    const Tokens<kind, octets> tokens(job.x, x_shared, job.tokens, geometry.columns, lane);
-
-    while (tasks.has(task)) {
-        const int first_stage = task.chunk * kChunkStages, count = stages_of(task);
-        const u32 scale = scale_of(shift);
-        const Task next = tasks.behind(task);
-        const u8* next_slab = slab;
-        if (tasks.has(next)) {
-            find_chunk(next);
-            next_slab = slab_of(next);
-            prefetch_planes(next_slab, stages_of(next), lane);
-        }
-
-        // 1. Decode.
-        copy_wait<0>();
-        __syncwarp();
-        StagedChunk chunk;
-        Stream streams[2];
-        chunk.open(buffer + staged.begin, staged.size, count, lane, streams);
+    __device__ __forceinline__ void decode_all() {
+        u32 buffer = buffers, other = buffers + buffer_bytes(job);
 #pragma unroll 1
-        for (int s = 0; s < count; s += 2) {
-            const u32 sign = load_shared(signs + s * 64 + 4 * lane);
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                store_shared(upper + (s + i) * 512, decode_stage(streams, base, byte_mask, common, sign << 4 * i));
-            }
-        }
-        if (chunk.raw) read_chunk(chunk.words, upper, signs, count, lane);
-        __syncwarp();
-#pragma unroll 1
-        for (u32 i = lane; i < chunk.patches; i += kLanes) {
-            const u32 patch = chunk.words[staged.size - chunk.patches + i];
-            const u32 place = (patch >> 16) * 512 + (patch >> 9 & 31) * 16 + (patch >> 14 & 3) * 4 + (patch >> 7 & 3);
-            if (patch >> 16 < u32(count)) upper_bytes[place] ^= patch & 127;
-        }
-        __syncwarp();
-        if (tasks.has(next)) stage_chunk(next_slab, stages_of(next));
-        copy_commit();
-        if (!x_staged) bring_x();   // decoding needs nothing of the kernel before
-
-        // 2. Multiply, for each range that has stages in this chunk. The first may have to wait, so it comes last.
-        int first_range = 0, range_end = job.stages_per_range;
-#pragma unroll 1
-        while (range_end <= first_stage) ++first_range, range_end += job.stages_per_range;
-        int range = first_range;
-#pragma unroll 1
-        while (range_end < first_stage + count) ++range, range_end += job.stages_per_range;
-        for (; range >= first_range; --range) {
-            const int range_begin = range * job.stages_per_range;
-            const int low = max(range_begin - first_stage, 0), high = min(range_begin + job.stages_per_range - first_stage, count);
-            u32 active = ((1u << high) - 1) & ~((1u << low) - 1);
-            const bool opens = range_begin >= first_stage;
-            const bool closes = first_stage + high == min(range_begin + job.stages_per_range, geometry.stages);
-            const int chain = task.slot * job.ranges + range;
-            float* handed = all_sums + chain * 64 * octets + lane;
-            float sums[4] = {};
-            if (!opens) {
-                wait_until(progress + 4 * chain, task.batch * chunks + task.chunk);
-#pragma unroll
-                for (int i = 0; i < 2 * octets; ++i) sums[i] = handed[32 * i];
-            }
-            const u8* following = range > first_range ? slab : next_slab;
-            const u8* ahead = slab;
-#pragma unroll 1
-            for (int run = 0; run < count; run += kRun) {
-                ahead = run + kRun < count ? ahead + kRun / 2 * kSlabBytes : following;
-                const Tokens<kind, octets> here = tokens.from(first_stage + run);
-                const u32 run_upper = upper + run * 512;
-                auto step = [&](int s, Vec4 bytes) { multiply_stage(sums, here, s, bytes, load_shared_vec4(run_upper + s * 512), scale); };
-                constexpr u32 whole = (1u << kRun) - 1;
-                if ((active & whole) == whole) {
-#pragma unroll
-                    for (int s = 0; s < kRun; ++s) {
-                        step(s, raw[s]);
-                        raw[s] = load_raw(ahead, s, lane);
-                    }
-                } else {   // a range begins or ends here; rare, and so kept short
-#pragma unroll 1
-                    for (int s = 0; s < kRun; ++s)
-                        if (active >> s & 1) step(s, load_raw(slab, run + s, lane));
-#pragma unroll
-                    for (int s = 0; s < kRun; ++s) raw[s] = load_raw(ahead, s, lane);
-                }
-                active >>= kRun;
-            }
-            if (opens && !(closes && job.ranges == 1)) wait_until(epoch + 4 * task.slot, task.batch);   // the batch before has read its sums
-            if (!closes) {
-#pragma unroll
-                for (int i = 0; i < 2 * octets; ++i) handed[32 * i] = sums[i];
-                __syncwarp();
-                if (lane == 0) set_flag(progress + 4 * chain, task.batch * chunks + task.chunk + 1);
-                continue;
-            }
-            if (job.ranges > 1 && !join_ranges<octets>(sums, all_sums + task.slot * job.ranges * 64 * octets, done + 4 * task.slot,
-                                                       (task.batch + 1) * job.ranges, range, job.ranges, lane)) continue;
-            finish<octets>(geometry, job, task.group, lane, sums);
+        while (task.exists) {
+            copy_wait<0>();
             __syncwarp();
-            if (lane == 0) set_flag(epoch + 4 * task.slot, task.batch + 1);
+            StagedPlace next_staged;
+            decode(buffer, [&] {         // once its streams are opened: what comes next
+                next_staged = bring(next, other);
+                copy_commit();
+            });
+            task = next, staged = next_staged;
+            next = behind(next);
+            find(next);
+            const u32 used = buffer;
+            buffer = other, other = used;
         }
-        slab = next_slab;
-        task = next;
     }
-    if (!x_staged) bring_x();
+    // The task, from a buffer.
+    template <class Meanwhile>
+    __device__ __forceinline__ void decode(u32 buffer, const Meanwhile& meanwhile) {
+        const u32 byte_mask = ((1u << packed.width) - 1) << 2, common = u32(packed.window >> 4) * 0x10101010u;
+        const u32 at = buffer + kChunkSigns + 4 * staged.begin, signs = buffer + 4 * lane;
+        const Segment segment(geometry, job, task.segment);
+        const int first = chunk(task) * kChunkStages, count = min(kChunkStages, geometry.stages - first), end = min(count, segment.end - first);
+        const int own_line = line(task);
+        Opened chunk;
+        chunk.open(at, staged.size, count, lane);
+        meanwhile();
+        LookUps begun = chunk.begin(table, byte_mask);
+        int number = first / kRun - segment.first_run();   // of a run in its segment
+        const int entry = max(number, 0);
+        int place = entry - divide(entry, job.by_ring) * rings.places;
+#pragma unroll 1
+        for (int run = 0; run < end; run += kRun, ++number) {
+            if (number >= rings.places) wait_until(rings.taken(own_line), number - rings.places + 1);
+            const u32 target = rings.upper_of(own_line, place) + 16 * lane, sign = signs + (run >> 1) * kSignBytes;
+            const u32 pairs[2] = {load_shared(sign), load_shared(sign + kSignBytes)};
+#pragma unroll
+            for (int s = 0; s < kRun; ++s) {
+                Vec4 tops = chunk.go_on(begun, table, byte_mask);
+                chunk.complete(tops, common);
+                begun = chunk.begin(table, byte_mask);
+                chunk.mend(tops, run + s, lane, [&] { return RawChunk{at, count}; });
+                auto complete = [&](u32 top, int q) { return and_or(pairs[s >> 1] << (4 * (s & 1) + q), kSignMask, top); };
+                store_shared(target + s * 512, {complete(tops.x, 0), complete(tops.y, 1), complete(tops.z, 2), complete(tops.w, 3)});
+            }
+            if (number < 0) continue;    // of the segment before: where the first run will be
+            __syncwarp();
+            if (lane == 0) set_flag(rings.ready(own_line, place), number + 1);
+            place = rings.behind(place);
+        }
+        __syncwarp();
+    }
+};
+
+// x to shared memory, by all warps that multiply.
+template <Kind kind>
+__device__ __forceinline__ void bring_x(const Geometry& geometry, const Job& job, u32 target, int threads) {
+    await_kernel_before();
+    stage_columns<kind>(job.x, target, job.tokens, geometry.columns, threads);
+    copy_commit();
+    copy_wait<0>();
+    asm volatile("bar.sync %0, %1;" ::"n"(kBringing), "r"(threads) : "memory");
+}
+
+// A warp that multiplies a line.
+template <Kind kind, int octets>
+__device__ __forceinline__ void multiply_line(const Geometry& geometry, const Packed& packed, const Job& job, const Rings& rings, int line, int slot, int group,
+                                              const Segment& segment, u32 x_shared, float* parts, u32 done, int threads, int lane) {
+    // Raw bytes come to shared memory by asynchronous copies, run by run, each a group of its own; each lane reads what it has copied itself.
+    // Loads to registers would all have to be waited for at once.
+    const u32 raw = rings.raw_of(line) + 16 * lane;
+    const u8* slabs = packed.data + packed.planes + slab_offset(geometry.stages, group, 0);
+    int fetched = (segment.begin + kRun - 1) / kRun * kRun, raw_stage = fetched;   // stages: the next to fetch, the next to read
+    auto raw_place = [&](int stage) { return raw + stage % (kRawRuns * kRun) * 512; };
+    auto fetch_run = [&] {
+        const u8* from = slabs + size_t(fetched >> 1) * kSlabBytes + kSignBytes + 16 * lane;
+        if (fetched < segment.end) {
+#pragma unroll
+            for (int s = 0; s < kRun; ++s) copy_async(raw_place(fetched) + s * 512, from + (s >> 1) * kSlabBytes + (s & 1) * kStageBytes);
+        }
+        copy_commit();
+        fetched += kRun;
+    };
+#pragma unroll
+    for (int i = 0; i < kRawRuns; ++i) fetch_run();
+    auto await_raw = [&] { copy_wait<kRawRuns - 1>(); };
+    const u32 scale = scale_of(packed.has_row_shifts ? reinterpret_cast<const i8*>(packed.data + packed.row_shifts)[group * 8 + (lane >> 2)] : packed.shift);
+    bring_x<kind>(geometry, job, x_shared, threads);
+
+    Sums<octets> sums = {};
+    struct Operands { Vec4 bytes, upper, x[2][octets]; };
+    auto multiply_stage = [&](const Operands& operands) {
+        multiply_quad(sums, 0, operands.bytes.x, operands.upper.x, scale, operands.x[0]);
+        multiply_quad(sums, 1, operands.bytes.y, operands.upper.y, scale, operands.x[0]);
+        multiply_quad(sums, 2, operands.bytes.z, operands.upper.z, scale, operands.x[1]);
+        multiply_quad(sums, 3, operands.bytes.w, operands.upper.w, scale, operands.x[1]);
+    };
+
+    int run = 0, place = 0;              // of the segment's runs: the next to read
+    auto is_ready = [&](u32 flag) { return int(flag) > run; };
+    auto await_run = [&](u32 flag) {
+        while (!is_ready(flag)) flag = read_flag(rings.ready(line, place));
+        __syncwarp();                    // or the compiler reads what is behind the flag before
+    };
+    auto release_run = [&] {             // all lanes have asked for what they need of it
+        __syncwarp();
+        if (lane == 0) set_flag(rings.taken(line), run + 1);
+        ++run;
+        place = rings.behind(place);
+    };
+    auto read = [&](int s, Vec4 bytes, const Columns<kind, octets>& columns, int column_stage) {
+        Operands operands{bytes, load_shared_vec4(rings.upper_of(line, place) + s * 512 + 16 * lane)};
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int octet = 0; octet < octets; ++octet) operands.x[half][octet] = columns.load(column_stage, half, octet);
+        return operands;
+    };
+    // Stages of a run in which a range begins or ends: few, and so kept short.
+    auto multiply_some = [&](int stage, int stop) {
+        const Columns<kind, octets> columns(job.x, x_shared, job.tokens, geometry.columns, lane, stage);
+        await_run(0);
+#pragma unroll 1
+        for (int s = 0; stage + s < stop; ++s) multiply_stage(read((stage + s) % kRun, load_raw(slabs, stage + s, lane), columns, s));
+    };
+    // Whole runs. What a stage needs is asked for kDepth stages ahead.
+    auto multiply_runs = [&](int stage, int runs) {
+        if (raw_stage != stage) {        // the run in front was not whole
+            copy_wait<0>();
+            fetched = raw_stage = stage;
+#pragma unroll
+            for (int i = 0; i < kRawRuns; ++i) fetch_run();
+        }
+        Columns<kind, octets> columns(job.x, x_shared, job.tokens, geometry.columns, lane, stage);
+        auto read_stage = [&](int s) { return read(s, load_shared_vec4(raw_place(raw_stage) + s * 512), columns, s); };
+        Operands ahead[kDepth];
+        await_raw();
+        await_run(0);
+#pragma unroll
+        for (int s = 0; s < kDepth; ++s) ahead[s] = read_stage(s);
+#pragma unroll 1
+        for (; runs > 0; --runs) {
+            const u32 flag = read_flag(rings.ready(line, rings.behind(place)));
+#pragma unroll
+            for (int s = 0; s < kRun; ++s) {
+                const Operands now = ahead[s % kDepth];
+                if (s + kDepth == kRun) {
+                    release_run();
+                    columns.advance(kRun);
+                    raw_stage += kRun;
+                    fetch_run();
+                    if (runs > 1) {
+                        await_raw();
+                        await_run(flag);
+                    }
+                }
+                if (s + kDepth < kRun || runs > 1) ahead[s % kDepth] = read_stage((s + kDepth) % kRun);
+                multiply_stage(now);
+            }
+        }
+    };
+
+    int range = divide(segment.begin, job.by_range);
+#pragma unroll 1
+    for (int stage = segment.begin; stage < segment.end; ++range) {
+        const int end = min((range + 1) * job.stages_per_range, segment.end), head = min((stage + kRun - 1) / kRun * kRun, end);
+        if (stage < head) {
+            multiply_some(stage, head);
+            stage = head;
+            if (stage % kRun == 0) release_run();
+        }
+        const int runs = (end - stage) / kRun;
+        if (runs > 0) multiply_runs(stage, runs);
+        stage += runs * kRun;
+        if (stage < end) {
+            multiply_some(stage, end);
+            stage = end;
+        }
+        if (job.ranges == 1 || join(sums, parts + slot * job.ranges * 2 * octets * kLanes, done + 4 * slot, job.ranges, range, job.ranges, lane))
+            finish(geometry, job, group, lane, sums);
+        sums = {};
+    }
+    copy_wait<0>();                      // nothing may be on its way when the block ends
+}
+
+template <Kind kind, int octets>
+__device__ __forceinline__ void linear(const Geometry& geometry, const Packed& packed, const Job& job) {
+    extern __shared__ __align__(128) u32 memory[];
+    const int warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+    int lane = threadIdx.x & 31;
+    asm volatile("" : "+r"(lane));       // or the compiler works it out again each time it is used
+    const int block = job.block(), own = job.row_groups_of(block);
+    const int multipliers = job.slots * job.segments, decoders = warps - multipliers;   // warps: of blocks that have as many row groups as any
+
+    // Shared memory: table, its entries and then x, two buffers for each warp that decodes, rings of upper and of raw bytes, where ranges meet, flags.
+    const u32 base = u32(__cvta_generic_to_shared(memory));
+    const int buffer_words = job.table_words + job.x_words, ring_words = buffer_words + decoders * 2 * buffer_bytes(job) / 4;
+    const int raw_words = ring_words + multipliers * job.ring * kRunBytes / 4, part_words = raw_words + multipliers * kRawRuns * kRunBytes / 4;
+    const int flag_words = part_words + (job.ranges > 1 ? job.slots * job.ranges * 2 * octets * kLanes : 0);
+    const int ring_flags = multipliers * (job.ring + 1);
+    int places = job.ring;
+    asm volatile("" : "+r"(places));     // likewise
+    const Rings rings{base + 4 * ring_words, base + 4 * flag_words, base + 4 * raw_words, own * job.segments, places};
+    const u32 x_shared = base + 4 * job.table_words;
+
+    let_kernel_behind_start();
+    Decoder decoder{geometry, packed, job, rings, base, base + 4 * buffer_words + max(warp - multipliers, 0) * 2 * buffer_bytes(job), block, own, decoders, lane};
+    const bool decodes = warp >= multipliers;
+    if (decodes) decoder.find_first(warp - multipliers);
+    const Table<true> table(packed, memory, memory + job.table_words);
+    if (decodes) decoder.bring_first();
+    copy_commit();
+    for (int i = threadIdx.x; i < ring_flags + job.slots; i += blockDim.x) memory[flag_words + i] = 0;
+    table.finish();
+    if (decodes) return decoder.decode_all();
+    if (warp < rings.lines) {
+        int slot = warp, segment = 0;
+        while (slot >= own) slot -= own, ++segment;
+        multiply_line<kind, octets>(geometry, packed, job, rings, warp, slot, slot * job.blocks + block, Segment(geometry, job, segment), x_shared,
+                                    reinterpret_cast<float*>(memory + part_words), base + 4 * (flag_words + ring_flags), multipliers * kLanes, lane);
+    } else {
+        bring_x<kind>(geometry, job, x_shared, multipliers * kLanes);
+    }
 }

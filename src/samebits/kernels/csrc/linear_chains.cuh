@@ -6,7 +6,6 @@
 // first: what it takes over has long been left for it.
 #pragma once
 #include "columns.cuh"
-#include "linear.cuh"
 
 constexpr int kMaxWarps = 20;
 constexpr int kRing = 4;                        // slabs: of the one at hand and those on their way
@@ -75,42 +74,6 @@ struct alignas(16) Ahead {
     int staged_valid;
 };
 static_assert(sizeof(Ahead) == 160, "linear_launch.py: _WALK_WORDS");
-
-template <int octets>
-struct Sums { float of[octets][4]; };
-
-// Where the ranges' sums of a row group meet: the warp that brings the last gets their total.
-template <int octets>
-__device__ __forceinline__ bool join(Sums<octets>& sums, float* parts, u32 done, int range, int ranges, int lane) {
-    constexpr int count = 2 * octets;
-#pragma unroll
-    for (int i = 0; i < count; ++i) parts[(range * count + i) * kLanes + lane] = sums.of[i >> 1][i & 1];
-    __syncwarp();
-    u32 before = 0;
-    if (lane == 0) before = add_to_flag(done, 1);
-    if (int(__shfl_sync(kFull, before, 0)) + 1 < ranges) return false;
-#pragma unroll
-    for (int i = 0; i < count; ++i) sums.of[i >> 1][i & 1] = parts[i * kLanes + lane];
-#pragma unroll 1
-    for (int part = 1; part < ranges; ++part)
-#pragma unroll
-        for (int i = 0; i < count; ++i) sums.of[i >> 1][i & 1] += parts[(part * count + i) * kLanes + lane];
-    return true;
-}
-
-// A row group's sums to y: lane (g, t) holds tokens 2 t and 2 t + 1 (and 8 more) of row g.
-template <int octets>
-__device__ __forceinline__ void finish(const Geometry& geometry, const Job& job, int group, int lane, const Sums<octets>& sums) {
-    const int row = 8 * group + (lane >> 2);
-    const float bias = job.bias ? __uint_as_float(u32(job.bias[row]) << 16) : 0.0f;
-#pragma unroll
-    for (int i = 0; i < 2 * octets; ++i) {
-        const int token = 8 * (i >> 1) + 2 * (lane & 3) + (i & 1);
-        float sum = sums.of[i >> 1][i & 1];
-        if (job.bias) sum += bias;
-        if (token < job.tokens) job.y[size_t(token) * geometry.rows + row] = u16(to_bf16x2(sum, 0.0f));
-    }
-}
 
 // A warp's slabs in shared memory and on their way there, by asynchronous copies, of which each lane reads what it has copied itself: loads to
 // registers would have to be waited for all at once.
@@ -195,7 +158,7 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
     auto fetch_x = [&] {                // to where the table's entries were
         table.build();
         await_kernel_before();
-        stage_columns<kind>(job.x, x_shared, job.tokens, geometry.columns);
+        stage_columns<kind>(job.x, x_shared, job.tokens, geometry.columns, blockDim.x);
         copy_commit();
     };
     for (int i = threadIdx.x; i < job.slots + block_warps; i += blockDim.x) flags[i] = 0;
@@ -265,13 +228,7 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
     auto mend = [&](Vec4& upper, int stage) { chunk.mend(upper, stage, lane, [&] { return RawChunk{ahead.opened_at, ahead.opened_stages}; }); };
     struct { Vec4 bytes; u32 sign; Vec4 x[octets]; } at_hand;
     auto step = [&](int q, u32 raw, u32 top, u32 sign, const Vec4 (&x)[octets]) {
-        const u32 complete = and_or(sign << q, kSignMask, top);
-        u32 weights[4];                     // the lower rows of A hold anything, and nobody reads their sums
-        weights[0] = unshift(__byte_perm(raw, complete, 0x5140), scale);
-        weights[2] = unshift(__byte_perm(raw, complete, 0x7362), scale);
-#pragma unroll
-        for (int octet = 0; octet < octets; ++octet)
-            multiply(sums.of[octet], weights, q & 1 ? x[octet].z : x[octet].x, q & 1 ? x[octet].w : x[octet].y);
+        multiply_quad(sums, q, raw, and_or(sign << q, kSignMask, top), scale, x);
     };
     auto load_x = [&](Vec4 (&x)[octets], const Columns<kind, octets>& columns, int stage, int half) {
 #pragma unroll
@@ -363,7 +320,7 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
             for (int i = 0; i < kSums; ++i) handed[(behind * kSums + i) * kLanes + lane] = sums.of[i >> 1][i & 1];
             __syncwarp();
             if (lane == 0) set_flag(ready + 4 * behind, 1);
-        } else if (job.ranges == 1 || join(sums, parts + size_t(slot) * job.ranges * kSums * kLanes, done + 4 * slot, range, job.ranges, lane)) {
+        } else if (job.ranges == 1 || join(sums, parts + size_t(slot) * job.ranges * kSums * kLanes, done + 4 * slot, job.ranges, range, job.ranges, lane)) {
             finish(geometry, job, group_of(slot), lane, sums);
         }
         if (!more) return;

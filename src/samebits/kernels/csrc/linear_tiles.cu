@@ -1,5 +1,5 @@
 // The fused linear layer for up to 128 tokens, on Hopper. A block multiplies up to 16 row groups at once, batch after batch. Some of its warps
-// decode: a task is a chunk of one row group (tasks.cuh), and what comes out goes to a ring in shared memory. One or two warpgroups copy x to a
+// decode: a task is a chunk of one row group, and what comes out goes to a ring in shared memory. One or two warpgroups copy x to a
 // second ring, multiply what is in the two with wgmma, which adds like mma.m16n8k16, and write y. See linear.cuh.
 //
 // Weights are the left matrix, 64 rows (eight row groups) to a tile, tokens the right one. The ring of weights has a slot for each *pair* of
@@ -8,7 +8,6 @@
 // The ring of x has slots of one or two stages: of each, the tokens in their order. Rows behind the last token hold anything, too.
 #include "hopper.cuh"
 #include "linear.cuh"
-#include "tasks.cuh"
 
 constexpr int kMaxThreads = 640;          // leaves 96 registers to each
 constexpr int kMaxDecoders = 16;
@@ -21,6 +20,44 @@ constexpr int kTileGroups = 8;
 __host__ __device__ constexpr int x_stages(int wide) { return wide <= 32 ? 2 : 1; }
 __host__ __device__ constexpr int x_slots(int wide) { return wide == 64 ? 6 : 4; }
 __host__ __device__ constexpr int x_bytes(int wide) { return x_stages(wide) * wide * 128; }   // of a slot
+
+// Which tasks a warp has, in the order of their numbers: chunk by chunk through a batch's row groups.
+struct Task { int batch, chunk, slot, group; };
+
+struct Tasks {
+    int chunks, slots, own, batches;          // own: row groups of the block
+    int chunk_step, slot_step;                // from one task of a warp to its next
+    u32 by_slots;
+    int block, blocks;
+
+    __device__ __forceinline__ bool has(const Task& task) const { return task.batch < batches; }
+    __device__ __forceinline__ Task first(int warp) const {
+        const int chunk = divide(warp, by_slots);
+        return settled({0, chunk, warp - chunk * slots, 0});
+    }
+    __device__ __forceinline__ Task behind(Task task) const { return settled(moved(task)); }
+    __device__ __forceinline__ Task moved(Task task) const {
+        task.slot += slot_step;
+        task.chunk += chunk_step;
+        if (task.slot >= slots) {
+            task.slot -= slots;
+            ++task.chunk;
+        }
+        return task;
+    }
+    __device__ __forceinline__ Task settled(Task task) const {   // at the next task whose row group exists
+        for (;;) {
+            while (task.chunk >= chunks) {
+                task.chunk -= chunks;
+                ++task.batch;
+            }
+            const int place = task.batch * slots + task.slot;
+            task.group = place * blocks + block;
+            if (place < own || !has(task)) return task;
+            task = moved(task);
+        }
+    }
+};
 
 struct Rings {
     u32 weights, slot_bytes;              // shared addresses
