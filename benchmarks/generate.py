@@ -52,6 +52,7 @@ SETTLED = 8  # tokens
 KEYS = ("model", "batch", "prompt", "tokens")
 BF16_SHARE = 0.45  # of a model's time
 CACHE_STEP = 64  # tokens
+Place = tuple[str, ...]  # of an argument, with the names of the dicts that it is in
 
 
 class Clock(StoppingCriteria):  # type: ignore[misc]
@@ -85,8 +86,8 @@ class Clock(StoppingCriteria):  # type: ignore[misc]
 class GraphedStep:
     """Stands for a model in decoding: runs it twice as it is, then captures it as a CUDA graph, which it replays.
 
-    Between two calls only the contents of tensors may change; all other arguments are the same objects, among them the
-    static cache, which the graph writes to.
+    Between two calls only the contents of tensors may change, those in dicts too (a mask for each kind of attention);
+    all other arguments are the same objects, among them the static cache, which the graph writes to.
     """
 
     EAGER_CALLS = 2
@@ -94,24 +95,47 @@ class GraphedStep:
     def __init__(self, model: Any, device: str) -> None:
         self.model, self.calls = model, 0
         self.capture = captured if device == "cuda" else lambda run: run
-        self.inputs: dict[str, torch.Tensor] = {}
-        self.others: dict[str, Any] = {}
+        self.inputs: dict[Place, torch.Tensor] = {}
+        self.others: dict[Place, Any] = {}
         self.replay: Callable[[], Any] | None = None
 
     def __call__(self, **arguments: Any) -> Any:
         self.calls += 1
         if self.calls <= self.EAGER_CALLS:
             return self.model(**arguments)
-        inputs = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
-        others = {name: value for name, value in arguments.items() if name not in inputs}
+        leaves = dict(_leaves(arguments))
+        inputs = {place: value for place, value in leaves.items() if isinstance(value, torch.Tensor)}
+        others = {place: value for place, value in leaves.items() if place not in inputs}
         if self.replay is None:
-            self.inputs, self.others = {name: value.clone() for name, value in inputs.items()}, others
-            self.replay = self.capture(partial(self.model, **self.inputs, **others))
-        if inputs.keys() != self.inputs.keys() or any(others[name] is not self.others[name] for name in others):
-            raise SystemExit("the decoding step is called in another way than it was captured")
-        for name, value in inputs.items():
-            self.inputs[name].copy_(value)
+            self.inputs, self.others = {place: value.clone() for place, value in inputs.items()}, others
+            self.replay = self.capture(partial(self.model, **_nested(self.inputs | others)))
+        for kind, now, then in (("tensors", inputs.keys(), self.inputs.keys()), ("rest", others, self.others)):
+            if now != then:
+                raise SystemExit(
+                    f"the decoding step is called in another way than it was captured: {kind} {now}, {then}"
+                )
+        for place, value in inputs.items():
+            self.inputs[place].copy_(value)
         return self.replay()
+
+
+def _leaves(arguments: dict[str, Any], above: Place = ()) -> Iterator[tuple[Place, Any]]:
+    for name, value in arguments.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, (*above, name))
+        else:
+            yield (*above, name), value
+
+
+def _nested(leaves: dict[Place, Any]) -> dict[str, Any]:
+    """The arguments that have these leaves."""
+    arguments: dict[str, Any] = {}
+    for (*above, name), value in leaves.items():
+        inner = arguments
+        for each in above:
+            inner = inner.setdefault(each, {})
+        inner[name] = value
+    return arguments
 
 
 def captured(run: Callable[[], Any]) -> Callable[[], Any]:
