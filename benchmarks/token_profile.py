@@ -11,8 +11,8 @@ in one more step, by KINDS of kernels; a kernel that starts before the one in fr
 of the step is ``idle_milliseconds``. Once it has run, the profiler makes every launch of the process slower: all times
 are taken before, and models are made a second time for it.
 
-``kernels`` has the NAMED names of kernels that take most: how many, medians of one and of the gap between the end of
-what ran before and its start, negative where they overlap.
+Table "kernels" has the NAMED names of kernels that take most of a step: how many, medians of one and of the gap between
+the end of what ran before and its start, negative where they overlap.
 
 Table "calls": microseconds of the host for one call of a linear layer of each shape, nn.Linear and packed.
 """
@@ -72,7 +72,7 @@ def by_kind(kernels: list[Kernel]) -> dict[str, float]:
 
 
 def by_name(kernels: list[Kernel]) -> list[dict[str, Any]]:
-    """What `kernels` of a row is."""
+    """Rows of the table "kernels", but for the step that they are of."""
     kernels = sorted(kernels, key=lambda kernel: kernel[1])
     lasting, gaps = defaultdict(list), defaultdict(list)
     busy_until = kernels[0][1] if kernels else 0.0
@@ -85,8 +85,8 @@ def by_name(kernels: list[Kernel]) -> list[dict[str, Any]]:
         return significant(statistics.median(times))
 
     names = sorted(lasting, key=lambda name: -sum(lasting[name]))[:NAMED]
-    return [{"kernel": name, "launches": len(lasting[name]), "microseconds": median(lasting[name]),
-             "gap_microseconds": median(gaps[name])} for name in names]  # fmt: skip
+    return [{"rank": rank, "kernel": name, "launches": len(lasting[name]), "microseconds": median(lasting[name]),
+             "gap_microseconds": median(gaps[name])} for rank, name in enumerate(names, 1)]  # fmt: skip
 
 
 def kernels_of(run: Callable[[], object], device: str) -> list[Kernel]:
@@ -189,25 +189,26 @@ def timed(name: str, batches: list[int], device: str) -> tuple[Times, list[dict[
 
 @torch.no_grad()
 def profiled(name: str, batches: list[int], device: str, times: Times) -> Iterator[dict[str, Any]]:
-    """The table "steps"."""
+    """The tables "steps" and "kernels"."""
     for form, packed in FORMS.items():
         model = built(name, packed, batches, device)
         for batch, way, run in steps(model, batches, device):
             host, whole = times[name, form, batch, way]
             kernels = kernels_of(run, device)
             kinds = by_kind(kernels)
-            row = {"table": "steps", "model": name, "form": form, "batch": batch, "way": way, "context": CONTEXT}
+            case = {"model": name, "form": form, "batch": batch, "way": way, "context": CONTEXT}
             found = {"step": whole, "host": host, **kinds, "idle": max(0.0, whole - sum(kinds.values()))}
-            row |= {f"{key}_milliseconds": significant(value) for key, value in found.items()}
+            row = case | {f"{key}_milliseconds": significant(value) for key, value in found.items()}
             print(row, flush=True)
-            yield row | {"kernels": by_name(kernels)}
+            yield {"table": "steps"} | row
+            yield from ({"table": "kernels"} | case | kernel for kernel in by_name(kernels))
             del run
         del model
         forget(device)
 
 
 def rows(names: list[str], batches: list[int], device: str) -> Iterator[dict[str, Any]]:
-    """Both tables."""
+    """All tables."""
     times: Times = {}
     for name in names:
         own, calls = timed(name, batches, device)
@@ -229,7 +230,7 @@ def main() -> int:
         parser.error("no CUDA device")
     device = torch.cuda.get_device_name() if options.device == "cuda" else cpu_name()
     found = list(rows(options.models, options.batches, options.device))
-    keys = ("model", "form", "batch", "way", "matrix")
+    keys = ("model", "form", "batch", "way", "matrix", "rank")
     print(add_results(options.name, device, found, keys, (*PACKAGES, "transformers")))
     return 0
 

@@ -44,7 +44,13 @@ def test_by_name() -> None:
     kernels += [(f"{number:03}" + "x" * 200, 100.0 + number, 100.5 + number) for number in range(20)]
     first, second, *others = token_profile.by_name(kernels)
     assert first == {"kernel": "gemm", "launches": 2, "microseconds": 5.5, "gap_microseconds": -0.5}
-    assert second == {"kernel": "linear_ahead_8", "launches": 2, "microseconds": 3.0, "gap_microseconds": 2.5}
+    assert second == {
+        "rank": 2,
+        "kernel": "linear_ahead_8",
+        "launches": 2,
+        "microseconds": 3.0,
+        "gap_microseconds": 2.5,
+    }
     assert len(others) == token_profile.NAMED - 2
     assert {len(other["kernel"]) for other in others} == {token_profile.LONGEST_NAME}
 
