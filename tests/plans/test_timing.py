@@ -1,0 +1,71 @@
+"""Timing of candidates, on a device that is played by a clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from samebits.plans import timing
+
+CYCLES_PER_US = 2000
+
+
+class Machine:
+    """A host and a device, in microseconds. A call takes the host ``launching``, and the device what it says itself."""
+
+    def __init__(self, launching: float) -> None:
+        self.launching, self.host, self.device = launching, 0.0, 0.0
+        self.sleeps: list[int] = []
+
+    def sleep(self, cycles: int) -> None:
+        self.sleeps.append(cycles)
+        self.device = max(self.device, self.host) + cycles / CYCLES_PER_US
+
+    def call(self, lasting: float) -> Callable[[], None]:
+        def launch() -> None:
+            self.host += self.launching
+            self.device = max(self.device, self.host) + lasting
+
+        return launch
+
+
+@pytest.fixture
+def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    made = Machine(request.param)
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            self.at = 0.0
+
+        def record(self) -> None:
+            self.at = made.device
+
+        def query(self) -> bool:
+            return self.at <= made.host
+
+        def synchronize(self) -> None:
+            made.host = max(made.host, self.at)
+
+        def elapsed_time(self, other: Event) -> float:
+            return (other.at - self.at) / 1e3
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", made.sleep)
+    return made
+
+
+@pytest.mark.parametrize("machine", [5.0, 90.0, 300.0, 1500.0], indirect=True, ids="host {} us".format)
+def test_the_host_does_not_count(machine: Machine) -> None:
+    """However long it takes to launch calls, up to a limit, the device is asleep until all of them are there."""
+    found = timing.microseconds([[machine.call(20.0)] * 12, [machine.call(7.0)] * 3])
+    assert found == pytest.approx([20.0, 7.0])
+
+
+@pytest.mark.parametrize("machine", [5000.0], indirect=True)
+def test_a_host_that_is_too_slow_ends_the_search(machine: Machine) -> None:
+    found = timing.microseconds([[machine.call(20.0)] * 12])
+    assert found[0] >= 20.0
+    assert len(machine.sleeps) == 5 * timing.ROUNDS
+    assert max(machine.sleeps) == 12 * timing._MAX_CYCLES_PER_CALL
