@@ -7,7 +7,7 @@
 #include "streams.cuh"
 
 constexpr int kChunkStages = 16;
-constexpr int kRun = 4;              // stages whose raw bytes are in a warp's registers, or on their way there
+constexpr int kRun = 4;              // stages that are loaded, and decoded, as one
 constexpr u32 kNibbles = 0x0f0f0f0fu;
 
 struct Job {
