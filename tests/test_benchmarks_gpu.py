@@ -31,6 +31,8 @@ import growth  # noqa: E402
 import linear  # noqa: E402
 import nvcomp_ans  # noqa: E402
 import peers  # noqa: E402
+import variants  # noqa: E402
+from samebits.kernels.linear import LinearPlan  # noqa: E402
 
 SECOND = common.Timing(1.0, 0.5, 2.0)
 
@@ -254,3 +256,30 @@ def test_growth_has_every_time() -> None:
     assert row["weights"] == 64 * 256
     assert json.dumps(row)
     assert [growth.ROWS[0] * growth.COLUMNS, growth.ROWS[-1] * growth.COLUMNS] == [2**20, 2**29]
+
+
+def test_variants(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """One variant is right, one reads a weight of row group 3, stage 2 wrongly, one adds in another order."""
+    weight = common.synthetic_matrix(64, 256)
+
+    def fused(x: torch.Tensor, packed: samebits.PackedTensor, bias: None, plan: LinearPlan) -> torch.Tensor:
+        read = samebits.decode(packed)
+        if plan.variant == 7:
+            read[25, 130] *= 2
+        y = F.linear(x, read)
+        return y if plan.variant != 3 or len(x) == variants.UNIT_COLUMNS else y + y
+
+    monkeypatch.setattr(variants, "fused_linear", fused)
+    monkeypatch.setattr(variants, "variants", lambda header, tokens, split: [0, 3, 7, 9])
+    monkeypatch.setattr(variants, "find_plan", lambda x, packed: None)
+    monkeypatch.setattr(variants, "plan_of", lambda x, packed, bias: LinearPlan(2) if len(x) < 5 else None)
+    monkeypatch.setattr(variants, "timed", lambda calls: run_all(calls, 1))
+    monkeypatch.setattr(variants, "DISTINCT_BYTES", 100_000)
+    variants.measure(weight, (1, 5), (0, 3, 7))
+    assert capsys.readouterr().out.splitlines() == [
+        "64 x 256, 1 tokens, split 2: BF16 1000000.0 us",
+        "   0 ahead, 16 warps: 1000000.0 us (500000.0 to 2000000.0)",
+        "   3 chains, 20 warps: DIFFERENT; all weights are read",
+        "   7 pairs, 12 warps: DIFFERENT; 1 weights are read wrongly, of row group/stage 3/2",
+        "64 x 256, 5 tokens: no plan",
+    ]
