@@ -32,7 +32,7 @@ demo: setup  ## compress the embedded model, prove it identical, load it, genera
 	$(BIN)/python examples/demo.py --out demo-out
 
 test: check  ## lint, types, formatting, and every test that needs no GPU
-	$(BIN)/python -m pytest -m "not gpu" -n auto --maxprocesses 8
+	$(BIN)/python -m pytest -m "not gpu" -n auto --maxprocesses 8 --dist worksteal
 
 check: setup
 	$(BIN)/ruff check .
