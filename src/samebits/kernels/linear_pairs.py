@@ -111,12 +111,12 @@ class _Memory:
 
 
 def pairs(
-    headers: tuple[Header, ...], m: int, splits: tuple[int, ...], device: int, kernel: Kernel, most: int
+    headers: tuple[Header, ...], m: int, splits: tuple[int, ...], device: int, kernel: Kernel, most_warps: int
 ) -> Launch | None:
     """One launch for one tensor or several. Warps, and blocks of each tensor, such that the busiest block ends soon.
 
     Args:
-        most: warps of a block that multiply, at most; their registers may allow fewer.
+        most_warps: of a block that multiply; their registers may allow fewer.
     """
     multiprocessors = nvrtc.multiprocessors(device)
     limits = MULTIPLIERS[1 if kernel is Kernel.SINGLES else 2]
@@ -125,7 +125,7 @@ def pairs(
     way = _Way(kernel, next(tokens for tokens in limits if tokens >= m))
     planners = [_Planner(header, m, split, device) for header, split in zip(headers, splits, strict=True)]
     found: list[tuple[float, int, list[int]]] = []
-    for warps in range(1, min(most, limits[way.tokens]) + 1):
+    for warps in range(1, min(most_warps, limits[way.tokens]) + 1):
         if _Memory.of(way, planners, warps).ring:
             most, shares = _shares(planners, way, warps, multiprocessors)
             found.append((most * (1 + _WARP_COST * (warps - 1)), warps, shares))

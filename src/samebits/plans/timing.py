@@ -21,22 +21,21 @@ class _Round(NamedTuple):
 
 
 def microseconds(candidates: Sequence[Calls]) -> list[float]:
-    """Of one call of each candidate, on the current stream: medians over rounds, in which the candidates alternate."""
+    """Of one call of each candidate, on the current stream: medians over rounds, in which the candidates alternate.
+
+    The host gets as long a start as it needs; on the slowest of hosts the longest counts.
+    """
     for calls in candidates:
         for call in calls:
             call()
-    rounds = [[_time(calls) for calls in candidates] for _ in range(ROUNDS)]
+    cycles, rounds = _CYCLES_PER_CALL, list[list[float]]()
+    while len(rounds) < ROUNDS:
+        found = [_round(calls, cycles) for calls in candidates]
+        if any(each.is_late for each in found) and cycles < _MAX_CYCLES_PER_CALL:
+            cycles *= 2
+        else:
+            rounds.append([each.microseconds for each in found])
     return [statistics.median(times) for times in zip(*rounds, strict=True)]
-
-
-def _time(calls: Calls) -> float:
-    """With as long a start for the host as it needs; on the slowest of hosts the last try counts."""
-    cycles = _CYCLES_PER_CALL
-    while True:
-        found = _round(calls, cycles)
-        if not found.is_late or cycles >= _MAX_CYCLES_PER_CALL:
-            return found.microseconds
-        cycles *= 2
 
 
 def _round(calls: Calls, cycles: int) -> _Round:

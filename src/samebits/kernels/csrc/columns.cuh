@@ -72,16 +72,16 @@ __device__ __forceinline__ void multiply_quad(Sums<octets>& sums, int q, u32 raw
         multiply(sums.of[octet], weights, q & 1 ? x[octet].z : x[octet].x, q & 1 ? x[octet].w : x[octet].y);
 }
 
-// Where the ranges' sums of a row group meet: the warp that brings the last, so that `all` have come, gets their total.
+// Where the ranges' sums of a row group meet: the warp that brings the last gets their total.
 template <int octets>
-__device__ __forceinline__ bool join(Sums<octets>& sums, float* parts, u32 done, u32 all, int range, int ranges, int lane) {
+__device__ __forceinline__ bool join(Sums<octets>& sums, float* parts, u32 done, int range, int ranges, int lane) {
     constexpr int count = 2 * octets;
 #pragma unroll
     for (int i = 0; i < count; ++i) parts[(range * count + i) * kLanes + lane] = sums.of[i >> 1][i & 1];
     __syncwarp();
     u32 before = 0;
     if (lane == 0) before = add_to_flag(done, 1);
-    if (__shfl_sync(kFull, before, 0) + 1 < all) return false;
+    if (__shfl_sync(kFull, before, 0) + 1 < u32(ranges)) return false;
 #pragma unroll
     for (int i = 0; i < count; ++i) sums.of[i >> 1][i & 1] = parts[i * kLanes + lane];
 #pragma unroll 1

@@ -285,7 +285,7 @@ __device__ __forceinline__ void multiply_line(const Geometry& geometry, const Pa
             multiply_some(stage, end);
             stage = end;
         }
-        if (job.ranges == 1 || join(sums, parts + slot * job.ranges * 2 * octets * kLanes, done + 4 * slot, job.ranges, range, job.ranges, lane))
+        if (job.ranges == 1 || join(sums, parts + slot * job.ranges * 2 * octets * kLanes, done + 4 * slot, range, job.ranges, lane))
             finish(geometry, job, group, lane, sums);
         sums = {};
     }

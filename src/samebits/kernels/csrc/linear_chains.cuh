@@ -320,7 +320,7 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
             for (int i = 0; i < kSums; ++i) handed[(behind * kSums + i) * kLanes + lane] = sums.of[i >> 1][i & 1];
             __syncwarp();
             if (lane == 0) set_flag(ready + 4 * behind, 1);
-        } else if (job.ranges == 1 || join(sums, parts + size_t(slot) * job.ranges * kSums * kLanes, done + 4 * slot, job.ranges, range, job.ranges, lane)) {
+        } else if (job.ranges == 1 || join(sums, parts + size_t(slot) * job.ranges * kSums * kLanes, done + 4 * slot, range, job.ranges, lane)) {
             finish(geometry, job, group_of(slot), lane, sums);
         }
         if (!more) return;
