@@ -60,7 +60,7 @@ def test_launches_fit(shape: tuple[int, int], chunk_words: int, tokens: int, hop
             if launch is None:
                 continue
             found += 1
-            m, ranges, per_range, slots, batches, chunk_step, slot_step, *_, buffer_words, ring = launch.jobs[0]
+            m, ranges, per_range, slots, batches, chunk_step, slot_step, *_, buffer_words, _, ring = launch.jobs[0]
             assert m == tokens <= MOST_TOKENS[variant.kernel]
             assert (ranges - 1) * per_range < header.geometry.stages <= ranges * per_range
             assert (ring > 0) == (variant.kernel is not Kernel.CHAINS)
@@ -85,20 +85,21 @@ def job_of(launch: Launch, number: int = 0) -> dict[str, int]:
 
 
 def check_lines(header: Header, launch: Launch, number: int = 0) -> None:
-    """linear_ahead.cuh: segments are whole ranges, every line has a warp and a ring, and all of it has room."""
-    job, stages, octets = job_of(launch, number), header.geometry.stages, 1 if "_8_" in launch.name else 2
+    """linear_ahead.cuh: segments are whole ranges, every line has a warp and a ring, every segment x, and all has room."""
+    job, stages, octets = job_of(launch, number), header.geometry.stages, 1 if "_8" in launch.name else 2
     segments, per_segment, lines = job["segments"], job["segment_stages"], job["slots"] * job["segments"]
     assert per_segment % job["stages_per_range"] == 0
     assert (segments - 1) * per_segment < stages <= segments * per_segment
-    assert lines < launch.warps <= 16
+    assert lines + segments < launch.warps <= (20 if octets == 1 else 16)
     runs = -(-min(per_segment, stages) // 4) + 1
     assert min(2, runs) <= job["ring"] <= runs
     assert job["by_ring"] == magic(job["ring"])
-    assert job["x_words"] >= (32 * job["tokens"] * stages if "shared" in launch.name else header.symbol_count)
-    buffers = (launch.warps - lines) * 2 * (1024 + 4 * job["buffer_words"])  # signs and streams
+    assert min(4, runs) <= job["x_places"] <= runs  # at least a chunk's, or warps wait for each other
+    assert job["x_words"] >= max(segments * job["x_places"] * job["tokens"] * 128, header.symbol_count)
+    buffers = (launch.warps - lines - segments) * 2 * (1024 + 4 * job["buffer_words"])  # signs and streams
     rings = lines * (job["ring"] + 3) * 4 * 512  # of upper and of raw bytes
     parts = job["slots"] * job["ranges"] * 2 * octets * 128 if job["ranges"] > 1 else 0
-    flags = 4 * (lines * (job["ring"] + 1) + job["slots"])
+    flags = 4 * (lines * (job["ring"] + 1) + segments + job["slots"])
     words = job["table_words"] + job["x_words"]
     assert 4 * words + buffers + rings + parts + flags <= launch.shared_bytes
 

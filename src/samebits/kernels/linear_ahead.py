@@ -5,22 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from samebits.format.geometry import SIGN_BYTES, STAGE_WORDS
+from samebits.format.geometry import SIGN_BYTES, STAGE, STAGE_WORDS
 from samebits.format.packed import Header
 from samebits.kernels import nvrtc
 from samebits.kernels.linear_job import CHUNK_STAGES, LANES, OCTET, Launch, Planner, shares
 
 MAX_TOKENS = 16
-_MAX_MULTIPLIERS = 8  # warps
+_MAX_LINES = 14
+_SEGMENTED_LINES = 8  # at most, of more than one segment
+_MAX_WARPS = {1: 20, 2: 16}  # kMaxWarps, by octets
 _RUN_STAGES = 4  # kRun
 _RUN_WORDS = _RUN_STAGES * STAGE_WORDS // 4  # kRunBytes: a byte of each weight
 _SIGN_WORDS = CHUNK_STAGES // 2 * SIGN_BYTES // 4  # kChunkSigns
+_COLUMN_WORDS = 2 * _RUN_STAGES * STAGE // 4  # kColumnBytes
+_MIN_X_RUNS = CHUNK_STAGES // _RUN_STAGES  # or warps could wait for each other
+_X_WORDS = 4096  # of a segment, where that is enough
 _RAW_RUNS = 3  # kRawRuns
 _MIN_RUNS = 2  # of a ring, where its line is as long
 
 
 def ahead(
-    headers: tuple[Header, ...], m: int, splits: tuple[int, ...], device: int, warps: int, shared_x: bool
+    headers: tuple[Header, ...], m: int, splits: tuple[int, ...], device: int, warps: int
 ) -> Launch | None:
     """One launch for one tensor or several, with as many warps as rings leave memory for; None as launch_of."""
     if m > MAX_TOKENS:
@@ -31,12 +36,13 @@ def ahead(
     blocks = alone or shares(row_groups, stages, multiprocessors)
     if blocks is None:
         return None
-    planners = [_Planner(*each, m, device, shared_x) for each in zip(headers, splits, blocks, strict=True)]
+    planners = [_Planner(*each, m, device) for each in zip(headers, splits, blocks, strict=True)]
     lines = max(each.lines for each in planners)
-    if lines > _MAX_MULTIPLIERS:
+    if lines > _MAX_LINES or warps > _MAX_WARPS[planners[0].octets]:
         return None
-    useful = max(each.lines + each.tasks for each in planners)
-    for block_warps in range(min(warps, useful), lines, -1):
+    others = max(each.lines + each.segments for each in planners)
+    useful = max(each.lines + each.segments + each.tasks for each in planners)
+    for block_warps in range(min(warps, useful), others, -1):
         rings = [each.ring(block_warps) for each in planners]
         if all(ring >= min(_MIN_RUNS, each.runs) for ring, each in zip(rings, planners, strict=True)):
             return _launch(planners, blocks, block_warps, rings)
@@ -56,24 +62,26 @@ def _launch(planners: Sequence[_Planner], blocks: Sequence[int], warps: int, rin
 class _Planner(Planner):
     """Of one tensor."""
 
-    def __init__(self, header: Header, split: int, blocks: int, m: int, device: int, shared_x: bool) -> None:
+    def __init__(self, header: Header, split: int, blocks: int, m: int, device: int) -> None:
         super().__init__(header, m, split, device, blocks)
-        ranges = -(-self.ranges // max(1, min(_MAX_MULTIPLIERS // self.own, self.ranges)))  # of a segment
+        ranges = -(-self.ranges // max(1, min(_SEGMENTED_LINES // self.own, self.ranges)))  # of a segment
         self.segment_stages = ranges * self.stages_per_range
         self.segments = -(-self.stages // self.segment_stages)
         self.lines = self.own * self.segments  # as many warps multiply
         self.tasks = self.lines * -(-self.segment_stages // CHUNK_STAGES)
         self.runs = -(-min(self.segment_stages, self.stages) // _RUN_STAGES) + 1  # of a line, at most
         self.run = self.lines * (_RUN_WORDS + 1)  # a run and its flag, of all lines
-        self.x = max(LANES * m * self.stages if shared_x else 0, self.entries)
-        self.name = f"linear_ahead_{OCTET * self.octets}_{'shared' if shared_x else 'global'}"
+        x_run = m * _COLUMN_WORDS
+        self.x_places = min(self.runs, max(_MIN_X_RUNS, _X_WORDS // x_run))
+        self.x = max(self.segments * self.x_places * x_run, self.entries)
+        self.name = f"linear_ahead_{OCTET * self.octets}"
 
     def fixed(self, warps: int) -> int:
         """What a block needs without rings."""
         parts = self.own * self.ranges * 2 * self.octets * LANES if self.ranges > 1 else 0
-        buffers = (warps - self.lines) * 2 * (self.buffer + _SIGN_WORDS)
+        buffers = (warps - self.lines - self.segments) * 2 * (self.buffer + _SIGN_WORDS)
         raw = self.lines * _RAW_RUNS * _RUN_WORDS
-        return self.table + self.x + buffers + raw + parts + self.lines + self.own
+        return self.table + self.x + buffers + raw + parts + self.lines + self.segments + self.own
 
     def ring(self, warps: int) -> int:
         """Runs of each, as many as are of use and fit."""
@@ -82,4 +90,5 @@ class _Planner(Planner):
     def job(self, ring: int, first_block: int) -> tuple[int, ...]:
         """JobStructure's fields behind the pointers."""
         return self.job_fields(self.own, 1, 1, x=self.x, ring=ring, first_block=first_block,
-                         segments=self.segments, segment_stages=self.segment_stages)  # fmt: skip
+                         segments=self.segments, segment_stages=self.segment_stages,
+                         x_places=self.x_places)  # fmt: skip

@@ -147,6 +147,7 @@ class Planner:
         units: int = 0,
         segments: int = 1,
         segment_stages: int = 0,
+        x_places: int = 0,
     ) -> tuple[int, ...]:
         own, longer = divmod(self.row_groups, self.blocks)
         by_warps = (magic(min(decoders, groups * self.ranges)) for groups in (own + 1, own))
@@ -156,5 +157,5 @@ class Planner:
             token_tiles, units, magic(max(token_tiles, 1)), magic(self.ranges),
             segments, segment_stages, magic(max(ring, 1)),
             magic(slots), magic(self.stages), magic(self.stages_per_range), *by_warps,
-            self.table, x, self.buffer, ring,
+            self.table, x, self.buffer, x_places, ring,
         )  # fmt: skip

@@ -48,8 +48,8 @@ class Variant:
 
 
 VARIANTS = (
+    Variant(Kernel.AHEAD, warps=20),
     Variant(Kernel.AHEAD, warps=16),
-    Variant(Kernel.AHEAD, warps=16, shared_x=False),
     Variant(Kernel.AHEAD, warps=14),
     Variant(Kernel.CHAINS, warps=20),
     Variant(Kernel.CHAINS, warps=20, shared_x=False),
@@ -77,7 +77,7 @@ def launch_of(header: Header, m: int, split: int, variant: int, device: int) -> 
     if kind.kernel in (Kernel.SINGLES, Kernel.PAIRS):
         return linear_pairs.pairs((header,), m, (split,), device, kind.kernel, kind.warps)
     if kind.kernel is Kernel.AHEAD:
-        return ahead((header,), m, (split,), device, kind.warps, kind.shared_x)
+        return ahead((header,), m, (split,), device, kind.warps)
     planner = _Planner(header, m, split, device, min(nvrtc.multiprocessors(device), header.geometry.row_groups))
     if kind.kernel is Kernel.TILES:
         return planner.tiles(kind)
@@ -106,7 +106,7 @@ def joint_launch(
     if kind.kernel in (Kernel.SINGLES, Kernel.PAIRS):
         return linear_pairs.pairs(headers, m, splits, device, kind.kernel, kind.warps)
     if kind.kernel is Kernel.AHEAD:
-        return ahead(headers, m, splits, device, kind.warps, kind.shared_x)
+        return ahead(headers, m, splits, device, kind.warps)
     if kind.kernel in (Kernel.TILES, Kernel.WARPGROUPS):
         return None
     stages = [_decoded_stages(header, split) for header, split in zip(headers, splits, strict=True)]

@@ -141,7 +141,7 @@ class JobStructure(ctypes.Structure):
         ("by_slots", ctypes.c_uint32), ("by_stages", ctypes.c_uint32),
         ("by_range", ctypes.c_uint32), ("by_warps", ctypes.c_uint32), ("by_warps_of_others", ctypes.c_uint32),
         ("table_words", ctypes.c_int32), ("x_words", ctypes.c_int32), ("buffer_words", ctypes.c_int32),
-        ("ring", ctypes.c_int32),
+        ("x_places", ctypes.c_int32), ("ring", ctypes.c_int32),
     )  # fmt: skip
 
 

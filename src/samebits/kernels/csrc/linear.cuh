@@ -28,6 +28,7 @@ struct Job {
     u32 by_ring;
     u32 by_slots, by_stages, by_range, by_warps[2];   // for `divide`; linear_chains.cuh: warps with a segment, of blocks with one row group more and others
     int table_words, x_words, buffer_words;   // of shared memory: decode table, x (before that, without Hopper's kernels, the table's entries), each staging buffer
+    int x_places;        // linear_ahead.cuh: runs of x that a segment keeps
     int ring;            // linear_tiles.cu: pairs of stages that a block keeps decoded, at least those of the chunks that a warp is ahead;
                          // linear_pairs.cuh: slots of x; with mma, pairs of stages;
                          // linear_ahead.cuh: runs that a line keeps decoded
@@ -59,11 +60,11 @@ struct Together {
 __device__ __forceinline__ const Product& own_product(const Product& product) { return product; }
 __device__ __forceinline__ const Product& own_product(const Together& together) { return together.own(); }
 
-// With kMaxWarps and `linear` of the including file.
-#define LINEAR_KERNEL(name, Argument, kind, octets)                                                                    \
-    extern "C" __global__ void __launch_bounds__(kMaxWarps * 32, 1) name(const __grid_constant__ Argument argument) { \
-        const Product& product = own_product(argument);                                                                \
-        linear<kind, octets>(product.geometry, product.packed, product.job);                                           \
+// The last argument: the device function that does it.
+#define LINEAR_KERNEL(name, Argument, max_warps, ...)                                                          \
+    extern "C" __global__ void __launch_bounds__((max_warps) * 32, 1) name(const __grid_constant__ Argument argument) { \
+        const Product& product = own_product(argument);                                                        \
+        __VA_ARGS__(product.geometry, product.packed, product.job);                                            \
     }
 
 __device__ __forceinline__ void multiply(float sums[4], const u32 x[4], u32 low, u32 high) {

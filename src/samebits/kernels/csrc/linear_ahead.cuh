@@ -4,17 +4,24 @@
 //   segment    whole ranges of K behind each other, the same for all row groups; most often there is one
 //   line       a row group in a segment; its decoded upper bytes wait in the line's ring in shared memory, run by run
 //
-// A line has a warp that multiplies. Warps that decode share the chunks of all lines, chunk after chunk: lines advance together. They wait for
-// nobody but a line whose ring is full, and which then has what it needs to go on. See linear.cuh.
+// A line has a warp that multiplies. A segment has one that brings x, run by run, into a ring for all its lines. The other warps decode and share
+// the chunks of all lines, chunk after chunk: lines advance together.
+//
+// Nobody waits for ever. A warp that decodes waits for a line whose ring is full, a line that has what is decoded waits for x, and the warp that
+// brings x waits for the segment's line that is farthest behind. Of all tasks that are not done, take the first: its line has room, or can go on
+// as far as x reaches, which is to the end of its chunk at least, since the chunks in front are done and a segment's x has a chunk's runs. See
+// linear.cuh.
 #pragma once
 #include "columns.cuh"
 
-constexpr int kMaxWarps = 16;
+template <int octets>
+constexpr int kMaxWarps = octets == 1 ? 20 : 16;           // as many as have registers enough
 constexpr int kRunBytes = kRun * 512;                     // of a run in a ring: [stage][lane][step], a quad's upper bytes, or its raw bytes
 constexpr int kRawRuns = 3;                               // whose raw bytes are in shared memory or on their way there
 constexpr int kDepth = 2;                                 // stages whose operands are in registers or on their way there
 constexpr int kChunkSigns = kChunkStages / 2 * kSignBytes;   // bytes of a chunk's sign words
-constexpr int kBringing = 1;                              // the barrier of the warps that bring x
+constexpr int kColumnBytes = kRun * 128;                  // of a token in a run of x
+constexpr int kBrought = 2;                               // runs of x on their way
 static_assert(kChunkStages % kRun == 0, "a chunk is whole runs");
 
 // Stages of a segment.
@@ -26,6 +33,7 @@ struct Segment {
     }
     __device__ __forceinline__ int first_run() const { return begin / kRun; }
     __device__ __forceinline__ int first_chunk() const { return begin / kChunkStages; }
+    __device__ __forceinline__ int runs() const { return (end - 1) / kRun - first_run() + 1; }
     __device__ __forceinline__ int chunks() const { return (end - 1) / kChunkStages - first_chunk() + 1; }
 };
 
@@ -39,6 +47,8 @@ struct Rings {
     // Flags: of a place, how many of the line's runs there were with the one that it holds; of a line, how many runs are not needed any more.
     __device__ __forceinline__ u32 ready(int line, int place) const { return flags + 4 * (line * places + place); }
     __device__ __forceinline__ u32 taken(int line) const { return flags + 4 * (lines * places + line); }
+    // Of a segment, how many runs of x have come.
+    __device__ __forceinline__ u32 brought(int segment) const { return flags + 4 * (lines * (places + 1) + segment); }
     __device__ __forceinline__ int behind(int place) const { return place + 1 == places ? 0 : place + 1; }
 };
 
@@ -161,20 +171,78 @@ struct Decoder {
     }
 };
 
-// x to shared memory, by all warps that multiply.
-template <Kind kind>
-__device__ __forceinline__ void bring_x(const Geometry& geometry, const Job& job, u32 target, int threads) {
+// A warp that brings x for a segment: for each run and token kColumnBytes, laid out as by stage_columns.
+__device__ __forceinline__ void bring_x(const Geometry& geometry, const Job& job, const Rings& rings, const Segment& segment, int number, int own, u32 target, int lane) {
+    const u32 brought = rings.brought(number);
+    auto publish = [&](int runs) {
+        __syncwarp();
+        if (lane == 0) set_flag(brought, runs);
+    };
+    // Of a run's 64 quads of a token each lane brings two, two stages apart.
+    const int stage = lane >> 4, q = lane >> 2 & 3, t = lane & 3;
+    const u32 own_place = stage * 128 + ((q >> 1) << 6) + (t << 4) + ((q & 1) << 3);   // of even tokens
+    int source = (segment.first_run() * kRun * 64) + 4 * lane, at = segment.first_run() * kRun + stage, place = 0;   // in x: word, stage
+    const int runs = segment.runs();
     await_kernel_before();
-    stage_columns<kind>(job.x, target, job.tokens, geometry.columns, threads);
-    copy_commit();
+#pragma unroll 1
+    for (int run = 0; run < runs; ++run) {
+        const int needed = run - job.x_places + 1;            // runs that must have been taken
+        auto is_late = [&] { return __any_sync(kFull, lane < own && int(read_flag(rings.taken(number * own + min(lane, own - 1)))) < needed); };
+        if (needed > 0 && is_late()) {
+            copy_wait<0>();
+            publish(run);
+            while (is_late()) __nanosleep(40);
+        }
+        const u16* from = job.x + source;
+        u32 to = target + place * job.tokens * kColumnBytes;
+        const bool first = at < geometry.stages, second = at + 2 < geometry.stages;
+#pragma unroll 4
+        for (int token = 0; token < job.tokens; ++token) {
+            const u32 there = to + (own_place ^ ((token & 1) << 6));
+            if (first) copy_async_8(there, from);
+            if (second) copy_async_8(there + 256, from + 128);
+            to += kColumnBytes;
+            from += geometry.columns;
+        }
+        copy_commit();
+        copy_wait<kBrought>();
+        if (run >= kBrought) publish(run - kBrought + 1);
+        source += kRun * 64;
+        at += kRun;
+        place = place + 1 == job.x_places ? 0 : place + 1;
+    }
     copy_wait<0>();
-    asm volatile("bar.sync %0, %1;" ::"n"(kBringing), "r"(threads) : "memory");
+    publish(runs);
 }
 
+// A lane's part of a segment's x: tokens g (and g + 8) are columns of B.
+template <int octets>
+struct BroughtColumns {
+    u32 halves[octets][2];        // in the first run of the ring
+    bool any[octets];             // as Columns
+    u32 run;                      // bytes from the first run to the one at hand
+
+    __device__ __forceinline__ BroughtColumns(u32 ring, int tokens, int lane) : run(0) {
+#pragma unroll
+        for (int octet = 0; octet < octets; ++octet) {
+            const int own = (lane >> 2) + 8 * octet, token = min(own, tokens - 1);
+            const u32 place = ring + token * kColumnBytes + 16 * (lane & 3);
+            halves[octet][0] = place + ((token & 1) << 6);
+            halves[octet][1] = place + ((~token & 1) << 6);
+            any[octet] = own < tokens;
+        }
+    }
+    __device__ __forceinline__ Vec4 load(int stage, int half, int octet) const {
+        return load_shared_vec4_if(any[octet], halves[octet][half] + run + stage * 128);
+    }
+};
+
 // A warp that multiplies a line.
-template <Kind kind, int octets>
-__device__ __forceinline__ void multiply_line(const Geometry& geometry, const Packed& packed, const Job& job, const Rings& rings, int line, int slot, int group,
-                                              const Segment& segment, u32 x_shared, float* parts, u32 done, int threads, int lane) {
+template <int octets>
+__device__ __forceinline__ void multiply_line(const Geometry& geometry, const Packed& packed, const Job& job, const Rings& rings, int line, int slot, int number,
+                                              u32 x_ring, float* parts, u32 done, int lane) {
+    const Segment segment(geometry, job, number);
+    const int group = slot * job.blocks + job.block();
     // Raw bytes come to shared memory by asynchronous copies, run by run, each a group of its own; each lane reads what it has copied itself.
     // Loads to registers would all have to be waited for at once.
     const u32 raw = rings.raw_of(line) + 16 * lane;
@@ -194,7 +262,8 @@ __device__ __forceinline__ void multiply_line(const Geometry& geometry, const Pa
     for (int i = 0; i < kRawRuns; ++i) fetch_run();
     auto await_raw = [&] { copy_wait<kRawRuns - 1>(); };
     const u32 scale = scale_of(packed.has_row_shifts ? reinterpret_cast<const i8*>(packed.data + packed.row_shifts)[group * 8 + (lane >> 2)] : packed.shift);
-    bring_x<kind>(geometry, job, x_shared, threads);
+    BroughtColumns<octets> columns(x_ring, job.tokens, lane);
+    const u32 run_bytes = job.tokens * kColumnBytes, brought = rings.brought(number);
 
     Sums<octets> sums = {};
     struct Operands { Vec4 bytes, upper, x[2][octets]; };
@@ -205,32 +274,33 @@ __device__ __forceinline__ void multiply_line(const Geometry& geometry, const Pa
         multiply_quad(sums, 3, operands.bytes.w, operands.upper.w, scale, operands.x[1]);
     };
 
-    int run = 0, place = 0;              // of the segment's runs: the next to read
-    auto is_ready = [&](u32 flag) { return int(flag) > run; };
-    auto await_run = [&](u32 flag) {
-        while (!is_ready(flag)) flag = read_flag(rings.ready(line, place));
-        __syncwarp();                    // or the compiler reads what is behind the flag before
+    int run = 0, place = 0, x_place = 0; // of the segment's runs: the next to read
+    auto await_run = [&](u32 flag, u32 x_flag) {
+        while (int(flag) <= run) flag = read_flag(rings.ready(line, place));
+        while (int(x_flag) <= run) x_flag = read_flag(brought);
+        __syncwarp();                    // or the compiler reads what is behind the flags before
     };
     auto release_run = [&] {             // all lanes have asked for what they need of it
         __syncwarp();
         if (lane == 0) set_flag(rings.taken(line), run + 1);
         ++run;
         place = rings.behind(place);
+        x_place = x_place + 1 == job.x_places ? 0 : x_place + 1;
+        columns.run = x_place * run_bytes;
     };
-    auto read = [&](int s, Vec4 bytes, const Columns<kind, octets>& columns, int column_stage) {
+    auto read = [&](int s, Vec4 bytes) {
         Operands operands{bytes, load_shared_vec4(rings.upper_of(line, place) + s * 512 + 16 * lane)};
 #pragma unroll
         for (int half = 0; half < 2; ++half)
 #pragma unroll
-            for (int octet = 0; octet < octets; ++octet) operands.x[half][octet] = columns.load(column_stage, half, octet);
+            for (int octet = 0; octet < octets; ++octet) operands.x[half][octet] = columns.load(s, half, octet);
         return operands;
     };
     // Stages of a run in which a range begins or ends: few, and so kept short.
     auto multiply_some = [&](int stage, int stop) {
-        const Columns<kind, octets> columns(job.x, x_shared, job.tokens, geometry.columns, lane, stage);
-        await_run(0);
+        await_run(0, 0);
 #pragma unroll 1
-        for (int s = 0; stage + s < stop; ++s) multiply_stage(read((stage + s) % kRun, load_raw(slabs, stage + s, lane), columns, s));
+        for (; stage < stop; ++stage) multiply_stage(read(stage % kRun, load_raw(slabs, stage, lane)));
     };
     // Whole runs. What a stage needs is asked for kDepth stages ahead.
     auto multiply_runs = [&](int stage, int runs) {
@@ -240,27 +310,25 @@ __device__ __forceinline__ void multiply_line(const Geometry& geometry, const Pa
 #pragma unroll
             for (int i = 0; i < kRawRuns; ++i) fetch_run();
         }
-        Columns<kind, octets> columns(job.x, x_shared, job.tokens, geometry.columns, lane, stage);
-        auto read_stage = [&](int s) { return read(s, load_shared_vec4(raw_place(raw_stage) + s * 512), columns, s); };
+        auto read_stage = [&](int s) { return read(s, load_shared_vec4(raw_place(raw_stage) + s * 512)); };
         Operands ahead[kDepth];
         await_raw();
-        await_run(0);
+        await_run(0, 0);
 #pragma unroll
         for (int s = 0; s < kDepth; ++s) ahead[s] = read_stage(s);
 #pragma unroll 1
         for (; runs > 0; --runs) {
-            const u32 flag = read_flag(rings.ready(line, rings.behind(place)));
+            const u32 flag = read_flag(rings.ready(line, rings.behind(place))), x_flag = read_flag(brought);
 #pragma unroll
             for (int s = 0; s < kRun; ++s) {
                 const Operands now = ahead[s % kDepth];
                 if (s + kDepth == kRun) {
                     release_run();
-                    columns.advance(kRun);
                     raw_stage += kRun;
                     fetch_run();
                     if (runs > 1) {
                         await_raw();
-                        await_run(flag);
+                        await_run(flag, x_flag);
                     }
                 }
                 if (s + kDepth < kRun || runs > 1) ahead[s % kDepth] = read_stage((s + kDepth) % kRun);
@@ -292,42 +360,44 @@ __device__ __forceinline__ void multiply_line(const Geometry& geometry, const Pa
     copy_wait<0>();                      // nothing may be on its way when the block ends
 }
 
-template <Kind kind, int octets>
+template <int octets>
 __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& packed, const Job& job) {
     extern __shared__ __align__(128) u32 memory[];
     const int warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
     int lane = threadIdx.x & 31;
     asm volatile("" : "+r"(lane));       // or the compiler works it out again each time it is used
     const int block = job.block(), own = job.row_groups_of(block);
-    const int multipliers = job.slots * job.segments, decoders = warps - multipliers;   // warps: of blocks that have as many row groups as any
+    const int multipliers = job.slots * job.segments, others = multipliers + job.segments;   // warps: of blocks that have as many row groups as any
+    const int decoders = warps - others;
 
     // Shared memory: table, its entries and then x, two buffers for each warp that decodes, rings of upper and of raw bytes, where ranges meet, flags.
     const u32 base = u32(__cvta_generic_to_shared(memory));
     const int buffer_words = job.table_words + job.x_words, ring_words = buffer_words + decoders * 2 * buffer_bytes(job) / 4;
     const int raw_words = ring_words + multipliers * job.ring * kRunBytes / 4, part_words = raw_words + multipliers * kRawRuns * kRunBytes / 4;
     const int flag_words = part_words + (job.ranges > 1 ? job.slots * job.ranges * 2 * octets * kLanes : 0);
-    const int ring_flags = multipliers * (job.ring + 1);
+    const int ring_flags = multipliers * (job.ring + 1) + job.segments;
     int places = job.ring;
     asm volatile("" : "+r"(places));     // likewise
     const Rings rings{base + 4 * ring_words, base + 4 * flag_words, base + 4 * raw_words, own * job.segments, places};
-    const u32 x_shared = base + 4 * job.table_words;
+    auto x_ring = [&](int segment) { return base + 4 * job.table_words + segment * job.x_places * job.tokens * kColumnBytes; };
 
     let_kernel_behind_start();
-    Decoder decoder{geometry, packed, job, rings, base, base + 4 * buffer_words + max(warp - multipliers, 0) * 2 * buffer_bytes(job), block, own, decoders, lane};
-    const bool decodes = warp >= multipliers;
-    if (decodes) decoder.find_first(warp - multipliers);
+    Decoder decoder{geometry, packed, job, rings, base, base + 4 * buffer_words + max(warp - others, 0) * 2 * buffer_bytes(job), block, own, decoders, lane};
+    const bool decodes = warp >= others;
+    if (decodes) decoder.find_first(warp - others);
     const Table<true> table(packed, memory, memory + job.table_words);
     if (decodes) decoder.bring_first();
     copy_commit();
     for (int i = threadIdx.x; i < ring_flags + job.slots; i += blockDim.x) memory[flag_words + i] = 0;
     table.finish();
     if (decodes) return decoder.decode_all();
-    if (warp < rings.lines) {
+    if (warp >= multipliers) {
+        const int segment = warp - multipliers;
+        bring_x(geometry, job, rings, Segment(geometry, job, segment), segment, own, x_ring(segment), lane);
+    } else if (warp < rings.lines) {
         int slot = warp, segment = 0;
         while (slot >= own) slot -= own, ++segment;
-        multiply_line<kind, octets>(geometry, packed, job, rings, warp, slot, slot * job.blocks + block, Segment(geometry, job, segment), x_shared,
-                                    reinterpret_cast<float*>(memory + part_words), base + 4 * (flag_words + ring_flags), multipliers * kLanes, lane);
-    } else {
-        bring_x<kind>(geometry, job, x_shared, multipliers * kLanes);
+        multiply_line<octets>(geometry, packed, job, rings, warp, slot, segment, x_ring(segment), reinterpret_cast<float*>(memory + part_words),
+                              base + 4 * (flag_words + ring_flags), lane);
     }
 }

@@ -1,7 +1,7 @@
 // One weight in a launch.
 #include "linear_chains.cuh"
 
-LINEAR_KERNEL(linear_chains_8_shared, Product, shared, 1)
-LINEAR_KERNEL(linear_chains_8_global, Product, global, 1)
-LINEAR_KERNEL(linear_chains_16_shared, Product, shared, 2)
-LINEAR_KERNEL(linear_chains_16_global, Product, global, 2)
+LINEAR_KERNEL(linear_chains_8_shared, Product, kMaxWarps, linear<shared, 1>)
+LINEAR_KERNEL(linear_chains_8_global, Product, kMaxWarps, linear<global, 1>)
+LINEAR_KERNEL(linear_chains_16_shared, Product, kMaxWarps, linear<shared, 2>)
+LINEAR_KERNEL(linear_chains_16_global, Product, kMaxWarps, linear<global, 2>)
