@@ -82,8 +82,17 @@ def test_made_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(blocks.weight.unique(dim=0)) == 100
 
 
-@pytest.mark.parametrize("shape", [(256, 512), (1024, 1024), (64, 4096)], ids=str)
-def test_packs_like_trained_weights(shape: tuple[int, int]) -> None:
-    packed = samebits.encode(Probe.make(*shape, CPU).weight)
+@pytest.mark.parametrize(("shape", "even"), [((256, 512), True), ((64, 4096), True), ((1024, 4096), False)], ids=str)
+def test_suits_the_quad_code(shape: tuple[int, int], even: bool) -> None:
+    packed = samebits.encode(Probe.make(*shape, CPU, even=even).weight)
     assert (packed.code, packed.header.layout) == (Code.QUAD, Layout.MATRIX)
     assert 10.5 < packed.bits_per_weight < 10.8
+
+
+def test_packs_like_trained_weights() -> None:
+    """Streams are as long as those of normal weights whose rows differ in scale."""
+    generator = torch.Generator().manual_seed(5)
+    weight = torch.randn(1024, 4096, generator=generator) * torch.exp(0.2 * torch.randn(1024, 1, generator=generator))
+    trained, made = samebits.encode(weight.bfloat16()), samebits.encode(Probe.make(1024, 4096, CPU).weight)
+    assert abs(made.header.max_chunk_words / trained.header.max_chunk_words - 1) < 0.03
+    assert abs(made.nbytes / trained.nbytes - 1) < 0.005

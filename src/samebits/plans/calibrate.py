@@ -48,8 +48,11 @@ class Trial:
 
     def __init__(self, key: PlanKey, device: torch.device) -> None:
         self.key = key
-        self.probe = Probe.make(key.rows, key.columns, device)
-        self.packed = encode(self.probe.weight)
+        for even in (False, True):
+            self.probe = Probe.make(key.rows, key.columns, device, even=even)
+            self.packed = encode(self.probe.weight)
+            if self.is_supported:
+                break
 
     @property
     def is_supported(self) -> bool:

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-_LARGEST = -6  # weights are below 2^-5
-_LIKELIHOODS = (0.5, 0.85, 0.97)  # that a weight lies in the first 2, 4, 6 octaves below: packs as trained weights do
+_SIGMA = 0.02  # of weights that are as trained ones
+_ROW_SPREAD = 0.2  # of the logarithms of rows' scales
+_LARGEST = -6  # even weights are below 2^-5
+_LIKELIHOODS = (0.5, 0.85, 0.97)  # that an even weight lies in the first 2, 4, 6 octaves below
 _BLOCK_WORDS = 1 << 22  # made at a time
 _OCTAVES = 3  # activations are multiplied by up to 2^3 and 2^-3
 
@@ -31,13 +33,16 @@ class Probe:
     second: torch.Tensor
 
     @classmethod
-    def make(cls, rows: int, columns: int, device: torch.device, seed: int = 0) -> Probe:
-        """One for an even number of columns; the same at every call, in memory little more than the weight itself."""
+    def make(cls, rows: int, columns: int, device: torch.device, seed: int = 0, *, even: bool = False) -> Probe:
+        """One for an even number of columns; the same at every call, in memory little more than the weight itself.
+
+        The weight packs as trained ones do, and so takes as long; ``even``: it suits the quad code however small it is.
+        """
         generator = torch.Generator(device).manual_seed(seed)
         first, second = torch.randperm(columns, generator=generator, device=device).chunk(2)
         weight = torch.empty(rows, columns, dtype=torch.bfloat16, device=device)
         for block in weight.split(max(1, _BLOCK_WORDS // columns)):
-            words = _weights(len(block), columns // 2, generator)
+            words = (_even if even else _weights)(len(block), columns // 2, generator)
             block[:, first] = words
             block[:, second] = -words
         return cls(weight, first, second)
@@ -65,7 +70,13 @@ class Probe:
 
 
 def _weights(rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:
-    """Of either sign, in pairs of octaves of which both are as likely, so that the quad code suits them."""
+    """Normal ones, whose rows differ in scale."""
+    scales = _SIGMA * torch.exp(_ROW_SPREAD * _normal(rows, 1, generator))
+    return (_normal(rows, columns, generator) * scales).to(torch.bfloat16)
+
+
+def _even(rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:
+    """Of either sign, in pairs of octaves of which both are as likely."""
     random = torch.rand(2, rows, columns, dtype=torch.float32, generator=generator, device=generator.device)
     bits = torch.randint(0, 4, (rows, columns), dtype=torch.int32, generator=generator, device=generator.device)
     octaves = (bits & 1) + 2 * sum((random[0] > likelihood).to(bits.dtype) for likelihood in _LIKELIHOODS)

@@ -21,8 +21,12 @@ constexpr int kRawRuns = 3;                               // whose raw bytes are
 constexpr int kDepth = 2;                                 // stages whose operands are in registers or on their way there
 constexpr int kChunkSigns = kChunkStages / 2 * kSignBytes;   // bytes of a chunk's sign words
 constexpr int kColumnBytes = kRun * 128;                  // of a token in a run of x
-constexpr int kBrought = 2;                               // runs of x on their way
+constexpr int kManyFlying = 8, kFewFlying = 3;            // runs of x that are on their way
 static_assert(kChunkStages % kRun == 0, "a chunk is whole runs");
+
+// Or the compiler works a value out again each time it is used.
+template <class Word>
+__device__ __forceinline__ void keep(Word& word) { asm volatile("" : "+r"(word)); }
 
 // Stages of a segment.
 struct Segment {
@@ -171,7 +175,8 @@ struct Decoder {
     }
 };
 
-// A warp that brings x for a segment: for each run and token kColumnBytes, laid out as by stage_columns.
+// A warp that brings x for a segment, `flying` runs at once: for each run and token kColumnBytes, laid out as by stage_columns.
+template <int flying>
 __device__ __forceinline__ void bring_x(const Geometry& geometry, const Job& job, const Rings& rings, const Segment& segment, int number, int own, u32 target, int lane) {
     const u32 brought = rings.brought(number);
     auto publish = [&](int runs) {
@@ -205,8 +210,8 @@ __device__ __forceinline__ void bring_x(const Geometry& geometry, const Job& job
             from += geometry.columns;
         }
         copy_commit();
-        copy_wait<kBrought>();
-        if (run >= kBrought) publish(run - kBrought + 1);
+        copy_wait<flying - 1>();
+        if (run >= flying - 1) publish(run - flying + 2);
         source += kRun * 64;
         at += kRun;
         place = place + 1 == job.x_places ? 0 : place + 1;
@@ -246,24 +251,25 @@ __device__ __forceinline__ void multiply_line(const Geometry& geometry, const Pa
     // Raw bytes come to shared memory by asynchronous copies, run by run, each a group of its own; each lane reads what it has copied itself.
     // Loads to registers would all have to be waited for at once.
     const u32 raw = rings.raw_of(line) + 16 * lane;
-    const u8* slabs = packed.data + packed.planes + slab_offset(geometry.stages, group, 0);
-    int fetched = (segment.begin + kRun - 1) / kRun * kRun, raw_stage = fetched;   // stages: the next to fetch, the next to read
-    auto raw_place = [&](int stage) { return raw + stage % (kRawRuns * kRun) * 512; };
-    auto fetch_run = [&] {
-        const u8* from = slabs + size_t(fetched >> 1) * kSlabBytes + kSignBytes + 16 * lane;
-        if (fetched < segment.end) {
+    const int runs = segment.runs();
+    const u8* from = packed.data + packed.planes + slab_offset(geometry.stages, group, segment.first_run() * kRun) + kSignBytes + 16 * lane;
+    int raw_place = 0;                               // of the run at hand, in bytes
+    auto fetch_run = [&](int number, int place) {
+        if (number < runs) {
 #pragma unroll
-            for (int s = 0; s < kRun; ++s) copy_async(raw_place(fetched) + s * 512, from + (s >> 1) * kSlabBytes + (s & 1) * kStageBytes);
+            for (int s = 0; s < kRun; ++s) copy_async(raw + place + s * 512, from + (s >> 1) * kSlabBytes + (s & 1) * kStageBytes);
         }
         copy_commit();
-        fetched += kRun;
+        from += kRun / 2 * kSlabBytes;
     };
 #pragma unroll
-    for (int i = 0; i < kRawRuns; ++i) fetch_run();
+    for (int i = 0; i < kRawRuns; ++i) fetch_run(i, i * kRunBytes);
     auto await_raw = [&] { copy_wait<kRawRuns - 1>(); };
     const u32 scale = scale_of(packed.has_row_shifts ? reinterpret_cast<const i8*>(packed.data + packed.row_shifts)[group * 8 + (lane >> 2)] : packed.shift);
     BroughtColumns<octets> columns(x_ring, job.tokens, lane);
-    const u32 run_bytes = job.tokens * kColumnBytes, brought = rings.brought(number);
+    const u32 run_bytes = job.tokens * kColumnBytes, ring_bytes = job.x_places * run_bytes, brought = rings.brought(number);
+    u32 upper = rings.upper_of(line, 0) + 16 * lane, ready = rings.ready(line, 0);   // of the first place
+    keep(upper), keep(ready);
 
     Sums<octets> sums = {};
     struct Operands { Vec4 bytes, upper, x[2][octets]; };
@@ -274,10 +280,9 @@ __device__ __forceinline__ void multiply_line(const Geometry& geometry, const Pa
         multiply_quad(sums, 3, operands.bytes.w, operands.upper.w, scale, operands.x[1]);
     };
 
-    int run = 0, place = 0, x_place = 0; // of the segment's runs: the next to read
+    int run = 0, place = 0;              // of the segment's runs: the next to read
     auto await_run = [&](u32 flag, u32 x_flag) {
-        while (int(flag) <= run) flag = read_flag(rings.ready(line, place));
-        while (int(x_flag) <= run) x_flag = read_flag(brought);
+        while (int(min(flag, x_flag)) <= run && run < runs) flag = read_flag(ready + 4 * place), x_flag = read_flag(brought);
         __syncwarp();                    // or the compiler reads what is behind the flags before
     };
     auto release_run = [&] {             // all lanes have asked for what they need of it
@@ -285,77 +290,63 @@ __device__ __forceinline__ void multiply_line(const Geometry& geometry, const Pa
         if (lane == 0) set_flag(rings.taken(line), run + 1);
         ++run;
         place = rings.behind(place);
-        x_place = x_place + 1 == job.x_places ? 0 : x_place + 1;
-        columns.run = x_place * run_bytes;
+        columns.run += run_bytes;
+        if (columns.run == ring_bytes) columns.run = 0;
     };
-    auto read = [&](int s, Vec4 bytes) {
-        Operands operands{bytes, load_shared_vec4(rings.upper_of(line, place) + s * 512 + 16 * lane)};
+    auto read = [&](int s) {
+        Operands operands{load_shared_vec4(raw + raw_place + s * 512), load_shared_vec4(upper + place * kRunBytes + s * 512)};
 #pragma unroll
         for (int half = 0; half < 2; ++half)
 #pragma unroll
             for (int octet = 0; octet < octets; ++octet) operands.x[half][octet] = columns.load(s, half, octet);
         return operands;
     };
-    // Stages of a run in which a range begins or ends: few, and so kept short.
-    auto multiply_some = [&](int stage, int stop) {
-        await_run(0, 0);
-#pragma unroll 1
-        for (; stage < stop; ++stage) multiply_stage(read(stage % kRun, load_raw(slabs, stage, lane)));
-    };
-    // Whole runs. What a stage needs is asked for kDepth stages ahead.
-    auto multiply_runs = [&](int stage, int runs) {
-        if (raw_stage != stage) {        // the run in front was not whole
-            copy_wait<0>();
-            fetched = raw_stage = stage;
-#pragma unroll
-            for (int i = 0; i < kRawRuns; ++i) fetch_run();
-        }
-        auto read_stage = [&](int s) { return read(s, load_shared_vec4(raw_place(raw_stage) + s * 512)); };
-        Operands ahead[kDepth];
-        await_raw();
-        await_run(0, 0);
-#pragma unroll
-        for (int s = 0; s < kDepth; ++s) ahead[s] = read_stage(s);
-#pragma unroll 1
-        for (; runs > 0; --runs) {
-            const u32 flag = read_flag(rings.ready(line, rings.behind(place))), x_flag = read_flag(brought);
-#pragma unroll
-            for (int s = 0; s < kRun; ++s) {
-                const Operands now = ahead[s % kDepth];
-                if (s + kDepth == kRun) {
-                    release_run();
-                    raw_stage += kRun;
-                    fetch_run();
-                    if (runs > 1) {
-                        await_raw();
-                        await_run(flag, x_flag);
-                    }
-                }
-                if (s + kDepth < kRun || runs > 1) ahead[s % kDepth] = read_stage((s + kDepth) % kRun);
-                multiply_stage(now);
-            }
-        }
-    };
-
-    int range = divide(segment.begin, job.by_range);
-#pragma unroll 1
-    for (int stage = segment.begin; stage < segment.end; ++range) {
-        const int end = min((range + 1) * job.stages_per_range, segment.end), head = min((stage + kRun - 1) / kRun * kRun, end);
-        if (stage < head) {
-            multiply_some(stage, head);
-            stage = head;
-            if (stage % kRun == 0) release_run();
-        }
-        const int runs = (end - stage) / kRun;
-        if (runs > 0) multiply_runs(stage, runs);
-        stage += runs * kRun;
-        if (stage < end) {
-            multiply_some(stage, end);
-            stage = end;
-        }
-        if (job.ranges == 1 || join(sums, parts + slot * job.ranges * 2 * octets * kLanes, done + 4 * slot, range, job.ranges, lane))
+    // Ranges. What the first run has in front of the segment is a range that nobody asks for.
+    const int first_range = divide(segment.begin, job.by_range), skipped = segment.begin % kRun;
+    int range = first_range - (skipped > 0), left = skipped;   // stages of the range
+    auto begin_range = [&] { left = min((range + 1) * job.stages_per_range, segment.end) - range * job.stages_per_range; };   // none or fewer behind the segment's last
+    auto end_range = [&] {
+        if (range >= first_range && (job.ranges == 1 || join(sums, parts + slot * job.ranges * 2 * octets * kLanes, done + 4 * slot, range, job.ranges, lane)))
             finish(geometry, job, group, lane, sums);
         sums = {};
+        ++range;
+        begin_range();
+    };
+    if (skipped == 0) begin_range();
+
+    // What a stage needs is asked for kDepth stages ahead.
+    Operands ahead[kDepth];
+    await_raw();
+    await_run(0, 0);
+#pragma unroll
+    for (int s = 0; s < kDepth; ++s) ahead[s] = read(s);
+    auto multiply_run = [&](bool ends) {
+        const u32 flag = read_flag(ready + 4 * rings.behind(place)), x_flag = read_flag(brought);
+#pragma unroll
+        for (int s = 0; s < kRun; ++s) {
+            const Operands now = ahead[s % kDepth];
+            if (s + kDepth == kRun) {
+                release_run();
+                const int read_place = raw_place;
+                raw_place = raw_place == (kRawRuns - 1) * kRunBytes ? 0 : raw_place + kRunBytes;
+                fetch_run(run + kRawRuns - 1, read_place);
+                await_raw();
+                await_run(flag, x_flag);
+            }
+            ahead[s % kDepth] = read((s + kDepth) % kRun);   // behind the last run anything, without a branch that copies of registers would stand at
+            __syncwarp();                // or the compiler reads later
+            multiply_stage(now);
+            if (ends && --left == 0) end_range();
+        }
+    };
+#pragma unroll 1
+    while (run < runs) {
+        if (left > kRun) {               // nothing ends in this run: no branch stands between its stages
+            multiply_run(false);
+            left -= kRun;
+        } else {
+            multiply_run(true);
+        }
     }
     copy_wait<0>();                      // nothing may be on its way when the block ends
 }
@@ -365,7 +356,7 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
     extern __shared__ __align__(128) u32 memory[];
     const int warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
     int lane = threadIdx.x & 31;
-    asm volatile("" : "+r"(lane));       // or the compiler works it out again each time it is used
+    keep(lane);
     const int block = job.block(), own = job.row_groups_of(block);
     const int multipliers = job.slots * job.segments, others = multipliers + job.segments;   // warps: of blocks that have as many row groups as any
     const int decoders = warps - others;
@@ -377,7 +368,7 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
     const int flag_words = part_words + (job.ranges > 1 ? job.slots * job.ranges * 2 * octets * kLanes : 0);
     const int ring_flags = multipliers * (job.ring + 1) + job.segments;
     int places = job.ring;
-    asm volatile("" : "+r"(places));     // likewise
+    keep(places);
     const Rings rings{base + 4 * ring_words, base + 4 * flag_words, base + 4 * raw_words, own * job.segments, places};
     auto x_ring = [&](int segment) { return base + 4 * job.table_words + segment * job.x_places * job.tokens * kColumnBytes; };
 
@@ -392,8 +383,12 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
     table.finish();
     if (decodes) return decoder.decode_all();
     if (warp >= multipliers) {
-        const int segment = warp - multipliers;
-        bring_x(geometry, job, rings, Segment(geometry, job, segment), segment, own, x_ring(segment), lane);
+        const int number = warp - multipliers;
+        const Segment segment(geometry, job, number);
+        if (job.x_places >= 2 * kManyFlying)
+            bring_x<kManyFlying>(geometry, job, rings, segment, number, own, x_ring(number), lane);
+        else
+            bring_x<kFewFlying>(geometry, job, rings, segment, number, own, x_ring(number), lane);
     } else if (warp < rings.lines) {
         int slot = warp, segment = 0;
         while (slot >= own) slot -= own, ++segment;
