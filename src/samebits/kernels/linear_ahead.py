@@ -13,7 +13,6 @@ from samebits.kernels.linear_job import CHUNK_STAGES, LANES, OCTET, Launch, Plan
 MAX_TOKENS = 16
 _MAX_LINES = 14
 _SEGMENTED_LINES = 8  # at most, of more than one segment
-_MAX_WARPS = {1: 20, 2: 16}  # kMaxWarps, by octets
 _RUN_STAGES = 4  # kRun
 _RUN_WORDS = _RUN_STAGES * STAGE_WORDS // 4  # kRunBytes: a byte of each weight
 _SIGN_WORDS = CHUNK_STAGES // 2 * SIGN_BYTES // 4  # kChunkSigns
@@ -38,7 +37,7 @@ def ahead(
         return None
     planners = [_Planner(*each, m, device) for each in zip(headers, splits, blocks, strict=True)]
     lines = max(each.lines for each in planners)
-    if lines > _MAX_LINES or warps > _MAX_WARPS[planners[0].octets]:
+    if lines > _MAX_LINES:
         return None
     others = max(each.lines + each.segments for each in planners)
     useful = max(each.lines + each.segments + each.tasks for each in planners)

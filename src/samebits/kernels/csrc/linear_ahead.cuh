@@ -14,11 +14,11 @@
 #pragma once
 #include "columns.cuh"
 
-template <int octets>
-constexpr int kMaxWarps = octets == 1 ? 20 : 16;           // as many as have registers enough
+constexpr int kMaxWarps = 20;
 constexpr int kRunBytes = kRun * 512;                     // of a run in a ring: [stage][lane][step], a quad's upper bytes, or its raw bytes
 constexpr int kRawRuns = 3;                               // whose raw bytes are in shared memory or on their way there
-constexpr int kDepth = 2;                                 // stages whose operands are in registers or on their way there
+template <int octets>
+constexpr int kDepth = octets == 1 ? 2 : 1;               // stages whose operands are in registers or on their way there; more take registers from warps
 constexpr int kChunkSigns = kChunkStages / 2 * kSignBytes;   // bytes of a chunk's sign words
 constexpr int kColumnBytes = kRun * 128;                  // of a token in a run of x
 constexpr int kManyFlying = 8, kFewFlying = 3;            // runs of x that are on their way
@@ -314,18 +314,20 @@ __device__ __forceinline__ void multiply_line(const Geometry& geometry, const Pa
     };
     if (skipped == 0) begin_range();
 
-    // What a stage needs is asked for kDepth stages ahead.
-    Operands ahead[kDepth];
+    // What a stage needs is asked for some stages ahead. How many matters little, as long as no branch stands between the stages of a run:
+    // behind the last run anything is read.
+    constexpr int depth = kDepth<octets>;
+    Operands ahead[depth];
     await_raw();
     await_run(0, 0);
 #pragma unroll
-    for (int s = 0; s < kDepth; ++s) ahead[s] = read(s);
+    for (int s = 0; s < depth; ++s) ahead[s] = read(s);
     auto multiply_run = [&](bool ends) {
         const u32 flag = read_flag(ready + 4 * rings.behind(place)), x_flag = read_flag(brought);
 #pragma unroll
         for (int s = 0; s < kRun; ++s) {
-            const Operands now = ahead[s % kDepth];
-            if (s + kDepth == kRun) {
+            const Operands now = ahead[s % depth];
+            if (s + depth == kRun) {
                 release_run();
                 const int read_place = raw_place;
                 raw_place = raw_place == (kRawRuns - 1) * kRunBytes ? 0 : raw_place + kRunBytes;
@@ -333,8 +335,7 @@ __device__ __forceinline__ void multiply_line(const Geometry& geometry, const Pa
                 await_raw();
                 await_run(flag, x_flag);
             }
-            ahead[s % kDepth] = read((s + kDepth) % kRun);   // behind the last run anything, without a branch that copies of registers would stand at
-            __syncwarp();                // or the compiler reads later
+            ahead[s % depth] = read((s + depth) % kRun);
             multiply_stage(now);
             if (ends && --left == 0) end_range();
         }
