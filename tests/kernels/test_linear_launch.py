@@ -90,7 +90,7 @@ def check_lines(header: Header, launch: Launch, number: int = 0) -> None:
     segments, per_segment, lines = job["segments"], job["segment_stages"], job["slots"] * job["segments"]
     assert per_segment % job["stages_per_range"] == 0
     assert (segments - 1) * per_segment < stages <= segments * per_segment
-    assert lines + segments < launch.warps <= (20 if octets == 1 else 16)
+    assert lines + segments < launch.warps <= 20
     runs = -(-min(per_segment, stages) // 4) + 1
     assert min(2, runs) <= job["ring"] <= runs
     assert job["by_ring"] == magic(job["ring"])
