@@ -558,9 +558,13 @@ __device__ __forceinline__ void decode_and_multiply(const Block<Way>& block, int
     // What is not looked up of a stage is loaded while the one before is completed.
     u32 pair, signs[Way::groups];
     Vec4 raw[Way::groups];
+    const bool has_token = wide > 8 || (lane >> 2) < block.job.tokens;   // else a lane leaves the memory's time to others, and nobody reads its sums
     auto load_right = [&](int half, int h) {
 #pragma unroll
-        for (int j = 0; j < wide / 8; ++j) right[j] = load_shared_vec4(pair + right_at[h] + half * stage_bytes<Way>() + j * 1024);
+        for (int j = 0; j < wide / 8; ++j) {
+            const u32 place = pair + right_at[h] + half * stage_bytes<Way>() + j * 1024;
+            right[j] = wide > 8 ? load_shared_vec4(place) : load_shared_vec4_if(has_token, place);
+        }
     };
     auto load_stage = [&](int half) {
 #pragma unroll
