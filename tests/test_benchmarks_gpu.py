@@ -33,6 +33,7 @@ import nvcomp_ans  # noqa: E402
 import peers  # noqa: E402
 import variants  # noqa: E402
 from samebits.kernels.linear import LinearPlan  # noqa: E402
+from samebits.kernels.linear_launch import VARIANTS  # noqa: E402
 
 SECOND = common.Timing(1.0, 0.5, 2.0)
 
@@ -278,8 +279,8 @@ def test_variants(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     variants.measure(weight, (1, 5), (0, 3, 7))
     assert capsys.readouterr().out.splitlines() == [
         "64 x 256, 1 tokens, split 2: BF16 1000000.0 us",
-        "   0 ahead, 16 warps: 1000000.0 us (500000.0 to 2000000.0)",
-        "   3 chains, 20 warps: DIFFERENT; all weights are read",
-        "   7 pairs, 12 warps: DIFFERENT; 1 weights are read wrongly, of row group/stage 3/2",
+        f"   0 {VARIANTS[0]}: 1000000.0 us (500000.0 to 2000000.0)",
+        f"   3 {VARIANTS[3]}: DIFFERENT; all weights are read",
+        f"   7 {VARIANTS[7]}: DIFFERENT; 1 weights are read wrongly, of row group/stage 3/2",
         "64 x 256, 5 tokens: no plan",
     ]

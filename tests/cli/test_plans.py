@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from samebits.kernels.linear import LinearPlan
+from samebits.kernels.linear_launch import VARIANTS
 from samebits.plans.environment import kernels_digest
 from samebits.plans.key import PlanKey
 from samebits.plans.store import Outcome, PlanStore, folder
@@ -52,7 +53,7 @@ def test_list(samebits: Command, stored: PlanStore) -> None:
 def test_kernels_by_name(samebits: Command) -> None:
     """Where a plan was found for those of this version."""
     PlanStore(replace(ENVIRONMENT, kernels=kernels_digest())).add(KEY, Outcome(LinearPlan(3, 1), "", 12.34, 30.0))
-    assert "split 3, ahead, 16 warps, x in global memory" in samebits("doctor", "--plans").out
+    assert f"split 3, {VARIANTS[1]}" in samebits("doctor", "--plans").out
 
 
 def test_list_as_json(samebits: Command, stored: PlanStore) -> None:

@@ -9,6 +9,7 @@ from torch import nn
 import samebits
 from samebits.errors import InputError
 from samebits.kernels.linear import LinearPlan
+from samebits.kernels.linear_launch import VARIANTS
 from samebits.nn import prepare as module
 from samebits.plans.calibrate import UNSUPPORTED
 from samebits.plans.key import PlanKey
@@ -62,7 +63,7 @@ def test_every_kind_once(planner: FakePlanner) -> None:
     assert steps == [(done, 6) for done in range(1, 7)]
     text = str(report)
     assert text.startswith("2 kinds of products fused, 4 decoded first\n")
-    assert "64 x 128, 1 tokens, bias, 3 modules: split 2, ahead, 16 warps" in text
+    assert f"64 x 128, 1 tokens, bias, 3 modules: split 2, {VARIANTS[0]}" in text
     assert "128 x 64, 8 tokens, 3 modules: decoding first is faster" in text
 
 

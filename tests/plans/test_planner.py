@@ -209,5 +209,5 @@ def test_says_what_took_long(
         Planner(torch.device("cpu"), ENVIRONMENT)._found(KEY)
     (record,) = caplog.records
     assert record.levelno == level
-    assert "2 x 1024 times 64 x 1024: split 3, ahead, 16 warps, found in" in record.getMessage()
+    assert f"2 x 1024 times 64 x 1024: {RIGHT}, found in" in record.getMessage()
     assert ("samebits.prepare" in record.getMessage()) is (level == logging.WARNING)

@@ -11,7 +11,7 @@ from samebits.kernels import nvrtc
 from samebits.kernels.linear_job import CHUNK_STAGES, LANES, OCTET, Launch, Planner, shares
 
 MAX_TOKENS = 16
-_MAX_LINES = 14
+_MAX_LINES = 11  # of a block; with more, other kernels are faster
 _SEGMENTED_LINES = 8  # at most, of more than one segment
 _RUN_STAGES = 4  # kRun
 _RUN_WORDS = _RUN_STAGES * STAGE_WORDS // 4  # kRunBytes: a byte of each weight
@@ -23,9 +23,7 @@ _RAW_RUNS = 3  # kRawRuns
 _MIN_RUNS = 2  # of a ring, where its line is as long
 
 
-def ahead(
-    headers: tuple[Header, ...], m: int, splits: tuple[int, ...], device: int, warps: int
-) -> Launch | None:
+def ahead(headers: tuple[Header, ...], m: int, splits: tuple[int, ...], device: int, warps: int) -> Launch | None:
     """One launch for one tensor or several, with as many warps as rings leave memory for; None as launch_of."""
     if m > MAX_TOKENS:
         return None

@@ -49,6 +49,7 @@ class Variant:
 
 VARIANTS = (
     Variant(Kernel.AHEAD, warps=20),
+    Variant(Kernel.AHEAD, warps=18),
     Variant(Kernel.AHEAD, warps=16),
     Variant(Kernel.AHEAD, warps=14),
     Variant(Kernel.CHAINS, warps=20),
