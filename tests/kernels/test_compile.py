@@ -18,11 +18,9 @@ KERNELS = {
         for code in ("quad", "single")
         for variant in ("whole", "clipped")
     ],
-    "linear_ahead.cu": [f"linear_ahead_{tokens}_{x}" for tokens in (8, 16) for x in ("shared", "global")],
+    "linear_ahead.cu": [f"linear_ahead_{tokens}" for tokens in (8, 16)],
     "linear_chains.cu": [f"linear_chains_{tokens}_{x}" for tokens in (8, 16) for x in ("shared", "global")],
-    "linear_ahead_together.cu": [
-        f"linear_ahead_{tokens}_{x}_together" for tokens in (8, 16) for x in ("shared", "global")
-    ],
+    "linear_ahead_together.cu": [f"linear_ahead_{tokens}_together" for tokens in (8, 16)],
     "linear_chains_together.cu": [
         f"linear_chains_{tokens}_{x}_together" for tokens in (8, 16) for x in ("shared", "global")
     ],

@@ -61,7 +61,9 @@ def _quad_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 KINDS = ("normal", "row scales", "patches", "raw chunks", "not finite", "subnormal")
-SHAPES = ((64, 1024), (1064, 2880), (2048, 1088), (136, 6080), (4104, 1024), (8456, 1088), (12808, 1024))
+SHAPES = (
+    (64, 1024), (1064, 2880), (2048, 1088), (136, 6080), (4104, 1024), (8456, 1088), (10568, 2112), (12808, 1024),
+)  # fmt: skip
 
 
 @cache

@@ -73,6 +73,10 @@ __device__ __forceinline__ void multiply(float sums[4], const u32 x[4], u32 low,
         : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(low), "r"(high));
 }
 
+// Keeps a number in its register: the compiler would rather load or compute it again at every stage.
+template <class Number>
+__device__ __forceinline__ void keep(Number& number) { asm volatile("" : "+r"(number)); }
+
 // (a & mask) | c, which the compiler would make of two instructions.
 __device__ __forceinline__ u32 and_or(u32 a, u32 mask, u32 c) {
     u32 result;

@@ -24,10 +24,6 @@ constexpr int kColumnBytes = kRun * 128;                  // of a token in a run
 constexpr int kManyFlying = 8, kFewFlying = 3;            // runs of x that are on their way
 static_assert(kChunkStages % kRun == 0, "a chunk is whole runs");
 
-// Or the compiler works a value out again each time it is used.
-template <class Word>
-__device__ __forceinline__ void keep(Word& word) { asm volatile("" : "+r"(word)); }
-
 // Stages of a segment.
 struct Segment {
     int begin, end;

@@ -474,10 +474,6 @@ __device__ __forceinline__ void finish_unit(const Geometry& geometry, const Job&
     }
 }
 
-// Keeps a number in its register: the compiler would rather load or compute it again at every stage.
-template <class Number>
-__device__ __forceinline__ void keep(Number& number) { asm volatile("" : "+r"(number)); }
-
 template <class Way>
 __device__ __forceinline__ void decode_and_multiply(const Block<Way>& block, int warp) {
     constexpr int wide = Way::wide, count = wide / 2;
