@@ -85,7 +85,7 @@ def job_of(launch: Launch, number: int = 0) -> dict[str, int]:
 
 
 def check_lines(header: Header, launch: Launch, number: int = 0) -> None:
-    """linear_ahead.cuh: segments are whole ranges, lines have warps and rings, segments have x, and all of it has room."""
+    """linear_ahead.cuh: segments are whole ranges, lines have warps and rings, segments x, and all has room."""
     job, stages, octets = job_of(launch, number), header.geometry.stages, 1 if "_8" in launch.name else 2
     segments, per_segment, lines = job["segments"], job["segment_stages"], job["slots"] * job["segments"]
     assert per_segment % job["stages_per_range"] == 0
