@@ -7,7 +7,7 @@
 Real configurations, synthetic weights (models.py). One model at a time is in memory. Ways to run:
 
     eager      a cache that grows, Python for every layer
-    graphs     a static cache; the step that transformers would compile is one CUDA graph of the model as it is
+    graphs     a static cache; samebits.cuda_graphs: the step is one CUDA graph of the model as it is
     compile    a static cache; transformers compiles the step by itself (torch.compile, mode reduce-overhead)
 
 On a CPU "graphs" calls the model where a GPU replays it, and "compile" does not compile. Prompts are never compiled, by
@@ -32,6 +32,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise, product
@@ -43,6 +44,7 @@ from transformers import CompileConfig, StaticCache, StoppingCriteria, StoppingC
 import samebits
 from common import PACKAGES, add_results, cpu_name, significant
 from models import MODELS, build, forget, random_prompt
+from samebits.integrations.transformers_graphs import decoding_steps
 from samebits.verify import repeatable_attention
 
 WAYS = ("eager", "graphs", "compile")
@@ -52,7 +54,6 @@ SETTLED = 8  # tokens
 KEYS = ("model", "batch", "prompt", "tokens")
 BF16_SHARE = 0.45  # of a model's time
 CACHE_STEP = 64  # tokens
-Place = tuple[str, ...]  # of an argument, with the names of the dicts that it is in
 
 
 class Clock(StoppingCriteria):  # type: ignore[misc]
@@ -83,72 +84,6 @@ class Clock(StoppingCriteria):  # type: ignore[misc]
         return [later - earlier for earlier, later in pairwise(self.marks)]
 
 
-class GraphedStep:
-    """Stands for a model in decoding: runs it twice as it is, then captures it as a CUDA graph, which it replays.
-
-    Between two calls only the contents of tensors may change, those in dicts too (a mask for each kind of attention);
-    all other arguments are the same objects, among them the static cache, which the graph writes to.
-    """
-
-    EAGER_CALLS = 2
-
-    def __init__(self, model: Any, device: str) -> None:
-        self.model, self.calls = model, 0
-        self.capture = captured if device == "cuda" else lambda run: run
-        self.inputs: dict[Place, torch.Tensor] = {}
-        self.others: dict[Place, Any] = {}
-        self.replay: Callable[[], Any] | None = None
-
-    def __call__(self, **arguments: Any) -> Any:
-        self.calls += 1
-        if self.calls <= self.EAGER_CALLS:
-            return self.model(**arguments)
-        leaves = dict(_leaves(arguments))
-        inputs = {place: value for place, value in leaves.items() if isinstance(value, torch.Tensor)}
-        others = {place: value for place, value in leaves.items() if place not in inputs}
-        if self.replay is None:
-            self.inputs, self.others = {place: value.clone() for place, value in inputs.items()}, others
-            self.replay = self.capture(partial(self.model, **_nested(self.inputs | others)))
-        is_same = all(others.get(place) is value for place, value in self.others.items())
-        if (inputs.keys(), others.keys()) != (self.inputs.keys(), self.others.keys()) or not is_same:
-            raise SystemExit("the decoding step is called in another way than it was captured")
-        for place, value in inputs.items():
-            self.inputs[place].copy_(value)
-        return self.replay()
-
-
-def _leaves(arguments: dict[str, Any], above: Place = ()) -> Iterator[tuple[Place, Any]]:
-    for name, value in arguments.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, (*above, name))
-        else:
-            yield (*above, name), value
-
-
-def _nested(leaves: dict[Place, Any]) -> dict[str, Any]:
-    """The arguments that have these leaves."""
-    arguments: dict[str, Any] = {}
-    for (*above, name), value in leaves.items():
-        inner = arguments
-        for each in above:
-            inner = inner.setdefault(each, {})
-        inner[name] = value
-    return arguments
-
-
-def captured(run: Callable[[], Any]) -> Callable[[], Any]:
-    """A function that replays ``run`` on the GPU, and gives the same tensors each time."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output = run()
-
-    def replay() -> Any:
-        graph.replay()
-        return output
-
-    return replay
-
-
 @dataclass(frozen=True)
 class Setting:
     """What is generated, and how."""
@@ -159,18 +94,22 @@ class Setting:
     tokens: int
 
     def options(self, model: Any, device: str) -> dict[str, Any]:
-        """What ``generate`` is given besides the prompt; for graphs the model's step is replaced."""
+        """What ``generate`` is given besides the prompt."""
         options = {"max_new_tokens": self.tokens, "do_sample": False}
         if self.way == "eager":
             return options
         room = -(-(self.prompt + self.tokens + 1) // CACHE_STEP) * CACHE_STEP  # never full: masks keep their shape
         options["past_key_values"] = StaticCache(config=model.config, max_cache_len=room)
-        if self.way == "graphs":
-            step = GraphedStep(model, device)
-            model.get_compiled_call = lambda compile_config: step
+        if self.way == "graphs" and device != "cuda":  # where transformers would not ask for a compiled step
             options["compile_config"] = CompileConfig()
             options["compile_config"]._compile_all_devices = True
         return options
+
+    def graphs(self, model: Any, device: str) -> AbstractContextManager[None]:
+        """What ``generate`` runs in."""
+        if self.way != "graphs":
+            return nullcontext()
+        return samebits.cuda_graphs(model) if device == "cuda" else decoding_steps(model, lambda run: run)
 
 
 @dataclass(frozen=True)
@@ -201,15 +140,13 @@ def measure(model: Any, setting: Setting, device: str) -> Figures:
     options = setting.options(model, device)
     run = partial(model.generate, prompt, attention_mask=torch.ones_like(prompt), **options)
     repeats = None
-    try:
+    with setting.graphs(model, device):
         clock, tokens = _timed(run, device)
         if sum(clock.intervals()) < LONG or setting.way == "compile":
             if "past_key_values" in options:
                 options["past_key_values"].reset()
             before, (clock, tokens) = tokens, _timed(run, device)
             repeats = torch.equal(tokens, before)
-    finally:
-        vars(model).pop("get_compiled_call", None)
     first, *others = clock.intervals()
     rate = setting.batch / statistics.median(others[SETTLED:] or others)
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else None

@@ -340,7 +340,7 @@ other; with a static cache, transformers compiles the model:""",
 Llama 3.1 8B's shapes, synthetic weights, prompts of 128 tokens, eager; memory is that of the GPU that has most:""",
     "generate.graphs": """\
 Whole models of real shapes and synthetic weights through transformers' `generate`, BF16 and compressed in one run,
-every token compared; a static cache, each decoding step replayed as one CUDA graph of the model as it is:""",
+every token compared; a static cache, each decoding step replayed as one CUDA graph (`samebits.cuda_graphs`):""",
     "longest.longest": """\
 Tokens in the key-value cache when memory runs out, on cards emulated in memory alone; BF16 counts where at least 1 GiB
 is left beside its weights:""",

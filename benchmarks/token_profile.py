@@ -37,8 +37,9 @@ from transformers import StaticCache
 
 import samebits
 from common import PACKAGES, add_results, cpu_name, significant
-from generate import captured, numbers
+from generate import numbers
 from models import MODELS, build, forget, random_prompt
+from samebits.integrations.transformers_graphs import captured
 from samebits.verify import repeatable_attention
 
 CONTEXT = 128  # tokens

@@ -85,15 +85,6 @@ def test_no_case_is_taken_after_the_deadline(capsys: pytest.CaptureFixture[str])
     assert f"no time left for\n  {settings[0]}" in capsys.readouterr().out
 
 
-def test_a_graph_refuses_other_arguments() -> None:
-    step = generate.GraphedStep(lambda ids, cache: ids + 1, "cpu")
-    cache = object()
-    for number in range(4):
-        assert step(ids=torch.tensor(number), cache=cache) == number + 1
-    with pytest.raises(SystemExit, match="called in another way"):
-        step(ids=torch.tensor(0), cache=object())
-
-
 def test_a_prompt_is_the_same_each_time() -> None:
     model = models.build("tiny", "cpu", False)
     assert torch.equal(models.random_prompt(model, 3, 7, "cpu"), models.random_prompt(model, 3, 7, "cpu"))

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import samebits
+from samebits.integrations import transformers_graphs
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -51,7 +52,7 @@ def test_a_replayed_step_is_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     samebits.prepare(model, [2])
     setting = generate.Setting("graphs", 2, 50, 20)
     replayed = generate.measure(model, setting, "cuda")
-    monkeypatch.setattr(generate, "captured", lambda run: run)
+    monkeypatch.setattr(transformers_graphs, "captured", lambda run: run)
     called = generate.measure(model, setting, "cuda")
     assert torch.equal(replayed.tokens, called.tokens)
 

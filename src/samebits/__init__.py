@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from samebits.api import decode, encode
     from samebits.format.packed import PackedTensor
     from samebits.integrations.transformers import SamebitsConfig
+    from samebits.integrations.transformers_graphs import cuda_graphs
     from samebits.nn.convert import compress, decompress
     from samebits.nn.offload import offload, onload
     from samebits.nn.prepare import prepare
@@ -27,6 +28,7 @@ __all__ = [
     "SingleFile",
     "__version__",
     "compress",
+    "cuda_graphs",
     "decode",
     "decompress",
     "encode",
@@ -43,6 +45,7 @@ _HOMES = {
     "SamebitsConfig": "samebits.integrations.transformers",
     "SingleFile": "samebits.nn.single_file",
     "compress": "samebits.nn.convert",
+    "cuda_graphs": "samebits.integrations.transformers_graphs",
     "decompress": "samebits.nn.convert",
     "load_state_dict": "samebits.nn.state",
     "offload": "samebits.nn.offload",

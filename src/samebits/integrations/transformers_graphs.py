@@ -1,0 +1,195 @@
+"""CUDA graphs for transformers' ``generate``: a decoding step is one launch, without Python for every layer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.cache_utils import StaticCache, StaticLayer
+
+from samebits.errors import InputError
+
+Place = tuple[str, ...]  # of an argument, with the names of the dicts that it is in
+_CACHE: Place = ("past_key_values",)
+_COMPILED = "get_compiled_call"  # of a model: what generate asks for the step
+_NUMBERS = (bool, int, float, str, type(None))  # compared by value
+_log = logging.getLogger(__name__)
+
+
+@contextmanager
+def cuda_graphs(model: nn.Module) -> Iterator[None]:
+    """Inside, ``model.generate(..., cache_implementation="static")`` replays its decoding step as a CUDA graph.
+
+    The step is the model's forward for one more token of each sequence, of BF16 models as of compressed ones. In each
+    call of ``generate`` the first two steps run as they are, the next one is captured, all others are replays. Prompts
+    run as they are, as does what cannot be captured, which the log says: other caches than those of attention over all
+    tokens, for example, and models whose kernels depend on values.
+
+    On a CPU it does nothing.
+
+    Args:
+        model: a transformers model that generates, or PEFT's model around one.
+
+    Raises:
+        InputError: not all of it is on one GPU, or it is one of several processes.
+    """
+    model = getattr(model, "get_base_model", lambda: model)()
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    if not any(device.type == "cuda" for device in devices):
+        yield
+        return
+    if len(devices) > 1:
+        where = ", ".join(sorted(map(str, devices)))
+        raise InputError(f"a CUDA graph of a model on {where}", mend="load all of it onto one GPU")
+    if (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    ):
+        raise InputError("a CUDA graph in one of several processes", mend="generate without samebits.cuda_graphs there")
+    with torch.cuda.device(*devices), decoding_steps(model, captured):
+        yield
+
+
+Capture = Callable[[Callable[[], Any]], Callable[[], Any]]  # makes of a function one that replays it
+
+
+@contextmanager
+def decoding_steps(model: Any, capture: Capture) -> Iterator[None]:
+    """Has each ``generate`` call a step of its own where it would call the compiled model."""
+    steps = 0
+
+    def step(compile_config: object = None) -> DecodingStep:
+        nonlocal steps
+        steps += 1
+        return DecodingStep(model, capture)
+
+    before = vars(model).get(_COMPILED)
+    vars(model)[_COMPILED] = step
+    try:
+        yield
+    finally:
+        del vars(model)[_COMPILED]
+        if before:
+            vars(model)[_COMPILED] = before
+    if not steps:
+        _log.warning(
+            'samebits.cuda_graphs: nothing was replayed; generate(..., cache_implementation="static") asks for it'
+        )
+
+
+class DecodingStep:
+    """Stands for a model in decoding: runs it twice as it is, then captures it, and replays what it has captured.
+
+    From call to call the contents of tensors may change, those in dicts too (a mask for each kind of attention). Where
+    anything else does, such as the cache, which the graph writes to, it begins anew.
+    """
+
+    EAGER_CALLS = 2  # as many as products that share an input need to be made by one launch
+
+    def __init__(self, model: Callable[..., Any], capture: Capture) -> None:
+        self.model, self.capture, self.calls = model, capture, 0
+        self._inputs: dict[Place, torch.Tensor] = {}
+        self._others: dict[Place, Any] = {}
+        self._replay: Callable[[], Any] | None = None
+        self._captures = False  # or it stays as it is
+
+    def __call__(self, **arguments: Any) -> Any:
+        leaves = dict(_leaves(arguments))
+        inputs = {place: value for place, value in leaves.items() if isinstance(value, torch.Tensor)}
+        others = {place: value for place, value in leaves.items() if place not in inputs}
+        if not (self.calls and _are_alike(inputs, self._inputs) and _are_same(others, self._others)):
+            self._begin(inputs, others)
+        self.calls += 1
+        if self.calls <= self.EAGER_CALLS or not self._captures:
+            return self.model(**arguments)
+        if self._replay is None:
+            self._replay = self._captured(inputs)
+        if self._replay is None:
+            return self.model(**arguments)
+        for place, value in inputs.items():
+            self._inputs[place].copy_(value)
+        return self._replay()
+
+    def _begin(self, inputs: dict[Place, torch.Tensor], others: dict[Place, Any]) -> None:
+        self.calls, self._inputs, self._others, self._replay = 0, inputs, others, None
+        obstacle = _obstacle(others)
+        self._captures = obstacle is None
+        if obstacle:
+            _log.warning("samebits.cuda_graphs: the decoding step runs as it is: %s", obstacle)
+
+    def _captured(self, inputs: dict[Place, torch.Tensor]) -> Callable[[], Any] | None:
+        """None where it cannot be; then nothing was launched."""
+        self._inputs = {place: value.clone() for place, value in inputs.items()}
+        try:
+            return self.capture(partial(self.model, **_nested(self._inputs | self._others)))
+        except RuntimeError as error:
+            self._captures = False
+            _log.warning("samebits.cuda_graphs: the decoding step runs as it is, it cannot be captured: %s", error)
+            return None
+
+
+def captured(run: Callable[[], Any]) -> Callable[[], Any]:
+    """A function that replays ``run`` on the current GPU, and gives the same tensors each time."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = run()
+
+    def replay() -> Any:
+        graph.replay()
+        return output
+
+    return replay
+
+
+def _obstacle(others: dict[Place, Any]) -> str | None:
+    """Why a step cannot be replayed, as far as its arguments tell."""
+    cache = others.get(_CACHE)
+    if not isinstance(cache, StaticCache):
+        return f"its cache is {'missing' if cache is None else f'a {type(cache).__name__}'}, not a StaticCache"
+    if cache.offloading:
+        return "its cache is offloaded"
+    kinds = {type(layer) for layer in cache.layers} - {StaticLayer}
+    if kinds:  # sliding windows count tokens in Python
+        return f"its cache has layers of {', '.join(sorted(kind.__name__ for kind in kinds))}"
+    kept = [name for name in ("output_attentions", "output_hidden_states") if others.get((name,))]
+    return f"{kept[0]} keeps tensors that the next replay overwrites" if kept else None
+
+
+def _are_alike(inputs: dict[Place, torch.Tensor], before: dict[Place, torch.Tensor]) -> bool:
+    return inputs.keys() == before.keys() and all(
+        (value.shape, value.dtype, value.device) == (before[place].shape, before[place].dtype, before[place].device)
+        for place, value in inputs.items()
+    )
+
+
+def _are_same(others: dict[Place, Any], before: dict[Place, Any]) -> bool:
+    return others.keys() == before.keys() and all(
+        value is before[place]
+        or (type(value) in _NUMBERS and type(value) is type(before[place]) and value == before[place])
+        for place, value in others.items()
+    )
+
+
+def _leaves(arguments: dict[str, Any], above: Place = ()) -> Iterator[tuple[Place, Any]]:
+    for name, value in arguments.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, (*above, name))
+        else:
+            yield (*above, name), value
+
+
+def _nested(leaves: dict[Place, Any]) -> dict[str, Any]:
+    """The arguments that have these leaves."""
+    arguments: dict[str, Any] = {}
+    for (*above, name), value in leaves.items():
+        inner = arguments
+        for each in above:
+            inner = inner.setdefault(each, {})
+        inner[name] = value
+    return arguments

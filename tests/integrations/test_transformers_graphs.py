@@ -1,0 +1,220 @@
+"""samebits.cuda_graphs, with functions that are called again where a GPU replays kernels."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, CompileConfig, DynamicCache, StaticCache
+
+import samebits
+from samebits.errors import InputError
+from samebits.integrations.transformers_graphs import DecodingStep, decoding_steps
+
+TINY = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16,
+    "num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 256, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def config(kind: str = "llama", **options: Any) -> Any:
+    return AutoConfig.for_model(kind, **TINY, **options)
+
+
+def made(kind: str, **options: Any) -> Any:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config(kind, **options), dtype=torch.bfloat16).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+class Recorder:
+    """Counts captures; a replay calls the function again."""
+
+    def __init__(self) -> None:
+        self.captures = self.replays = 0
+
+    def __call__(self, run: Callable[[], Any]) -> Callable[[], Any]:
+        self.captures += 1
+
+        def replay() -> Any:
+            self.replays += 1
+            return run()
+
+        return replay
+
+
+@pytest.fixture
+def cache() -> StaticCache:
+    return StaticCache(config=config(), max_cache_len=16)
+
+
+def generated(model: Any, **options: Any) -> torch.Tensor:
+    prompt = torch.arange(2 * 5).reshape(2, 5) + 1
+    compiled = CompileConfig()
+    compiled._compile_all_devices = True  # a CPU too
+    if options:
+        options["compile_config"] = compiled
+    tokens: torch.Tensor = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12, do_sample=False, **options
+    )
+    return tokens
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_the_same_tokens(kind: str) -> None:
+    """Each call of generate has a graph of its own; packed models are no other case."""
+    model, capture = made(kind), Recorder()
+    expected = generated(model)
+    for number in (1, 2):
+        if number == 2:
+            samebits.compress(model)
+        with decoding_steps(model, capture):
+            assert torch.equal(generated(model, cache_implementation="static"), expected)
+        assert (capture.captures, capture.replays) == (number, 9 * number)  # a prompt and two steps before
+    assert "get_compiled_call" not in vars(model)
+
+
+def test_windows_are_not_replayed(caplog: pytest.LogCaptureFixture) -> None:
+    """Their caches count in Python."""
+    model, capture = made("mistral", sliding_window=8), Recorder()
+    expected = generated(model)
+    with decoding_steps(model, capture):
+        assert torch.equal(generated(model, cache_implementation="static"), expected)
+    assert capture.captures == 0
+    assert [record.getMessage() for record in caplog.records if record.name.startswith("samebits")] == [
+        "samebits.cuda_graphs: the decoding step runs as it is: its cache has layers of StaticSlidingWindowLayer"
+    ]
+
+
+def test_contents_may_change(cache: StaticCache) -> None:
+    capture = Recorder()
+    step = DecodingStep(lambda ids, mask, past_key_values, scale: (ids + mask["full"]) * scale, capture)
+    for number in range(6):
+        mask = {"full": torch.tensor([10 * number])}
+        assert step(ids=torch.tensor([number]), mask=mask, past_key_values=cache, scale=2) == 22 * number
+    assert (capture.captures, capture.replays) == (1, 4)
+
+
+@pytest.mark.parametrize("what", ["shape", "dtype", "cache", "number", "name"])
+def test_anything_else_begins_anew(what: str, cache: StaticCache) -> None:
+    capture = Recorder()
+    step = DecodingStep(lambda ids, past_key_values, **others: ids.float().sum() + others.get("scale", 0), capture)
+    before: dict[str, Any] = {"ids": torch.ones(2, dtype=torch.int64), "past_key_values": cache, "scale": 3}
+    after = (
+        before
+        | {
+            "shape": {"ids": torch.ones(3, dtype=torch.int64)},
+            "dtype": {"ids": torch.ones(2, dtype=torch.int32)},
+            "cache": {"past_key_values": StaticCache(config=config(), max_cache_len=16)},
+            "number": {"scale": 4},
+            "name": {"other": None},
+        }[what]
+    )
+    expected = after["ids"].float().sum() + after["scale"]
+    assert [step(**before) for _ in range(3)] == [5] * 3
+    assert [step(**after) for _ in range(4)] == [expected] * 4
+    assert (capture.captures, capture.replays) == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"past_key_values": DynamicCache()}, "its cache is a DynamicCache, not a StaticCache"),
+        ({}, "its cache is missing, not a StaticCache"),
+        (
+            {"past_key_values": StaticCache(config=config(), max_cache_len=16), "output_hidden_states": True},
+            "output_hidden_states keeps tensors that the next replay overwrites",
+        ),
+    ],
+)
+def test_what_is_not_captured(options: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture) -> None:
+    capture = Recorder()
+    step = DecodingStep(lambda ids, **others: ids + 1, capture)
+    assert [int(step(ids=torch.tensor(number), **options)) for number in range(5)] == [1, 2, 3, 4, 5]
+    assert capture.captures == 0
+    assert [record.getMessage() for record in caplog.records] == [
+        f"samebits.cuda_graphs: the decoding step runs as it is: {reason}"
+    ]
+
+
+def test_an_offloaded_cache_is_not_captured(cache: StaticCache) -> None:
+    capture = Recorder()
+    cache.offloading = True
+    step = DecodingStep(lambda ids, past_key_values: ids, capture)
+    assert [int(step(ids=torch.tensor(1), past_key_values=cache)) for _ in range(4)] == [1] * 4
+    assert capture.captures == 0
+
+
+def test_a_capture_that_fails(cache: StaticCache, caplog: pytest.LogCaptureFixture) -> None:
+    """The step runs as it is from then on, and capturing is not tried again."""
+    tries = 0
+
+    def capture(run: Callable[[], Any]) -> Callable[[], Any]:
+        nonlocal tries
+        tries += 1
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    step = DecodingStep(lambda ids, past_key_values: ids + 1, capture)
+    assert [int(step(ids=torch.tensor(n), past_key_values=cache)) for n in range(6)] == [1, 2, 3, 4, 5, 6]
+    assert tries == 1
+    assert "it cannot be captured: operation not permitted" in caplog.text
+
+
+def test_says_that_nothing_was_replayed(caplog: pytest.LogCaptureFixture) -> None:
+    model = made("llama")
+    with decoding_steps(model, Recorder()):
+        generated(model)
+    assert 'generate(..., cache_implementation="static") asks for it' in caplog.text
+
+
+def test_what_was_there_comes_back() -> None:
+    model, mine = made("llama"), object()
+    vars(model)["get_compiled_call"] = mine
+
+    def fail() -> None:
+        with decoding_steps(model, Recorder()):
+            assert isinstance(model.get_compiled_call(None), DecodingStep)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert vars(model)["get_compiled_call"] is mine
+
+
+def test_nothing_happens_on_a_cpu(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    model = made("llama")
+    with samebits.cuda_graphs(model):
+        assert "get_compiled_call" not in vars(model)
+    assert not [record for record in caplog.records if record.name.startswith("samebits")]
+
+
+class Placed(nn.Module):
+    """With parameters on devices that need not exist."""
+
+    def __init__(self, *devices: str) -> None:
+        super().__init__()
+        self.devices = devices
+
+    def parameters(self, recurse: bool = True) -> Iterator[Any]:
+        return iter(SimpleNamespace(device=torch.device(device)) for device in self.devices)
+
+
+@pytest.mark.parametrize("devices", [("cuda:0", "cuda:1"), ("cuda:0", "cpu"), ("cuda:0", "meta")])
+def test_models_on_several_devices_are_refused(devices: tuple[str, str]) -> None:
+    where = ", ".join(sorted(devices))
+    with pytest.raises(InputError, match=f"a CUDA graph of a model on {where}"), samebits.cuda_graphs(Placed(*devices)):
+        pass
+
+
+def test_one_of_several_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(InputError, match="one of several processes"), samebits.cuda_graphs(Placed("cuda:0")):
+        pass
