@@ -11,7 +11,7 @@ One model at a time is in memory; text encoders and autoencoders are not there. 
     graphs     the whole step as one CUDA graph
 
 Each time is the median of REPEATS steps after one that warms up; peak_bytes is what torch allocated at most during
-these, weights included.
+these, weights included. Results are joined: models that are not run again stay in the file.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ import torch
 from torch import nn
 
 import samebits
-from common import PACKAGES, Timing, cpu_name, significant, synthetic_matrix, time_calls, write_results
+from common import PACKAGES, Timing, add_results, cpu_name, significant, synthetic_matrix, time_calls
 
-Inputs = dict[str, torch.Tensor]
+Inputs = dict[str, Any]  # tensors, but for sizes
 WAYS = ("eager", "graphs")
 REPEATS = 3
 
@@ -46,6 +46,30 @@ def flux_inputs(config: Any, height: int, width: int, text: int) -> Inputs:
         "guidance": torch.tensor([3.5]),
         "img_ids": torch.cartesian_prod(torch.zeros(1), torch.arange(height // 16.0), torch.arange(width // 16.0)),
         "txt_ids": torch.zeros(text, 3),
+    }
+
+
+def flux2_inputs(config: Any, height: int, width: int, text: int) -> Inputs:
+    """As FLUX.1's, without a vector of the whole text; positions have four numbers."""
+    zero, rows, columns = torch.zeros(1), torch.arange(height // 16.0), torch.arange(width // 16.0)
+    return {
+        "hidden_states": torch.randn(1, (height // 16) * (width // 16), config.in_channels),
+        "encoder_hidden_states": torch.randn(1, text, config.joint_attention_dim),
+        "timestep": torch.tensor([0.5]),
+        "guidance": torch.tensor([3.5]),
+        "img_ids": torch.cartesian_prod(zero, rows, columns, zero),
+        "txt_ids": torch.cartesian_prod(zero, zero, zero, torch.arange(float(text))),
+    }
+
+
+def qwen_inputs(config: Any, height: int, width: int, text: int) -> Inputs:
+    """Latents of 8 x 8 pixels, 2 x 2 of them to a token; a text without padding."""
+    rows, columns = height // 16, width // 16
+    return {
+        "hidden_states": torch.randn(1, rows * columns, config.in_channels),
+        "encoder_hidden_states": torch.randn(1, text, config.joint_attention_dim),
+        "timestep": torch.tensor([0.5]),
+        "img_shapes": [[(1, rows, columns)]],
     }
 
 
@@ -99,6 +123,8 @@ MODELS = {
     "FLUX.1-dev": Model(
         "FluxTransformer2DModel", {"guidance_embeds": True}, flux_inputs, {"height": 1024, "width": 1024, "text": 512}
     ),
+    "FLUX.2-dev": Model("Flux2Transformer2DModel", {}, flux2_inputs, {"height": 1024, "width": 1024, "text": 512}),
+    "Qwen-Image": Model("QwenImageTransformer2DModel", {}, qwen_inputs, {"height": 1024, "width": 1024, "text": 512}),
     "Stable Diffusion 3.5 large": Model(
         "SD3Transformer2DModel",
         {"num_layers": 38, "num_attention_heads": 38, "caption_projection_dim": 2432, "pos_embed_max_size": 192,
@@ -120,6 +146,20 @@ MODELS = {
         flux_inputs,
         {"height": 64, "width": 64, "text": 8},
     ),
+    "tiny FLUX.2": Model(
+        "Flux2Transformer2DModel",
+        {"num_layers": 1, "num_single_layers": 1, "num_attention_heads": 4, "attention_head_dim": 16, "in_channels": 16,
+         "joint_attention_dim": 64, "timestep_guidance_channels": 16, "axes_dims_rope": (4, 4, 4, 4)},
+        flux2_inputs,
+        {"height": 64, "width": 64, "text": 8},
+    ),
+    "tiny Qwen-Image": Model(
+        "QwenImageTransformer2DModel",
+        {"num_layers": 1, "num_attention_heads": 4, "attention_head_dim": 16, "in_channels": 16, "out_channels": 4,
+         "joint_attention_dim": 64, "axes_dims_rope": (4, 4, 8)},
+        qwen_inputs,
+        {"height": 64, "width": 64, "text": 8},
+    ),
     "tiny Wan": Model(
         "WanTransformer3DModel",
         {"num_attention_heads": 4, "attention_head_dim": 16, "in_channels": 4, "out_channels": 4, "text_dim": 64,
@@ -128,7 +168,14 @@ MODELS = {
         {"height": 64, "width": 64, "text": 8, "frames": 5},
     ),
 }  # fmt: skip
-DEFAULT_MODELS = ("FLUX.1-dev", "Stable Diffusion 3.5 large", "Wan 2.1 14B, an image", "Wan 2.1 14B, a video")
+DEFAULT_MODELS = (
+    "FLUX.1-dev",
+    "FLUX.2-dev",
+    "Qwen-Image",
+    "Stable Diffusion 3.5 large",
+    "Wan 2.1 14B, an image",
+    "Wan 2.1 14B, a video",
+)
 
 
 def build(model: Model, device: str, packed: bool) -> Any:
@@ -157,8 +204,14 @@ def inputs_of(model: Model, config: Any, device: str) -> Inputs:
     """In BF16, but for positions and whole numbers."""
     torch.manual_seed(1)
     made = model.inputs(config, **model.shape)
-    exact = {name for name, tensor in made.items() if name.endswith("ids") or not tensor.is_floating_point()}
-    return {name: tensor.to(device, None if name in exact else torch.bfloat16) for name, tensor in made.items()}
+
+    def placed(name: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        is_exact = name.endswith("ids") or not value.is_floating_point()
+        return value.to(device, None if is_exact else torch.bfloat16)
+
+    return {name: placed(name, value) for name, value in made.items()}
 
 
 @dataclass(frozen=True)
@@ -252,7 +305,7 @@ def main() -> int:
     for name in options.models:
         ways = [way for way in options.ways if way in MODELS[name].ways]
         found += rows(name, ways, options.device)
-        print(write_results(options.name, device, found, (*PACKAGES, "diffusers")))
+        print(add_results(options.name, device, found, ("model", "way"), (*PACKAGES, "diffusers")))
     return int(not all(row["same_output"] for row in found))
 
 

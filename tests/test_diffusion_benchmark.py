@@ -16,7 +16,7 @@ sys.path.insert(0, str(BENCHMARKS))
 import diffusion  # noqa: E402
 from samebits.nn.packed_module import packed_parameters  # noqa: E402
 
-TINY = ["tiny", "tiny Wan"]
+TINY = ["tiny", "tiny FLUX.2", "tiny Qwen-Image", "tiny Wan"]
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -55,6 +55,6 @@ def test_real_configurations(name: str) -> None:
     model = diffusion.MODELS[name]
     with torch.device("meta"):
         made = getattr(diffusion.diffusers, model.kind)(**model.config)
-    billions = {"FLUX.1-dev": 11.9, "Stable Diffusion 3.5 large": 8.06}
+    billions = {"FLUX.1-dev": 11.9, "FLUX.2-dev": 32.22, "Qwen-Image": 20.43, "Stable Diffusion 3.5 large": 8.06}
     count = sum(parameter.numel() for parameter in made.parameters())
     assert count / 1e9 == pytest.approx(billions.get(name, 14.29), abs=0.05)
