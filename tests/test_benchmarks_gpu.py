@@ -33,6 +33,7 @@ import nvcomp_ans  # noqa: E402
 import peers  # noqa: E402
 import variants  # noqa: E402
 from samebits.kernels.linear import LinearPlan  # noqa: E402
+from samebits.kernels.linear_job import Launch  # noqa: E402
 from samebits.kernels.linear_launch import VARIANTS  # noqa: E402
 
 SECOND = common.Timing(1.0, 0.5, 2.0)
@@ -194,12 +195,14 @@ def test_products_of_a_weight_and_of_a_block() -> None:
 def one_launch(monkeypatch: pytest.MonkeyPatch, flaw: int = 1) -> None:
     """In place of a GPU's products: the first of a group, which has 64 rows, makes one launch, and each is right."""
 
+    a_launch = Launch("f.cu", "kernel", 1, 1, 0, ())
+
     def product(x: torch.Tensor, packed: samebits.PackedTensor, bias: torch.Tensor | None) -> torch.Tensor:
         if packed.shape[0] == 64:
-            linear.together.fused_linears(x, [], 0)
+            linear.together.JointProducts(a_launch)(x, bias, list)
         return F.linear(x, samebits.decode(packed), bias) * flaw
 
-    monkeypatch.setattr(linear.together, "fused_linears", lambda x, operands, variant: [])
+    monkeypatch.setattr(linear.together.JointProducts, "__call__", lambda self, x, bias, operands: [])
     monkeypatch.setattr(packed_module, "_is_plain", lambda tensor: True)
     monkeypatch.setattr(packed_module, "linear_of_module", product)
 

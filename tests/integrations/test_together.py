@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -39,12 +39,15 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         seen.append(1)
         return F.linear(x, samebits.decode(packed), bias)
 
-    def fused_linears(x: torch.Tensor, operands: Sequence[Operands], launch: object) -> list[torch.Tensor]:
-        seen.append(len(operands))
-        return [F.linear(x, samebits.decode(packed), bias) for packed, bias, _ in operands]
+    def products(
+        x: torch.Tensor, bias: torch.Tensor | None, operands: Callable[[], Sequence[Operands]]
+    ) -> list[torch.Tensor]:
+        first, *others = operands()
+        seen.append(1 + len(others))
+        return [F.linear(x, samebits.decode(packed), b) for packed, b, _ in (first._replace(bias=bias), *others)]
 
     monkeypatch.setattr(together, "fused_linear", fused_linear)
-    monkeypatch.setattr(together, "fused_linears", fused_linears)
+    monkeypatch.setattr(together, "JointProducts", lambda launch: products)
     for name, result in (("is_supported", True), ("is_launchable", True), ("launch_together", "a launch")):
         monkeypatch.setattr(together, name, lambda *arguments, result=result: result)
     monkeypatch.setattr(dispatch, "_plan", lambda key, packed, device: PLAN)

@@ -12,7 +12,8 @@ import torch
 import samebits
 from samebits.format.packed import PackedTensor
 from samebits.kernels import linear, linear_job, nvrtc
-from samebits.kernels.linear import LinearPlan, Operands, fused_linear, fused_linears
+from samebits.kernels.linear import JointProducts, LinearPlan, Operands, fused_linear, fused_linears
+from samebits.kernels.residents import resident
 from samebits.kernels.structures import ArrangementStructure, ProductStructure, TogetherStructure
 
 Launch = SimpleNamespace
@@ -45,7 +46,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     return seen
 
 
-JOB = tuple(range(1, 28))
+JOB = tuple(range(1, 29))
 LAUNCH = linear_job.Launch(file="f.cu", name="kernel", grid=132, warps=16, shared_bytes=1000, jobs=(JOB,))
 
 
@@ -70,7 +71,7 @@ def test_every_launch_has_its_own_addresses(launches: list[Launch]) -> None:
                     y.data_ptr(),
                 )
                 assert found.job.bias == (b.data_ptr() if b is not None else None)
-                assert (found.job.tokens, found.job.ring) == (1, 27)
+                assert (found.job.tokens, found.job.ring) == (1, 28)
                 assert found.packed.planes == packed.header.sections["planes"].start
                 assert found.geometry.columns == 1024
                 assert (found.grid, found.threads, found.stream) == (132, 512, 7)
@@ -114,8 +115,47 @@ def test_several_weights_in_one_launch(monkeypatch: pytest.MonkeyPatch, launches
                 y.data_ptr(),
             )
             assert product.job.bias == (b.data_ptr() if b is not None else None)
-            assert (product.job.first_block, product.job.ring) == (first, 27)
+            assert (product.job.first_block, product.job.ring) == (first, 28)
         assert products[3].job.first_block > 1 << 30
+
+
+def test_what_stays_is_told_once(monkeypatch: pytest.MonkeyPatch, launches: list[Launch]) -> None:
+    """From the third call on without looking at the weights; every byte is as if it were told anew."""
+    seen: list[tuple[TogetherStructure, bool]] = []
+
+    def launch(function: str, grid: int, threads: int, shared: int, argument: ctypes.Structure, *, early: bool) -> None:
+        assert isinstance(argument, TogetherStructure)
+        seen.append((argument, early))
+
+    def has_table(packed: PackedTensor) -> None:
+        kept = resident(packed.data)
+        assert kept
+        kept.has_table = True
+
+    monkeypatch.setattr(nvrtc, "launch", launch)
+    monkeypatch.setattr(linear, "decode_table", has_table)
+    joint = linear_job.Launch("f.cu", "kernel", 132, 8, 1000, (JOB, tuple(reversed(JOB)), JOB))
+    biases = [torch.zeros(64, dtype=torch.bfloat16) for _ in range(2)]
+    operands = [Operands(packed_matrix(seed), bias, LinearPlan(2)) for seed, bias in enumerate((*biases, None), 20)]
+    asked: list[list[Operands]] = []
+    products = JointProducts(joint)
+    for number in range(4):
+        x, bias = torch.zeros(1, number + 1, 1024, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.bfloat16)
+        first = operands[0]._replace(bias=bias)
+        every = [first, *operands[1:]]
+
+        def ask(every: list[Operands] = every) -> list[Operands]:
+            asked.append(every)
+            return every
+
+        made = products(x, bias, ask)
+        fused_linears(x, every, joint)
+        (told, early), (anew, _) = seen[-2:]
+        assert early == (number > 0)
+        for product, y in zip(anew.products, made, strict=False):
+            product.job.y = y.data_ptr()
+        assert bytes(told) == bytes(anew)
+    assert len(asked) == 2
 
 
 def test_x_is_arranged_before_a_product(monkeypatch: pytest.MonkeyPatch, launches: list[Launch]) -> None:

@@ -13,9 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import samebits
-from samebits.kernels import linear
-from samebits.kernels.linear import Operands, is_supported
-from samebits.kernels.linear_job import Launch
+from samebits.kernels.linear import JointProducts, Operands, is_supported
 from samebits.kernels.ops import fields_of
 from samebits.plans import dispatch, planner, together
 from samebits.plans.environment import Environment
@@ -212,11 +210,15 @@ def test_products_of_one_input_together(tokens: int, monkeypatch: pytest.MonkeyP
     """As a layer of attention asks for them, also in a CUDA graph that is replayed with other inputs."""
     joint: list[int] = []
 
-    def fused_linears(x: torch.Tensor, operands: Sequence[Operands], launch: Launch) -> list[torch.Tensor]:
-        joint.append(len(operands))
-        return linear.fused_linears(x, operands, launch)
+    class Counted(JointProducts):
+        def __call__(
+            self, x: torch.Tensor, bias: torch.Tensor | None, operands: Callable[[], Sequence[Operands]]
+        ) -> list[torch.Tensor]:
+            made = super().__call__(x, bias, operands)
+            joint.append(len(made))
+            return made
 
-    monkeypatch.setattr(together, "fused_linears", fused_linears)
+    monkeypatch.setattr(together, "JointProducts", Counted)
     weights = [Probe.make(rows, COLUMNS, torch.device("cuda"), rows).weight for rows in (4096, 1024, 1024)]
     layers = nn.ModuleList([_layer(weight) for weight in weights])
     samebits.compress(layers)

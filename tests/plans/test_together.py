@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -37,12 +37,21 @@ class Layers:
         self.biases: list[torch.Tensor | None] = [None, normal(8), None]
         self.joint: list[int] = []  # products of each launch of several
 
-    def fused_linears(self, x: torch.Tensor, operands: Sequence[Operands], launch: object) -> list[torch.Tensor]:
-        self.joint.append(len(operands))
-        calls = len(self.gpu.fused_calls)
-        made = [self.gpu.fused_linear(x, *each) for each in operands]
-        del self.gpu.fused_calls[calls:]
-        return made
+    def joint_products(self, launch: object) -> Callable[..., list[torch.Tensor]]:
+        """In place of JointProducts; holds none of the weights, as that does not."""
+        gpu, joint = self.gpu, self.joint
+
+        def products(
+            x: torch.Tensor, bias: torch.Tensor | None, operands: Callable[[], Sequence[Operands]]
+        ) -> list[torch.Tensor]:
+            first, *others = operands()
+            joint.append(1 + len(others))
+            calls = len(gpu.fused_calls)
+            made = [gpu.fused_linear(x, *each) for each in (first._replace(bias=bias), *others)]
+            del gpu.fused_calls[calls:]
+            return made
+
+        return products
 
     def ask(self, x: torch.Tensor, *numbers: int) -> tuple[int, int]:
         """Check these products, of all weights if there are none; returns how many launches of one, and of several."""
@@ -71,7 +80,7 @@ def where(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def layers(gpu: FakeGpu, where: list[int], monkeypatch: pytest.MonkeyPatch) -> Layers:
     made = Layers(gpu)
     monkeypatch.setattr(together, "fused_linear", gpu.fused_linear)
-    monkeypatch.setattr(together, "fused_linears", made.fused_linears)
+    monkeypatch.setattr(together, "JointProducts", made.joint_products)
     monkeypatch.setattr(together, "is_supported", is_supported)
     monkeypatch.setattr(together, "is_launchable", lambda header, m, plan, device: is_supported(header, m, device))
     monkeypatch.setattr(together, "launch_together", lambda operands, m, variant, device: "a launch")

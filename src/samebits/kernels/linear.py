@@ -8,7 +8,7 @@ order, with a number of ranges that depends on the shape and on much else (see s
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -98,7 +98,9 @@ def fused_linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | Non
         kept = resident(packed.data)
         early = kept is not None and kept.settle()
         product = ProductStructure.from_buffer_copy(_product(packed, kept, launch, 0))
-        y = _addressed(product.job, x, packed, bias)
+        y = _addressed(product.job, x, packed.header.shape[0])
+        if bias is not None:
+            product.job.bias = bias.data_ptr()
         if launch.arrangement:
             _arrange(x, [product.job], launch.arrangement)
         _start(launch, product, device, early)
@@ -123,27 +125,65 @@ def launch_together(operands: Sequence[Operands], m: int, variant: int, device: 
     return joint_launch(headers, m, tuple(each.plan.split for each in operands), variant, device)
 
 
+class JointProducts:
+    """Products of one input with several weights, in the launch that ``launch_together`` gave for these.
+
+    What the kernel is told of the weights is made once: whoever calls it again makes sure that their bytes have not
+    changed since, nor any bias but the first.
+    """
+
+    def __init__(self, launch: Launch) -> None:
+        self.launch = launch
+        self._told: TogetherStructure | None = None  # without the addresses of x and y
+
+    def __call__(
+        self, x: torch.Tensor, bias: torch.Tensor | None, operands: Callable[[], Sequence[Operands]]
+    ) -> list[torch.Tensor]:
+        """``fused_linear`` of each.
+
+        Args:
+            bias: of the first weight.
+            operands: all of them, if they are asked for.
+
+        Raises:
+            DeviceError: the kernel cannot be built or launched.
+        """
+        device = x.get_device()
+        with nvrtc.on_device(device):
+            early = self._told is not None
+            together = TogetherStructure.from_buffer_copy(self._told) if self._told else None
+            if together is None:
+                together, early = self._tell(operands())
+            jobs = [together.products[i].job for i in range(len(self.launch.jobs))]
+            made = [_addressed(job, x, together.products[i].geometry.rows) for i, job in enumerate(jobs)]
+            if bias is not None:
+                jobs[0].bias = bias.data_ptr()
+            if self.launch.arrangement:
+                _arrange(x, jobs, self.launch.arrangement)
+            _start(self.launch, together, device, early)
+        return made
+
+    def _tell(self, operands: Sequence[Operands]) -> tuple[TogetherStructure, bool]:
+        """And whether the launch may start early; from then on all of it stays."""
+        kept = [resident(packed.data) for packed, _, _ in operands]
+        early = [each is not None and each.settle() for each in kept]
+        together = TogetherStructure.of(
+            [_product(packed, kept[i], self.launch, i) for i, (packed, _, _) in enumerate(operands)]
+        )
+        for product, (_, bias, _) in zip(together.products, operands, strict=False):
+            product.job.bias = None if bias is None else bias.data_ptr()
+        if all(early) and all(each and each.has_table for each in kept):
+            self._told = TogetherStructure.from_buffer_copy(together)
+        return together, all(early)
+
+
 def fused_linears(x: torch.Tensor, operands: Sequence[Operands], launch: Launch) -> list[torch.Tensor]:
     """``fused_linear`` of one x with several weights, in the launch that ``launch_together`` gave for these.
 
     Raises:
         DeviceError: the kernel cannot be built or launched.
     """
-    device = x.get_device()
-    with nvrtc.on_device(device):
-        kept = [resident(packed.data) for packed, _, _ in operands]
-        early = [each is not None and each.settle() for each in kept]
-        together = TogetherStructure.of(
-            [_product(packed, kept[i], launch, i) for i, (packed, _, _) in enumerate(operands)]
-        )
-        made = [
-            _addressed(product.job, x, packed, bias)
-            for product, (packed, bias, _) in zip(together.products, operands, strict=False)
-        ]
-        if launch.arrangement:
-            _arrange(x, [product.job for product in together.products[: len(operands)]], launch.arrangement)
-        _start(launch, together, device, all(early))
-    return made
+    return JointProducts(launch)(x, operands[0].bias, lambda: operands)
 
 
 def _product(packed: PackedTensor, kept: Resident | None, launch: Launch, number: int) -> ProductStructure:
@@ -161,12 +201,10 @@ def _product(packed: PackedTensor, kept: Resident | None, launch: Launch, number
     return product
 
 
-def _addressed(job: JobStructure, x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Tells a job where its operands are; returns memory for its result."""
-    y = torch.empty((*x.shape[:-1], packed.header.shape[0]), dtype=torch.bfloat16, device=x.device)
+def _addressed(job: JobStructure, x: torch.Tensor, rows: int) -> torch.Tensor:
+    """Tells a job where x and its result are; returns memory for that."""
+    y = torch.empty((*x.shape[:-1], rows), dtype=torch.bfloat16, device=x.device)
     job.x, job.y = x.data_ptr(), y.data_ptr()
-    if bias is not None:
-        job.bias = bias.data_ptr()
     return y
 
 

@@ -20,15 +20,14 @@ import torch
 from samebits.format.packed import Header, PackedTensor
 from samebits.kernels import nvrtc
 from samebits.kernels.linear import (
+    JointProducts,
     LinearPlan,
     Operands,
     fused_linear,
-    fused_linears,
     is_launchable,
     is_supported,
     launch_together,
 )
-from samebits.kernels.linear_job import Launch
 from samebits.kernels.linear_launch import MAX_JOINT_TOKENS
 from samebits.kernels.residents import Bytes, resident
 from samebits.kernels.structures import MAX_TOGETHER
@@ -43,10 +42,12 @@ class _Weight:
 
     Attributes:
         is_proved: a product of it that was made with others had the bytes of one that was made alone.
+        number: id of the packed bytes, while they live.
     """
 
     def __init__(self, packed: PackedTensor, bias: torch.Tensor | None) -> None:
         self.header, self.has_bias, self.is_proved = packed.header, bias is not None, False
+        self.number = id(packed.data)
         self._data, self._bias = Bytes(packed.data), None if bias is None else Bytes(bias)
 
     def is_unchanged(self) -> bool:
@@ -69,7 +70,10 @@ class _Choice(NamedTuple):
     header: Header  # of the first
     others: tuple[_Weight, ...]
     plans: tuple[LinearPlan, ...]  # of the others
-    launch: Launch
+    products: JointProducts
+
+    def is_unchanged(self) -> bool:
+        return all(other.is_unchanged() for other in self.others)
 
     def operands(self) -> list[Operands]:
         """Of those that are unchanged."""
@@ -153,13 +157,12 @@ class Together(threading.local):
         kept = resident(data)
         group: _Group | None = kept.followers if kept else None
         choice = self._choice(x, operands, key, group) if group and group.others else None
-        others = choice.operands() if choice else []
-        if group is None or choice is None or len(others) < len(choice.others):
+        if group is None or choice is None or not choice.is_unchanged():
             return fused_linear(x, *operands)
-        y, *ys = fused_linears(x, [operands, *others], choice.launch)
+        y, *ys = choice.products(x, operands.bias, lambda: [operands, *choice.operands()])
         self._made = {
-            id(other.packed.data): _Made(group, weight, other.plan, made)
-            for weight, other, made in zip(choice.others, others, ys, strict=True)
+            weight.number: _Made(group, weight, plan, made)
+            for weight, plan, made in zip(choice.others, choice.plans, ys, strict=True)
         }
         return y if group.is_proved else fused_linear(x, *operands)
 
@@ -219,7 +222,8 @@ def _choose(x: torch.Tensor, first: Operands, key: PlanKey, others: tuple[_Weigh
     launch = None if variant is None else launch_together(every, key.tokens, variant, device)
     if launch is None:
         return None
-    return _Choice(first.packed.header, others, tuple(operands.plan for operands in every[1:]), launch)
+    plans = tuple(operands.plan for operands in every[1:])
+    return _Choice(first.packed.header, others, plans, JointProducts(launch))
 
 
 def _where(x: torch.Tensor) -> nvrtc.Where:
