@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from samebits.codecs.decode_loops import several_symbols
 from samebits.codecs.huffman import CanonicalCode, code_lengths, package_merge
 from tests.codecs.slow_encoder import QUAD, Choices, huffman_lengths
 
@@ -101,3 +102,23 @@ def test_tables_hold_the_canonical_code(weights: list[int]) -> None:
         assert encode[symbol] == len(codeword) << 16 | first_bit_lowest
         assert (decode[first_bit_lowest :: 1 << len(codeword)] == len(codeword) << 12 | symbol).all()
     assert np.count_nonzero(encode) == len(weights)
+
+
+@pytest.mark.parametrize("lengths", [[1, 2, 3, 3], [1], [3, 3, 3, 3, 3, 3, 3, 3], [1, 2, 4, 6, 8, 10, 12, 12, 10]])
+def test_windows_of_several_codewords(lengths: list[int]) -> None:
+    """As one codeword after the other, as many as a window holds whole, but four at most and one in any case."""
+    symbols = np.arange(100, 100 + len(lengths))
+    width = max(lengths)
+    table = CanonicalCode.from_lengths(symbols, np.array(lengths)).decode_table(width)
+    for window, entry in enumerate(several_symbols(table, width).tolist()):
+        expected, used = [], 0
+        while len(expected) < 4:
+            length, symbol = table[window >> used] >> 12, table[window >> used] & 0xFFF
+            if expected and used + length > width:
+                break
+            expected.append(int(symbol))
+            used += int(length)
+        count, length = entry >> 40, entry >> 32 & 0xFF
+        assert (count, length) == (len(expected), used)
+        assert [entry >> 8 * i & 0xFF for i in range(count)] == expected
+        assert entry & 0xFFFFFFFF < 1 << 8 * count

@@ -130,14 +130,15 @@ def _arguments(packed: PackedTensor) -> tuple[Any, ...]:
 
 
 def _table(packed: PackedTensor) -> NDArray[np.uint64]:
-    """uint64 [2 ** max_code_length]: ``length << 32`` and, below, a quad's four top7 bytes or one exponent."""
-    code = CanonicalCode.from_section(packed.array("code", "<u2"))
-    entries = code.decode_table(packed.header.max_code_length).astype(np.uint64)
-    lengths, symbols = entries >> np.uint64(12), entries & np.uint64(0xFFF)
-    if packed.code is Code.QUAD:
-        window = np.uint64(packed.header.window)
-        tops = np.zeros_like(symbols)
-        for i in range(4):
-            tops |= ((symbols >> np.uint64(3 * i) & np.uint64(7)) + window) << np.uint64(8 * i)
-        symbols = tops
-    return lengths << np.uint64(32) | symbols
+    """uint64 [2 ** max_code_length]: ``length << 32`` and, below, a quad's four top7 bytes; or several exponents."""
+    width = packed.header.max_code_length
+    entries = CanonicalCode.from_section(packed.array("code", "<u2")).decode_table(width)
+    if packed.code is Code.SINGLE:
+        table: NDArray[np.uint64] = decode_loops.several_symbols(entries, width)
+        return table
+    lengths, symbols = entries.astype(np.uint64) >> np.uint64(12), entries.astype(np.uint64) & np.uint64(0xFFF)
+    window = np.uint64(packed.header.window)
+    tops = np.zeros_like(symbols)
+    for i in range(4):
+        tops |= ((symbols >> np.uint64(3 * i) & np.uint64(7)) + window) << np.uint64(8 * i)
+    return lengths << np.uint64(32) | tops

@@ -154,24 +154,50 @@ def _decode_quads(
 
 
 @njit(cache=True, nogil=True)
+def several_symbols(table: NDArray[np.uint16], width: int) -> NDArray[np.uint64]:
+    """What a window of ``width`` bits holds of whole codewords, up to four: ``count << 40 | length << 32 | exponents``.
+
+    Args:
+        table: of single codewords, ``length << 12 | exponent``.
+    """
+    several = np.empty(table.size, np.uint64)
+    for window in range(table.size):
+        exponents, length, count = 0, 0, 0
+        while count < 4:
+            entry = np.int64(table[window >> length])
+            if count > 0 and length + (entry >> 12) > width:
+                break
+            exponents |= (entry & 0xFF) << (8 * count)
+            length += entry >> 12
+            count += 1
+        several[window] = count << 40 | length << 32 | exponents
+    return several
+
+
+@njit(cache=True, nogil=True)
 def _decode_singles(
     buffer: NDArray[np.uint32], position: int, stages: int, table: NDArray[np.uint64], width: int,
     tops: NDArray[np.uint32], place: int,
 ) -> None:  # fmt: skip
-    """A stream's exponents, eight for each stage; two of at most 12 bits fit one look at the buffer."""
+    """A stream's exponents, two words of four for each stage; words are written until they are full."""
     mask = (_LOW << U64(width)) - _LOW
-    for _ in range(stages):
-        for half in range(2):
-            packed = U64(0)
-            for pair in range(2):
-                bits = _peek(buffer, position)
-                entry = table[bits & mask]
-                length = entry >> U64(32)
-                second = table[(bits >> length) & mask]
-                packed |= ((entry & U64(0xFF)) | (second & U64(0xFF)) << U64(8)) << U64(16 * pair)
-                position += np.int64(length) + np.int64(second >> U64(32))
-            tops[place + half] = np.uint32(packed)
-        place += 128
+    exponents, held, word = U64(0), U64(0), 0  # held: exponents that are not in a full word
+    while word < 2 * stages:
+        bits = _peek(buffer, position)
+        for _ in range(2):  # of at most 12 bits
+            entry = table[bits & mask]
+            length = (entry >> U64(32)) & U64(0xFF)
+            exponents |= (entry & U64(0xFFFFFFFF)) << (U64(8) * held)
+            held += entry >> U64(40)
+            tops[place + 128 * (word >> 1) + (word & 1)] = np.uint32(exponents & U64(0xFFFFFFFF))
+            is_full = held >> U64(2)  # at most seven are held
+            exponents >>= U64(32) * is_full
+            held &= U64(3)
+            word += np.int64(is_full)
+            bits >>= length
+            position += np.int64(length)
+            if word >= 2 * stages:
+                break
 
 
 @njit(cache=True, nogil=True)
