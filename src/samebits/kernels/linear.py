@@ -150,9 +150,9 @@ class JointProducts:
         """
         device = x.get_device()
         with nvrtc.on_device(device):
-            early = self._told is not None
-            together = TogetherStructure.from_buffer_copy(self._told) if self._told else None
-            if together is None:
+            if self._told:
+                together, early = TogetherStructure.from_buffer_copy(self._told), True
+            else:
                 together, early = self._tell(operands())
             jobs = [together.products[i].job for i in range(len(self.launch.jobs))]
             made = [_addressed(job, x, together.products[i].geometry.rows) for i, job in enumerate(jobs)]
