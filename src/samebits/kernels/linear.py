@@ -129,7 +129,7 @@ class JointProducts:
     """Products of one input with several weights, in the launch that ``launch_together`` gave for these.
 
     What the kernel is told of the weights is made once: whoever calls it again makes sure that their bytes have not
-    changed since, nor any bias but the first.
+    changed since, nor any bias but the first, and holds them until it returns.
     """
 
     def __init__(self, launch: Launch) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -37,31 +38,35 @@ from samebits.plans.planner import Planner
 _MAX_UNWANTED = 3  # launches that made a product nobody asked for, after which a group is given up
 
 
+class _Held(NamedTuple):
+    """The bytes of a packed weight, and its bias."""
+
+    data: torch.Tensor
+    bias: torch.Tensor | None
+
+
 class _Weight:
     """A packed weight and its bias, while they live and nobody changes them.
 
     Attributes:
         is_proved: a product of it that was made with others had the bytes of one that was made alone.
-        number: id of the packed bytes, while they live.
     """
 
     def __init__(self, packed: PackedTensor, bias: torch.Tensor | None) -> None:
         self.header, self.has_bias, self.is_proved = packed.header, bias is not None, False
-        self.number = id(packed.data)
         self._data, self._bias = Bytes(packed.data), None if bias is None else Bytes(bias)
 
-    def is_unchanged(self) -> bool:
-        return self._data.now() is not None and (self._bias is None or self._bias.now() is not None)
+    def now(self) -> _Held | None:
+        """Its bytes, if they are unchanged; whoever holds them keeps them."""
+        data, bias = self._data.now(), self._bias.now() if self._bias else None
+        return None if data is None or (bias is None) is self.has_bias else _Held(data, bias)
 
     def is_of(self, packed: PackedTensor, bias: torch.Tensor | None) -> bool:
         """Whether these are its operands, unchanged."""
         return self._data.now() is packed.data and (bias is None if self._bias is None else self._bias.now() is bias)
 
-    def operands(self, plan: LinearPlan) -> Operands | None:
-        data, bias = self._data.now(), self._bias.now() if self._bias else None
-        if data is None or (bias is None) is self.has_bias:
-            return None
-        return Operands(PackedTensor(self.header, data), bias, plan)
+    def operands(self, held: _Held, plan: LinearPlan) -> Operands:
+        return Operands(PackedTensor(self.header, held.data), held.bias, plan)
 
 
 class _Choice(NamedTuple):
@@ -72,13 +77,14 @@ class _Choice(NamedTuple):
     plans: tuple[LinearPlan, ...]  # of the others
     products: JointProducts
 
-    def is_unchanged(self) -> bool:
-        return all(other.is_unchanged() for other in self.others)
+    def held(self) -> list[_Held] | None:
+        """Of the others, if all are unchanged."""
+        found = [held for other in self.others if (held := other.now())]
+        return found if len(found) == len(self.others) else None
 
-    def operands(self) -> list[Operands]:
-        """Of those that are unchanged."""
-        found = [other.operands(plan) for other, plan in zip(self.others, self.plans, strict=True)]
-        return [each for each in found if each is not None]
+    def operands(self, held: Sequence[_Held]) -> list[Operands]:
+        each = zip(self.others, held, self.plans, strict=True)
+        return [other.operands(own, plan) for other, own, plan in each]
 
 
 @dataclass
@@ -157,12 +163,13 @@ class Together(threading.local):
         kept = resident(data)
         group: _Group | None = kept.followers if kept else None
         choice = self._choice(x, operands, key, group) if group and group.others else None
-        if group is None or choice is None or not choice.is_unchanged():
+        held = choice.held() if choice else None  # until the launch
+        if group is None or choice is None or held is None:
             return fused_linear(x, *operands)
-        y, *ys = choice.products(x, operands.bias, lambda: [operands, *choice.operands()])
+        y, *ys = choice.products(x, operands.bias, lambda: [operands, *choice.operands(held)])
         self._made = {
-            weight.number: _Made(group, weight, plan, made)
-            for weight, plan, made in zip(choice.others, choice.plans, ys, strict=True)
+            id(own.data): _Made(group, weight, plan, made)
+            for weight, own, plan, made in zip(choice.others, held, choice.plans, ys, strict=True)
         }
         return y if group.is_proved else fused_linear(x, *operands)
 
@@ -190,14 +197,14 @@ class Together(threading.local):
         kept.followers = group
         if group.is_given_up or any(other.is_of(packed, bias) for other in group.others):
             return
-        others = [other for other in group.others if other.is_unchanged()]
+        others = [other for other in group.others if other.now()]
         if len(others) + 1 < MAX_TOGETHER:
             group.replace_others(*others, _Weight(packed, bias))
 
     def _choice(self, x: torch.Tensor, operands: Operands, key: PlanKey, group: _Group) -> _Choice | None:
         """None if products are to be made one by one, now or always."""
         others, is_captured = group.others, self._where.capture
-        if key not in group.chosen and not is_captured and all(other.is_unchanged() for other in others):
+        if key not in group.chosen and not is_captured and all(other.now() for other in others):
             group.chosen[key] = _choose(x, operands, key, others)
         choice = group.chosen.get(key)
         if choice is None or choice.others is not others or (is_captured and not group.is_proved):
@@ -214,10 +221,10 @@ def _choose(x: torch.Tensor, first: Operands, key: PlanKey, others: tuple[_Weigh
         plan = planner.outcome(keys[-1]).plan if is_supported(other.header, key.tokens, device) else None
         if plan is None or not is_launchable(other.header, key.tokens, plan, device):
             return None
-        operands = other.operands(plan)
-        if operands is None:
+        held = other.now()
+        if held is None:
             return None
-        every.append(operands)
+        every.append(other.operands(held, plan))
     variant = planner.together(tuple(keys), x, every)
     launch = None if variant is None else launch_together(every, key.tokens, variant, device)
     if launch is None:
