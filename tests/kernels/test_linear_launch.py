@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from itertools import pairwise, product
+from typing import Any
+
 import pytest
 
 from samebits.format.geometry import Code, Layout
@@ -60,28 +64,98 @@ def test_launches_fit(shape: tuple[int, int], chunk_words: int, tokens: int, hop
             if launch is None:
                 continue
             found += 1
-            m, ranges, per_range, slots, batches, chunk_step, slot_step, *_, buffer_words, _, ring = launch.jobs[0]
-            assert m == tokens <= MOST_TOKENS[variant.kernel]
+            job = job_of(launch)
+            ranges, per_range, slots = job["ranges"], job["stages_per_range"], job["slots"]
+            assert job["tokens"] == tokens <= MOST_TOKENS[variant.kernel]
             assert (ranges - 1) * per_range < header.geometry.stages <= ranges * per_range
-            assert (ring > 0) == (variant.kernel is not Kernel.CHAINS)
+            assert (job["ring"] > 0) == (variant.kernel is not Kernel.CHAINS)
             if variant.kernel in DECODING_PAIRS:
                 continue  # test_pairs_cover_a_weight
             assert launch.arrangement is None
-            assert slots * batches * launch.grid >= header.geometry.row_groups > slots * (batches - 1) * launch.grid
+            groups = slots * launch.grid  # of a batch
+            assert job["batches"] * groups >= header.geometry.row_groups > (job["batches"] - 1) * groups
             assert launch.shared_bytes <= nvrtc.shared_memory(0) - STATIC_SHARED
             assert 1 <= launch.warps <= variant.warps
-            assert buffer_words == staging_words(header)
+            assert job["buffer_words"] == staging_words(header)
             if variant.kernel is Kernel.AHEAD:
                 check_lines(header, launch)
             if variant.kernel is Kernel.CHAINS:
-                assert chunk_step * slots + slot_step == launch.warps
+                check_walks(header, launch)
     assert found or tokens > MAX_TOKENS or not hopper
 
 
-def job_of(launch: Launch, number: int = 0) -> dict[str, int]:
+def job_of(launch: Launch, number: int = 0) -> dict[str, Any]:
     """JobStructure's fields behind the pointers, by name."""
     names = [name for name, *_ in JobStructure._fields_]
     return dict(zip(names[names.index("tokens") :], launch.jobs[number], strict=True))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Of a block's row group, stages [first, end) of a range."""
+
+    slot: int
+    number: int  # of the range
+    first: int
+    end: int
+
+
+def piece_at(job: dict[str, Any], stages: int, number: int) -> Piece:
+    """linear_chains.cuh: Pieces::at, in its arithmetic."""
+    slot = number * job["by_pieces"] >> 32 if job["by_pieces"] else number
+    piece = number - slot * job["pieces"]
+
+    def shared_before(at: int) -> int:
+        return at - (at >> job["whole_ranges"])
+
+    reached = [0] + [
+        each for each in range(1, job["ranges"]) if piece >= each * job["stages_per_range"] // 16 + shared_before(each)
+    ]
+    chunk = piece - shared_before(reached[-1])
+    first, end = reached[-1] * job["stages_per_range"], (reached[-1] + 1) * job["stages_per_range"]
+    return Piece(slot, reached[-1], max(first, 16 * chunk), min(end, 16 * chunk + 16, stages))
+
+
+def check_walks(header: Header, launch: Launch, number: int = 0) -> None:
+    """linear_chains.cuh: the warps of a block share all stages of its row groups; each has some, and takes over sums
+    only of the warp in front."""
+    job, stages = job_of(launch, number), header.geometry.stages
+    own, longer = job["own"], job["longer"]
+    assert len(job["walks"]) == 2 * 2 * 20
+    assert job["slots"] == own + (longer > 0)
+    for kind, groups in enumerate((own + 1 if longer else 0, own)):
+        words = job["walks"][40 * kind : 40 * kind + 2 * launch.warps]
+        walks = [(a & 0xFFFF, a >> 16, b & 0xFFFF, b >> 16) for a, b in zip(words[::2], words[1::2], strict=True)]
+        warps = min(launch.warps, groups * job["ranges"])
+        assert all(walk == (0, 0, 0, 0) for walk in walks[warps:])
+        walks = walks[:warps]
+        assert not groups or (walks[0][0], walks[-1][3]) == (0, groups * job["pieces"])
+        assert all(before[3] == behind[0] for before, behind in pairwise(walks))
+        pieces = [piece_at(job, stages, i) for i in range(groups * job["pieces"])]
+        covered = [(piece.slot, stage) for piece in pieces for stage in range(piece.first, piece.end)]
+        assert covered == list(product(range(groups), range(stages)))
+        for begin, whole, last, end in walks:
+            assert begin <= whole <= last < end
+            assert begin < whole or begin == last
+            firsts = [i for i in range(begin, end) if pieces[i].first == pieces[i].number * job["stages_per_range"]]
+            assert whole in (last, *firsts)
+            assert last == (firsts[-1] if firsts else begin)
+            assert not [i for i in firsts if begin < i < whole]
+
+
+@pytest.mark.parametrize("columns", [960, 1024, 2880, 4096, 5120, 14336, 17408])
+@pytest.mark.parametrize("split", range(1, 17))
+def test_walks_cover_a_weight(split: int, columns: int, hopper: bool) -> None:
+    for rows in (264, 4096, 14336):
+        header = header_of((rows, columns), 250)
+        for number, variant in enumerate(VARIANTS):
+            if variant.kernel is not Kernel.CHAINS or not (launch := launch_of(header, 1, split, number, 0)):
+                continue
+            check_walks(header, launch)
+            joint = joint_launch((header, header), 1, (split, 1), number, 0)
+            for other in range(2 if joint else 0):
+                assert joint is not None
+                check_walks(header, joint, other)
 
 
 def check_lines(header: Header, launch: Launch, number: int = 0) -> None:
@@ -116,14 +190,15 @@ def test_tiles_keep_going(shape: tuple[int, int], chunk_words: int, tokens: int,
         return
     assert max_tokens(0) == MAX_HOPPER_TOKENS
     assert launch is not None
-    slots, _, chunk_step, slot_step, *_, ring = launch.jobs[0][3:]
+    job = job_of(launch)
+    slots = job["slots"]
     wide, tiles = map(int, launch.name.split("_")[-2:])
     decoding = launch.warps - (4 * tiles if wide == 128 else 4)
     assert wide >= tokens
     assert slots <= 8 * tiles
     assert slots <= decoding <= 16
-    assert chunk_step * slots + slot_step == decoding
-    assert ring >= 3 + (-(-decoding // slots) - 1) * CHUNK_STAGES // 2
+    assert job["chunk_step"] * slots + job["slot_step"] == decoding
+    assert job["ring"] >= 3 + (-(-decoding // slots) - 1) * CHUNK_STAGES // 2
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 17, 64, 65, 128, 129, 512])
@@ -143,18 +218,18 @@ def test_pairs_cover_a_weight(shape: tuple[int, int], chunk_words: int, tokens: 
             at_once = int(launch.name.split("_")[-1])
             wide, arranges = max(at_once, 8), at_once > 4
             assert at_once >= tokens or variant.kernel is Kernel.WARPGROUPS
-            job, prepared = launch.jobs[0], launch.arrangement
-            ranges, first, blocks, token_tiles, units, ring = job[1], job[7], job[8], job[11], job[12], job[-1]
+            job, prepared = job_of(launch), launch.arrangement
+            ranges, token_tiles, units = job["ranges"], job["token_tiles"], job["units"]
             assert 1 <= warps <= variant.warps
             assert launch.shared_bytes <= nvrtc.shared_memory(0) - STATIC_SHARED
-            assert (first, blocks) == (0, launch.grid)
+            assert (job["first_block"], job["blocks"]) == (0, launch.grid)
             assert launch.grid % cluster == 0
             assert launch.grid <= nvrtc.multiprocessors(0)
             assert launch.grid <= units * cluster
             assert wide * (token_tiles - 1) < tokens <= wide * token_tiles
             covered = units // (ranges * token_tiles) * cluster * warps * groups
             assert header.geometry.row_groups <= covered < header.geometry.row_groups + cluster * warps * groups
-            assert ring >= (4 if wide == 256 else 2)
+            assert job["ring"] >= (4 if wide == 256 else 2)
             assert (prepared is not None) == (arranges or ranges > 1)
             if prepared is None:
                 continue
@@ -190,17 +265,18 @@ def test_joint_launches(group: tuple[tuple[tuple[int, int], int], ...], tokens: 
         assert launch.shared_bytes <= nvrtc.shared_memory(0) - STATIC_SHARED
         assert launch.grid <= nvrtc.multiprocessors(0)
         next_block, most = 0, []
-        for header, split, (m, ranges, per_range, slots, batches, *_, first, blocks, own, longer) in zip(
-            headers, splits, (job[:11] for job in launch.jobs), strict=True
-        ):
-            stages = header.geometry.stages
-            assert (m, first) == (tokens, next_block)
+        for i, (header, split) in enumerate(zip(headers, splits, strict=True)):
+            job, stages = job_of(launch, i), header.geometry.stages
+            ranges, per_range, blocks, own, longer = (
+                job[name] for name in ("ranges", "stages_per_range", "blocks", "own", "longer")
+            )
+            assert (job["tokens"], job["first_block"]) == (tokens, next_block)
             assert (ranges - 1) * per_range < stages <= ranges * per_range
             next_block += blocks
             if variant.kernel in DECODING_PAIRS:
                 continue
             assert own * blocks + longer == header.geometry.row_groups
-            assert slots * batches >= own + (longer > 0)
+            assert job["slots"] * job["batches"] >= own + (longer > 0)
             assert ranges <= split
             most.append((own + (longer > 0)) * stages)
         assert next_block == launch.grid

@@ -8,9 +8,8 @@ from itertools import accumulate
 from samebits.format.geometry import SIGN_BYTES, STAGE, STAGE_WORDS
 from samebits.format.packed import Header
 from samebits.kernels import nvrtc
-from samebits.kernels.linear_job import CHUNK_STAGES, LANES, OCTET, Launch, Planner, shares
+from samebits.kernels.linear_job import CHUNK_STAGES, LANES, MAX_TOKENS, OCTET, JobFields, Launch, Planner, shares
 
-MAX_TOKENS = 16
 _MAX_LINES = 11  # of a block; with more, other kernels are faster
 _SEGMENTED_LINES = 8  # at most, of more than one segment
 _RUN_STAGES = 4  # kRun
@@ -84,7 +83,7 @@ class _Planner(Planner):
         """Runs of each, as many as are of use and fit."""
         return min((self.room - self.fixed(warps)) // self.run, self.runs)
 
-    def job(self, ring: int, first_block: int) -> tuple[int, ...]:
+    def job(self, ring: int, first_block: int) -> JobFields:
         """JobStructure's fields behind the pointers."""
         return self.job_fields(self.own, 1, 1, x=self.x, ring=ring, first_block=first_block,
                          segments=self.segments, segment_stages=self.segment_stages,

@@ -13,13 +13,18 @@ from samebits.format.geometry import STAGE, STEPS
 from samebits.format.packed import Header, align
 from samebits.kernels import nvrtc
 from samebits.kernels.decode import STATIC_SHARED, staging_words
+from samebits.kernels.structures import WALKS
 from samebits.kernels.tables import table_words
 
 CHUNK_STAGES = 16  # csrc: kChunkStages
 OCTET = 8  # tokens that one mma instruction takes
+MAX_TOKENS = 16  # of the kernels that take x as mma's right operand
 LANES = 32
 ATOM_BYTES = 1024  # hopper.cuh: a stage of a row group, decoded
 _ARRANGE_THREADS = 128
+
+
+JobFields = tuple[int | tuple[int, ...], ...]
 
 
 class Kernel(Enum):
@@ -86,7 +91,7 @@ class Launch:
     grid: int
     warps: int
     shared_bytes: int
-    jobs: tuple[tuple[int, ...], ...]  # of each tensor, JobStructure's fields behind the pointers
+    jobs: tuple[JobFields, ...]  # of each tensor, JobStructure's fields behind the pointers
     arrangement: Arrangement | None = None
 
     @property
@@ -148,14 +153,17 @@ class Planner:
         segments: int = 1,
         segment_stages: int = 0,
         x_places: int = 0,
-    ) -> tuple[int, ...]:
+        pieces: int = 0,
+        whole_ranges: int = 0,
+        walks: Sequence[int] = (),
+    ) -> JobFields:
+        """JobStructure's fields behind the pointers."""
         own, longer = divmod(self.row_groups, self.blocks)
-        by_warps = (magic(min(decoders, groups * self.ranges)) for groups in (own + 1, own))
         return (
             self.m, self.ranges, self.stages_per_range, slots, batches, decoders // slots, decoders % slots,
             first_block, blocks or self.blocks, own, longer,
             token_tiles, units, magic(max(token_tiles, 1)), magic(self.ranges),
             segments, segment_stages, magic(max(ring, 1)),
-            magic(slots), magic(self.stages), magic(self.stages_per_range), *by_warps,
-            self.table, x, self.buffer, x_places, ring,
+            magic(slots), magic(self.stages_per_range), magic(max(pieces, 1)),
+            self.table, x, self.buffer, x_places, ring, pieces, whole_ranges, (*walks, *[0] * (4 * WALKS - len(walks))),
         )  # fmt: skip

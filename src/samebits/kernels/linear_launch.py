@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
 
-from samebits.format.geometry import SLAB_BYTES, STAGE
+from samebits.format.geometry import STAGE
 from samebits.format.packed import Header
 from samebits.kernels import linear_pairs, nvrtc
-from samebits.kernels.linear_ahead import MAX_TOKENS, ahead
-from samebits.kernels.linear_job import ATOM_BYTES, CHUNK_STAGES, OCTET, Kernel, Launch, Planner, shares
+from samebits.kernels.linear_ahead import ahead
+from samebits.kernels.linear_chains import chains
+from samebits.kernels.linear_job import ATOM_BYTES, CHUNK_STAGES, MAX_TOKENS, Kernel, Launch, Planner
 
-_MIN_WARPS = 4
-_WALK_WORDS = 41  # linear_chains.cuh: Ahead, and a flag, of a warp
-_RING_SLABS = 4  # linear_chains.cuh: kRing
 _X_STAGES = {16: 8, 32: 8, 64: 6, 128: 4}  # linear_tiles.cu: of x in its ring, by tokens that a kernel is made for
 _TILE = 8  # linear_tiles.cu: row groups of a tile
 _TILE_WARPS = 20  # linear_tiles.cu: kMaxThreads
@@ -79,13 +75,10 @@ def launch_of(header: Header, m: int, split: int, variant: int, device: int) -> 
         return linear_pairs.pairs((header,), m, (split,), device, kind.kernel, kind.warps)
     if kind.kernel is Kernel.AHEAD:
         return ahead((header,), m, (split,), device, kind.warps)
-    planner = _Planner(header, m, split, device, min(nvrtc.multiprocessors(device), header.geometry.row_groups))
-    if kind.kernel is Kernel.TILES:
-        return planner.tiles(kind)
-    block = planner.block(kind)
-    warps = _fitting_warps([block]) if block else 0
-    return Launch("linear_chains.cu", block.name, planner.blocks, warps, block.bytes(warps),
-                  (planner.job(block, warps),)) if block and warps else None  # fmt: skip
+    if kind.kernel is Kernel.CHAINS:
+        return chains((header,), m, (split,), device, kind.warps, shared_x=kind.shared_x)
+    blocks = min(nvrtc.multiprocessors(device), header.geometry.row_groups)
+    return _Planner(header, m, split, device, blocks).tiles(kind)
 
 
 @lru_cache(maxsize=65536)
@@ -108,73 +101,13 @@ def joint_launch(
         return linear_pairs.pairs(headers, m, splits, device, kind.kernel, kind.warps)
     if kind.kernel is Kernel.AHEAD:
         return ahead(headers, m, splits, device, kind.warps)
-    if kind.kernel in (Kernel.TILES, Kernel.WARPGROUPS):
-        return None
-    stages = [_decoded_stages(header, split) for header, split in zip(headers, splits, strict=True)]
-    grids = shares([header.geometry.row_groups for header in headers], stages, nvrtc.multiprocessors(device))
-    if grids is None:
-        return None
-    planners = [
-        _Planner(header, m, split, device, grid) for header, split, grid in zip(headers, splits, grids, strict=True)
-    ]
-    blocks = [block for planner in planners if (block := planner.block(kind))]
-    if len(blocks) < len(headers) or not (warps := _fitting_warps(blocks)):
-        return None
-    firsts = accumulate(grids, initial=0)
-    jobs = (planner.job(block, warps, first) for planner, block, first in zip(planners, blocks, firsts, strict=False))
-    return Launch("linear_chains_together.cu", f"{blocks[0].name}_together", sum(grids), warps,
-                  max(block.bytes(warps) for block in blocks), tuple(jobs))  # fmt: skip
-
-
-def _decoded_stages(header: Header, split: int) -> int:
-    """Of a row group by linear_chains.cuh: a chunk in which a range ends and another begins is decoded for both."""
-    stages = header.geometry.stages
-    per_range = -(-stages // split)
-    ranges = [(first, min(first + per_range, stages)) for first in range(0, stages, per_range)]
-    return sum(min(-(-end // CHUNK_STAGES) * CHUNK_STAGES, stages) - first // CHUNK_STAGES * CHUNK_STAGES
-               for first, end in ranges)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class _Block:
-    """What a block of linear_chains.cuh needs of shared memory, in 32-bit words, and how many warps it can use."""
-
-    name: str
-    words: int
-    warp_words: int
-    wanted: int
-    room: int
-    x: int
-
-    def bytes(self, warps: int) -> int:
-        return 4 * (self.words + warps * self.warp_words)
-
-
-def _fitting_warps(blocks: Sequence[_Block]) -> int:
-    """Warps for blocks of one launch; 0 if these do not fit."""
-    wanted = max(block.wanted for block in blocks)
-    warps = min(wanted, *((block.room - block.words) // block.warp_words for block in blocks))
-    return warps if warps >= min(wanted, _MIN_WARPS) else 0
+    if kind.kernel is Kernel.CHAINS:
+        return chains(headers, m, splits, device, kind.warps, shared_x=kind.shared_x)
+    return None
 
 
 class _Planner(Planner):
-    """For linear_chains.cuh and linear_tiles.cu; memory in 32-bit words."""
-
-    def block(self, variant: Variant) -> _Block | None:
-        """None if there is no such kernel."""
-        if self.m > MAX_TOKENS:
-            return None
-        if self.own * self.stages * max(variant.warps**2, self.stages) >= 1 << 32:  # what `magic` is exact for
-            return None
-        kind = "shared" if variant.shared_x else "global"
-        x = max(32 * self.m * self.stages if variant.shared_x else 0, self.entries)
-        sums = 64 * self.octets
-        words = self.table + x + self.own
-        words += self.own * self.ranges * sums if self.ranges > 1 else 0
-        warp_words = 2 * self.buffer + _RING_SLABS * SLAB_BYTES // 4 + sums + _WALK_WORDS
-        name = f"linear_chains_{OCTET * self.octets}_{kind}"
-        wanted = min(variant.warps, self.own * self.ranges)  # a warp for each chain is enough
-        return _Block(name, words, warp_words, wanted, self.room, x)
+    """For linear_tiles.cu."""
 
     def tiles(self, variant: Variant) -> Launch | None:
         """With as few batches as fit, and then as many warps.
@@ -201,7 +134,3 @@ class _Planner(Planner):
                 return Launch("linear_tiles.cu", f"linear_tiles_{wide}_{tiles}", self.blocks, multiplying + warps,
                               4 * words, (job,))  # fmt: skip
         return None
-
-    def job(self, block: _Block, warps: int, first_block: int = 0) -> tuple[int, ...]:
-        """For linear_chains.cuh."""
-        return self.job_fields(self.own, 1, warps, x=block.x, first_block=first_block)

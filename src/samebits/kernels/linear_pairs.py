@@ -10,7 +10,7 @@ from itertools import accumulate
 from samebits.format.geometry import SLAB_BYTES, STAGE, STEPS
 from samebits.format.packed import Header
 from samebits.kernels import nvrtc
-from samebits.kernels.linear_job import ATOM_BYTES, LANES, OCTET, Arrangement, Kernel, Launch, Planner
+from samebits.kernels.linear_job import ATOM_BYTES, LANES, OCTET, Arrangement, JobFields, Kernel, Launch, Planner
 
 WGMMA_WIDTHS = (64, 128, 256)  # tokens of a tile
 # Warps that multiply with mma, at most, by row groups of a warp and tokens at once.
@@ -191,7 +191,7 @@ class _Planner(Planner):
     def token_tiles(self, way: _Way) -> int:
         return -(-self.m // way.wide)
 
-    def job(self, way: _Way, warps: int, x: int, ring: int, first_block: int, blocks: int) -> tuple[int, ...]:
+    def job(self, way: _Way, warps: int, x: int, ring: int, first_block: int, blocks: int) -> JobFields:
         """JobStructure's fields behind the pointers."""
         return self.job_fields(1, 1, warps, x=x, ring=ring, first_block=first_block, blocks=blocks,
                          token_tiles=self.token_tiles(way), units=self.units(way, warps))  # fmt: skip

@@ -12,6 +12,7 @@ from samebits.format.geometry import Geometry
 from samebits.format.packed import Header, PackedTensor
 
 MAX_TOGETHER = 4  # csrc/linear.cuh: kMaxTogether
+WALKS = 20  # csrc/linear.cuh: kWalks
 _BEHIND_ANY_GRID = (1 << 31) - 1
 
 
@@ -138,10 +139,10 @@ class JobStructure(ctypes.Structure):
         ("longer", ctypes.c_int32), ("token_tiles", ctypes.c_int32), ("units", ctypes.c_int32),
         ("by_token_tiles", ctypes.c_uint32), ("by_ranges", ctypes.c_uint32),
         ("segments", ctypes.c_int32), ("segment_stages", ctypes.c_int32), ("by_ring", ctypes.c_uint32),
-        ("by_slots", ctypes.c_uint32), ("by_stages", ctypes.c_uint32),
-        ("by_range", ctypes.c_uint32), ("by_warps", ctypes.c_uint32), ("by_warps_of_others", ctypes.c_uint32),
+        ("by_slots", ctypes.c_uint32), ("by_range", ctypes.c_uint32), ("by_pieces", ctypes.c_uint32),
         ("table_words", ctypes.c_int32), ("x_words", ctypes.c_int32), ("buffer_words", ctypes.c_int32),
-        ("x_places", ctypes.c_int32), ("ring", ctypes.c_int32),
+        ("x_places", ctypes.c_int32), ("ring", ctypes.c_int32), ("pieces", ctypes.c_int32),
+        ("whole_ranges", ctypes.c_int32), ("walks", ctypes.c_uint32 * (2 * WALKS * 2)),
     )  # fmt: skip
 
 

@@ -26,7 +26,8 @@ struct Columns {
     const u16* source[octets];    // in x
     bool any[octets];             // without a token of its own, a lane leaves the memory's time to others, and nobody reads its sums
 
-    __device__ __forceinline__ Columns(const u16* x, u32 staged, int tokens, int columns, int lane, int stage) {
+    __device__ __forceinline__ Columns(const u16* x, u32 staged, int tokens, int columns, int lane, int stage) { move_to(x, staged, tokens, columns, lane, stage); }
+    __device__ __forceinline__ void move_to(const u16* x, u32 staged, int tokens, int columns, int lane, int stage) {
 #pragma unroll
         for (int octet = 0; octet < octets; ++octet) {
             const int own = (lane >> 2) + 8 * octet, t = lane & 3, token = min(own, tokens - 1);

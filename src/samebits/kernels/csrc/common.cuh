@@ -89,6 +89,12 @@ __device__ __forceinline__ u32 load_shared(u32 address) {
     return v;
 }
 
+__device__ __forceinline__ u32 load_shared_u8(u32 address) {
+    u32 v;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address));
+    return v;
+}
+
 __device__ __forceinline__ Vec2 load_shared_vec2(u32 address) {
     Vec2 v;
     asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
@@ -157,8 +163,9 @@ __device__ __forceinline__ int sum_before(int value, int lane, int& total) {
     int sum = value;
 #pragma unroll
     for (int distance = 1; distance < kLanes; distance <<= 1) {
-        const int other = __shfl_up_sync(kFull, sum, distance);
-        if (lane >= distance) sum += other;
+        asm volatile("{ .reg .pred inside; .reg .s32 other;\n"
+                     "  shfl.sync.up.b32 other|inside, %0, %1, 0, 0xffffffff;\n"
+                     "  @inside add.s32 %0, %0, other; }" : "+r"(sum) : "r"(distance));
     }
     total = __shfl_sync(kFull, sum, kLanes - 1);
     return sum - value;

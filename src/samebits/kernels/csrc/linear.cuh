@@ -10,6 +10,11 @@ constexpr int kChunkStages = 16;
 constexpr int kRun = 4;              // stages that are loaded, and decoded, as one
 constexpr u32 kNibbles = 0x0f0f0f0fu;
 
+// linear_chains.cuh: a warp's pieces, from the first to the last, in 16 bits each: where they begin, and whole chains do; where the last chain does,
+// and they end.
+struct Walk { u32 begin, last; };
+constexpr int kWalks = 20;           // warps
+
 struct Job {
     const u16* x;        // [tokens, columns]
     const u16* bias;     // [rows] or null
@@ -26,12 +31,14 @@ struct Job {
     u32 by_token_tiles, by_ranges;
     int segments, segment_stages;   // linear_ahead.cuh: of K
     u32 by_ring;
-    u32 by_slots, by_stages, by_range, by_warps[2];   // for `divide`; linear_chains.cuh: warps with a segment, of blocks with one row group more and others
+    u32 by_slots, by_range, by_pieces;   // for `divide`
     int table_words, x_words, buffer_words;   // of shared memory: decode table, x (before that, without Hopper's kernels, the table's entries), each staging buffer
     int x_places;        // linear_ahead.cuh: runs of x that a segment keeps
     int ring;            // linear_tiles.cu: pairs of stages that a block keeps decoded, at least those of the chunks that a warp is ahead;
                          // linear_pairs.cuh: slots of x; with mma, pairs of stages;
                          // linear_ahead.cuh: runs that a line keeps decoded
+    int pieces, whole_ranges;            // linear_chains.cuh: of a row group; every 2^whole_ranges-th range ends with a chunk
+    Walk walks[2][kWalks];               // of the warps of blocks with one row group more, and of others
 
     __device__ __forceinline__ int block() const { return int(blockIdx.x) - first_block; }
     __device__ __forceinline__ int row_groups_of(int block) const { return own + (block < longer); }
@@ -124,21 +131,23 @@ __device__ __forceinline__ void change_if(u32& value, u32 place, u32 here, u32 c
 struct Opened {
     Stream streams[2];
     u32 patch, next_patch;         // the next patch, and where it is; of a raw chunk 0 and 0, so that each stage is mended
+    u32 passed = 0;                // stages, times 2^16, that `patch` does not count any more
 
     // 6.2, 6.3. As StagedChunk::open: whatever the contents, nothing behind the chunk's end starts a stream or a patch.
     __device__ __forceinline__ void open(u32 at, int size, int stages, int lane) {
-        const u32 head = load_shared(at), steps = load_shared(at + 4 + (lane & ~3)) >> (8 * (lane & 3));
+        const u32 head = load_shared(at), steps = load_shared_u8(at + 4 + lane);
         if (lane == 0) store_shared(at + 4 * size, kNoPatch);   // ends the patches
         const u32 base = head & 8191, unit = head >> 13 & 63, first = base + unit * (steps & 15);
         int total;
         const u32 start = kHeadWords * 32, end = u32(max(size, 1)) * 32;
-        const u32 own = start + sum_before(int(first + base + unit * (steps >> 4 & 15)), lane, total);
+        const u32 own = start + sum_before(int(first + base + unit * (steps >> 4)), lane, total);
         streams[0].start(at, min(own, end));
         streams[1].start(at, min(own + first, end));
         __syncwarp();
         const bool raw = head == 0 && size >= 1 + 128 * stages;
         next_patch = raw ? 0 : at + 4 * u32(size - min(int(head >> 19), max(size - kHeadWords, 0)));
         patch = raw ? 0 : load_shared(next_patch);
+        passed = 0;
     }
     __device__ __forceinline__ LookUps begin(u32 table, u32 byte_mask) const {
         LookUps begun;
@@ -161,25 +170,30 @@ struct Opened {
         streams[1].move_to(streams[1].bit + (quads.z >> 28) + (quads.w >> 28));
         quads = {and_or(quads.x, kNibbles, common), and_or(quads.y, kNibbles, common), and_or(quads.z, kNibbles, common), and_or(quads.w, kNibbles, common)};
     }
+    // From here on stages are counted from the one that many further, so that a loop can ask with numbers that are known.
+    __device__ __forceinline__ void pass(int stages) {
+        patch -= min(patch, u32(stages) << 16);
+        passed += u32(stages) << 16;
+    }
     // What is left to do for a stage's upper bytes, rarely: patches (6.4), raw chunks. Stages come in their order. raw_chunk() is only asked then.
     template <class Raw>
     __device__ __forceinline__ void mend(Vec4& upper, int stage, int lane, const Raw& raw_chunk) {
-        if (patch >> 16 > u32(stage)) return;
+        const u32 behind = u32(stage + 1) << 16;
+        if (patch >= behind) return;
         if (next_patch == 0) {
-            upper = raw_chunk().tops(stage, lane);
+            upper = raw_chunk().tops(int(passed >> 16) + stage, lane);
             return;
         }
         do {
             const u32 change = lane == (patch >> 9 & 31) ? (patch & 127) << (8 * (patch >> 7 & 3)) : 0, step = patch >> 14 & 3;
             next_patch += 4;
-            patch = load_shared(next_patch);
+            patch = load_shared(next_patch) - passed;
             change_if(upper.x, step, 0, change);
             change_if(upper.y, step, 1, change);
             change_if(upper.z, step, 2, change);
             change_if(upper.w, step, 3, change);
-        } while (patch >> 16 <= u32(stage));
+        } while (patch < behind);
     }
-
 };
 
 // Flags in shared memory. A warp's accesses to it happen in the order of the program, so what a warp wrote before a flag (__syncwarp between)
@@ -249,6 +263,7 @@ struct StreamUnits {
 __device__ __forceinline__ StagedPlace stage_streams(const Packed& packed, u32 buffer, u32 start, u32 stop, int lane) {
     const StreamUnits streams(packed, start, stop);
     const u32* source = streams.source + 4 * lane;
+    asm("" : "+l"(source));                                    // or each copy's address is worked out anew
     const u32 target = buffer + 16 * lane;
 #pragma unroll
     for (int i = 0; i < 4 * kLanes; i += kLanes)               // as long as chunks usually are

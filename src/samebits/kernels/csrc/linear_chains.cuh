@@ -1,157 +1,137 @@
 // The fused linear layer where chains are many: a warp walks a row group as rows of mma's A operand, and decodes the stage behind while it
 // multiplies the one at hand. See linear.cuh, and linear_ahead.cuh for few chains.
 //
-// A block's chains (row group, range) stand behind each other, and each of its warps has an equal *segment* of them, in
-// stages. Where a segment ends inside a chain, the warp behind goes on with its sums. So a warp starts with its last chain and ends with its
-// first: what it takes over has long been left for it.
+//   chain      a row group's range of K, which one accumulator goes through stage by stage
+//   piece      what a chunk has of a chain, most often all of the chunk; a block's pieces are numbered chain after chain
+//   walk       a warp's pieces, as many stages as any other warp's
+//
+// Where a walk ends inside a chain, the warp behind goes on with its sums. So a warp starts with its last chain, goes on with whole ones, and
+// ends with its first: what it takes over there has long been left for it. linear_launch.py has worked out the walks.
 #pragma once
 #include "columns.cuh"
 
-constexpr int kMaxWarps = 20;
+constexpr int kMaxWarps = kWalks;
 constexpr int kRing = 4;                        // slabs: of the one at hand and those on their way
 constexpr int kTurn = 2 * kRing;                // stages of the loop's body
-static_assert(kChunkStages % kTurn == 0, "a chunk is whole turns");
+constexpr int kListed = 16;                     // pieces in a warp's list
+static_assert(kChunkStages == 2 * kTurn, "a chunk has two turns");
 
-// Chunk `chunk` of the block's row group `slot`, of which stages [first, last) belong to the part of a chain at hand.
-struct alignas(16) Place { int slot, first, last, chunk; };
+// A piece in its warp's list, in shared memory.
+struct alignas(16) Piece {
+    Vec2 streams;      // where they start and stop, as the offsets say
+    u32 place;         // of its row group among the block's, times 2^16; of its chunk
+    u32 stages;        // a bit for each stage of the chunk that belongs to it; and above
+};
+constexpr u32 kStagesMask = (1u << kChunkStages) - 1;
+constexpr u32 kBegins = 1u << 16, kEnds = 1u << 17;    // what its warp has of the chain
+constexpr u32 kOpens = 1u << 18, kCloses = 1u << 19;   // the chain itself
+constexpr int kRangeBit = 20;                          // from here on the number of its range
+// Behind the pieces of a list: the shifts of their rows; of the chunk at the streams where it is, and its stages; of the staged piece where its
+// streams are, and how many words.
+constexpr u32 kShifts = kListed * sizeof(Piece), kOpened = kShifts + 8 * kListed, kStaged = kOpened + 8;
+constexpr u32 kListBytes = kStaged + 8;
+static_assert(kListBytes == 400, "linear_launch.py: _LIST_WORDS");
 
-// A block's chains behind each other, in stages of all its row groups.
-struct Chains {
-    int stages, per_range;
-    u32 by_stages, by_range;
+// A row group's pieces in their order: chunk after chunk, but a chunk in which a range ends and another begins is one of each.
+struct Pieces {
+    const Geometry& geometry;
+    const Job& job;
 
-    struct Chain { int slot, begin, end; };
-    __device__ __forceinline__ Chain at(int position) const {
-        const int slot = divide(position, by_stages), from = slot * stages, range = divide(position - from, by_range) * per_range;
-        return {slot, from + range, from + min(range + per_range, stages)};
+    __device__ __forceinline__ int shared_before(int range) const { return range - (range >> job.whole_ranges); }
+    __device__ __forceinline__ int first_of(int range) const { return range * job.stages_per_range / kChunkStages + shared_before(range); }
+    // Piece `number` of the block, without what its warp makes of it.
+    __device__ __forceinline__ Vec2 at(int number) const {
+        const int slot = divide(number, job.by_pieces), piece = number - slot * job.pieces;
+        int range = 0;
+        while (range + 1 < job.ranges && piece >= first_of(range + 1)) ++range;
+        const int chunk = piece - shared_before(range), begin = range * job.stages_per_range - chunk * kChunkStages;
+        const int end = min(begin + job.stages_per_range, geometry.stages - chunk * kChunkStages);
+        u32 stages = (1u << min(end, kChunkStages)) - (1u << max(begin, 0));
+        if (begin >= 0) stages |= kOpens | kBegins;
+        if (end <= kChunkStages) stages |= kCloses | kEnds;
+        return {u32(slot << 16 | chunk), stages | u32(range) << kRangeBit};
     }
 };
-
-// A warp's chunks in their order: its last part of a chain, whole chains, its first part.
-struct alignas(16) Walk {
-    Place place;
-    int position, limit;
-    int begin, first_end, last_begin;   // of the segment: the first part is [begin, first_end), the last starts at last_begin
-    int valid;                          // whether there is a chunk
-
-    Walk() = default;
-    __device__ __forceinline__ Walk(const Chains& chains, int begin, int end) : limit(end), begin(begin), valid(true) {
-        last_begin = max(begin, chains.at(end - 1).begin);
-        first_end = min(chains.at(begin).end, last_begin);
-        position = last_begin;
-        open(chains);
-    }
-    __device__ __forceinline__ void open(const Chains& chains) {
-        const Chains::Chain chain = chains.at(position);
-        const int from = chain.slot * chains.stages, stop = min(chain.end, limit);
-        place = {chain.slot, position - from, stop - from, (position - from) / kChunkStages};
-        position = stop;
-    }
-    __device__ __forceinline__ void next(const Chains& chains) {
-        if ((place.chunk + 1) * kChunkStages < place.last) {
-            ++place.chunk;
-            return;
-        }
-        if (position >= limit) {
-            if (limit > last_begin && first_end < last_begin) position = first_end, limit = last_begin;
-            else if (limit > first_end && begin < first_end) position = begin, limit = first_end;
-            else valid = false;
-        }
-        if (valid) open(chains);
-    }
-};
-
-// What a warp keeps in shared memory of the chunks on their way.
-struct alignas(16) Ahead {
-    Walk walk;                     // at the chunk behind the staged one, whose offsets are on their way
-    Place staged;
-    Place opened, part;            // the chunk at the streams, and the first of the part of a chain at hand
-    u32 shifts[2][2];              // [buffer]: of its eight rows
-    Vec2 copied[2];                // [buffer]: where the staged chunk is in its buffer, and its size, in words
-    u32 offsets[2];                // start and stop
-    u32 opened_at;                 // shared address of the opened chunk's first word
-    int opened_stages;
-    int staged_valid;
-};
-static_assert(sizeof(Ahead) == 160, "linear_launch.py: _WALK_WORDS");
 
 // A warp's slabs in shared memory and on their way there, by asynchronous copies, of which each lane reads what it has copied itself: loads to
 // registers would have to be waited for all at once.
 struct Ring {
-    u32 slabs;
+    u32 signs, bytes;                  // shared addresses of the lane's
+    const u8 *sign_source, *source;    // of those behind the ring
 
-    // The slab behind one that has been read, to its place; in the order of places, each a group of copies of its own.
-    __device__ __forceinline__ void fetch(int place, const u8* slab, int lane) const {
-        const u32 target = slabs + place * kSlabBytes;
-        copy_async_4(target + 4 * lane, slab + 4 * lane);
-        copy_async(target + kSignBytes + 16 * lane, slab + kSignBytes + 16 * lane);
-        copy_async(target + kSignBytes + kStageBytes + 16 * lane, slab + kSignBytes + kStageBytes + 16 * lane);
+    __device__ __forceinline__ Ring(u32 slabs, int lane) : signs(slabs + 4 * lane), bytes(slabs + kSignBytes + 16 * lane) {}
+    __device__ __forceinline__ void point_to(const u8* slab, int lane) {
+        sign_source = slab + 4 * lane;
+        source = slab + kSignBytes + 16 * lane;
+        asm("" : "+l"(sign_source), "+l"(source));    // or each copy's address is worked out anew
     }
+    // The slab at a place; in the order of places, each a group of copies of its own.
+    __device__ __forceinline__ void fetch(int place) const {
+        copy_async_4(signs + place * kSlabBytes, sign_source + place * kSlabBytes);
+        copy_async(bytes + place * kSlabBytes, source + place * kSlabBytes);
+        copy_async(bytes + place * kSlabBytes + kStageBytes, source + place * kSlabBytes + kStageBytes);
+    }
+    __device__ __forceinline__ void go_on() { sign_source += kRing * kSlabBytes, source += kRing * kSlabBytes; }
     __device__ __forceinline__ void await_next() const { copy_wait<kRing - 1>(); }
-    __device__ __forceinline__ Vec4 bytes(int stage, int lane) const {
-        return load_shared_vec4(slabs + (stage >> 1) * kSlabBytes + kSignBytes + (stage & 1) * kStageBytes + 16 * lane);
-    }
-    __device__ __forceinline__ u32 sign(int stage, int lane) const { return load_shared(slabs + (stage >> 1) * kSlabBytes + 4 * lane) << 4 * (stage & 1); }
+    __device__ __forceinline__ Vec4 stage_bytes(int stage) const { return load_shared_vec4(bytes + (stage >> 1) * kSlabBytes + (stage & 1) * kStageBytes); }
+    __device__ __forceinline__ u32 pair_signs(int stage) const { return load_shared(signs + (stage >> 1) * kSlabBytes); }
 };
 
 template <Kind kind, int octets>
 __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& packed, const Job& job) {
     extern __shared__ __align__(128) u32 memory[];
     constexpr int kSums = 2 * octets;
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, block_warps = blockDim.x >> 5;
-    const int block = job.block(), own = job.row_groups_of(block), warps = min(block_warps, own * job.ranges);
-    const Chains chains{geometry.stages, job.stages_per_range, job.by_stages, job.by_range};
+    int lane = threadIdx.x & 31;
+    keep(lane);
+    const int warp = threadIdx.x >> 5, block_warps = blockDim.x >> 5, block = job.block();
+    const Walk walk = job.walks[block < job.longer ? 0 : 1][warp];
+    const int begin = walk.begin & 0xffff, whole = walk.begin >> 16, last = walk.last & 0xffff, pieces = int(walk.last >> 16) - begin;
 
-    // Shared memory: table, its entries and then x, for each warp two staging buffers and a ring of slabs, its state, sums, flags.
+    // Shared memory: table, its entries and then x, for each warp two staging buffers and a ring of slabs, its list, sums, flags.
     const int warp_words = 2 * job.buffer_words + kRing * kSlabBytes / 4;
     const u32 base = u32(__cvta_generic_to_shared(memory));
     const u32 x_shared = base + 4 * job.table_words;
-    u32* buffers = memory + job.table_words + job.x_words + warp * warp_words;
-    u32* behind = memory + job.table_words + job.x_words + block_warps * warp_words;
-    Ahead& ahead = reinterpret_cast<Ahead*>(behind)[warp];
-    float* handed = reinterpret_cast<float*>(behind + block_warps * sizeof(Ahead) / 4);
+    const int buffer_words = job.table_words + job.x_words, list_words = buffer_words + block_warps * warp_words;
+    const u32 buffers = base + 4 * (buffer_words + warp * warp_words), list = base + 4 * list_words + warp * kListBytes, both_buffers = 2 * buffers + 4 * job.buffer_words;
+    float* handed = reinterpret_cast<float*>(memory + list_words) + block_warps * kListBytes / 4;
     float* parts = handed + block_warps * kSums * kLanes;
-    u32* flags = reinterpret_cast<u32*>(parts + (job.ranges > 1 ? job.slots * job.ranges * kSums * kLanes : 0));
-    const u32 ready = u32(__cvta_generic_to_shared(flags));        // [warps]: sums handed to this warp
+    const u32 ready = u32(__cvta_generic_to_shared(parts + (job.ranges > 1 ? job.slots * job.ranges * kSums * kLanes : 0)));   // [warps]: sums handed to this warp
     const u32 done = ready + 4 * block_warps;                      // [slots]: ranges finished
 
-    auto group_of = [&](int slot) { return slot * job.blocks + block; };
-    auto slab_of = [&](const Place& place) {
-        return packed.data + packed.planes + slab_offset(geometry.stages, group_of(place.slot), place.chunk * kChunkStages);
+    auto listed = [&](int index) { return list + index % kListed * u32(sizeof(Piece)); };
+    auto group_of = [&](u32 place) { return (place >> 16) * job.blocks + block; };
+    // The walk's pieces from `index` on, at most `count` of them, to the list.
+    auto list_pieces = [&](int index, int count) {
+        index += lane;
+        if (lane >= count || index >= pieces) return;
+        const int in_last = begin + pieces - last, in_whole = last - whole;
+        const int number = index < in_last ? last + index : index < in_last + in_whole ? whole + index - in_last : begin + index - in_last - in_whole;
+        Vec2 piece = Pieces{geometry, job}.at(number);
+        if (number == begin) piece.y |= kBegins;
+        if (number == begin + pieces - 1) piece.y |= kEnds;
+        const u32 group = group_of(piece.x), target = listed(index);
+        const u8* offset = packed.data + packed.offsets + 4 * (u64(group) * u32(geometry.chunks_per_row_group) + (piece.x & 0xffff));
+        copy_async_4(target, offset);
+        copy_async_4(target + 4, offset + 4);
+        store_shared(target + 8, piece);
+        if (packed.has_row_shifts) copy_async_8(list + kShifts + index % kListed * 8, packed.data + packed.row_shifts + 8 * group);
     };
-    auto stages_of = [&](const Place& place) { return min(kChunkStages, geometry.stages - place.chunk * kChunkStages); };
-    auto fetch_offsets = [&](const Place& place) {
-        if (lane < 2) {
-            const size_t chunk = size_t(group_of(place.slot)) * geometry.chunks_per_row_group + place.chunk;
-            copy_async_4(u32(__cvta_generic_to_shared(ahead.offsets + lane)), packed.data + packed.offsets + 4 * (chunk + lane));
-        }
+    // Piece `index` to a buffer; its offsets are there.
+    auto stage_piece = [&](int index, u32 buffer) {
+        const Vec2 streams = load_shared_vec2(listed(index));
+        const StagedPlace at = stage_streams(packed, buffer, streams.x, streams.y, lane);
+        store_shared(list + kStaged, Vec2{buffer + 4 * at.begin, u32(at.size)});
+        if (index > 0 && index % (kListed / 2) == 0) list_pieces(index + kListed / 2, kListed / 2);
     };
-    auto stage_chunk = [&](const Place& place, int buffer) {
-        const StagedPlace at = stage_streams(packed, u32(__cvta_generic_to_shared(buffers + buffer * job.buffer_words)), ahead.offsets[0], ahead.offsets[1], lane);
-        if (lane == 0) {
-            ahead.copied[buffer] = {u32(at.begin), u32(at.size)};
-            if (packed.has_row_shifts)
-                copy_async_8(u32(__cvta_generic_to_shared(ahead.shifts[buffer])), packed.data + packed.row_shifts + 8 * group_of(place.slot));
-        }
+    auto slab_of = [&](u32 place) {
+        const u32 group_bytes = u32(geometry.stages >> 1) * kSlabBytes + (geometry.stages & 1) * (kSignBytes + kStageBytes);
+        return packed.data + packed.planes + u64(group_of(place)) * group_bytes + u64(place & 0xffff) * (kChunkStages / 2 * kSlabBytes);
     };
-    auto cut = [&](int warp) {
-        const int position = divide(own * geometry.stages * warp, job.by_warps[own > job.own ? 0 : 1]);
-        const Chains::Chain chain = chains.at(position);
-        const int from = chain.slot * geometry.stages;
-        return max(from + (position - from & -kChunkStages), chain.begin);
-    };
+    auto stages_of = [&](u32 place) { return min(kChunkStages, geometry.stages - int(place & 0xffff) * kChunkStages); };
 
     // What decoding needs first comes first from memory.
     let_kernel_behind_start();
-    const int begin = warp < warps ? cut(warp) : 0, end = warp < warps ? cut(warp + 1) : 0;
-    const bool busy = begin < end;
-    Walk walk{};
-    Place place{};
-    if (busy) {
-        walk = Walk(chains, begin, end);
-        place = walk.place;
-        fetch_offsets(place);
-    }
+    list_pieces(0, kListed);
     copy_commit();
     const Table<true> table(packed, memory, memory + job.table_words);
     copy_commit();
@@ -161,83 +141,67 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
         stage_columns<kind>(job.x, x_shared, job.tokens, geometry.columns, blockDim.x);
         copy_commit();
     };
-    for (int i = threadIdx.x; i < job.slots + block_warps; i += blockDim.x) flags[i] = 0;
-
-    const Ring ring{u32(__cvta_generic_to_shared(buffers + 2 * job.buffer_words))};
-    if (!busy) {
+    if (int(threadIdx.x) < job.slots + block_warps) store_shared(ready + 4 * threadIdx.x, 0u);
+    for (int i = threadIdx.x + blockDim.x; i < job.slots + block_warps; i += blockDim.x) store_shared(ready + 4 * i, 0u);
+    if (pieces == 0) {
         fetch_x();
         copy_wait<0>();
         __syncthreads();
         return;
     }
-    walk.next(chains);
-    if (lane == 0) {
-        ahead.staged = place;
-        ahead.staged_valid = 1;
-        ahead.walk = walk;
-    }
-    copy_wait<1>();                     // the offsets
+    copy_wait<1>();                     // the list
     __syncwarp();
-    stage_chunk(place, 0);
-    __syncwarp();
-    if (walk.valid) fetch_offsets(walk.place);
+    stage_piece(0, buffers);
     copy_commit();
-    const u8* following = slab_of(place);   // the slabs behind those at hand
+    Vec2 piece = load_shared_vec2(listed(0) + 8);
+    Ring ring(buffers + 8 * job.buffer_words, lane);
+    ring.point_to(slab_of(piece.x), lane);
 #pragma unroll
     for (int i = 0; i < kRing; ++i) {
-        ring.fetch(i, following + i * kSlabBytes, lane);
+        ring.fetch(i);
         copy_commit();
         if (i == 0) fetch_x();          // the other slabs would keep the streams waiting
     }
-    following += kRing * kSlabBytes;
+    ring.go_on();
 
     const u32 byte_mask = ((1u << packed.width) - 1) << 2, common = u32(packed.window >> 4) * 0x10101010u;
     Opened chunk;
-    int buffer = 0;                     // of the chunk at hand
-
-    // The staged chunk goes to the streams; the chunk behind it is staged, and the offsets of the one behind that are fetched.
-    auto open_staged = [&](int from) {
+    // The staged piece, which is at `place`, goes to the streams; piece `behind` is staged where the one was that is at hand.
+    auto open_staged = [&](u32 place, int behind) {
         __syncwarp();                   // its streams are older than the slabs that have been waited for
-        const Place staged = ahead.staged;
-        Walk walk = ahead.walk;
-        const Vec2 copied = ahead.copied[from];
-        const u32 at = u32(__cvta_generic_to_shared(buffers + from * job.buffer_words)) + 4 * copied.x;
-        const int stages = stages_of(staged);
-        if (walk.valid) stage_chunk(walk.place, from ^ 1);
-        chunk.open(at, copied.y, stages, lane);
-        if (lane == 0) {
-            ahead.opened = staged;
-            ahead.opened_at = at;
-            ahead.opened_stages = stages;
-            ahead.staged_valid = walk.valid;
-            ahead.staged = walk.place;
-        }
-        if (walk.valid) walk.next(chains);
-        if (lane == 0) ahead.walk = walk;
-        __syncwarp();
-        if (walk.valid) fetch_offsets(walk.place);   // part of the next slab's group
+        const Vec2 staged = load_shared_vec2(list + kStaged);
+        const int stages = stages_of(place);
+        if (behind < pieces) stage_piece(behind, both_buffers - (staged.x & ~15u));
+        store_shared(list + kOpened, Vec2{staged.x, u32(stages)});
+        chunk.open(staged.x, staged.y, stages, lane);
+    };
+    auto mend = [&](Vec4& upper, int stage) {
+        chunk.mend(upper, stage, lane, [&] {
+            const Vec2 opened = load_shared_vec2(list + kOpened);
+            return RawChunk{opened.x, int(opened.y)};
+        });
     };
     Sums<octets> sums = {};
-    u32 scale = kNoShift, active = 0;
+    u32 scale = kNoShift;
+    Columns<kind, octets> columns(job.x, x_shared, job.tokens, geometry.columns, lane, 0);
 
     // Look-ups and multiplications take turns: each waits for what it depends on, and nothing waits for the other. While a stage is multiplied,
     // the one behind is decoded; its second look-ups stand in front of the first multiplications, and the first look-ups of the stage behind
     // that in front of the last.
     Vec4 upper[2];                      // of the stage at hand and the one behind: all but the signs
     LookUps begun;
-    auto mend = [&](Vec4& upper, int stage) { chunk.mend(upper, stage, lane, [&] { return RawChunk{ahead.opened_at, ahead.opened_stages}; }); };
-    struct { Vec4 bytes; u32 sign; Vec4 x[octets]; } at_hand;
-    auto step = [&](int q, u32 raw, u32 top, u32 sign, const Vec4 (&x)[octets]) {
-        multiply_quad(sums, q, raw, and_or(sign << q, kSignMask, top), scale, x);
+    struct { Vec4 bytes; u32 signs; Vec4 x[octets]; } at_hand;   // signs: of two stages
+    auto step = [&](int q, u32 raw, u32 top, u32 signs, const Vec4 (&x)[octets]) {
+        multiply_quad(sums, q & 3, raw, and_or(signs << q, kSignMask, top), scale, x);
     };
-    auto load_x = [&](Vec4 (&x)[octets], const Columns<kind, octets>& columns, int stage, int half) {
+    auto load_x = [&](Vec4 (&x)[octets], int stage, int half) {
 #pragma unroll
         for (int octet = 0; octet < octets; ++octet) x[octet] = columns.load(stage, half, octet);
     };
 
-    // The first chunk's first stage.
+    // The first piece's first stage.
     copy_wait<kRing + 1>();             // the streams
-    open_staged(0);
+    open_staged(piece.x, 1);
     copy_wait<kRing - 1>();             // its own part of table and x, and the first slab
     __syncthreads();
     begun = chunk.begin(base, byte_mask);
@@ -245,84 +209,82 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
     chunk.complete(upper[0], common);
     mend(upper[0], 0);
     begun = chunk.begin(base, byte_mask);
-    at_hand.bytes = ring.bytes(0, lane), at_hand.sign = ring.sign(0, lane);
+    at_hand.bytes = ring.stage_bytes(0), at_hand.signs = ring.pair_signs(0);
 
-    for (;;) {
-        // Part of a chain, from here to its last chunk.
-        const Place first = ahead.opened;
-        if (lane == 0) ahead.part = first;
-        __syncwarp();
-        const bool opens = first.first % job.stages_per_range == 0;
-        scale = scale_of(packed.has_row_shifts ? reinterpret_cast<const i8*>(ahead.shifts[buffer])[lane >> 2] : packed.shift);
-        if (!opens) wait_until(ready + 4 * warp, 1);
+    for (int index = 0;; ++index) {
+        const bool more = index + 1 < pieces;
+        if (piece.y & kBegins) {
+            const bool opens = piece.y & kOpens;
+            scale = scale_of(packed.has_row_shifts ? i8(load_shared_u8(list + kShifts + index % kListed * 8 + (lane >> 2))) : packed.shift);
+            if (!opens) wait_until(ready + 4 * warp, 1);
 #pragma unroll
-        for (int i = 0; i < kSums; ++i) sums.of[i >> 1][i & 1] = opens ? 0.0f : handed[(warp * kSums + i) * kLanes + lane];
-        bool more = true;                // chunks of this warp
-        int low = first.first - first.chunk * kChunkStages, chunk_first = first.chunk * kChunkStages;
-        Columns<kind, octets> columns(job.x, x_shared, job.tokens, geometry.columns, lane, chunk_first);
+            for (int i = 0; i < kSums; ++i) sums.of[i >> 1][i & 1] = opens ? 0.0f : handed[(warp * kSums + i) * kLanes + lane];
+            columns.move_to(job.x, x_shared, job.tokens, geometry.columns, lane, (piece.x & 0xffff) * kChunkStages);
+        }
+        const Vec2 behind = load_shared_vec2(listed(index + 1) + 8);   // anything, if there is none
+        u32 active = piece.y & kStagesMask;
+        bool last;
         do {
-            active = ((1u << min(ahead.part.last - chunk_first, kChunkStages)) - 1) & ~((1u << low) - 1);
-            low = 0;
-            more = ahead.staged_valid;
-            const u8* next_slab = more ? slab_of(ahead.staged) : packed.data + packed.planes;
-            const int count = min(kChunkStages, geometry.stages - chunk_first);
-#pragma unroll 1
-            for (int run = 0; run < count; run += kTurn) {
-                const bool last = run + kTurn >= count;
-                if (last) following = next_slab;
-                auto turn = [&](bool whole) {
-                    if (whole || (active & 1)) load_x(at_hand.x, columns, 0, 0);
+            last = active >> kTurn == 0;
+            if (last) ring.point_to(slab_of(behind.x), lane);
+            auto turn = [&](bool whole) {
+                if (whole || (active & 1)) load_x(at_hand.x, 0, 0);
 #pragma unroll
-                    for (int stage = 0; stage < kTurn; ++stage) {
-                        const bool any = whole || (active >> stage & 1);
-                        const auto now = at_hand;
-                        Vec4 x[octets];
-                        if (any) load_x(x, columns, stage, 1);
-                        const Vec4 tops = upper[stage & 1];
-                        upper[(stage + 1) & 1] = chunk.go_on(begun, base, byte_mask);
-                        if (any) {
-                            step(0, now.bytes.x, tops.x, now.sign, now.x);
-                            step(1, now.bytes.y, tops.y, now.sign, now.x);
-                        }
-                        chunk.complete(upper[(stage + 1) & 1], common);
-                        mend(upper[(stage + 1) & 1], stage == kTurn - 1 && last ? 0 : run + stage + 1);
-                        if (stage == kTurn - 2 && last && more) open_staged(buffer ^ 1);
-                        begun = chunk.begin(base, byte_mask);
-                        if (stage % 2 == 1) ring.await_next();
-                        at_hand.bytes = ring.bytes((stage + 1) % kTurn, lane), at_hand.sign = ring.sign((stage + 1) % kTurn, lane);
-                        if (stage + 1 < kTurn && (whole || (active >> (stage + 1) & 1))) load_x(at_hand.x, columns, stage + 1, 0);
-                        if (any) {
-                            step(2, now.bytes.z, tops.z, now.sign, x);
-                            step(3, now.bytes.w, tops.w, now.sign, x);
-                        }
-                        if (stage % 2 == 0) {            // what is copied is waited for: nothing may be on its way when the block ends
-                            if (!last || more) ring.fetch(stage >> 1, following + (stage >> 1) * kSlabBytes, lane);
-                            copy_commit();
-                        }
+                for (int stage = 0; stage < kTurn; ++stage) {
+                    const bool any = whole || (active >> stage & 1);
+                    const auto now = at_hand;
+                    const int half = 4 * (stage & 1);
+                    Vec4 x[octets];
+                    if (any) load_x(x, stage, 1);
+                    const Vec4 tops = upper[stage & 1];
+                    Vec4& next = upper[(stage + 1) & 1];
+                    next = chunk.go_on(begun, base, byte_mask);
+                    if (any) {
+                        step(half, now.bytes.x, tops.x, now.signs, now.x);
+                        step(half + 1, now.bytes.y, tops.y, now.signs, now.x);
                     }
-                };
-                constexpr u32 whole = (1u << kTurn) - 1;
-                if ((active & whole) == whole) turn(true);
-                else turn(false);
-                following += kRing * kSlabBytes;
-                active >>= kTurn;
-                columns.advance(kTurn);
-            }
-            buffer ^= 1;
-            chunk_first += kChunkStages;
-        } while (chunk_first < ahead.part.last);
-        const Place part = ahead.part;
-        const int slot = part.slot, range = part.first / job.stages_per_range;
-        if (part.last < min((range + 1) * job.stages_per_range, geometry.stages)) {
-            int behind = warp + 1;       // the next warp that has a segment
-            while (cut(behind + 1) == cut(behind)) ++behind;
+                    chunk.complete(next, common);
+                    mend(next, (stage + 1) % kTurn);
+                    if (stage == kTurn - 2) {
+                        if (last && more) open_staged(behind.x, index + 2);
+                        else chunk.pass(kTurn);
+                    }
+                    begun = chunk.begin(base, byte_mask);
+                    if (stage % 2 == 1) {
+                        ring.await_next();
+                        at_hand.signs = ring.pair_signs((stage + 1) % kTurn);
+                    }
+                    at_hand.bytes = ring.stage_bytes((stage + 1) % kTurn);
+                    if (stage + 1 < kTurn && (whole || (active >> (stage + 1) & 1))) load_x(at_hand.x, stage + 1, 0);
+                    if (any) {
+                        step(half + 2, now.bytes.z, tops.z, now.signs, x);
+                        step(half + 3, now.bytes.w, tops.w, now.signs, x);
+                    }
+                    if (stage % 2 == 0) {            // what is copied is waited for: nothing may be on its way when the block ends
+                        if (!last || more) ring.fetch(stage >> 1);
+                        copy_commit();
+                    }
+                }
+            };
+            constexpr u32 whole = (1u << kTurn) - 1;
+            if ((active & whole) == whole) turn(true);
+            else turn(false);
+            ring.go_on();
+            active >>= kTurn;
+            columns.advance(kTurn);
+        } while (!last);
+        if (piece.y & kEnds) {
+            const int slot = piece.x >> 16;
+            if (!(piece.y & kCloses)) {
 #pragma unroll
-            for (int i = 0; i < kSums; ++i) handed[(behind * kSums + i) * kLanes + lane] = sums.of[i >> 1][i & 1];
-            __syncwarp();
-            if (lane == 0) set_flag(ready + 4 * behind, 1);
-        } else if (job.ranges == 1 || join(sums, parts + size_t(slot) * job.ranges * kSums * kLanes, done + 4 * slot, range, job.ranges, lane)) {
-            finish(geometry, job, group_of(slot), lane, sums);
+                for (int i = 0; i < kSums; ++i) handed[((warp + 1) * kSums + i) * kLanes + lane] = sums.of[i >> 1][i & 1];
+                __syncwarp();
+                if (lane == 0) set_flag(ready + 4 * (warp + 1), 1);
+            } else if (job.ranges == 1 || join(sums, parts + size_t(slot) * job.ranges * kSums * kLanes, done + 4 * slot, piece.y >> kRangeBit, job.ranges, lane)) {
+                finish(geometry, job, slot * job.blocks + block, lane, sums);
+            }
         }
         if (!more) return;
+        piece = behind;
     }
 }

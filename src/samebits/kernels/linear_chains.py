@@ -1,0 +1,112 @@
+"""Launches of csrc/linear_chains.cuh; memory in 32-bit words."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from functools import cached_property
+from itertools import accumulate, pairwise
+
+from samebits.format.geometry import SLAB_BYTES
+from samebits.format.packed import Header
+from samebits.kernels import nvrtc
+from samebits.kernels.linear_job import CHUNK_STAGES, MAX_TOKENS, OCTET, JobFields, Launch, Planner, shares
+from samebits.kernels.structures import WALKS
+
+_MIN_WARPS = 4
+_RING_SLABS = 4  # kRing
+_TURN = 2 * _RING_SLABS  # kTurn: stages that are decoded at once
+_OPENING = 4  # stages in whose time a chunk is opened, about
+_LIST_WORDS = 101  # kListBytes, and a flag, of a warp
+_MAX_PIECES = 1 << 16  # of a block; Walk
+
+
+def chains(
+    headers: tuple[Header, ...], m: int, splits: tuple[int, ...], device: int, most_warps: int, *, shared_x: bool
+) -> Launch | None:
+    """One launch for one tensor or several, with as many warps as have chains and find room; None as launch_of."""
+    if m > MAX_TOKENS:
+        return None
+    row_groups, multiprocessors = [header.geometry.row_groups for header in headers], nvrtc.multiprocessors(device)
+    stages = [_Planner(header, split, 1, m, device, shared_x).stages_of_row_group
+              for header, split in zip(headers, splits, strict=True)]  # fmt: skip
+    alone = [min(*row_groups, multiprocessors)] if len(headers) == 1 else None
+    blocks = alone or shares(row_groups, stages, multiprocessors)
+    if blocks is None:
+        return None
+    planners = [_Planner(*each, m, device, shared_x) for each in zip(headers, splits, blocks, strict=True)]
+    if any(each.own * len(each.pieces) > _MAX_PIECES for each in planners):
+        return None
+    wanted = min(most_warps, max(each.own * each.ranges for each in planners))  # a warp for each chain is enough
+    warps = min(wanted, *((each.room - each.fixed) // each.warp for each in planners))
+    if warps < min(wanted, _MIN_WARPS):
+        return None
+    together = "_together" if len(planners) > 1 else ""
+    jobs = (each.job(warps, first) for each, first in zip(planners, accumulate(blocks, initial=0), strict=False))
+    return Launch(f"linear_chains{together}.cu", f"{planners[0].name}{together}", sum(blocks), warps,
+                  4 * max(each.fixed + warps * each.warp for each in planners), tuple(jobs))  # fmt: skip
+
+
+class _Planner(Planner):
+    """Of one tensor. Its pieces are those of csrc: of each range of a row group its chunks, one after the other."""
+
+    def __init__(self, header: Header, split: int, blocks: int, m: int, device: int, shared_x: bool) -> None:
+        super().__init__(header, m, split, device, blocks)
+        sums = 64 * self.octets
+        self.x = max(32 * m * self.stages if shared_x else 0, self.entries)
+        self.fixed = self.table + self.x + self.own + (self.own * self.ranges * sums if self.ranges > 1 else 0)
+        self.warp = 2 * self.buffer + _RING_SLABS * SLAB_BYTES // 4 + sums + _LIST_WORDS
+        self.name = f"linear_chains_{OCTET * self.octets}_{'shared' if shared_x else 'global'}"
+
+    @cached_property
+    def pieces(self) -> list[tuple[int, int]]:
+        """Of a row group: in which range each is, and how many stages are decoded for it."""
+        found = []
+        for number in range(self.ranges):
+            first = number * self.stages_per_range
+            end = min(first + self.stages_per_range, self.stages)
+            for chunk in range(first // CHUNK_STAGES, -(-end // CHUNK_STAGES)):
+                found.append((number, -(-min(end - chunk * CHUNK_STAGES, CHUNK_STAGES) // _TURN) * _TURN))
+        return found
+
+    @property
+    def stages_of_row_group(self) -> int:
+        """That are decoded: a chunk in which a range ends and another begins is decoded for both."""
+        return sum(stages for _, stages in self.pieces)
+
+    def walks(self, groups: int, warps: int) -> list[tuple[int, int, int, int]]:
+        """Of the warps of a block with so many row groups, in pieces: where each begins, where its whole chains and
+        its last one begin, and where it ends. All have pieces and take about as long."""
+        count, ranges = len(self.pieces), [number for number, _ in self.pieces]
+        prefix = list(accumulate((stages + _OPENING for _, stages in self.pieces), initial=0))
+        warps, total = min(warps, groups * self.ranges), groups * prefix[-1]
+        cuts = [0]
+        for warp in range(1, warps):
+            slot, rest = divmod(total * warp // warps, prefix[-1])
+            place = bisect_right(prefix, rest) - 1
+            nearest = slot * count + place + (2 * rest > prefix[place] + prefix[place + 1])
+            cuts.append(min(max(nearest, cuts[-1] + 1), groups * count - (warps - warp)))
+        cuts.append(groups * count)
+
+        def chain(piece: int) -> tuple[int, int]:
+            slot, place = divmod(piece, count)
+            first = ranges.index(ranges[place])
+            return slot * count + first, slot * count + first + ranges.count(ranges[place])
+
+        found = []
+        for begin, end in pairwise(cuts):
+            last = max(begin, chain(end - 1)[0])
+            found.append((begin, min(chain(begin)[1], last), last, end))
+        return found
+
+    def job(self, warps: int, first_block: int) -> JobFields:
+        """JobStructure's fields behind the pointers."""
+        longer = self.row_groups % self.blocks
+        own = self.row_groups // self.blocks
+        walks: list[int] = []
+        for groups in (own + 1 if longer else 0, own):
+            found = self.walks(groups, warps) if groups else []
+            for begin, whole, last, end in found + [(0, 0, 0, 0)] * (WALKS - len(found)):
+                walks += begin | whole << 16, last | end << 16
+        odd = self.stages_per_range & -self.stages_per_range  # the power of two in it
+        return self.job_fields(self.own, 1, warps, x=self.x, first_block=first_block, pieces=len(self.pieces),
+                               whole_ranges=max(CHUNK_STAGES // odd, 1).bit_length() - 1, walks=walks)  # fmt: skip
