@@ -14,7 +14,7 @@ from samebits.format.packed import PackedTensor
 from samebits.kernels import linear, linear_job, nvrtc
 from samebits.kernels.linear import JointProducts, LinearPlan, Operands, fused_linear, fused_linears
 from samebits.kernels.residents import resident
-from samebits.kernels.structures import ArrangementStructure, ProductStructure, TogetherStructure
+from samebits.kernels.structures import ArrangementStructure, JobStructure, ProductStructure, TogetherStructure
 
 Launch = SimpleNamespace
 
@@ -46,7 +46,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     return seen
 
 
-JOB = tuple(range(1, 29))
+_JOB_FIELDS = [name for name, *_ in JobStructure._fields_]
+JOB = (*range(1, len(_JOB_FIELDS[_JOB_FIELDS.index("tokens") :])), tuple(range(80)))  # and the walks
+RING = 1 + _JOB_FIELDS.index("ring") - _JOB_FIELDS.index("tokens")
 LAUNCH = linear_job.Launch(file="f.cu", name="kernel", grid=132, warps=16, shared_bytes=1000, jobs=(JOB,))
 
 
@@ -71,7 +73,8 @@ def test_every_launch_has_its_own_addresses(launches: list[Launch]) -> None:
                     y.data_ptr(),
                 )
                 assert found.job.bias == (b.data_ptr() if b is not None else None)
-                assert (found.job.tokens, found.job.ring) == (1, 28)
+                assert (found.job.tokens, found.job.ring) == (1, RING)
+                assert tuple(found.job.walks) == JOB[-1]
                 assert found.packed.planes == packed.header.sections["planes"].start
                 assert found.geometry.columns == 1024
                 assert (found.grid, found.threads, found.stream) == (132, 512, 7)
@@ -115,7 +118,7 @@ def test_several_weights_in_one_launch(monkeypatch: pytest.MonkeyPatch, launches
                 y.data_ptr(),
             )
             assert product.job.bias == (b.data_ptr() if b is not None else None)
-            assert (product.job.first_block, product.job.ring) == (first, 28)
+            assert (product.job.first_block, product.job.ring) == (first, RING)
         assert products[3].job.first_block > 1 << 30
 
 
@@ -134,7 +137,7 @@ def test_what_stays_is_told_once(monkeypatch: pytest.MonkeyPatch, launches: list
 
     monkeypatch.setattr(nvrtc, "launch", launch)
     monkeypatch.setattr(linear, "decode_table", has_table)
-    joint = linear_job.Launch("f.cu", "kernel", 132, 8, 1000, (JOB, tuple(reversed(JOB)), JOB))
+    joint = linear_job.Launch("f.cu", "kernel", 132, 8, 1000, (JOB, (*reversed(JOB[:-1]), JOB[-1]), JOB))
     biases = [torch.zeros(64, dtype=torch.bfloat16) for _ in range(2)]
     operands = [Operands(packed_matrix(seed), bias, LinearPlan(2)) for seed, bias in enumerate((*biases, None), 20)]
     asked: list[list[Operands]] = []

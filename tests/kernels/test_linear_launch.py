@@ -121,14 +121,16 @@ def check_walks(header: Header, launch: Launch, number: int = 0) -> None:
     only of the warp in front."""
     job, stages = job_of(launch, number), header.geometry.stages
     own, longer = job["own"], job["longer"]
-    assert len(job["walks"]) == 2 * 2 * 20
+    assert len(job["walks"]) == 2 * 20 * 3
     assert job["slots"] == own + (longer > 0)
     for kind, groups in enumerate((own + 1 if longer else 0, own)):
-        words = job["walks"][40 * kind : 40 * kind + 2 * launch.warps]
-        walks = [(a & 0xFFFF, a >> 16, b & 0xFFFF, b >> 16) for a, b in zip(words[::2], words[1::2], strict=True)]
+        words = job["walks"][60 * kind : 60 * kind + 3 * launch.warps]
+        by_warp = [(words[i + 2], words[i] & 0xFFFF, words[i] >> 16, words[i + 1] & 0xFFFF, words[i + 1] >> 16)
+                   for i in range(0, len(words), 3)]  # fmt: skip
         warps = min(launch.warps, groups * job["ranges"])
-        assert all(walk == (0, 0, 0, 0) for walk in walks[warps:])
-        walks = walks[:warps]
+        assert all(walk == (0, 0, 0, 0, 0) for walk in by_warp[warps:])
+        assert sorted(walk[0] for walk in by_warp[:warps]) == list(range(warps))
+        walks = [walk[1:] for walk in sorted(by_warp[:warps])]
         assert not groups or (walks[0][0], walks[-1][3]) == (0, groups * job["pieces"])
         assert all(before[3] == behind[0] for before, behind in pairwise(walks))
         pieces = [piece_at(job, stages, i) for i in range(groups * job["pieces"])]

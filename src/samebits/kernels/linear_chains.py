@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
+from itertools import chain as concatenated
 
 from samebits.format.geometry import SLAB_BYTES
 from samebits.format.packed import Header
@@ -17,7 +19,23 @@ _RING_SLABS = 4  # kRing
 _TURN = 2 * _RING_SLABS  # kTurn: stages that are decoded at once
 _OPENING = 4  # stages in whose time a chunk is opened, about
 _LIST_WORDS = 101  # kListBytes, and a flag, of a warp
-_MAX_PIECES = 1 << 16  # of a block; Walk
+_MAX_PIECES = 1 << 16  # of a block; csrc: Walk
+_SCHEDULERS = 4  # of a multiprocessor
+
+
+@dataclass(frozen=True)
+class Walk:
+    """A warp's pieces: where it begins, where its whole chains and its last one begin, and where it ends.
+
+    Attributes:
+        number: in the order of pieces.
+    """
+
+    begin: int
+    whole: int
+    last: int
+    end: int
+    number: int
 
 
 def chains(
@@ -73,30 +91,36 @@ class _Planner(Planner):
         """That are decoded: a chunk in which a range ends and another begins is decoded for both."""
         return sum(stages for _, stages in self.pieces)
 
-    def walks(self, groups: int, warps: int) -> list[tuple[int, int, int, int]]:
-        """Of the warps of a block with so many row groups, in pieces: where each begins, where its whole chains and
-        its last one begin, and where it ends. All have pieces and take about as long."""
+    def walks(self, groups: int, warps: int) -> list[Walk]:
+        """Of a block with so many row groups, by warp. All have pieces.
+
+        A multiprocessor has four schedulers, which share the warps in turn: each scheduler has as much to do as any
+        other, and so has each of its warps.
+        """
         count, ranges = len(self.pieces), [number for number, _ in self.pieces]
         prefix = list(accumulate((stages + _OPENING for _, stages in self.pieces), initial=0))
         warps, total = min(warps, groups * self.ranges), groups * prefix[-1]
+        by_scheduler = [range(first, warps, _SCHEDULERS) for first in range(min(_SCHEDULERS, warps))]
         cuts = [0]
-        for warp in range(1, warps):
-            slot, rest = divmod(total * warp // warps, prefix[-1])
-            place = bisect_right(prefix, rest) - 1
-            nearest = slot * count + place + (2 * rest > prefix[place] + prefix[place + 1])
-            cuts.append(min(max(nearest, cuts[-1] + 1), groups * count - (warps - warp)))
-        cuts.append(groups * count)
+        for scheduler, own in enumerate(by_scheduler):
+            for i in range(len(own)):
+                share = total * (scheduler * len(own) + i + 1) // (len(own) * len(by_scheduler))
+                slot, rest = divmod(share, prefix[-1])
+                place = bisect_right(prefix, rest) - 1
+                nearest = slot * count + place
+                nearest += place < count and 2 * rest > prefix[place] + prefix[place + 1]
+                cuts.append(min(max(nearest, cuts[-1] + 1), groups * count - (warps - len(cuts))))
 
         def chain(piece: int) -> tuple[int, int]:
             slot, place = divmod(piece, count)
             first = ranges.index(ranges[place])
             return slot * count + first, slot * count + first + ranges.count(ranges[place])
 
-        found = []
-        for begin, end in pairwise(cuts):
+        found: dict[int, Walk] = {}
+        for number, (warp, (begin, end)) in enumerate(zip(concatenated(*by_scheduler), pairwise(cuts), strict=True)):
             last = max(begin, chain(end - 1)[0])
-            found.append((begin, min(chain(begin)[1], last), last, end))
-        return found
+            found[warp] = Walk(begin, min(chain(begin)[1], last), last, end, number)
+        return [found[warp] for warp in range(warps)]
 
     def job(self, warps: int, first_block: int) -> JobFields:
         """JobStructure's fields behind the pointers."""
@@ -105,8 +129,8 @@ class _Planner(Planner):
         walks: list[int] = []
         for groups in (own + 1 if longer else 0, own):
             found = self.walks(groups, warps) if groups else []
-            for begin, whole, last, end in found + [(0, 0, 0, 0)] * (WALKS - len(found)):
-                walks += begin | whole << 16, last | end << 16
+            for walk in found + [Walk(0, 0, 0, 0, 0)] * (WALKS - len(found)):
+                walks += walk.begin | walk.whole << 16, walk.last | walk.end << 16, walk.number
         odd = self.stages_per_range & -self.stages_per_range  # the power of two in it
         return self.job_fields(self.own, 1, warps, x=self.x, first_block=first_block, pieces=len(self.pieces),
                                whole_ranges=max(CHUNK_STAGES // odd, 1).bit_length() - 1, walks=walks)  # fmt: skip

@@ -165,5 +165,5 @@ class Planner:
             token_tiles, units, magic(max(token_tiles, 1)), magic(self.ranges),
             segments, segment_stages, magic(max(ring, 1)),
             magic(slots), magic(self.stages_per_range), magic(max(pieces, 1)),
-            self.table, x, self.buffer, x_places, ring, pieces, whole_ranges, (*walks, *[0] * (4 * WALKS - len(walks))),
+            self.table, x, self.buffer, x_places, ring, pieces, whole_ranges, (*walks, *[0] * (6 * WALKS - len(walks))),
         )  # fmt: skip

@@ -142,7 +142,7 @@ class JobStructure(ctypes.Structure):
         ("by_slots", ctypes.c_uint32), ("by_range", ctypes.c_uint32), ("by_pieces", ctypes.c_uint32),
         ("table_words", ctypes.c_int32), ("x_words", ctypes.c_int32), ("buffer_words", ctypes.c_int32),
         ("x_places", ctypes.c_int32), ("ring", ctypes.c_int32), ("pieces", ctypes.c_int32),
-        ("whole_ranges", ctypes.c_int32), ("walks", ctypes.c_uint32 * (2 * WALKS * 2)),
+        ("whole_ranges", ctypes.c_int32), ("walks", ctypes.c_uint32 * (2 * WALKS * 3)),
     )  # fmt: skip
 
 

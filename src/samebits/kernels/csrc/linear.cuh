@@ -11,8 +11,8 @@ constexpr int kRun = 4;              // stages that are loaded, and decoded, as 
 constexpr u32 kNibbles = 0x0f0f0f0fu;
 
 // linear_chains.cuh: a warp's pieces, from the first to the last, in 16 bits each: where they begin, and whole chains do; where the last chain does,
-// and they end.
-struct Walk { u32 begin, last; };
+// and they end. Walks are numbered in the order of pieces.
+struct Walk { u32 begin, last, number; };
 constexpr int kWalks = 20;           // warps
 
 struct Job {

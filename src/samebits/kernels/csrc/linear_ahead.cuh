@@ -158,10 +158,11 @@ struct Decoder {
                 Vec4 tops = chunk.go_on(begun, table, byte_mask);
                 chunk.complete(tops, common);
                 begun = chunk.begin(table, byte_mask);
-                chunk.mend(tops, run + s, lane, [&] { return RawChunk{at, count}; });
+                chunk.mend(tops, s, lane, [&] { return RawChunk{at, count}; });
                 auto complete = [&](u32 top, int q) { return and_or(pairs[s >> 1] << (4 * (s & 1) + q), kSignMask, top); };
                 store_shared(target + s * 512, {complete(tops.x, 0), complete(tops.y, 1), complete(tops.z, 2), complete(tops.w, 3)});
             }
+            chunk.pass(kRun);
             if (number < 0) continue;    // of the segment before: where the first run will be
             __syncwarp();
             if (lane == 0) set_flag(rings.ready(own_line, place), number + 1);

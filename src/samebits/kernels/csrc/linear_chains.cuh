@@ -5,7 +5,7 @@
 //   piece      what a chunk has of a chain, most often all of the chunk; a block's pieces are numbered chain after chain
 //   walk       a warp's pieces, as many stages as any other warp's
 //
-// Where a walk ends inside a chain, the warp behind goes on with its sums. So a warp starts with its last chain, goes on with whole ones, and
+// Where a walk ends inside a chain, the walk behind goes on with its sums. So a warp starts with its last chain, goes on with whole ones, and
 // ends with its first: what it takes over there has long been left for it. linear_launch.py has worked out the walks.
 #pragma once
 #include "columns.cuh"
@@ -95,7 +95,7 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
     const u32 buffers = base + 4 * (buffer_words + warp * warp_words), list = base + 4 * list_words + warp * kListBytes, both_buffers = 2 * buffers + 4 * job.buffer_words;
     float* handed = reinterpret_cast<float*>(memory + list_words) + block_warps * kListBytes / 4;
     float* parts = handed + block_warps * kSums * kLanes;
-    const u32 ready = u32(__cvta_generic_to_shared(parts + (job.ranges > 1 ? job.slots * job.ranges * kSums * kLanes : 0)));   // [warps]: sums handed to this warp
+    const u32 ready = u32(__cvta_generic_to_shared(parts + (job.ranges > 1 ? job.slots * job.ranges * kSums * kLanes : 0)));   // [walks]: sums handed to the one behind
     const u32 done = ready + 4 * block_warps;                      // [slots]: ranges finished
 
     auto listed = [&](int index) { return list + index % kListed * u32(sizeof(Piece)); };
@@ -171,9 +171,9 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
         __syncwarp();                   // its streams are older than the slabs that have been waited for
         const Vec2 staged = load_shared_vec2(list + kStaged);
         const int stages = stages_of(place);
-        if (behind < pieces) stage_piece(behind, both_buffers - (staged.x & ~15u));
         store_shared(list + kOpened, Vec2{staged.x, u32(stages)});
         chunk.open(staged.x, staged.y, stages, lane);
+        if (behind < pieces) stage_piece(behind, both_buffers - (staged.x & ~15u));
     };
     auto mend = [&](Vec4& upper, int stage) {
         chunk.mend(upper, stage, lane, [&] {
@@ -216,9 +216,9 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
         if (piece.y & kBegins) {
             const bool opens = piece.y & kOpens;
             scale = scale_of(packed.has_row_shifts ? i8(load_shared_u8(list + kShifts + index % kListed * 8 + (lane >> 2))) : packed.shift);
-            if (!opens) wait_until(ready + 4 * warp, 1);
+            if (!opens) wait_until(ready + 4 * (walk.number - 1), 1);
 #pragma unroll
-            for (int i = 0; i < kSums; ++i) sums.of[i >> 1][i & 1] = opens ? 0.0f : handed[(warp * kSums + i) * kLanes + lane];
+            for (int i = 0; i < kSums; ++i) sums.of[i >> 1][i & 1] = opens ? 0.0f : handed[((walk.number - 1) * kSums + i) * kLanes + lane];
             columns.move_to(job.x, x_shared, job.tokens, geometry.columns, lane, (piece.x & 0xffff) * kChunkStages);
         }
         const Vec2 behind = load_shared_vec2(listed(index + 1) + 8);   // anything, if there is none
@@ -277,9 +277,9 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
             const int slot = piece.x >> 16;
             if (!(piece.y & kCloses)) {
 #pragma unroll
-                for (int i = 0; i < kSums; ++i) handed[((warp + 1) * kSums + i) * kLanes + lane] = sums.of[i >> 1][i & 1];
+                for (int i = 0; i < kSums; ++i) handed[(walk.number * kSums + i) * kLanes + lane] = sums.of[i >> 1][i & 1];
                 __syncwarp();
-                if (lane == 0) set_flag(ready + 4 * (warp + 1), 1);
+                if (lane == 0) set_flag(ready + 4 * walk.number, 1);
             } else if (job.ranges == 1 || join(sums, parts + size_t(slot) * job.ranges * kSums * kLanes, done + 4 * slot, piece.y >> kRangeBit, job.ranges, lane)) {
                 finish(geometry, job, slot * job.blocks + block, lane, sums);
             }
