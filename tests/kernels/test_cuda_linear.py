@@ -155,6 +155,14 @@ def test_many_row_groups_of_a_block(tokens: int) -> None:
     assert assert_all_alike(weight.cuda(), packed, tokens, (1, 2)) >= 4
 
 
+def test_many_chunks_of_a_warp() -> None:
+    """More than a warp of linear_chains.cuh has in its list: x leaves room for few warps."""
+    weight = weight_of("normal", 13 * 132 * 8, 8192)
+    packed = samebits.encode(weight).to("cuda")
+    skip_unless_supported(packed, 8)
+    assert assert_all_alike(weight.cuda(), packed, 8, (1, 5)) >= 4
+
+
 @pytest.mark.parametrize("place", [0, -1])
 @pytest.mark.parametrize("tokens", [1, 16, 48, 200])
 def test_streams_and_graphs(tokens: int, place: int) -> None:

@@ -47,7 +47,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
 
 
 _JOB_FIELDS = [name for name, *_ in JobStructure._fields_]
-JOB = (*range(1, len(_JOB_FIELDS[_JOB_FIELDS.index("tokens") :])), tuple(range(80)))  # and the walks
+JOB = (*range(1, len(_JOB_FIELDS[_JOB_FIELDS.index("tokens") :])), tuple(range(JobStructure.walks.size // 4)))  # and the walks
 RING = 1 + _JOB_FIELDS.index("ring") - _JOB_FIELDS.index("tokens")
 LAUNCH = linear_job.Launch(file="f.cu", name="kernel", grid=132, warps=16, shared_bytes=1000, jobs=(JOB,))
 

@@ -127,10 +127,13 @@ def check_walks(header: Header, launch: Launch, number: int = 0) -> None:
         words = job["walks"][60 * kind : 60 * kind + 3 * launch.warps]
         by_warp = [(words[i + 2], words[i] & 0xFFFF, words[i] >> 16, words[i + 1] & 0xFFFF, words[i + 1] >> 16)
                    for i in range(0, len(words), 3)]  # fmt: skip
-        warps = min(launch.warps, groups * job["ranges"])
-        assert all(walk == (0, 0, 0, 0, 0) for walk in by_warp[warps:])
+        warps = sum(walk != (0, 0, 0, 0, 0) for walk in by_warp)
+        assert not any(map(any, by_warp[warps:]))
+        assert (warps > 0) == (groups > 0)
         assert sorted(walk[0] for walk in by_warp[:warps]) == list(range(warps))
         walks = [walk[1:] for walk in sorted(by_warp[:warps])]
+        chains = groups * job["ranges"]
+        assert warps == chains or warps % 4 == 0 or warps in (1, 2, 3) or kind == 1
         assert not groups or (walks[0][0], walks[-1][3]) == (0, groups * job["pieces"])
         assert all(before[3] == behind[0] for before, behind in pairwise(walks))
         pieces = [piece_at(job, stages, i) for i in range(groups * job["pieces"])]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
-from itertools import chain as concatenated
+from itertools import accumulate, chain, pairwise
 
 from samebits.format.geometry import SLAB_BYTES
 from samebits.format.packed import Header
@@ -14,7 +14,8 @@ from samebits.kernels import nvrtc
 from samebits.kernels.linear_job import CHUNK_STAGES, MAX_TOKENS, OCTET, JobFields, Launch, Planner, shares
 from samebits.kernels.structures import WALKS
 
-_MIN_WARPS = 4
+_MAX_WARPS = {1: WALKS, 2: 16}  # kMaxWarps, kFewWarps: by OCTETs of tokens
+_WHOLE_CHAINS = 12  # of a block, at most, that are never cut: who goes on with one may have to wait
 _RING_SLABS = 4  # kRing
 _TURN = 2 * _RING_SLABS  # kTurn: stages that are decoded at once
 _OPENING = 4  # stages in whose time a chunk is opened, about
@@ -54,10 +55,12 @@ def chains(
     planners = [_Planner(*each, m, device, shared_x) for each in zip(headers, splits, blocks, strict=True)]
     if any(each.own * len(each.pieces) > _MAX_PIECES for each in planners):
         return None
-    wanted = min(most_warps, max(each.own * each.ranges for each in planners))  # a warp for each chain is enough
-    warps = min(wanted, *((each.room - each.fixed) // each.warp for each in planners))
-    if warps < min(wanted, _MIN_WARPS):
+    room = min(
+        most_warps, _MAX_WARPS[planners[0].octets], *((each.room - each.fixed) // each.warp for each in planners)
+    )
+    if room < min(_SCHEDULERS, max(each.chains for each in planners)):
         return None
+    warps = max(each.warps(room) for each in planners)
     together = "_together" if len(planners) > 1 else ""
     jobs = (each.job(warps, first) for each, first in zip(planners, accumulate(blocks, initial=0), strict=False))
     return Launch(f"linear_chains{together}.cu", f"{planners[0].name}{together}", sum(blocks), warps,
@@ -73,6 +76,7 @@ class _Planner(Planner):
         self.x = max(32 * m * self.stages if shared_x else 0, self.entries)
         self.fixed = self.table + self.x + self.own + (self.own * self.ranges * sums if self.ranges > 1 else 0)
         self.warp = 2 * self.buffer + _RING_SLABS * SLAB_BYTES // 4 + sums + _LIST_WORDS
+        self.chains = self.own * self.ranges  # of a block
         self.name = f"linear_chains_{OCTET * self.octets}_{'shared' if shared_x else 'global'}"
 
     @cached_property
@@ -91,36 +95,54 @@ class _Planner(Planner):
         """That are decoded: a chunk in which a range ends and another begins is decoded for both."""
         return sum(stages for _, stages in self.pieces)
 
-    def walks(self, groups: int, warps: int) -> list[Walk]:
-        """Of a block with so many row groups, by warp. All have pieces.
+    def warps(self, most: int) -> int:
+        """For a block's chains: one for each, or of each scheduler as many as of any other."""
+        even = -(-self.chains // _SCHEDULERS) * _SCHEDULERS
+        if self.chains <= most and (self.chains <= _WHOLE_CHAINS or self.chains == even):
+            return self.chains
+        return max(min(most, even) // _SCHEDULERS * _SCHEDULERS, 1)
 
-        A multiprocessor has four schedulers, which share the warps in turn: each scheduler has as much to do as any
-        other, and so has each of its warps.
+    def walks(self, groups: int, most: int) -> list[Walk]:
+        """Of a block with so many row groups, by warp, at most that many. All have pieces.
+
+        A multiprocessor has four schedulers, which share the warps in turn. Walks are whole chains, or each scheduler
+        has as much to do as any other, and so has each of its warps.
         """
         count, ranges = len(self.pieces), [number for number, _ in self.pieces]
-        prefix = list(accumulate((stages + _OPENING for _, stages in self.pieces), initial=0))
-        warps, total = min(warps, groups * self.ranges), groups * prefix[-1]
+        whole = self.warps(most) == self.chains
+        warps = groups * self.ranges if whole else min(most, groups * count)
         by_scheduler = [range(first, warps, _SCHEDULERS) for first in range(min(_SCHEDULERS, warps))]
-        cuts = [0]
-        for scheduler, own in enumerate(by_scheduler):
-            for i in range(len(own)):
-                share = total * (scheduler * len(own) + i + 1) // (len(own) * len(by_scheduler))
-                slot, rest = divmod(share, prefix[-1])
-                place = bisect_right(prefix, rest) - 1
-                nearest = slot * count + place
-                nearest += place < count and 2 * rest > prefix[place] + prefix[place + 1]
-                cuts.append(min(max(nearest, cuts[-1] + 1), groups * count - (warps - len(cuts))))
+        if whole:
+            firsts = [ranges.index(number) for number in range(self.ranges)]
+            cuts = [slot * count + first for slot in range(groups) for first in firsts] + [groups * count]
+        else:
+            cuts = self._even_cuts(groups, [len(own) for own in by_scheduler])
 
-        def chain(piece: int) -> tuple[int, int]:
+        def chain_of(piece: int) -> tuple[int, int]:
             slot, place = divmod(piece, count)
             first = ranges.index(ranges[place])
             return slot * count + first, slot * count + first + ranges.count(ranges[place])
 
         found: dict[int, Walk] = {}
-        for number, (warp, (begin, end)) in enumerate(zip(concatenated(*by_scheduler), pairwise(cuts), strict=True)):
-            last = max(begin, chain(end - 1)[0])
-            found[warp] = Walk(begin, min(chain(begin)[1], last), last, end, number)
+        for number, (warp, (begin, end)) in enumerate(zip(chain(*by_scheduler), pairwise(cuts), strict=True)):
+            last = max(begin, chain_of(end - 1)[0])
+            found[warp] = Walk(begin, min(chain_of(begin)[1], last), last, end, number)
         return [found[warp] for warp in range(warps)]
+
+    def _even_cuts(self, groups: int, warps: Sequence[int]) -> list[int]:
+        """Where walks begin, and the last one ends; so many warps has each scheduler."""
+        count = len(self.pieces)
+        prefix = list(accumulate((stages + _OPENING for _, stages in self.pieces), initial=0))
+        total, left, cuts = groups * prefix[-1], sum(warps), [0]
+        for scheduler, own in enumerate(warps):
+            for i in range(1, own + 1):
+                slot, rest = divmod(total * (scheduler * own + i) // (own * len(warps)), prefix[-1])
+                place = bisect_right(prefix, rest) - 1
+                nearest = slot * count + place
+                nearest += place < count and 2 * rest > prefix[place] + prefix[place + 1]
+                left -= 1
+                cuts.append(min(max(nearest, cuts[-1] + 1), groups * count - left))
+        return cuts
 
     def job(self, warps: int, first_block: int) -> JobFields:
         """JobStructure's fields behind the pointers."""

@@ -50,7 +50,7 @@ VARIANTS = (
     Variant(Kernel.AHEAD, warps=14),
     Variant(Kernel.CHAINS, warps=20),
     Variant(Kernel.CHAINS, warps=20, shared_x=False),
-    Variant(Kernel.CHAINS, warps=14),
+    Variant(Kernel.CHAINS, warps=16),
     Variant(Kernel.TILES, warps=_TILE_WARPS),
     Variant(Kernel.PAIRS, warps=max(linear_pairs.MULTIPLIERS[2].values())),
     Variant(Kernel.WARPGROUPS, warps=_WARPGROUP),

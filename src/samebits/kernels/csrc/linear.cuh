@@ -107,17 +107,6 @@ __device__ __forceinline__ Vec4 read_stage(const u32* words, int stage, int lane
     return {complete(0), complete(1), complete(2), complete(3)};
 }
 
-// An opened chunk's bytes where it is raw (6.5).
-struct RawChunk {
-    u32 at;        // shared address
-    int stages;
-
-    __device__ __forceinline__ Vec4 tops(int stage, int lane) const {
-        const u32 tops = at + 4 + 512 * min(stage, stages - 1) + 16 * lane;
-        return {load_shared(tops) & ~kSignMask, load_shared(tops + 4) & ~kSignMask, load_shared(tops + 8) & ~kSignMask, load_shared(tops + 12) & ~kSignMask};
-    }
-};
-
 // The first look-ups of a stage, one in each of a lane's streams.
 struct LookUps { u32 windows[2], entries[2]; };
 
@@ -130,7 +119,7 @@ __device__ __forceinline__ void change_if(u32& value, u32 place, u32 here, u32 c
 // A chunk at a lane's streams, decoded stage by stage: begin, go_on, complete, mend. What stands between these calls runs while they wait.
 struct Opened {
     Stream streams[2];
-    u32 patch, next_patch;         // the next patch, and where it is; of a raw chunk 0 and 0, so that each stage is mended
+    u32 patch, next_patch;         // the next patch, and where it is; of a raw chunk 0, so that each stage is mended, and raw_chunk()
     u32 passed = 0;                // stages, times 2^16, that `patch` does not count any more
 
     // 6.2, 6.3. As StagedChunk::open: whatever the contents, nothing behind the chunk's end starts a stream or a patch.
@@ -145,8 +134,9 @@ struct Opened {
         streams[1].start(at, min(own + first, end));
         __syncwarp();
         const bool raw = head == 0 && size >= 1 + 128 * stages;
-        next_patch = raw ? 0 : at + 4 * u32(size - min(int(head >> 19), max(size - kHeadWords, 0)));
+        next_patch = at + 4 * u32(size - min(int(head >> 19), max(size - kHeadWords, 0)));
         patch = raw ? 0 : load_shared(next_patch);
+        if (raw) next_patch = raw_chunk(at, stages);
         passed = 0;
     }
     __device__ __forceinline__ LookUps begin(u32 table, u32 byte_mask) const {
@@ -175,13 +165,15 @@ struct Opened {
         patch -= min(patch, u32(stages) << 16);
         passed += u32(stages) << 16;
     }
-    // What is left to do for a stage's upper bytes, rarely: patches (6.4), raw chunks. Stages come in their order. raw_chunk() is only asked then.
-    template <class Raw>
-    __device__ __forceinline__ void mend(Vec4& upper, int stage, int lane, const Raw& raw_chunk) {
+    // Of a raw chunk (6.5) at a shared address.
+    static __device__ __forceinline__ u32 raw_chunk(u32 at, int stages) { return 1u << 31 | u32(stages - 1) << 24 | at; }
+    // What is left to do for a stage's upper bytes, rarely: patches (6.4), raw chunks. Stages come in their order.
+    __device__ __forceinline__ void mend(Vec4& upper, int stage, int lane) {
         const u32 behind = u32(stage + 1) << 16;
         if (patch >= behind) return;
-        if (next_patch == 0) {
-            upper = raw_chunk().tops(int(passed >> 16) + stage, lane);
+        if (int(next_patch) < 0) {
+            const u32 in_chunk = min((passed >> 16) + stage, next_patch >> 24 & 127), tops = (next_patch & 0xffffff) + 4 + 512 * in_chunk + 16 * lane;
+            upper = {load_shared(tops) & ~kSignMask, load_shared(tops + 4) & ~kSignMask, load_shared(tops + 8) & ~kSignMask, load_shared(tops + 12) & ~kSignMask};
             return;
         }
         do {

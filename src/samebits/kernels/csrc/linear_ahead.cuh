@@ -158,7 +158,7 @@ struct Decoder {
                 Vec4 tops = chunk.go_on(begun, table, byte_mask);
                 chunk.complete(tops, common);
                 begun = chunk.begin(table, byte_mask);
-                chunk.mend(tops, s, lane, [&] { return RawChunk{at, count}; });
+                chunk.mend(tops, s, lane);
                 auto complete = [&](u32 top, int q) { return and_or(pairs[s >> 1] << (4 * (s & 1) + q), kSignMask, top); };
                 store_shared(target + s * 512, {complete(tops.x, 0), complete(tops.y, 1), complete(tops.z, 2), complete(tops.w, 3)});
             }

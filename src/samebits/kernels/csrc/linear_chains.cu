@@ -3,5 +3,5 @@
 
 LINEAR_KERNEL(linear_chains_8_shared, Product, kMaxWarps, linear<shared, 1>)
 LINEAR_KERNEL(linear_chains_8_global, Product, kMaxWarps, linear<global, 1>)
-LINEAR_KERNEL(linear_chains_16_shared, Product, kMaxWarps, linear<shared, 2>)
-LINEAR_KERNEL(linear_chains_16_global, Product, kMaxWarps, linear<global, 2>)
+LINEAR_KERNEL(linear_chains_16_shared, Product, kFewWarps, linear<shared, 2>)
+LINEAR_KERNEL(linear_chains_16_global, Product, kFewWarps, linear<global, 2>)

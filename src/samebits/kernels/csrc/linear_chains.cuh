@@ -10,7 +10,7 @@
 #pragma once
 #include "columns.cuh"
 
-constexpr int kMaxWarps = kWalks;
+constexpr int kMaxWarps = kWalks, kFewWarps = 16;   // for 8 tokens, and for 16
 constexpr int kRing = 4;                        // slabs: of the one at hand and those on their way
 constexpr int kTurn = 2 * kRing;                // stages of the loop's body
 constexpr int kListed = 16;                     // pieces in a warp's list
@@ -26,10 +26,8 @@ constexpr u32 kStagesMask = (1u << kChunkStages) - 1;
 constexpr u32 kBegins = 1u << 16, kEnds = 1u << 17;    // what its warp has of the chain
 constexpr u32 kOpens = 1u << 18, kCloses = 1u << 19;   // the chain itself
 constexpr int kRangeBit = 20;                          // from here on the number of its range
-// Behind the pieces of a list: the shifts of their rows; of the chunk at the streams where it is, and its stages; of the staged piece where its
-// streams are, and how many words.
-constexpr u32 kShifts = kListed * sizeof(Piece), kOpened = kShifts + 8 * kListed, kStaged = kOpened + 8;
-constexpr u32 kListBytes = kStaged + 8;
+// Behind the pieces of a list: the shifts of their rows; of the staged piece where its streams are, and how many words.
+constexpr u32 kShifts = kListed * sizeof(Piece), kStaged = kShifts + 8 * kListed, kListBytes = kStaged + 16;
 static_assert(kListBytes == 400, "linear_launch.py: _LIST_WORDS");
 
 // A row group's pieces in their order: chunk after chunk, but a chunk in which a range ends and another begins is one of each.
@@ -121,7 +119,7 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
         const Vec2 streams = load_shared_vec2(listed(index));
         const StagedPlace at = stage_streams(packed, buffer, streams.x, streams.y, lane);
         store_shared(list + kStaged, Vec2{buffer + 4 * at.begin, u32(at.size)});
-        if (index > 0 && index % (kListed / 2) == 0) list_pieces(index + kListed / 2, kListed / 2);
+        if (index > 2 && index % (kListed / 2) == 2) list_pieces(index - 2 + kListed / 2, kListed / 2);   // those two in front are at hand still
     };
     auto slab_of = [&](u32 place) {
         const u32 group_bytes = u32(geometry.stages >> 1) * kSlabBytes + (geometry.stages & 1) * (kSignBytes + kStageBytes);
@@ -171,15 +169,8 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
         __syncwarp();                   // its streams are older than the slabs that have been waited for
         const Vec2 staged = load_shared_vec2(list + kStaged);
         const int stages = stages_of(place);
-        store_shared(list + kOpened, Vec2{staged.x, u32(stages)});
         chunk.open(staged.x, staged.y, stages, lane);
         if (behind < pieces) stage_piece(behind, both_buffers - (staged.x & ~15u));
-    };
-    auto mend = [&](Vec4& upper, int stage) {
-        chunk.mend(upper, stage, lane, [&] {
-            const Vec2 opened = load_shared_vec2(list + kOpened);
-            return RawChunk{opened.x, int(opened.y)};
-        });
     };
     Sums<octets> sums = {};
     u32 scale = kNoShift;
@@ -207,7 +198,7 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
     begun = chunk.begin(base, byte_mask);
     upper[0] = chunk.go_on(begun, base, byte_mask);
     chunk.complete(upper[0], common);
-    mend(upper[0], 0);
+    chunk.mend(upper[0], 0, lane);
     begun = chunk.begin(base, byte_mask);
     at_hand.bytes = ring.stage_bytes(0), at_hand.signs = ring.pair_signs(0);
 
@@ -244,7 +235,7 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
                         step(half + 1, now.bytes.y, tops.y, now.signs, now.x);
                     }
                     chunk.complete(next, common);
-                    mend(next, (stage + 1) % kTurn);
+                    chunk.mend(next, (stage + 1) % kTurn, lane);
                     if (stage == kTurn - 2) {
                         if (last && more) open_staged(behind.x, index + 2);
                         else chunk.pass(kTurn);

@@ -3,5 +3,5 @@
 
 LINEAR_KERNEL(linear_chains_8_shared_together, Together, kMaxWarps, linear<shared, 1>)
 LINEAR_KERNEL(linear_chains_8_global_together, Together, kMaxWarps, linear<global, 1>)
-LINEAR_KERNEL(linear_chains_16_shared_together, Together, kMaxWarps, linear<shared, 2>)
-LINEAR_KERNEL(linear_chains_16_global_together, Together, kMaxWarps, linear<global, 2>)
+LINEAR_KERNEL(linear_chains_16_shared_together, Together, kFewWarps, linear<shared, 2>)
+LINEAR_KERNEL(linear_chains_16_global_together, Together, kFewWarps, linear<global, 2>)

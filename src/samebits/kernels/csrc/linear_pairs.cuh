@@ -178,7 +178,7 @@ __device__ __forceinline__ void prepare_openings(const u32 (&at)[groups], const 
         const u32 own = opening + i * kOpeningBytes;
         store_shared(own + 16 * lane, Vec4{min(start[i], end[i]) | min(start[i] + first[i], end[i]) << 16, scale[i], one, two});
         if (lane == 0)
-            store_shared(own + 16 * kLanes, Vec4{at[i], raw[i] ? 0 : list[i], raw[i] ? 0 : mended ? load_shared(list[i]) : kNoPatch, patched});
+            store_shared(own + 16 * kLanes, Vec4{at[i], raw[i] ? Opened::raw_chunk(at[i], stages) : list[i], raw[i] ? 0 : mended ? load_shared(list[i]) : kNoPatch, patched});
     }
     __syncwarp();
 }
@@ -547,7 +547,7 @@ __device__ __forceinline__ void decode_and_multiply(const Block<Way>& block, int
             if (!(patched[i] & bit)) continue;
             patches[i].apply(upper[i], stage);
             patches[i].go_on(stage);
-            chunk[i].mend(upper[i], stage, lane, [&] { return RawChunk{load_shared(opening + i * kOpeningBytes + 16 * kLanes), chunk_stages}; });
+            chunk[i].mend(upper[i], stage, lane);
         }
     };
 
