@@ -13,10 +13,14 @@ the rest. Three ways, each with a model of its own, real configurations and synt
     bf16_streamed  BF16, by samebits.offload: what streaming gives without packing
     samebits       packed, by samebits.offload: on the card as a whole where it fits ("resident"), else streamed
 
-A batch generates TOKENS tokens after the first one, whose time contains the prompt; tokens_per_s is of all its
-sequences together, from the median time between two tokens, by the GPU's own clock. It does so twice, the first time to
-warm up, but only once if that took more than LONG seconds. ``same_tokens`` compares all tokens with those of the first
-way; None stands where the memory was not enough. Rows of cases that are not run again stay in the file.
+All have a static cache. What is on the card as a whole runs in samebits.cuda_graphs, which what is copied while it runs
+cannot.
+
+A batch generates TOKENS tokens after the first one, whose time contains the prompt, and GRAPH_TOKENS where graphs are;
+tokens_per_s is of all its sequences together, from the median time between two tokens, by the GPU's own clock, without
+the first SETTLED ones of graphs. It does so twice, the first time to warm up, but only once if that took more than LONG
+seconds. ``same_tokens`` compares all tokens that the first way has; None stands where the memory was not enough. Rows
+of cases that are not run again stay in the file.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -34,11 +39,11 @@ from typing import Any
 
 import torch
 from accelerate import dispatch_model, infer_auto_device_map
-from transformers import StoppingCriteriaList
+from transformers import StaticCache, StoppingCriteriaList
 
 import samebits
 from common import PACKAGES, cpu_name, read_results, significant, write_results
-from generate import Clock, Figures
+from generate import SETTLED, Clock, Figures
 from models import MODELS, build, random_prompt
 from samebits.verify import repeatable_attention
 
@@ -46,7 +51,9 @@ GIB = 1 << 30
 RESERVE = 3 * GIB
 LONG = 3.0  # seconds
 TOKENS = 4
+GRAPH_TOKENS = 24
 PROMPT = 32
+ROOM = 64  # tokens of the cache
 WAYS = ("accelerate", "bf16_streamed", "samebits")
 EMULATED = "emulated in memory only"
 _LLAMA_70B = {
@@ -98,19 +105,22 @@ class Found:
     figures: dict[int, Figures | None]
 
 
-def generate(model: Any, batch: int, device: str) -> Figures:
+def generate(model: Any, batch: int, device: str, graphs: bool) -> Figures:
     """One run, with random prompts that are always the same."""
     prompt = random_prompt(model, batch, PROMPT, device)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
+    tokens = 1 + (GRAPH_TOKENS if graphs else TOKENS)
     clock = Clock(device)
-    output = model.generate(
-        prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=1 + TOKENS,
-        min_new_tokens=1 + TOKENS, pad_token_id=0, stopping_criteria=StoppingCriteriaList([clock]),
-    )  # fmt: skip
+    with samebits.cuda_graphs(model) if graphs else nullcontext():
+        output = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=tokens,
+            min_new_tokens=tokens, pad_token_id=0, stopping_criteria=StoppingCriteriaList([clock]),
+            past_key_values=StaticCache(config=model.config, max_cache_len=ROOM), disable_compile=not graphs,
+        )  # fmt: skip
     first, *others = clock.intervals()
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else None
-    return Figures(first, batch / statistics.median(others), peak, output.cpu())
+    return Figures(first, batch / statistics.median(others[SETTLED:] if graphs else others), peak, output.cpu())
 
 
 def place(model: Any, way: str, case: Case, device: str, disk: Path) -> int:
@@ -139,8 +149,9 @@ def measure(way: str, case: Case, device: str) -> Found:
         limit(case.cap, device)
         what = f"{case.model}, {case.cap / GIB:.0f} GiB, {way}"
         print(f"{what}: {offloaded / 1e9:.1f} GB offloaded after {time.monotonic() - start:.0f} s", flush=True)
+        graphs = way == "samebits" and offloaded == 0 and device == "cuda"
         for batch in case.batches:
-            figures[batch] = found = _figures(model, batch, case.cap, device)
+            figures[batch] = found = _figures(model, batch, case.cap, device, graphs)
             said = f"{found.rate:.2f} tokens/s" if found else "not enough memory"
             print(f"{what}, batch {batch}: {said}; {time.monotonic() - start:.0f} s", flush=True)
         del model
@@ -148,11 +159,11 @@ def measure(way: str, case: Case, device: str) -> Found:
     return Found(offloaded, figures)
 
 
-def _figures(model: Any, batch: int, cap: int, device: str) -> Figures | None:
+def _figures(model: Any, batch: int, cap: int, device: str, graphs: bool) -> Figures | None:
     try:
         start = time.monotonic()
-        found = generate(model, batch, device)
-        found = found if time.monotonic() - start > LONG else generate(model, batch, device)
+        found = generate(model, batch, device, graphs)
+        found = found if time.monotonic() - start > LONG else generate(model, batch, device, graphs)
     except torch.OutOfMemoryError:
         return None
     return None if found.peak_bytes is not None and found.peak_bytes > cap else found
@@ -189,8 +200,12 @@ def rows(name: str, case: Case, ways: Sequence[str], device: str) -> Iterator[di
             if way != ways[0]:
                 both = figures is not None and baseline is not None
                 row[f"{way}_speed"] = significant(figures.rate / baseline.rate) if both else None
-                row[f"{way}_same_tokens"] = torch.equal(figures.tokens, baseline.tokens) if both else None
+                row[f"{way}_same_tokens"] = _same(figures, baseline) if both else None
         yield row
+
+
+def _same(figures: Figures, baseline: Figures) -> bool:
+    return torch.equal(figures.tokens[:, : baseline.tokens.shape[1]], baseline.tokens)
 
 
 @repeatable_attention()
