@@ -6,7 +6,7 @@
 //   walk       a warp's pieces, as many stages as any other warp's
 //
 // Where a walk ends inside a chain, the walk behind goes on with its sums. So a warp starts with its last chain, goes on with whole ones, and
-// ends with its first: what it takes over there has long been left for it. linear_launch.py has worked out the walks.
+// ends with its first: what it takes over there has long been left for it. linear_chains.py has worked out the walks.
 #pragma once
 #include "columns.cuh"
 
@@ -28,7 +28,7 @@ constexpr u32 kOpens = 1u << 18, kCloses = 1u << 19;   // the chain itself
 constexpr int kRangeBit = 20;                          // from here on the number of its range
 // Behind the pieces of a list: the shifts of their rows; of the staged piece where its streams are, and how many words.
 constexpr u32 kShifts = kListed * sizeof(Piece), kStaged = kShifts + 8 * kListed, kListBytes = kStaged + 16;
-static_assert(kListBytes == 400, "linear_launch.py: _LIST_WORDS");
+static_assert(kListBytes == 400, "linear_chains.py: _LIST_WORDS, with a flag");
 
 // A row group's pieces in their order: chunk after chunk, but a chunk in which a range ends and another begins is one of each.
 struct Pieces {
