@@ -46,9 +46,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     return seen
 
 
-_JOB_FIELDS = [name for name, *_ in JobStructure._fields_]
-JOB = (*range(1, len(_JOB_FIELDS[_JOB_FIELDS.index("tokens") :])), tuple(range(JobStructure.walks.size // 4)))  # and the walks
-RING = 1 + _JOB_FIELDS.index("ring") - _JOB_FIELDS.index("tokens")
+_NAMES = [name for name, *_ in JobStructure._fields_]
+_BEHIND_POINTERS = _NAMES[_NAMES.index("tokens") :]
+RING = 1 + _BEHIND_POINTERS.index("ring")
+JOB = (*range(1, len(_BEHIND_POINTERS)), tuple(range(JobStructure.walks.size // 4)))
 LAUNCH = linear_job.Launch(file="f.cu", name="kernel", grid=132, warps=16, shared_bytes=1000, jobs=(JOB,))
 
 
