@@ -33,10 +33,11 @@ def test_resident_and_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload, "LONG", 0.0)
     generate = offload.generate
 
-    def once(model: object, batch: int, device: str) -> offload.Figures:
+    def once(model: object, batch: int, device: str, graphs: bool) -> offload.Figures:
+        assert not graphs  # on a CPU
         if batch == 3:
             raise torch.OutOfMemoryError
-        return generate(model, batch, device)
+        return generate(model, batch, device, graphs)
 
     monkeypatch.setattr(offload, "generate", once)
     case = replace(offload.CASES["tiny"], cap=2_400_000, batches=(1, 3))
