@@ -124,7 +124,7 @@ def _arguments(packed: PackedTensor) -> tuple[Any, ...]:
     """What the loops take of a packed tensor."""
     header, geometry = packed.header, packed.header.geometry
     shifts = packed.array("row_shifts", "i1") if header.has_row_shifts else np.array([header.shift], np.int8)
-    return (geometry.rows, geometry.columns, geometry.chunk_stages, header.code is Code.QUAD, shifts, header.window,
+    return (geometry.rows, geometry.columns, geometry.chunk_stages, header.code is Code.QUAD, shifts,
             _table(packed), header.max_code_length, packed.array("offsets", "<u4"), packed.array("planes", "<u4"),
             packed.array("streams", "<u4"))  # fmt: skip
 

@@ -16,22 +16,27 @@ from samebits.codecs.loops import HEAD_WORDS, U64, chunk_extent, spread_bytes
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    Room = tuple[
+        NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint16], NDArray[np.int64], NDArray[np.uint64]
+    ]  # fmt: skip
+
 SLACK = 512 * 13 // 32 + 4
 _FIELDS = U64(0x7F807F807F807F80)
 _WRAP = U64(0x8000800080008000)
+_EACH = U64(0x0001000100010001)
 _LOW = U64(1)
 
 
 @njit(cache=True, nogil=True)
 def decode_chunks(
     output: NDArray[np.uint16], rows: int, columns: int, chunk_stages: int, quad: bool, shifts: NDArray[np.int8],
-    window: int, table: NDArray[np.uint64], width: int, offsets: NDArray[np.uint32], planes: NDArray[np.uint32],
+    table: NDArray[np.uint64], width: int, offsets: NDArray[np.uint32], planes: NDArray[np.uint32],
     streams: NDArray[np.uint32], first: int, last: int,
 ) -> None:  # fmt: skip
     """Decode chunks [first, last) into ``output`` (the tensor's words, row-major)."""
     room = _room(chunk_stages)
     for chunk in range(first, last):
-        _decode_chunk(output, 0, chunk, rows, columns, chunk_stages, quad, shifts, window, table, width, offsets,
+        _decode_chunk(output, 0, chunk, rows, columns, chunk_stages, quad, shifts, table, width, offsets,
                       planes, streams, room)  # fmt: skip
 
 
@@ -39,7 +44,7 @@ def decode_chunks(
 def decode_entries(
     output: NDArray[np.uint16], entries: NDArray[np.int64], places: NDArray[np.int64], entry_words: int,
     chunks_per_entry: int, rows: int, columns: int, chunk_stages: int, quad: bool, shifts: NDArray[np.int8],
-    window: int, table: NDArray[np.uint64], width: int, offsets: NDArray[np.uint32], planes: NDArray[np.uint32],
+    table: NDArray[np.uint64], width: int, offsets: NDArray[np.uint32], planes: NDArray[np.uint32],
     streams: NDArray[np.uint32], first: int, last: int,
 ) -> None:  # fmt: skip
     """Decode runs of ``entry_words`` words, number ``entries[i]`` of the tensor to ``output`` from ``places[i]`` on.
@@ -55,7 +60,7 @@ def decode_entries(
         end = _chunk_of(begin + entry_words - 1, columns, stages, chunk_stages) + max(1, -(-stages // chunk_stages))
         if chunk < end:
             into = output[places[run] : places[run] + entry_words]
-            _decode_chunk(into, begin, chunk, rows, columns, chunk_stages, quad, shifts, window, table, width, offsets,
+            _decode_chunk(into, begin, chunk, rows, columns, chunk_stages, quad, shifts, table, width, offsets,
                           planes, streams, room)  # fmt: skip
 
 
@@ -69,43 +74,52 @@ def _chunk_of(word: int, columns: int, stages: int, chunk_stages: int) -> int:
 
 
 @njit(cache=True, nogil=True)
-def _room(chunk_stages: int) -> tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint16]]:
-    """For one chunk: its words, its top7 values or shifted exponents (four bytes per quad), the words of a stage."""
-    buffer = np.empty(1 + 128 * chunk_stages + SLACK, np.uint32)
-    return buffer, np.empty(chunk_stages * 128, np.uint32), np.empty(8 * 64, np.uint16)
+def _room(chunk_stages: int) -> Room:
+    """For one chunk: its words; its top7 values or exponents, four bytes per quad; the words of a stage; where streams
+    start; what takes the shifts of a row group off."""
+    return (
+        np.empty(1 + 128 * chunk_stages + SLACK, np.uint32),
+        np.empty(chunk_stages * 128, np.uint32),
+        np.empty(8 * 64, np.uint16),
+        np.empty(64, np.int64),
+        np.empty(8, np.uint64),
+    )
 
 
 @njit(cache=True, nogil=True)
 def _decode_chunk(
     output: NDArray[np.uint16], begin: int, chunk: int, rows: int, columns: int, chunk_stages: int, quad: bool,
-    shifts: NDArray[np.int8], window: int, table: NDArray[np.uint64], width: int, offsets: NDArray[np.uint32],
+    shifts: NDArray[np.int8], table: NDArray[np.uint64], width: int, offsets: NDArray[np.uint32],
     planes: NDArray[np.uint32], streams: NDArray[np.uint32],
-    room: tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint16]],
+    room: Room,
 ) -> None:  # fmt: skip
     """Of a chunk what lies in ``output``: the tensor's words from ``begin`` on."""
-    buffer, tops, row_words = room
+    buffer, tops, row_words, starts, changes = room
     row_groups, stages = (rows + 7) // 8, (columns + 63) // 64
     group, groups, stage_from, stage_count = chunk_extent(chunk, row_groups, stages, chunk_stages)
     size = min(np.int64(offsets[chunk + 1]) - np.int64(offsets[chunk]), buffer.size - SLACK)
     start = np.int64(offsets[chunk])
     buffer[:size] = streams[start : start + size]
     buffer[size : size + SLACK] = 0
-    _decode_tops(buffer, size, groups * stage_count, quad, window, table, width, tops)
+    _decode_tops(buffer, size, groups * stage_count, quad, table, width, tops, starts)
     stage = 0
     for row_group in range(group, group + groups):
         if 8 * (row_group + 1) * columns <= begin or 8 * row_group * columns >= begin + output.size:
             stage += stage_count
             continue
+        for r in range(8):
+            shift = np.int64(shifts[min(8 * row_group + r, shifts.size - 1)])
+            changes[r] = U64((-shift & 255) << 7) * _EACH
         for s in range(stage_from, stage_from + stage_count):
-            _assemble(row_words, tops, stage, planes, row_group, s, stages, quad)
-            _store(output, begin, row_words, rows, columns, 8 * row_group, 64 * s, shifts)
+            _assemble(row_words, tops, stage, planes, row_group, s, stages, quad, changes)
+            _store(output, begin, row_words, rows, columns, 8 * row_group, 64 * s)
             stage += 1
 
 
 @njit(cache=True, nogil=True)
 def _decode_tops(
-    buffer: NDArray[np.uint32], size: int, stages: int, quad: bool, window: int, table: NDArray[np.uint64], width: int,
-    tops: NDArray[np.uint32],
+    buffer: NDArray[np.uint32], size: int, stages: int, quad: bool, table: NDArray[np.uint64], width: int,
+    tops: NDArray[np.uint32], starts: NDArray[np.int64],
 ) -> None:  # fmt: skip
     """FORMAT.md 6.2 to 6.5: one chunk's top7 values (quad) or shifted exponents (single)."""
     head = np.int64(buffer[0])
@@ -117,13 +131,14 @@ def _decode_tops(
     position = 32 * HEAD_WORDS
     for stream in range(64):
         nibble = np.int64(buffer[1 + (stream >> 3)] >> np.uint32(4 * (stream & 7))) & 15
-        start = min(position, end)
-        place = 4 * (stream >> 1) + 2 * (stream & 1)
-        if quad:
-            _decode_quads(buffer, start, stages, table, width, tops, place)
-        else:
-            _decode_singles(buffer, start, stages, table, width, tops, place)
+        starts[stream] = min(position, end)
         position += base + unit * nibble
+    if quad:
+        for stream in range(0, 64, 4):
+            _decode_quads(buffer, starts[stream : stream + 4], stages, table, width, tops, 2 * stream)
+    else:
+        for stream in range(64):
+            _decode_singles(buffer, starts[stream], stages, table, width, tops, 2 * stream)
     if quad:
         _apply_patches(buffer, max(size - patches, HEAD_WORDS), size, stages, tops)
 
@@ -137,20 +152,33 @@ def _peek(buffer: NDArray[np.uint32], position: int) -> int:
 
 @njit(cache=True, nogil=True)
 def _decode_quads(
-    buffer: NDArray[np.uint32], position: int, stages: int, table: NDArray[np.uint64], width: int,
+    buffer: NDArray[np.uint32], starts: NDArray[np.int64], stages: int, table: NDArray[np.uint64], width: int,
     tops: NDArray[np.uint32], place: int,
 ) -> None:  # fmt: skip
-    """A stream's quads; two codewords of at most 13 bits fit one look at the buffer."""
+    """Four streams' quads in turns: each waits for its own look-ups, not for the others'."""
     mask = (_LOW << U64(width)) - _LOW
+    first, second, third, fourth = starts[0], starts[1], starts[2], starts[3]
     for _ in range(stages):
-        bits = _peek(buffer, position)
-        entry = table[bits & mask]
-        length = entry >> U64(32)
-        tops[place] = np.uint32(entry & U64(0xFFFFFFFF))
-        second = table[(bits >> length) & mask]
-        tops[place + 1] = np.uint32(second & U64(0xFFFFFFFF))
-        position += np.int64(length) + np.int64(second >> U64(32))
+        first += _decode_two(buffer, first, table, mask, tops, place)
+        second += _decode_two(buffer, second, table, mask, tops, place + 2)
+        third += _decode_two(buffer, third, table, mask, tops, place + 4)
+        fourth += _decode_two(buffer, fourth, table, mask, tops, place + 6)
         place += 128
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _decode_two(
+    buffer: NDArray[np.uint32], position: int, table: NDArray[np.uint64], mask: int, tops: NDArray[np.uint32],
+    place: int,
+) -> int:  # fmt: skip
+    """Of a stream a stage's quads, and their bits: two codewords of at most 13 fit one look at the buffer."""
+    bits = _peek(buffer, position)
+    entry = table[bits & mask]
+    length = entry >> U64(32)
+    behind = table[(bits >> length) & mask]
+    tops[place] = np.uint32(entry & U64(0xFFFFFFFF))
+    tops[place + 1] = np.uint32(behind & U64(0xFFFFFFFF))
+    return np.int64(length) + np.int64(behind >> U64(32))
 
 
 @njit(cache=True, nogil=True)
@@ -214,9 +242,9 @@ def _apply_patches(buffer: NDArray[np.uint32], first: int, last: int, stages: in
 @njit(cache=True, nogil=True)
 def _assemble(
     row_words: NDArray[np.uint16], tops: NDArray[np.uint32], stage: int, planes: NDArray[np.uint32], row_group: int,
-    s: int, stages: int, quad: bool,
+    s: int, stages: int, quad: bool, changes: NDArray[np.uint64],
 ) -> None:  # fmt: skip
-    """Shifted words of one stage, 8 rows of 64, from top7 (or exponents), raw bytes and signs (FORMAT.md section 5)."""
+    """The words of one stage, 8 rows of 64, from top7 (or exponents), raw bytes and signs (FORMAT.md section 5)."""
     slab = row_group * (stages // 2 * 288 + stages % 2 * 160) + (s >> 1) * 288
     raw = slab + 32 + 128 * (s & 1) if quad else (row_group * stages + s) * 128
     out = row_words.view(np.uint64)
@@ -232,33 +260,36 @@ def _assemble(
                 spread = spread_bytes(low)
                 word = (spread & U64(0x007F007F007F007F)) | (spread & U64(0x0080008000800080)) << U64(8)
                 word |= spread_bytes(top) << U64(7)
-            out[16 * (lane >> 2) + 4 * step + (lane & 3)] = word
+            out[16 * (lane >> 2) + 4 * step + (lane & 3)] = _unshift(word, changes[lane >> 2])
 
 
 @njit(cache=True, nogil=True)
 def _store(
     output: NDArray[np.uint16], begin: int, row_words: NDArray[np.uint16], rows: int, columns: int, row: int,
-    column: int, shifts: NDArray[np.int8],
+    column: int,
 ) -> None:  # fmt: skip
-    """Take the shifts off (FORMAT.md 4.3) and copy what lies inside the tensor and in ``output``."""
-    count = min(64, columns - column)
-    quads = row_words.view(np.uint64)
+    """Copy what lies inside the tensor and in ``output``."""
     for r in range(min(8, rows - row)):
-        shift = np.int64(shifts[row + r]) if shifts.size > 1 else np.int64(shifts[0])
-        if shift != 0:
-            for i in range(16 * r, 16 * r + 16):
-                quads[i] = _unshift(quads[i], shift)
         start = (row + r) * columns + column - begin
         skipped = max(0, -start)
-        into, out_of = start + skipped, 64 * r + skipped
-        for i in range(min(count, output.size - start) - skipped):
-            output[into + i] = row_words[out_of + i]
+        count = min(64, columns - column, output.size - start) - skipped
+        if count == 64:
+            whole, words = output[start : start + 64], row_words[64 * r : 64 * r + 64]
+            for i in range(64):  # known to the compiler
+                whole[i] = words[i]
+        else:
+            for i in range(count):
+                output[start + skipped + i] = row_words[64 * r + skipped + i]
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _unshift(quad: int, shift: int) -> int:
-    """FORMAT.md 4.3 for four words: no field carries into the next, whatever the contents."""
+def _unshift(quad: int, change: int) -> int:
+    """FORMAT.md 4.3 for four words: no field carries into the next, whatever the contents.
+
+    Args:
+        change: what each exponent that is not zero gets, modulo 256.
+    """
     fields = quad & _FIELDS
     nonzero = ((fields + _FIELDS) & _WRAP) >> U64(15)
-    moved = (fields + nonzero * U64((-shift & 255) << 7)) & _FIELDS
+    moved = (fields + (((nonzero << U64(16)) - nonzero) & change)) & _FIELDS
     return (quad & ~_FIELDS) | moved
