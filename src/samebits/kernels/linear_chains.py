@@ -20,7 +20,7 @@ _RING_SLABS = 4  # kRing
 _TURN = 2 * _RING_SLABS  # kTurn: stages that are decoded at once
 _OPENING = 4  # stages in whose time a chunk is opened, about
 _LIST_WORDS = 101  # kListBytes, and a flag, of a warp
-_MAX_PIECES = 1 << 16  # of a block; csrc: Walk
+_MAX_PIECES = (1 << 16) - 1  # of a block; csrc: Walk
 _SCHEDULERS = 4  # of a multiprocessor
 
 
