@@ -11,19 +11,21 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numba import njit
 
-from samebits.codecs.loops import HEAD_WORDS, U64, chunk_extent, spread_bytes
+from samebits.codecs.loops import HEAD_WORDS, U64, chunk_extent
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Room = tuple[
-        NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint16], NDArray[np.int64], NDArray[np.uint64]
+        NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint16], NDArray[np.uint32], NDArray[np.uint32],
+        NDArray[np.int64], NDArray[np.uint64],
     ]  # fmt: skip
 
 SLACK = 512 * 13 // 32 + 4
 _FIELDS = U64(0x7F807F807F807F80)
 _WRAP = U64(0x8000800080008000)
 _EACH = U64(0x0001000100010001)
+_SIGNS = np.uint32(0x80808080)
 _LOW = U64(1)
 
 
@@ -75,12 +77,14 @@ def _chunk_of(word: int, columns: int, stages: int, chunk_stages: int) -> int:
 
 @njit(cache=True, nogil=True)
 def _room(chunk_stages: int) -> Room:
-    """For one chunk: its words; its top7 values or exponents, four bytes per quad; the words of a stage; where streams
-    start; what takes the shifts of a row group off."""
+    """For one chunk: its words; its top7 values or exponents, four bytes per quad; a stage's words, their lower and upper
+    bytes; where streams start; what takes the shifts of a row group off."""
     return (
         np.empty(1 + 128 * chunk_stages + SLACK, np.uint32),
         np.empty(chunk_stages * 128, np.uint32),
         np.empty(8 * 64, np.uint16),
+        np.empty(128, np.uint32),
+        np.empty(128, np.uint32),
         np.empty(64, np.int64),
         np.empty(8, np.uint64),
     )
@@ -94,7 +98,7 @@ def _decode_chunk(
     room: Room,
 ) -> None:  # fmt: skip
     """Of a chunk what lies in ``output``: the tensor's words from ``begin`` on."""
-    buffer, tops, row_words, starts, changes = room
+    buffer, tops, row_words, low, high, starts, changes = room
     row_groups, stages = (rows + 7) // 8, (columns + 63) // 64
     group, groups, stage_from, stage_count = chunk_extent(chunk, row_groups, stages, chunk_stages)
     size = min(np.int64(offsets[chunk + 1]) - np.int64(offsets[chunk]), buffer.size - SLACK)
@@ -111,7 +115,7 @@ def _decode_chunk(
             shift = np.int64(shifts[min(8 * row_group + r, shifts.size - 1)])
             changes[r] = U64((-shift & 255) << 7) * _EACH
         for s in range(stage_from, stage_from + stage_count):
-            _assemble(row_words, tops, stage, planes, row_group, s, stages, quad, changes)
+            _assemble(row_words, tops, stage, planes, row_group, s, stages, quad, changes, low, high)
             _store(output, begin, row_words, rows, columns, 8 * row_group, 64 * s)
             stage += 1
 
@@ -242,25 +246,29 @@ def _apply_patches(buffer: NDArray[np.uint32], first: int, last: int, stages: in
 @njit(cache=True, nogil=True)
 def _assemble(
     row_words: NDArray[np.uint16], tops: NDArray[np.uint32], stage: int, planes: NDArray[np.uint32], row_group: int,
-    s: int, stages: int, quad: bool, changes: NDArray[np.uint64],
+    s: int, stages: int, quad: bool, changes: NDArray[np.uint64], low: NDArray[np.uint32], high: NDArray[np.uint32],
 ) -> None:  # fmt: skip
     """The words of one stage, 8 rows of 64, from top7 (or exponents), raw bytes and signs (FORMAT.md section 5)."""
     slab = row_group * (stages // 2 * 288 + stages % 2 * 160) + (s >> 1) * 288
     raw = slab + 32 + 128 * (s & 1) if quad else (row_group * stages + s) * 128
-    out = row_words.view(np.uint64)
     for lane in range(32):
-        sign = U64(planes[slab + lane]) << U64(4 * (s & 1)) if quad else U64(0)
+        sign = planes[slab + lane] << np.uint32(4 * (s & 1)) if quad else np.uint32(0)
         for step in range(4):
-            low = U64(planes[raw + 4 * lane + step])
-            top = U64(tops[128 * stage + 4 * lane + step])
-            if quad:
-                high = top | ((sign << U64(step)) & U64(0x80808080))
-                word = spread_bytes(low) | spread_bytes(high) << U64(8)
-            else:
-                spread = spread_bytes(low)
-                word = (spread & U64(0x007F007F007F007F)) | (spread & U64(0x0080008000800080)) << U64(8)
-                word |= spread_bytes(top) << U64(7)
-            out[16 * (lane >> 2) + 4 * step + (lane & 3)] = _unshift(word, changes[lane >> 2])
+            place = 16 * (lane >> 2) + 4 * step + (lane & 3)  # in the order of rows and columns
+            low[place] = planes[raw + 4 * lane + step]
+            high[place] = tops[128 * stage + 4 * lane + step] | (sign << np.uint32(step)) & _SIGNS
+    lows, highs = low.view(np.uint8), high.view(np.uint8)
+    if quad:
+        for i in range(512):  # these loops are for vector units
+            row_words[i] = np.uint16(lows[i]) | np.uint16(highs[i]) << 8
+    else:
+        for i in range(512):
+            row_words[i] = np.uint16(lows[i] & 0x7F) | np.uint16(lows[i] & 0x80) << 8 | np.uint16(highs[i]) << 7
+    quads = row_words.view(np.uint64)
+    for r in range(8):
+        change = changes[r]
+        for i in range(16 * r, 16 * r + 16):
+            quads[i] = _unshift(quads[i], change)
 
 
 @njit(cache=True, nogil=True)

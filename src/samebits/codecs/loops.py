@@ -60,13 +60,6 @@ def pack_bytes(fields: int) -> int:
 
 
 @njit(cache=True, nogil=True, inline="always")
-def spread_bytes(packed: int) -> int:
-    """The inverse of pack_bytes."""
-    wide = (packed | (packed << U64(16))) & U64(0x0000FFFF0000FFFF)
-    return (wide | (wide << U64(8))) & _LOW_BYTES
-
-
-@njit(cache=True, nogil=True, inline="always")
 def classify(quad: int, window: int) -> int:
     """The quad's classes in bits 0-2 of each field; other bits are set in fields that lie outside the window."""
     return (((quad >> U64(8)) & _TOP7) + (_INSIDE - U64(window) * _ONES)) ^ _INSIDE
