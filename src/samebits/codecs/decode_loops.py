@@ -77,8 +77,8 @@ def _chunk_of(word: int, columns: int, stages: int, chunk_stages: int) -> int:
 
 @njit(cache=True, nogil=True)
 def _room(chunk_stages: int) -> Room:
-    """For one chunk: its words; its top7 values or exponents, four bytes per quad; a stage's words, their lower and upper
-    bytes; where streams start; what takes the shifts of a row group off."""
+    """For one chunk: its words; its top7 values or exponents, four bytes per quad; a stage's words, their lower and
+    upper bytes; where streams start; what takes the shifts of a row group off."""
     return (
         np.empty(1 + 128 * chunk_stages + SLACK, np.uint32),
         np.empty(chunk_stages * 128, np.uint32),
