@@ -504,11 +504,9 @@ __device__ __forceinline__ void decode_and_multiply(const Block<Way>& block, int
     u32 scale_ahead[Way::groups];
     u32 patched[Way::groups];            // stages that have patches, a bit each; see `complete`
     u32 opening = 0, chunks = 0;         // opening: shared address; chunks: that were opened
-    int chunk_stages = 0;
-    auto open_chunk = [&](int first_stage) {
+    auto open_chunk = [&] {
         const u32 side = chunks & 1;
         opening = block.at.openings + (2 * warp + side) * (Way::groups * kOpeningBytes);
-        chunk_stages = min(kChunkStages, block.geometry.stages - first_stage);
         await(block.at.ready + 16 * warp + 8 * side, chunks >> 1 & 1);
         ++chunks;
 #pragma unroll
@@ -580,8 +578,8 @@ __device__ __forceinline__ void decode_and_multiply(const Block<Way>& block, int
         pairs.advance(slots);
     };
 
-    auto begin_chunk = [&](int first_stage) {
-        open_chunk(first_stage);
+    auto begin_chunk = [&] {
+        open_chunk();
         begin();
         go_on();
         open_pair();
@@ -589,7 +587,7 @@ __device__ __forceinline__ void decode_and_multiply(const Block<Way>& block, int
     };
 
     if (!block.units.has(block.units.first())) return;
-    if (opens_ahead) begin_chunk(first_chunk(block.units.at(block.units.first())) * kChunkStages);
+    if (opens_ahead) begin_chunk();
     bool x_is_there = Way::wgmma && test(block.at.x_full + 8 * x.slot, x.parity);
 #pragma unroll 1
     for (int index = block.units.first(); block.units.has(index);) {
@@ -602,7 +600,7 @@ __device__ __forceinline__ void decode_and_multiply(const Block<Way>& block, int
             for (int i = 0; i < count; ++i) sums[i] = 0;
 #pragma unroll 1
         for (int from = first_chunk(unit) * kChunkStages; from < unit.last; from += kChunkStages) {
-            if (!opens_ahead) begin_chunk(from);
+            if (!opens_ahead) begin_chunk();
 #pragma unroll
             for (int i = 0; i < Way::groups; ++i) scale[i] = scale_ahead[i];
             const bool ends = from + kChunkStages >= unit.last, more = !ends || block.units.has(index);
@@ -623,7 +621,7 @@ __device__ __forceinline__ void decode_and_multiply(const Block<Way>& block, int
                     if (opens_ahead && last) {
                         leave_chunk();
                         if (more) {
-                            open_chunk(ends ? first_chunk(block.units.at(index)) * kChunkStages : from + kChunkStages);
+                            open_chunk();
 #pragma unroll
                             for (int i = 0; i < Way::groups; ++i) patched[i] <<= 1 + half;
                             behind = 0;
