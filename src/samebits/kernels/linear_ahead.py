@@ -7,7 +7,6 @@ from itertools import accumulate
 
 from samebits.format.geometry import SIGN_BYTES, STAGE, STAGE_WORDS
 from samebits.format.packed import Header
-from samebits.kernels import nvrtc
 from samebits.kernels.linear_job import CHUNK_STAGES, LANES, MAX_TOKENS, OCTET, JobFields, Launch, Planner, shares
 
 _MAX_LINES = 11  # of a block; with more, other kernels are faster
@@ -26,10 +25,8 @@ def ahead(headers: tuple[Header, ...], m: int, splits: tuple[int, ...], device: 
     """One launch for one tensor or several, with as many warps as rings leave memory for; None as launch_of."""
     if m > MAX_TOKENS:
         return None
-    row_groups, multiprocessors = [header.geometry.row_groups for header in headers], nvrtc.multiprocessors(device)
     stages = [header.geometry.stages for header in headers]
-    alone = [min(*row_groups, multiprocessors)] if len(headers) == 1 else None
-    blocks = alone or shares(row_groups, stages, multiprocessors)
+    blocks = shares(headers, stages, device)
     if blocks is None:
         return None
     planners = [_Planner(*each, m, device) for each in zip(headers, splits, blocks, strict=True)]

@@ -10,7 +10,6 @@ from itertools import accumulate, chain, pairwise
 
 from samebits.format.geometry import SLAB_BYTES
 from samebits.format.packed import Header
-from samebits.kernels import nvrtc
 from samebits.kernels.linear_job import CHUNK_STAGES, MAX_TOKENS, OCTET, JobFields, Launch, Planner, shares
 from samebits.kernels.structures import WALKS
 
@@ -45,11 +44,9 @@ def chains(
     """One launch for one tensor or several, with as many warps as have chains and find room; None as launch_of."""
     if m > MAX_TOKENS:
         return None
-    row_groups, multiprocessors = [header.geometry.row_groups for header in headers], nvrtc.multiprocessors(device)
     stages = [_Planner(header, split, 1, m, device, shared_x).stages_of_row_group
               for header, split in zip(headers, splits, strict=True)]  # fmt: skip
-    alone = [min(*row_groups, multiprocessors)] if len(headers) == 1 else None
-    blocks = alone or shares(row_groups, stages, multiprocessors)
+    blocks = shares(headers, stages, device)
     if blocks is None:
         return None
     planners = [_Planner(*each, m, device, shared_x) for each in zip(headers, splits, blocks, strict=True)]

@@ -99,13 +99,17 @@ class Launch:
         return LANES * self.warps
 
 
-def shares(row_groups: Sequence[int], stages: Sequence[int], multiprocessors: int) -> list[int] | None:
-    """Blocks of each tensor, so that the most stages of a block are as few as can be; None if there are too few.
+def shares(headers: Sequence[Header], stages: Sequence[int], device: int) -> list[int] | None:
+    """Blocks of each tensor of one launch, at most one for each multiprocessor; None if these are too few.
+
+    One tensor has all of them; several have theirs so that the most stages of a block are as few as can be.
 
     Args:
-        row_groups: of each tensor.
-        stages: that are decoded for one of them.
+        stages: that are decoded for a row group of each.
     """
+    row_groups, multiprocessors = [header.geometry.row_groups for header in headers], nvrtc.multiprocessors(device)
+    if len(headers) == 1:
+        return [min(row_groups[0], multiprocessors)]
     pairs = list(zip(row_groups, stages, strict=True))
 
     def blocks(most: int) -> list[int]:
