@@ -163,6 +163,18 @@ def test_many_chunks_of_a_warp() -> None:
     assert assert_all_alike(weight.cuda(), packed, 8, (1, 5)) >= 4
 
 
+def test_walks_that_begin_with_a_short_piece() -> None:
+    """Their second chunk is opened a turn after the first: its streams must have come from memory, which takes long."""
+    rows, columns, tokens = 132 * 8 * 65, 1024, 2
+    weight, x = weight_of("normal", rows, columns), inputs(tokens, columns, 0)
+    packed = samebits.encode(weight).to("cuda")
+    expected = plain_linear(x, weight.cuda(), None, 2)
+    for variant in variants(packed.header, tokens, 2):
+        for _ in range(20):
+            y = fused_linear(x, packed, None, LinearPlan(2, variant))
+            assert first_difference(y, expected) is None, f"variant {variant}"
+
+
 @pytest.mark.parametrize("place", [0, -1])
 @pytest.mark.parametrize("tokens", [1, 16, 48, 200])
 def test_streams_and_graphs(tokens: int, place: int) -> None:

@@ -193,7 +193,8 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
     // The first piece's first stage.
     copy_wait<kRing + 1>();             // the streams
     open_staged(piece.x, 1);
-    copy_wait<kRing - 1>();             // its own part of table and x, and the first slab
+    copy_commit();                      // a group of its own: a first piece of one turn has the second opened before the loop's are waited for
+    copy_wait<kRing>();                 // its own part of table and x, and the first slab
     __syncthreads();
     begun = chunk.begin(base, byte_mask);
     upper[0] = chunk.go_on(begun, base, byte_mask);
