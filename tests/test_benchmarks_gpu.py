@@ -199,10 +199,10 @@ def one_launch(monkeypatch: pytest.MonkeyPatch, flaw: int = 1) -> None:
 
     def product(x: torch.Tensor, packed: samebits.PackedTensor, bias: torch.Tensor | None) -> torch.Tensor:
         if packed.shape[0] == 64:
-            linear.together.JointProducts(a_launch)(x, bias, list)
+            linear.together.Products(a_launch)(x, bias, list)
         return F.linear(x, samebits.decode(packed), bias) * flaw
 
-    monkeypatch.setattr(linear.together.JointProducts, "__call__", lambda self, x, bias, operands: [])
+    monkeypatch.setattr(linear.together.Products, "__call__", lambda self, x, bias, operands: [])
     monkeypatch.setattr(packed_module, "_is_plain", lambda tensor: True)
     monkeypatch.setattr(packed_module, "linear_of_module", product)
 

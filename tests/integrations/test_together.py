@@ -47,7 +47,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return [F.linear(x, samebits.decode(packed), b) for packed, b, _ in (first._replace(bias=bias), *others)]
 
     monkeypatch.setattr(together, "fused_linear", fused_linear)
-    monkeypatch.setattr(together, "JointProducts", lambda launch: products)
+    monkeypatch.setattr(together, "Products", lambda launch: products)
     for name, result in (("is_supported", True), ("is_launchable", True), ("launch_together", "a launch")):
         monkeypatch.setattr(together, name, lambda *arguments, result=result: result)
     monkeypatch.setattr(dispatch, "_plan", lambda key, packed, device: PLAN)

@@ -12,9 +12,9 @@ import torch
 import samebits
 from samebits.format.packed import PackedTensor
 from samebits.kernels import linear, linear_job, nvrtc
-from samebits.kernels.linear import JointProducts, LinearPlan, Operands, fused_linear, fused_linears
+from samebits.kernels.linear import LinearPlan, Operands, Products, fused_linear, fused_linears
 from samebits.kernels.residents import resident
-from samebits.kernels.structures import ArrangementStructure, JobStructure, ProductStructure, TogetherStructure
+from samebits.kernels.structures import ArrangementStructure, JobStructure, TogetherStructure
 
 Launch = SimpleNamespace
 
@@ -24,20 +24,18 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     """Launches of the fused product so far, on a CPU that is taken for an H200."""
     seen: list[Launch] = []
 
-    def launcher(function: Any, grid: int, threads: int, shared: int, stream: int, early: bool) -> Any:
-        def start(pointers: int, extra: int) -> tuple[int]:
-            product = ProductStructure.from_buffer_copy(
-                ProductStructure.from_address(ctypes.c_void_p.from_address(pointers).value or 0)
-            )
+    def launcher(function: Any, grid: int, threads: int, shared: int, stream: int, early: bool, device: int) -> Any:
+        def start(pointers: int) -> None:
+            address = ctypes.c_void_p.from_address(pointers).value or 0  # of a thread's room for any argument
+            told = TogetherStructure.from_buffer_copy(TogetherStructure.from_address(address))
             seen.append(Launch(function=function, grid=grid, threads=threads, stream=stream, early=early,
-                               geometry=product.geometry, packed=product.packed, job=product.job))  # fmt: skip
-            return (0,)
+                               together=told, geometry=told.products[0].geometry, packed=told.products[0].packed,
+                               job=told.products[0].job))  # fmt: skip
 
         return start
 
-    monkeypatch.setattr(nvrtc, "_launcher", launcher)
+    monkeypatch.setattr(nvrtc, "launcher", launcher)
     monkeypatch.setattr(nvrtc, "kernel", lambda file, name, device: name)
-    monkeypatch.setattr(nvrtc, "_starts_early", lambda device: True)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -90,19 +88,8 @@ def test_only_settled_bytes_start_early(launches: list[Launch]) -> None:
     assert [launch.early for launch in launches] == [False, True, True, False]
 
 
-def test_several_weights_in_one_launch(monkeypatch: pytest.MonkeyPatch, launches: list[Launch]) -> None:
+def test_several_weights_in_one_launch(launches: list[Launch]) -> None:
     """Each with its own addresses and blocks; those that there are not lie behind the grid."""
-    seen: list[TogetherStructure] = []
-
-    def launcher(function: Any, grid: int, threads: int, shared: int, stream: int, early: bool) -> Any:
-        def start(pointers: int, extra: int) -> tuple[int]:
-            address = ctypes.c_void_p.from_address(pointers).value or 0
-            seen.append(TogetherStructure.from_buffer_copy(TogetherStructure.from_address(address)))
-            return (0,)
-
-        return start
-
-    monkeypatch.setattr(nvrtc, "_launcher", launcher)
     jobs = tuple((*JOB[:7], first, *JOB[8:]) for first in (0, 40, 90))
     launch = linear_job.Launch("f.cu", "kernel", grid=132, warps=16, shared_bytes=1000, jobs=jobs)
     bias, matrices = torch.zeros(64, dtype=torch.bfloat16), [packed_matrix(seed) for seed in range(3)]
@@ -110,7 +97,7 @@ def test_several_weights_in_one_launch(monkeypatch: pytest.MonkeyPatch, launches
     for shape in ((2, 1024), (2, 1, 1024)):
         x = torch.zeros(shape, dtype=torch.bfloat16)
         made = fused_linears(x, operands, launch)
-        products = seen[-1].products
+        products = launches[-1].together.products
         for y, (packed, b, _), product, first in zip(made, operands, products, (0, 40, 90), strict=False):
             assert y.shape == (*shape[:-1], 64)
             assert (product.packed.data, product.job.x, product.job.y) == (
@@ -125,24 +112,18 @@ def test_several_weights_in_one_launch(monkeypatch: pytest.MonkeyPatch, launches
 
 def test_what_stays_is_told_once(monkeypatch: pytest.MonkeyPatch, launches: list[Launch]) -> None:
     """From the third call on without looking at the weights; every byte is as if it were told anew."""
-    seen: list[tuple[TogetherStructure, bool]] = []
-
-    def launch(function: str, grid: int, threads: int, shared: int, argument: ctypes.Structure, *, early: bool) -> None:
-        assert isinstance(argument, TogetherStructure)
-        seen.append((argument, early))
 
     def has_table(packed: PackedTensor) -> None:
         kept = resident(packed.data)
         assert kept
         kept.has_table = True
 
-    monkeypatch.setattr(nvrtc, "launch", launch)
     monkeypatch.setattr(linear, "decode_table", has_table)
     joint = linear_job.Launch("f.cu", "kernel", 132, 8, 1000, (JOB, (*reversed(JOB[:-1]), JOB[-1]), JOB))
     biases = [torch.zeros(64, dtype=torch.bfloat16) for _ in range(2)]
     operands = [Operands(packed_matrix(seed), bias, LinearPlan(2)) for seed, bias in enumerate((*biases, None), 20)]
     asked: list[list[Operands]] = []
-    products = JointProducts(joint)
+    products = Products(joint)
     for number in range(4):
         x, bias = torch.zeros(1, number + 1, 1024, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.bfloat16)
         first = operands[0]._replace(bias=bias)
@@ -154,11 +135,11 @@ def test_what_stays_is_told_once(monkeypatch: pytest.MonkeyPatch, launches: list
 
         made = products(x, bias, ask)
         fused_linears(x, every, joint)
-        (told, early), (anew, _) = seen[-2:]
-        assert early == (number > 0)
-        for product, y in zip(anew.products, made, strict=False):
+        told, anew = launches[-2:]
+        assert told.early == (number > 0)
+        for product, y in zip(anew.together.products, made, strict=False):
             product.job.y = y.data_ptr()
-        assert bytes(told) == bytes(anew)
+        assert bytes(told.together) == bytes(anew.together)
     assert len(asked) == 2
 
 
@@ -168,22 +149,18 @@ def test_x_is_arranged_before_a_product(monkeypatch: pytest.MonkeyPatch, launche
     arrangements: list[ArrangementStructure] = []
 
     def launch(function: str, grid: int, threads: int, shared: int, argument: ctypes.Structure, *, early: bool) -> None:
-        if function == "arrange":
-            assert isinstance(argument, ArrangementStructure)
-            assert (grid, threads, shared, early) == (3, prepared.threads, 0, True)
-            arrangements.append(argument)
-        else:
-            seen.append(argument)
+        assert isinstance(argument, ArrangementStructure)
+        assert (function, grid, threads, shared, early) == ("arrange", 3, prepared.threads, 0, True)
+        arrangements.append(argument)
 
-    seen: list[Any] = []
     monkeypatch.setattr(nvrtc, "launch", launch)
     x, matrices = torch.zeros(5, 1024, dtype=torch.bfloat16), [packed_matrix(seed) for seed in range(3)]
     joint = linear_job.Launch("f.cu", "kernel", 132, 8, 1000, (JOB, JOB, JOB), prepared)
     fused_linears(x, [Operands(packed, None, LinearPlan(2)) for packed in matrices], joint)
-    [arranged], [together] = arrangements, seen
+    [arranged], [launched] = arrangements, launches
     assert (arranged.x, arranged.tokens, arranged.columns) == (x.data_ptr(), 5, 1024)
     assert (arranged.wide, arranged.part_steps, arranged.done_count) == (8, 4, 8)
-    jobs = [product.job for product in together.products[:3]]
+    jobs = [product.job for product in launched.together.products[:3]]
     assert {job.x for job in jobs} == {arranged.arranged}
     assert arranged.arranged % 16 == 0
     parts = arranged.arranged + (1 << 14)
@@ -194,7 +171,7 @@ def test_x_is_arranged_before_a_product(monkeypatch: pytest.MonkeyPatch, launche
     single = linear_job.Launch("f.cu", "kernel", 132, 8, 1000, (JOB,), prepared)
     monkeypatch.setattr(linear, "nearest_launch", lambda *arguments: single)
     fused_linear(x, matrices[0], None, LinearPlan(1))
-    assert seen[1].job.x == arrangements[1].arranged
+    assert launches[1].job.x == arrangements[1].arranged
     assert arrangements[1].done_count == 0
 
 
@@ -207,7 +184,7 @@ def test_x_as_it_is_with_memory_for_sums(monkeypatch: pytest.MonkeyPatch, launch
     x, matrix = torch.zeros(4, 1024, dtype=torch.bfloat16), packed_matrix(0)
     launch = linear_job.Launch("f.cu", "kernel", 132, 8, 1000, (JOB,), prepared)
     fused_linear(x, matrix, None, LinearPlan(2))
-    ready, product = seen
+    [ready], [product] = seen, launches
     assert (ready.tokens, ready.done_count) == (0, 6)
     assert product.job.x == x.data_ptr()
     assert product.job.done == ready.done == product.job.parts + 4096

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import samebits
-from samebits.kernels.linear import JointProducts, Operands, is_supported
+from samebits.kernels.linear import Operands, Products, is_supported
 from samebits.kernels.ops import fields_of
 from samebits.plans import dispatch, planner, together
 from samebits.plans.environment import Environment
@@ -210,7 +210,7 @@ def test_products_of_one_input_together(tokens: int, monkeypatch: pytest.MonkeyP
     """As a layer of attention asks for them, also in a CUDA graph that is replayed with other inputs."""
     joint: list[int] = []
 
-    class Counted(JointProducts):
+    class Counted(Products):
         def __call__(
             self, x: torch.Tensor, bias: torch.Tensor | None, operands: Callable[[], Sequence[Operands]]
         ) -> list[torch.Tensor]:
@@ -218,7 +218,7 @@ def test_products_of_one_input_together(tokens: int, monkeypatch: pytest.MonkeyP
             joint.append(len(made))
             return made
 
-    monkeypatch.setattr(together, "JointProducts", Counted)
+    monkeypatch.setattr(together, "Products", Counted)
     weights = [Probe.make(rows, COLUMNS, torch.device("cuda"), rows).weight for rows in (4096, 1024, 1024)]
     layers = nn.ModuleList([_layer(weight) for weight in weights])
     samebits.compress(layers)

@@ -34,8 +34,9 @@ def _fresh_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def forget() -> None:
-    for remembered in (environment.variables, environment._getters, environment._described):
+    for remembered in (environment.variables, environment._getters):
         remembered.cache_clear()
+    environment._last = ((), None)
 
 
 def key(x: torch.Tensor, bias: torch.Tensor | None = None) -> PlanKey | None:

@@ -38,7 +38,7 @@ class Layers:
         self.joint: list[int] = []  # products of each launch of several
 
     def joint_products(self, launch: object) -> Callable[..., list[torch.Tensor]]:
-        """In place of JointProducts; holds none of the weights, as that does not."""
+        """In place of Products; holds none of the weights, as that does not."""
         gpu, joint = self.gpu, self.joint
 
         def products(
@@ -80,7 +80,7 @@ def where(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def layers(gpu: FakeGpu, where: list[int], monkeypatch: pytest.MonkeyPatch) -> Layers:
     made = Layers(gpu)
     monkeypatch.setattr(together, "fused_linear", gpu.fused_linear)
-    monkeypatch.setattr(together, "JointProducts", made.joint_products)
+    monkeypatch.setattr(together, "Products", made.joint_products)
     monkeypatch.setattr(together, "is_supported", is_supported)
     monkeypatch.setattr(together, "is_launchable", lambda header, m, plan, device: is_supported(header, m, device))
     monkeypatch.setattr(together, "launch_together", lambda operands, m, variant, device: "a launch")

@@ -8,6 +8,7 @@ order, with a number of ranges that depends on the shape and on much else (see s
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,7 +22,7 @@ from samebits.format.packed import Header, PackedTensor
 from samebits.kernels import nvrtc
 from samebits.kernels.linear_job import CHUNK_STAGES, Arrangement, Launch
 from samebits.kernels.linear_launch import VARIANTS, joint_launch, launch_of, max_tokens, nearest_launch
-from samebits.kernels.residents import Resident, resident
+from samebits.kernels.residents import resident
 from samebits.kernels.structures import (
     ArrangementStructure,
     GeometryStructure,
@@ -90,21 +91,16 @@ def fused_linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | Non
     Raises:
         DeviceError: the plan does not fit on the device, or the kernel cannot be built or launched.
     """
-    device, columns = x.get_device(), x.shape[-1]
-    launch = nearest_launch(packed.header, x.numel() // columns, plan.split, plan.variant, device)
-    if launch is None:
-        raise DeviceError(f"{plan} does not fit on this device", mend="ask is_launchable first")
-    with nvrtc.on_device(device):
-        kept = resident(packed.data)
-        early = kept is not None and kept.settle()
-        product = ProductStructure.from_buffer_copy(_product(packed, kept, launch, 0))
-        y = _addressed(product.job, x, packed.header.shape[0])
-        if bias is not None:
-            product.job.bias = bias.data_ptr()
-        if launch.arrangement:
-            _arrange(x, [product.job], launch.arrangement)
-        _start(launch, product, device, early)
-    return y
+    kept, call = resident(packed.data), (packed.header, x.numel() // x.shape[-1], plan)
+    products = kept.products.get(call) if kept else None
+    if products is None:
+        launch = nearest_launch(*call[:2], plan.split, plan.variant, x.get_device())
+        if launch is None:
+            raise DeviceError(f"{plan} does not fit on this device", mend="ask is_launchable first")
+        products = Products(launch)
+        if kept:
+            kept.products[call] = products
+    return products(x, bias, lambda: (Operands(packed, bias, plan),))[0]
 
 
 class Operands(NamedTuple):
@@ -125,8 +121,22 @@ def launch_together(operands: Sequence[Operands], m: int, variant: int, device: 
     return joint_launch(headers, m, tuple(each.plan.split for each in operands), variant, device)
 
 
-class JointProducts:
-    """Products of one input with several weights, in the launch that ``launch_together`` gave for these.
+class _Argument(threading.local):
+    """Room for the argument of a thread's next launch."""
+
+    def __init__(self) -> None:
+        self._together = TogetherStructure()
+        self._pointer = ctypes.c_void_p(ctypes.addressof(self._together))
+        self.pointers = ctypes.addressof(self._pointer)  # as the driver takes it
+        self.bytes = memoryview(self._together).cast("B")
+        self.jobs = [product.job for product in self._together.products]
+
+
+_argument = _Argument()
+
+
+class Products:
+    """Products of one input with one weight or several, by one launch.
 
     What the kernel is told of the weights is made once: whoever calls it again makes sure that their bytes have not
     changed since, nor any bias but the first, and holds them until it returns.
@@ -134,7 +144,9 @@ class JointProducts:
 
     def __init__(self, launch: Launch) -> None:
         self.launch = launch
-        self._told: TogetherStructure | None = None  # without the addresses of x and y
+        self._told: bytes | None = None  # without the addresses of x and y
+        self._rows: list[int] = []
+        self._launchers: dict[tuple[int, bool], Callable[[int], None]] = {}  # by stream, and whether it starts early
 
     def __call__(
         self, x: torch.Tensor, bias: torch.Tensor | None, operands: Callable[[], Sequence[Operands]]
@@ -150,31 +162,47 @@ class JointProducts:
         """
         device = x.get_device()
         with nvrtc.on_device(device):
-            if self._told:
-                together, early = TogetherStructure.from_buffer_copy(self._told), True
-            else:
-                together, early = self._tell(operands())
-            jobs = [together.products[i].job for i in range(len(self.launch.jobs))]
-            made = [_addressed(job, x, together.products[i].geometry.rows) for i, job in enumerate(jobs)]
+            told, early = (self._told, True) if self._told else self._tell(operands())
+            leading, address, argument = x.shape[:-1], x.data_ptr(), _argument
+            made = [x.new_empty((*leading, rows)) for rows in self._rows]
+            argument.bytes[: len(told)] = told
+            for job, y in zip(argument.jobs, made, strict=False):
+                job.x, job.y = address, y.data_ptr()
             if bias is not None:
-                jobs[0].bias = bias.data_ptr()
+                argument.jobs[0].bias = bias.data_ptr()
             if self.launch.arrangement:
-                _arrange(x, jobs, self.launch.arrangement)
-            _start(self.launch, together, device, early)
+                _arrange(x, argument.jobs[: len(made)], self.launch.arrangement)
+            stream = nvrtc.current_stream(device)
+            launcher = self._launchers.get((stream, early)) or self._launcher(stream, early, device)
+            launcher(argument.pointers)
         return made
 
-    def _tell(self, operands: Sequence[Operands]) -> tuple[TogetherStructure, bool]:
+    def _tell(self, operands: Sequence[Operands]) -> tuple[bytes, bool]:
         """And whether the launch may start early; from then on all of it stays."""
         kept = [resident(packed.data) for packed, _, _ in operands]
         early = [each is not None and each.settle() for each in kept]
-        together = TogetherStructure.of(
-            [_product(packed, kept[i], self.launch, i) for i, (packed, _, _) in enumerate(operands)]
-        )
-        for product, (_, bias, _) in zip(together.products, operands, strict=False):
-            product.job.bias = None if bias is None else bias.data_ptr()
+        products = []
+        for number, ((packed, bias, _), job) in enumerate(zip(operands, self.launch.jobs, strict=True)):
+            table, address = decode_table(packed), bias.data_ptr() if number and bias is not None else None
+            products.append(
+                ProductStructure(
+                    GeometryStructure.of(packed.header.geometry),
+                    PackedStructure.of(packed, table),
+                    JobStructure(None, address, None, None, None, *job),
+                )
+            )
+        told = bytes(products[0] if len(products) == 1 else TogetherStructure.of(products))
+        self._rows = [packed.header.shape[0] for packed, _, _ in operands]
         if all(early) and all(each and each.has_table for each in kept):
-            self._told = TogetherStructure.from_buffer_copy(together)
-        return together, all(early)
+            self._told = told
+        return told, all(early)
+
+    def _launcher(self, stream: int, early: bool, device: int) -> Callable[[int], None]:
+        launch = self.launch
+        function = nvrtc.kernel(launch.file, launch.name, device)
+        found = nvrtc.launcher(function, launch.grid, launch.threads, launch.shared_bytes, stream, early, device)
+        self._launchers[stream, early] = found
+        return found
 
 
 def fused_linears(x: torch.Tensor, operands: Sequence[Operands], launch: Launch) -> list[torch.Tensor]:
@@ -183,29 +211,7 @@ def fused_linears(x: torch.Tensor, operands: Sequence[Operands], launch: Launch)
     Raises:
         DeviceError: the kernel cannot be built or launched.
     """
-    return JointProducts(launch)(x, operands[0].bias, lambda: operands)
-
-
-def _product(packed: PackedTensor, kept: Resident | None, launch: Launch, number: int) -> ProductStructure:
-    """Of a launch's product of that number, without the job's addresses; to be copied."""
-    if kept and (launch, number) in kept.products:
-        return kept.products[launch, number]
-    table = decode_table(packed)
-    product = ProductStructure(
-        GeometryStructure.of(packed.header.geometry),
-        PackedStructure.of(packed, table),
-        JobStructure(None, None, None, None, None, *launch.jobs[number]),
-    )
-    if kept and kept.has_table:
-        kept.products[launch, number] = product
-    return product
-
-
-def _addressed(job: JobStructure, x: torch.Tensor, rows: int) -> torch.Tensor:
-    """Tells a job where x and its result are; returns memory for that."""
-    y = torch.empty((*x.shape[:-1], rows), dtype=torch.bfloat16, device=x.device)
-    job.x, job.y = x.data_ptr(), y.data_ptr()
-    return y
+    return Products(launch)(x, operands[0].bias, lambda: operands)
 
 
 def _arrange(x: torch.Tensor, jobs: Sequence[JobStructure], arrangement: Arrangement) -> None:
@@ -227,8 +233,3 @@ def _arrangement(to: Arrangement) -> tuple[ArrangementStructure, int]:
     """Without addresses, to be copied; and the kernel's grid."""
     structure = ArrangementStructure(None, None, None, sum(to.meetings), to.tokens, to.columns, to.wide, to.part_steps)
     return structure, to.grid
-
-
-def _start(launch: Launch, argument: ctypes.Structure, device: int, early: bool) -> None:
-    function = nvrtc.kernel(launch.file, launch.name, device)
-    nvrtc.launch(function, launch.grid, launch.threads, launch.shared_bytes, argument, early=early)

@@ -127,7 +127,7 @@ class Where(NamedTuple):
 
 def where(device: int) -> Where:
     """Of a launch now on torch's current stream of a device."""
-    stream = torch._C._cuda_getCurrentRawStream(device)
+    stream = current_stream(device)
     return Where(stream, _capture(stream) if torch.cuda.is_current_stream_capturing() else 0)
 
 
@@ -168,14 +168,29 @@ def launch(
             itself before it touches what that kernel may write or read. Older devices than Hopper cannot.
     """
     device = torch.cuda.current_device()
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    start = _launcher(function, grid, threads, shared, stream, early and _starts_early(device))
     pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
-    _check(start(ctypes.addressof(pointers), 0))
+    launcher(function, grid, threads, shared, current_stream(device), early, device)(ctypes.addressof(pointers))
+
+
+def current_stream(device: int) -> int:
+    """torch's, as the driver knows it."""
+    return int(torch._C._cuda_getCurrentRawStream(device))
 
 
 @lru_cache(maxsize=65536)
-def _launcher(
+def launcher(
+    function: Kernel, grid: int, threads: int, shared: int, stream: int, early: bool, device: int
+) -> Callable[[int], None]:
+    """``launch``, but on a stream, made once: it takes the address of an array of the arguments' addresses."""
+    start = _start(function, grid, threads, shared, stream, early and _starts_early(device))
+
+    def launch(pointers: int) -> None:
+        _check(start(pointers, 0))
+
+    return launch
+
+
+def _start(
     function: Kernel, grid: int, threads: int, shared: int, stream: int, early: bool
 ) -> Callable[[int, int], tuple[Any, ...]]:
     """cuLaunchKernelEx without the last two arguments; its configuration is made once, for that takes longest."""

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-from samebits.kernels.structures import ProductStructure
-
 _residents: dict[int, Resident] = {}  # by id of the tensor
 
 
@@ -44,18 +42,20 @@ class Resident(Bytes):
         is_settled: a kernel was launched on them before; see ``may_start_early``.
         table: the decode table, where they are a packed tensor that has one in memory; see samebits.kernels.tables.
         has_table: whether that was decided.
-        products: what launches of the fused layer are told of them, by launch and number of the product.
+        products: launches of the fused layer for them alone, by header, number of tokens and plan.
+        calls: of the fused layer, by the input's shape; see samebits.plans.dispatch.
         decoders: launches of kernels that decode them, as far as they are always the same.
         followers: what is asked for behind a product of theirs; see samebits.plans.together.
     """
 
-    __slots__ = ("decoders", "followers", "has_changed", "has_table", "is_settled", "products", "table")
+    __slots__ = ("calls", "decoders", "followers", "has_changed", "has_table", "is_settled", "products", "table")
 
     def __init__(self, tensor: torch.Tensor, has_changed: bool) -> None:
         super().__init__(tensor)
         self.has_changed, self.is_settled, self.has_table = has_changed, False, False
         self.table: torch.Tensor | None = None
-        self.products: dict[tuple[Hashable, int], ProductStructure] = {}
+        self.products: dict[Hashable, Any] = {}
+        self.calls: dict[Hashable, Any] = {}
         self.decoders: dict[Hashable, Any] = {}
         self.followers: Any = None
 

@@ -29,6 +29,7 @@ _VARIABLES = re.compile(
 )
 _WORKSPACES = ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE")
 _TUNABLE = "_cuda_tunableop_is_enabled"
+_last: tuple[tuple[Any, ...], str | None] = ((), None)  # what blas_state found, and said
 # Names in torch._C; not every version and build of torch has all of them.
 _SETTINGS = (
     "_get_blas_preferred_backend",
@@ -85,7 +86,11 @@ def variables() -> dict[str, str]:
 
 def blas_state() -> str | None:
     """What may change between two calls, in words; None where no plan can be trusted."""
-    return _described(tuple(map(operator.call, _getters())))
+    global _last
+    values, last = tuple(map(operator.call, _getters())), _last
+    if values != last[0]:
+        last = _last = values, _described(values)
+    return last[1]
 
 
 @cache
@@ -100,7 +105,6 @@ def _names() -> list[str]:
     return [name for name in _SETTINGS if hasattr(torch._C, name)]
 
 
-@cache
 def _described(values: tuple[Any, ...]) -> str | None:
     """None if TunableOp chooses the algorithms, or a workspace was configured anew while another may be in use."""
     settings = dict(zip(_names(), values, strict=False))

@@ -21,9 +21,9 @@ import torch
 from samebits.format.packed import Header, PackedTensor
 from samebits.kernels import nvrtc
 from samebits.kernels.linear import (
-    JointProducts,
     LinearPlan,
     Operands,
+    Products,
     fused_linear,
     is_launchable,
     is_supported,
@@ -75,7 +75,7 @@ class _Choice(NamedTuple):
     header: Header  # of the first
     others: tuple[_Weight, ...]
     plans: tuple[LinearPlan, ...]  # of the others
-    products: JointProducts
+    products: Products
 
     def held(self) -> list[_Held] | None:
         """Of the others, if all are unchanged."""
@@ -230,7 +230,7 @@ def _choose(x: torch.Tensor, first: Operands, key: PlanKey, others: tuple[_Weigh
     if launch is None:
         return None
     plans = tuple(operands.plan for operands in every[1:])
-    return _Choice(first.packed.header, others, plans, JointProducts(launch))
+    return _Choice(first.packed.header, others, plans, Products(launch))
 
 
 def _where(x: torch.Tensor) -> nvrtc.Where:

@@ -131,6 +131,14 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
     let_kernel_behind_start();
     list_pieces(0, kListed);
     copy_commit();
+    __syncwarp();
+    Vec2 piece = load_shared_vec2(listed(0) + 8);
+    Ring ring(buffers + 8 * job.buffer_words, lane);
+    if (pieces > 0) {                   // while the offsets of its streams are on their way
+        ring.point_to(slab_of(piece.x), lane);
+        ring.fetch(0);
+        copy_commit();
+    }
     const Table<true> table(packed, memory, memory + job.table_words);
     copy_commit();
     auto fetch_x = [&] {                // to where the table's entries were
@@ -139,26 +147,22 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
         stage_columns<kind>(job.x, x_shared, job.tokens, geometry.columns, blockDim.x);
         copy_commit();
     };
-    if (int(threadIdx.x) < job.slots + block_warps) store_shared(ready + 4 * threadIdx.x, 0u);
-    for (int i = threadIdx.x + blockDim.x; i < job.slots + block_warps; i += blockDim.x) store_shared(ready + 4 * i, 0u);
+    for (int i = threadIdx.x; i < job.slots + block_warps; i += blockDim.x) store_shared(ready + 4 * i, 0u);
     if (pieces == 0) {
         fetch_x();
         copy_wait<0>();
         __syncthreads();
         return;
     }
-    copy_wait<1>();                     // the list
+    copy_wait<2>();                     // the list
     __syncwarp();
     stage_piece(0, buffers);
     copy_commit();
-    Vec2 piece = load_shared_vec2(listed(0) + 8);
-    Ring ring(buffers + 8 * job.buffer_words, lane);
-    ring.point_to(slab_of(piece.x), lane);
+    fetch_x();                          // the other slabs would keep the streams waiting
 #pragma unroll
-    for (int i = 0; i < kRing; ++i) {
+    for (int i = 1; i < kRing; ++i) {
         ring.fetch(i);
         copy_commit();
-        if (i == 0) fetch_x();          // the other slabs would keep the streams waiting
     }
     ring.go_on();
 
@@ -191,7 +195,7 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
     };
 
     // The first piece's first stage.
-    copy_wait<kRing + 1>();             // the streams
+    copy_wait<kRing>();                 // the streams
     open_staged(piece.x, 1);
     copy_commit();                      // a group of its own: a first piece of one turn has the second opened before the loop's are waited for
     copy_wait<kRing>();                 // its own part of table and x, and the first slab
