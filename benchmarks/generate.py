@@ -4,7 +4,8 @@
     python benchmarks/generate.py --ways compile --batches 1,16 --prompts 128         compiles eight times
     python benchmarks/generate.py --models tiny --device cpu --batches 1 --prompts 16 --name trial
 
-Real configurations, synthetic weights (models.py). One model at a time is in memory. Ways to run:
+Real configurations, synthetic weights (models.py). One model at a time is in memory, on a GPU each form in a process
+of its own: what runs second in a process takes longer, its graphs above all. Ways to run:
 
     eager      a cache that grows, Python for every layer
     graphs     a static cache; samebits.cuda_graphs: the step is one CUDA graph of the model as it is
@@ -42,7 +43,7 @@ import torch
 from transformers import CompileConfig, StaticCache, StoppingCriteria, StoppingCriteriaList
 
 import samebits
-from common import PACKAGES, add_results, cpu_name, significant
+from common import PACKAGES, add_results, cpu_name, in_own_process, significant
 from models import MODELS, build, forget, random_prompt
 from samebits.integrations.transformers_graphs import decoding_steps
 from samebits.verify import repeatable_attention
@@ -120,14 +121,14 @@ class Figures:
         first_token: seconds.
         rate: tokens a second behind the first.
         peak_bytes: on a GPU.
-        tokens: all of them, on the CPU.
+        tokens: all of them, by sequence.
         repeats: whether the first run gave the same tokens; None if there was one run.
     """
 
     first_token: float
     rate: float
     peak_bytes: int | None
-    tokens: torch.Tensor
+    tokens: list[list[int]]
     repeats: bool | None = None
 
 
@@ -150,7 +151,7 @@ def measure(model: Any, setting: Setting, device: str) -> Figures:
     first, *others = clock.intervals()
     rate = setting.batch / statistics.median(others[SETTLED:] or others)
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else None
-    return Figures(first, rate, peak, tokens.cpu(), repeats)
+    return Figures(first, rate, peak, tokens.tolist(), repeats)
 
 
 def _timed(run: Callable[..., torch.Tensor], device: str) -> tuple[Clock, torch.Tensor]:
@@ -158,6 +159,7 @@ def _timed(run: Callable[..., torch.Tensor], device: str) -> tuple[Clock, torch.
     return clock, run(stopping_criteria=StoppingCriteriaList([clock]))
 
 
+@repeatable_attention()
 def measure_all(name: str, settings: list[Setting], device: str, packed: bool, deadline: float) -> list[Figures]:
     """As many settings as there is time for, on one model, which is gone afterwards."""
     start = time.monotonic()
@@ -184,9 +186,10 @@ def measure_all(name: str, settings: list[Setting], device: str, packed: bool, d
 
 def rows(name: str, settings: list[Setting], device: str, seconds: float) -> Iterator[dict[str, Any]]:
     """BF16 first, then compressed, each setting beside the other."""
-    plain = measure_all(name, settings, device, packed=False, deadline=time.monotonic() + BF16_SHARE * seconds)
+    run = in_own_process if device == "cuda" else partial
+    plain = run(measure_all, name, settings, device, packed=False, deadline=time.monotonic() + BF16_SHARE * seconds)()
     settings = settings[: len(plain)]
-    packed = measure_all(name, settings, device, packed=True, deadline=float("inf"))
+    packed = run(measure_all, name, settings, device, packed=True, deadline=float("inf"))()
     for setting, bf16, ours in zip(settings, plain, packed, strict=True):
         row: dict[str, Any] = {"table": setting.way, "model": name}
         row |= {key: getattr(setting, key) for key in ("batch", "prompt", "tokens")}
@@ -195,14 +198,13 @@ def rows(name: str, settings: list[Setting], device: str, seconds: float) -> Ite
             row[f"{key}_first_token_seconds"] = significant(found.first_token)
             row[f"{key}_peak_bytes"] = found.peak_bytes
             row[f"{key}_repeats"] = found.repeats
-        yield row | {"speed": significant(ours.rate / bf16.rate), "same_tokens": torch.equal(ours.tokens, bf16.tokens)}
+        yield row | {"speed": significant(ours.rate / bf16.rate), "same_tokens": ours.tokens == bf16.tokens}
 
 
 def numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
 
 
-@repeatable_attention()
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--name", default="generate")

@@ -233,7 +233,7 @@ def learned(x: torch.Tensor, layers: nn.ModuleList, weights: Sequence[torch.Tens
     for _ in range(LEARNING_CALLS):
         x.mul_(1)  # counts as another input
         with mock.patch.object(
-            together.JointProducts, "__call__", autospec=True, side_effect=together.JointProducts.__call__
+            together.Products, "__call__", autospec=True, side_effect=together.Products.__call__
         ) as joint:
             for layer, weight in zip(layers, weights, strict=True):
                 check_same(layer(x), x, weight)
