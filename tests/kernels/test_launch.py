@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from samebits.format.packed import PackedTensor
 from samebits.kernels import linear, linear_job, nvrtc
 from samebits.kernels.linear import LinearPlan, Operands, Products, fused_linear, fused_linears
 from samebits.kernels.residents import resident
-from samebits.kernels.structures import ArrangementStructure, JobStructure, TogetherStructure
+from samebits.kernels.structures import ArrangementStructure, JobStructure, ProductStructure, TogetherStructure
 
 Launch = SimpleNamespace
 
@@ -141,6 +142,41 @@ def test_what_stays_is_told_once(monkeypatch: pytest.MonkeyPatch, launches: list
             product.job.y = y.data_ptr()
         assert bytes(told.together) == bytes(anew.together)
     assert len(asked) == 2
+
+
+def test_each_thread_has_room_of_its_own(monkeypatch: pytest.MonkeyPatch, launches: list[Launch]) -> None:
+    """While one waits in the driver, which lets others run, another one launches."""
+    matrices = [packed_matrix(seed) for seed in range(2)]
+    inside, seen = [threading.Event(), threading.Event()], dict[int, ProductStructure]()
+
+    def launcher(*arguments: Any) -> Any:
+        def start(pointers: int) -> None:
+            number = int(threading.current_thread().name)
+            inside[number].set()
+            assert inside[1 - number].wait(60)
+            address = ctypes.c_void_p.from_address(pointers).value or 0
+            seen[number] = ProductStructure.from_buffer_copy(ProductStructure.from_address(address))
+
+        return start
+
+    def launch(number: int) -> None:
+        x = torch.zeros(4, 1024, dtype=torch.bfloat16)
+        y = fused_linear(x, matrices[number], None, LinearPlan(2))
+        found = seen[number]
+        results[number] = (found.packed.data, found.job.x, found.job.y) == (
+            matrices[number].data.data_ptr(),
+            x.data_ptr(),
+            y.data_ptr(),
+        )
+
+    results: dict[int, bool] = {}
+    monkeypatch.setattr(nvrtc, "launcher", launcher)
+    threads = [threading.Thread(target=launch, args=(number,), name=str(number)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert results == {0: True, 1: True}
 
 
 def test_x_is_arranged_before_a_product(monkeypatch: pytest.MonkeyPatch, launches: list[Launch]) -> None:

@@ -10,9 +10,11 @@ from torch.nn import functional as F
 
 import samebits
 from samebits.format.packed import PackedTensor
+from samebits.kernels import nvrtc
 from samebits.kernels.linear import LinearPlan
 from samebits.kernels.ops import fields_of
-from samebits.plans import dispatch
+from samebits.kernels.residents import resident
+from samebits.plans import dispatch, key, together
 from samebits.plans.planner import Planner
 from tests.plans.conftest import FakeGpu
 from tests.plans.sums import split_linear
@@ -28,7 +30,7 @@ WEIGHT = (normal(N, K) / 8).clone()
 BIAS = normal(N, seed=1)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def packed() -> PackedTensor:
     return samebits.encode(WEIGHT)
 
@@ -84,6 +86,74 @@ def test_decoded_first_without_a_plan(gpu: FakeGpu, packed: PackedTensor) -> Non
     gpu.fused_calls.clear()
     assert same(dispatch.linear(x, packed, None), split_linear(x, WEIGHT, None, 3))
     assert not gpu.fused_calls
+
+
+@pytest.fixture
+def known(gpu: FakeGpu, packed: PackedTensor, monkeypatch: pytest.MonkeyPatch) -> PackedTensor:
+    """A weight of which a product with an input [2, K] and without bias was made before, as modules ask for it."""
+    monkeypatch.setattr(together, "fused_linear", gpu.fused_linear)
+    monkeypatch.setattr(nvrtc, "where", lambda device: nvrtc.Where(7, 0))
+    for seed in range(2):
+        x = normal(2, K, seed=seed)
+        assert same(dispatch.linear_of_module(x, packed, None), split_linear(x, WEIGHT, None, 3))
+    assert gpu.fused_calls[-1] == LinearPlan(3, 1)
+    gpu.fused_calls.clear()
+    return packed
+
+
+def test_what_is_known_is_not_asked_again(gpu: FakeGpu, known: PackedTensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "key_of", None)
+    x = normal(2, K, seed=5)
+    assert same(dispatch.linear_of_module(x, known, None), split_linear(x, WEIGHT, None, 3))
+    assert gpu.fused_calls == [LinearPlan(3, 1)]
+
+
+@pytest.mark.parametrize("name", ["gaps", "misaligned"])
+def test_what_is_known_holds_for_its_like(gpu: FakeGpu, known: PackedTensor, name: str) -> None:
+    x = INPUTS[name]()[:2]
+    assert x.shape == (2, K)
+    assert same(dispatch.linear_of_module(x, known, None), split_linear(x, WEIGHT, None, 3))
+    assert not gpu.fused_calls
+
+
+def test_what_is_known_holds_for_its_bias(gpu: FakeGpu, known: PackedTensor) -> None:
+    x, bias = normal(2, K), BIAS.clone()
+    for changed in range(3):
+        for other in (None, bias, BIAS[:], bias):
+            y = dispatch.linear_of_module(x, known, other)
+            assert same(y, split_linear(x, WEIGHT, other, 3))
+        bias.add_(changed)
+    misaligned = torch.cat([BIAS[:1], BIAS])[1:]
+    gpu.fused_calls.clear()
+    assert same(dispatch.linear_of_module(x, known, misaligned), split_linear(x, WEIGHT, misaligned, 3))
+    assert not gpu.fused_calls
+    with torch.inference_mode():
+        unversioned = bias.clone()
+    for _ in range(2):
+        assert same(dispatch.linear_of_module(x, known, unversioned), split_linear(x, WEIGHT, unversioned, 3))
+    assert len(gpu.fused_calls) == 2
+
+
+def test_what_is_known_holds_for_torchs_settings(
+    gpu: FakeGpu, known: PackedTensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = normal(2, K)
+    for state, calls in ((None, 0), ("another", 1), (None, 0)):
+        for module in (dispatch, key):
+            monkeypatch.setattr(module, "blas_state", lambda state=state: state)
+        dispatch.linear_of_module(x, known, None)  # looks for a plan, if any is to be trusted
+        gpu.fused_calls.clear()
+        assert same(dispatch.linear_of_module(x, known, None), split_linear(x, WEIGHT, None, 3))
+        assert len(gpu.fused_calls) == calls
+    assert "another" in {known.state for known in Planner.of(0).known}
+
+
+def test_few_shapes_are_known(known: PackedTensor) -> None:
+    for tokens in range(1, 2 * dispatch._MAX_SHAPES):
+        dispatch.linear_of_module(normal(tokens, K), known, None)
+    kept = resident(known.data)
+    assert kept is not None
+    assert 0 < len(kept.calls) <= dispatch._MAX_SHAPES
 
 
 def test_misaligned_bytes_are_decoded_first(gpu: FakeGpu, packed: PackedTensor) -> None:
