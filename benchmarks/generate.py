@@ -184,9 +184,10 @@ def measure_all(name: str, settings: list[Setting], device: str, packed: bool, d
     return found
 
 
-def rows(name: str, settings: list[Setting], device: str, seconds: float) -> Iterator[dict[str, Any]]:
-    """BF16 first, then compressed, each setting beside the other."""
-    run = in_own_process if device == "cuda" else partial
+def rows(
+    name: str, settings: list[Setting], device: str, seconds: float, run: Callable[..., Any] = partial
+) -> Iterator[dict[str, Any]]:
+    """BF16 first, then compressed, each setting beside the other; ``run`` is partial or in_own_process."""
     plain = run(measure_all, name, settings, device, packed=False, deadline=time.monotonic() + BF16_SHARE * seconds)()
     settings = settings[: len(plain)]
     packed = run(measure_all, name, settings, device, packed=True, deadline=float("inf"))()
@@ -223,10 +224,11 @@ def main() -> int:
     settings = [Setting(*case, options.tokens) for case in product(options.ways, options.batches, options.prompts)]
     settings.sort(key=lambda setting: setting.batch * setting.prompt)
     device = torch.cuda.get_device_name() if options.device == "cuda" else cpu_name()
+    run = in_own_process if options.device == "cuda" else partial
     start, all_same = time.monotonic(), True
     for number, name in enumerate(options.models):
         left = options.seconds - (time.monotonic() - start)
-        found = list(rows(name, settings, options.device, left / (len(options.models) - number)))
+        found = list(rows(name, settings, options.device, left / (len(options.models) - number), run))
         all_same &= all(row["same_tokens"] for row in found)
         print(add_results(options.name, device, found, KEYS, (*PACKAGES, "transformers")), flush=True)
     return int(not all_same)

@@ -116,7 +116,7 @@ def work(folder: Path, placement: str, settings: list[generate.Setting], device:
         for kind, figures in (("bf16", bf16), ("samebits", compressed)):
             row |= {f"{kind}_{key}": value for key, value in figures.items()}
         row["speed"] = significant(compressed["tokens_per_s"] / bf16["tokens_per_s"])
-        same = {"same_tokens": torch.equal(tokens, our_tokens), "same_logits": torch.equal(logits, our_logits)}
+        same = {"same_tokens": tokens == our_tokens, "same_logits": torch.equal(logits, our_logits)}
         rows.append(row | same)
     return rows
 
