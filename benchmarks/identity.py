@@ -25,7 +25,7 @@ from torch.nn import functional as F
 import samebits
 from common import synthetic_matrix, write_results
 from samebits.kernels.ops import fields_of
-from samebits.plans.dispatch import plan_of
+from samebits.plans.call import plan_of
 from samebits.plans.probe import Probe
 
 DEVICE = "cuda"

@@ -37,7 +37,8 @@ import samebits
 from common import DECODER_LAYERS, Timing, add_results, encode_checked, significant, synthetic_matrix
 from gpu import DISTINCT_BYTES, device_name, distinct, measure_read_rate, time_graph
 from samebits.plans import together
-from samebits.plans.dispatch import linear, plan_of
+from samebits.plans.call import plan_of
+from samebits.plans.dispatch import linear
 from samebits.plans.key import key_of
 from samebits.plans.planner import Planner
 

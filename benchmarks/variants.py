@@ -22,7 +22,7 @@ from linear import SHAPES, activations, counts, find_plan, shapes, timed
 from samebits.format.geometry import ROW_GROUP, STAGE
 from samebits.kernels.linear import LinearPlan, fused_linear, variants
 from samebits.kernels.linear_launch import VARIANTS
-from samebits.plans.dispatch import plan_of
+from samebits.plans.call import plan_of
 
 SHOWN = 12  # places of wrong weights
 UNIT_COLUMNS = 8  # of the unit matrix at once

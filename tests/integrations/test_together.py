@@ -15,7 +15,7 @@ from samebits.format.packed import PackedTensor
 from samebits.kernels import nvrtc
 from samebits.kernels.linear import LinearPlan, Operands
 from samebits.nn import packed_module
-from samebits.plans import dispatch, planner, together
+from samebits.plans import call, dispatch, planner, together
 from samebits.plans.planner import Planner
 from samebits.plans.store import Outcome
 from samebits.plans.together import Together
@@ -50,7 +50,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(together, "Products", lambda launch: products)
     for name, result in (("is_supported", True), ("is_launchable", True), ("launch_together", "a launch")):
         monkeypatch.setattr(together, name, lambda *arguments, result=result: result)
-    monkeypatch.setattr(dispatch, "_plan", lambda key, packed, device: PLAN)
+    monkeypatch.setattr(call, "_plan", lambda key, packed, device: PLAN)
+    monkeypatch.setattr(call, "products_of", lambda header, m, plan, device: products)
     monkeypatch.setattr(dispatch, "decode_cuda", samebits.decode)
     monkeypatch.setattr(dispatch, "_together", Together())
     monkeypatch.setattr(planner, "fastest_together", lambda x, operands: 1)

@@ -12,8 +12,8 @@ import torch
 
 import samebits
 from samebits.format.packed import Header, PackedTensor
-from samebits.kernels.linear import LinearPlan
-from samebits.plans import calibrate, dispatch, planner
+from samebits.kernels.linear import LinearPlan, Operands
+from samebits.plans import calibrate, call, dispatch, planner
 from samebits.plans.environment import Environment
 from samebits.plans.planner import Planner
 from tests.plans.sums import split_linear
@@ -46,6 +46,13 @@ class FakeGpu:
         self.fused_calls.append(plan)
         return self.fused(x.view(-1, x.shape[-1]), samebits.decode(packed), bias, plan.split).view(*x.shape[:-1], -1)
 
+    def products(
+        self, x: torch.Tensor, bias: torch.Tensor | None, operands: Callable[[], Sequence[Operands]]
+    ) -> list[torch.Tensor]:
+        """Products of one weight."""
+        [(packed, _, plan)] = operands()
+        return [self.fused_linear(x, packed, bias, plan)]
+
     def microseconds(self, candidates: Sequence[Sequence[Callable[[], torch.Tensor]]]) -> list[float]:
         assert len(candidates) == len(self.times)
         first, *others = [calls[0]() for calls in candidates]
@@ -63,9 +70,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeGpu:
     fake = FakeGpu()
     for module in (calibrate, dispatch):
         monkeypatch.setattr(module, "F", SimpleNamespace(linear=lambda *arguments: fake.linear(*arguments)))
+    for module in (calibrate, call):
         monkeypatch.setattr(module, "is_supported", is_supported)
-        monkeypatch.setattr(module, "fused_linear", fake.fused_linear)
-    monkeypatch.setattr(dispatch, "is_launchable", lambda header, m, plan, device: is_supported(header, m, device))
+    monkeypatch.setattr(calibrate, "fused_linear", fake.fused_linear)
+    monkeypatch.setattr(call, "products_of", lambda header, m, plan, device: fake.products)
+    monkeypatch.setattr(call, "is_launchable", lambda header, m, plan, device: is_supported(header, m, device))
     monkeypatch.setattr(calibrate, "variants", lambda header, m, split: [0, 1])
     monkeypatch.setattr(calibrate, "microseconds", fake.microseconds)
     monkeypatch.setattr(dispatch, "decode_cuda", samebits.decode)

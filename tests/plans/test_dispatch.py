@@ -14,7 +14,7 @@ from samebits.kernels import nvrtc
 from samebits.kernels.linear import LinearPlan
 from samebits.kernels.ops import fields_of
 from samebits.kernels.residents import resident
-from samebits.plans import dispatch, key, together
+from samebits.plans import call, dispatch, key
 from samebits.plans.planner import Planner
 from tests.plans.conftest import FakeGpu
 from tests.plans.sums import split_linear
@@ -91,7 +91,6 @@ def test_decoded_first_without_a_plan(gpu: FakeGpu, packed: PackedTensor) -> Non
 @pytest.fixture
 def known(gpu: FakeGpu, packed: PackedTensor, monkeypatch: pytest.MonkeyPatch) -> PackedTensor:
     """A weight of which a product with an input [2, K] and without bias was made before, as modules ask for it."""
-    monkeypatch.setattr(together, "fused_linear", gpu.fused_linear)
     monkeypatch.setattr(nvrtc, "where", lambda device: nvrtc.Where(7, 0))
     for seed in range(2):
         x = normal(2, K, seed=seed)
@@ -102,7 +101,7 @@ def known(gpu: FakeGpu, packed: PackedTensor, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_is_known_is_not_asked_again(gpu: FakeGpu, known: PackedTensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "key_of", None)
+    monkeypatch.setattr(call, "key_of", None)
     x = normal(2, K, seed=5)
     assert same(dispatch.linear_of_module(x, known, None), split_linear(x, WEIGHT, None, 3))
     assert gpu.fused_calls == [LinearPlan(3, 1)]
@@ -138,30 +137,30 @@ def test_what_is_known_holds_for_torchs_settings(
     gpu: FakeGpu, known: PackedTensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = normal(2, K)
-    for state, calls in ((None, 0), ("another", 1), (None, 0)):
-        for module in (dispatch, key):
+    for state, fused in ((None, 0), ("another", 1), (None, 0)):
+        for module in (call, key):
             monkeypatch.setattr(module, "blas_state", lambda state=state: state)
         dispatch.linear_of_module(x, known, None)  # looks for a plan, if any is to be trusted
         gpu.fused_calls.clear()
         assert same(dispatch.linear_of_module(x, known, None), split_linear(x, WEIGHT, None, 3))
-        assert len(gpu.fused_calls) == calls
+        assert len(gpu.fused_calls) == fused
     assert "another" in {known.state for known in Planner.of(0).known}
 
 
 def test_few_shapes_are_known(known: PackedTensor) -> None:
-    for tokens in range(1, 2 * dispatch._MAX_SHAPES):
+    for tokens in range(1, 2 * call._MAX_SHAPES):
         dispatch.linear_of_module(normal(tokens, K), known, None)
     kept = resident(known.data)
     assert kept is not None
-    assert 0 < len(kept.calls) <= dispatch._MAX_SHAPES
+    assert 0 < len(kept.calls) <= call._MAX_SHAPES
 
 
 def test_misaligned_bytes_are_decoded_first(gpu: FakeGpu, packed: PackedTensor) -> None:
     room = torch.empty(packed.nbytes + 16, dtype=torch.uint8)
     start = -room.data_ptr() % 16 + 1
     moved = PackedTensor(packed.header, room[start : start + packed.nbytes].copy_(packed.data))
-    assert dispatch.plan_of(normal(2, K), packed, None) is not None
-    assert dispatch.plan_of(normal(2, K), moved, None) is None
+    assert call.plan_of(normal(2, K), packed, None) is not None
+    assert call.plan_of(normal(2, K), moved, None) is None
 
 
 def test_captured_calls_never_look_for_plans(gpu: FakeGpu, packed: PackedTensor) -> None:

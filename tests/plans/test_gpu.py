@@ -15,7 +15,8 @@ from torch.nn import functional as F
 import samebits
 from samebits.kernels.linear import Operands, Products, is_supported
 from samebits.kernels.ops import fields_of
-from samebits.plans import dispatch, planner, together
+from samebits.plans import planner, together
+from samebits.plans.call import plan_of
 from samebits.plans.environment import Environment
 from samebits.plans.planner import Planner
 from samebits.plans.probe import Probe
@@ -119,7 +120,7 @@ def test_a_workspace_configured_on_the_way(weight: torch.Tensor, monkeypatch: py
     packed, x = samebits.encode(weight), inputs(4)
     assert_same(product(x, packed), F.linear(x, weight))
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    assert dispatch.plan_of(x, packed, None) is None
+    assert plan_of(x, packed, None) is None
     with torch.cuda.stream(torch.cuda.Stream()):
         assert_same(product(x, packed), F.linear(x, weight))
     torch.cuda.synchronize()
@@ -127,9 +128,9 @@ def test_a_workspace_configured_on_the_way(weight: torch.Tensor, monkeypatch: py
 
 def test_a_plan_from_disk(weight: torch.Tensor) -> None:
     packed, x = samebits.encode(weight), inputs(1)
-    first = dispatch.plan_of(x, packed, None)
+    first = plan_of(x, packed, None)
     new_process()
-    assert dispatch.plan_of(x, packed, None) == first
+    assert plan_of(x, packed, None) == first
     assert_same(product(x, packed), F.linear(x, weight))
 
 
@@ -182,7 +183,7 @@ def test_nothing_is_left_behind(weight: torch.Tensor) -> None:
     state = torch.cuda.get_rng_state()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    dispatch.plan_of(x, packed, None)
+    plan_of(x, packed, None)
     assert torch.cuda.memory_allocated() == before
     assert torch.equal(torch.cuda.get_rng_state(), state)
 

@@ -91,16 +91,20 @@ def fused_linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | Non
     Raises:
         DeviceError: the plan does not fit on the device, or the kernel cannot be built or launched.
     """
-    kept, call = resident(packed.data), (packed.header, x.numel() // x.shape[-1], plan)
-    products = kept.products.get(call) if kept else None
-    if products is None:
-        launch = nearest_launch(*call[:2], plan.split, plan.variant, x.get_device())
-        if launch is None:
-            raise DeviceError(f"{plan} does not fit on this device", mend="ask is_launchable first")
-        products = Products(launch)
-        if kept:
-            kept.products[call] = products
-    return products(x, bias, lambda: (Operands(packed, bias, plan),))[0]
+    products = products_of(packed.header, x.numel() // x.shape[-1], plan, x.get_device())
+    return products(x, bias, lambda: [Operands(packed, bias, plan)])[0]
+
+
+def products_of(header: Header, m: int, plan: LinearPlan, device: int) -> Products:
+    """For ``fused_linear`` of ``m`` tokens with one weight, again and again.
+
+    Raises:
+        DeviceError: the plan does not fit on the device.
+    """
+    launch = nearest_launch(header, m, plan.split, plan.variant, device)
+    if launch is None:
+        raise DeviceError(f"{plan} does not fit on this device", mend="ask is_launchable first")
+    return Products(launch)
 
 
 class Operands(NamedTuple):

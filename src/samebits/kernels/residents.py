@@ -42,19 +42,17 @@ class Resident(Bytes):
         is_settled: a kernel was launched on them before; see ``may_start_early``.
         table: the decode table, where they are a packed tensor that has one in memory; see samebits.kernels.tables.
         has_table: whether that was decided.
-        products: launches of the fused layer for them alone, by header, number of tokens and plan.
-        calls: of the fused layer, by the input's shape; see samebits.plans.dispatch.
+        calls: of the fused layer, by the input's shape; see samebits.plans.call.
         decoders: launches of kernels that decode them, as far as they are always the same.
         followers: what is asked for behind a product of theirs; see samebits.plans.together.
     """
 
-    __slots__ = ("calls", "decoders", "followers", "has_changed", "has_table", "is_settled", "products", "table")
+    __slots__ = ("calls", "decoders", "followers", "has_changed", "has_table", "is_settled", "table")
 
     def __init__(self, tensor: torch.Tensor, has_changed: bool) -> None:
         super().__init__(tensor)
         self.has_changed, self.is_settled, self.has_table = has_changed, False, False
         self.table: torch.Tensor | None = None
-        self.products: dict[Hashable, Any] = {}
         self.calls: dict[Hashable, Any] = {}
         self.decoders: dict[Hashable, Any] = {}
         self.followers: Any = None

@@ -32,6 +32,7 @@ from samebits.kernels.linear import (
 from samebits.kernels.linear_launch import MAX_JOINT_TOKENS
 from samebits.kernels.residents import Bytes, resident
 from samebits.kernels.structures import MAX_TOGETHER
+from samebits.plans.call import Call
 from samebits.plans.key import PlanKey
 from samebits.plans.planner import Planner
 
@@ -150,44 +151,45 @@ class Together(threading.local):
         made.weight.is_proved = bool(y.any())  # zeros prove nothing
         return y
 
-    def multiply(self, x: torch.Tensor, operands: Operands, key: PlanKey) -> torch.Tensor:
+    def multiply(self, x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, call: Call) -> torch.Tensor:
         """A product that has a plan; and, in one launch with it, what is expected to be asked for next."""
-        data = operands.packed.data
-        if key.tokens > MAX_JOINT_TOKENS or x.is_inference() or data.is_inference():  # no such kernel; no versions
-            return fused_linear(x, *operands)
+        data = packed.data
+        if call.key.tokens > MAX_JOINT_TOKENS or x.is_inference() or data.is_inference():
+            return call.multiply(x, packed, bias)  # no such kernel; no versions
         where = _where(x)
         if self._is_same_input(x, where):
-            self._learn(operands)
-            return fused_linear(x, *operands)
+            self._learn(packed, bias)
+            return call.multiply(x, packed, bias)
         self._begin(x, where, data)
         kept = resident(data)
         group: _Group | None = kept.followers if kept else None
-        choice = self._choice(x, operands, key, group) if group and group.others else None
+        operands = Operands(packed, bias, call.plan)
+        choice = self._choice(x, operands, call.key, group) if group and group.others else None
         held = choice.held() if choice else None  # until the launch
         if group is None or choice is None or held is None:
-            return fused_linear(x, *operands)
-        y, *ys = choice.products(x, operands.bias, lambda: [operands, *choice.operands(held)])
+            return call.multiply(x, packed, bias)
+        y, *ys = choice.products(x, bias, lambda: [operands, *choice.operands(held)])
         self._made = {
             id(own.data): _Made(group, weight, plan, made)
             for weight, own, plan, made in zip(choice.others, held, choice.plans, ys, strict=True)
         }
-        return y if group.is_proved else fused_linear(x, *operands)
+        return y if group.is_proved else call.multiply(x, packed, bias)
 
     def _is_same_input(self, x: torch.Tensor, where: nvrtc.Where) -> bool:
         return self._input is not None and self._input.now() is x and self._where == where
 
     def _begin(self, x: torch.Tensor, where: nvrtc.Where, data: torch.Tensor) -> None:
-        for group in {id(made.group): made.group for made in self._made.values()}.values():
-            group.unwanted += 1
-            if group.is_given_up:
-                group.replace_others()
-        self._made = {}
+        if self._made:
+            for group in {id(made.group): made.group for made in self._made.values()}.values():
+                group.unwanted += 1
+                if group.is_given_up:
+                    group.replace_others()
+            self._made = {}
         self._input, self._where, self._first = Bytes(x), where, weakref.ref(data)
 
-    def _learn(self, operands: Operands) -> None:
+    def _learn(self, packed: PackedTensor, bias: torch.Tensor | None) -> None:
         """That a product was asked for behind another one of its input."""
         first = self._first() if self._first else None
-        packed, bias, _ = operands
         if first is None or first is packed.data or (bias is not None and bias.is_inference()):
             return
         kept = resident(first)

@@ -1,0 +1,85 @@
+"""What is found out for a product is kept for the next one like it: its key, its plan, its launch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from samebits.format.packed import Header, PackedTensor
+from samebits.kernels.linear import LinearPlan, Operands, Products, is_launchable, is_supported, products_of
+from samebits.kernels.residents import Bytes, resident
+from samebits.plans.environment import blas_state
+from samebits.plans.key import ALIGNMENT, PlanKey, key_of
+from samebits.plans.planner import Planner
+
+_MAX_SHAPES = 16  # of inputs of one weight, whose calls are kept
+
+
+class Call(NamedTuple):
+    """A product that has a plan."""
+
+    header: Header
+    bias: Bytes | None
+    device: int
+    strides: tuple[int, ...]
+    key: PlanKey
+    plan: LinearPlan
+    products: Products
+
+    def is_like(self, x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> bool:
+        """Whether this is the call of a product of the same shape and the same bytes of the weight."""
+        return (
+            self.header is packed.header
+            and (bias is None if self.bias is None else self.bias.now() is bias)
+            and x.dtype is torch.bfloat16
+            and not x.data_ptr() % ALIGNMENT
+            and x.stride() == self.strides
+            and x.get_device() == self.device
+            and blas_state() == self.key.state
+        )
+
+    def multiply(self, x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """By a launch of its own."""
+        return self.products(x, bias, lambda: [Operands(packed, bias, self.plan)])[0]
+
+
+def call_of(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> Call | None:
+    """None where the weight is to be decoded first.
+
+    To find out anew takes the host as long as to launch, so the last call of each shape is kept beside the bytes of the
+    weight; it holds as long as all that it rests on is the same.
+    """
+    kept = resident(packed.data)
+    known: Call | None = kept.calls.get(x.shape) if kept else None
+    if known and known.is_like(x, packed, bias):
+        return known
+    key, device = key_of(x, packed.header.shape, bias), x.get_device()
+    plan = _plan(key, packed, device) if key else None
+    if key is None or plan is None:
+        return None
+    products = products_of(packed.header, key.tokens, plan, device)
+    changes_unseen = bias is not None and bias.is_inference()
+    own = None if bias is None or changes_unseen else Bytes(bias)
+    call = Call(packed.header, own, device, x.stride(), key, plan, products)
+    if kept and not changes_unseen:
+        if len(kept.calls) >= _MAX_SHAPES:
+            kept.calls.clear()
+        kept.calls[x.shape] = call
+    return call
+
+
+def plan_of(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> LinearPlan | None:
+    """The plan under which a product is made; None where the weight is decoded first."""
+    key = key_of(x, packed.header.shape, bias)
+    return _plan(key, packed, x.get_device()) if key else None
+
+
+def _plan(key: PlanKey, packed: PackedTensor, device: int) -> LinearPlan | None:
+    """See ``Planner.outcome_of_call``."""
+    if not is_supported(packed.header, key.tokens, device):
+        return None
+    if packed.data.data_ptr() % ALIGNMENT or packed.data.get_device() != device:
+        return None
+    plan = Planner.of(device).outcome_of_call(key).plan
+    return plan if plan and is_launchable(packed.header, key.tokens, plan, device) else None
