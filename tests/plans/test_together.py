@@ -14,7 +14,7 @@ from samebits.format.packed import PackedTensor
 from samebits.kernels import nvrtc, residents
 from samebits.kernels.linear import Operands
 from samebits.kernels.linear_launch import MAX_JOINT_TOKENS
-from samebits.plans import calibrate, dispatch, planner, together
+from samebits.plans import calibrate, call, dispatch, key, planner, together
 from samebits.plans.together import Together
 from tests.plans.conftest import FakeGpu, is_supported
 from tests.plans.sums import split_linear
@@ -209,6 +209,18 @@ def test_capture(layers: Layers, where: list[int]) -> None:
     assert layers.ask(x, 1) == (1, 0)
     where[1] = 0
     assert layers.ask(x, 2) == (1, 0)
+
+
+def test_other_settings(layers: Layers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under which cuBLAS may add in another order."""
+    together_already(layers)
+    x = normal(1, K)
+    layers.ask(x, 0)
+    for module in (call, key, together):
+        monkeypatch.setattr(module, "blas_state", lambda: "other settings")
+    layers.ask(x, 1, 2)  # looks for plans, and takes nothing of what was made
+    assert layers.ask(x, 1, 2) == (2, 0)
+    assert "other settings" in {known.state for known in planner.Planner.of(0).known}
 
 
 def test_other_stream(layers: Layers, where: list[int]) -> None:

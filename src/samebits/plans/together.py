@@ -4,8 +4,8 @@ A launch takes some microseconds before it multiplies, and a small matrix does n
 learned from the calls, whatever the model's classes are. The first time, products of an input are noted that follow
 another product of it; the second time, one launch makes them all when the first is asked for, and each of the others
 is made once more when its turn comes: where the bytes are the same, one launch suffices from the third time on. What
-it has made is given to whom asks for it if the input, the weight, the bias, the stream and the CUDA graph that is being
-captured are still those of the launch; else the product is made anew.
+it has made is given to whom asks for it if the input, the weight, the bias, the stream, the CUDA graph that is being
+captured and torch's settings are still those of the launch; else the product is made anew.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from samebits.kernels.linear_launch import MAX_JOINT_TOKENS
 from samebits.kernels.residents import Bytes, resident
 from samebits.kernels.structures import MAX_TOGETHER
 from samebits.plans.call import Call
+from samebits.plans.environment import blas_state
 from samebits.plans.key import PlanKey
 from samebits.plans.planner import Planner
 
@@ -132,6 +133,7 @@ class Together(threading.local):
     def __init__(self) -> None:
         self._input: Bytes | None = None  # of the last product
         self._where = nvrtc.Where(0, 0)
+        self._state = ""  # torch's settings at the first product of this input
         self._first: weakref.ref[torch.Tensor] | None = None  # packed bytes of the first product of this input
         self._made: dict[int, _Made] = {}  # by id of the packed bytes
 
@@ -140,6 +142,8 @@ class Together(threading.local):
         made = self._made.get(id(packed.data)) if self._made else None
         if made is None or not self._is_same_input(x, _where(x)) or not made.weight.is_of(packed, bias):
             return None  # and where it stays, nobody wanted it
+        if blas_state() != self._state:
+            return None
         del self._made[id(packed.data)]
         if not self._made:
             made.group.unwanted = 0
@@ -160,7 +164,7 @@ class Together(threading.local):
         if self._is_same_input(x, where):
             self._learn(packed, bias)
             return call.multiply(x, packed, bias)
-        self._begin(x, where, data)
+        self._begin(x, where, data, call.key.state)
         kept = resident(data)
         group: _Group | None = kept.followers if kept else None
         operands = Operands(packed, bias, call.plan)
@@ -178,14 +182,14 @@ class Together(threading.local):
     def _is_same_input(self, x: torch.Tensor, where: nvrtc.Where) -> bool:
         return self._input is not None and self._input.now() is x and self._where == where
 
-    def _begin(self, x: torch.Tensor, where: nvrtc.Where, data: torch.Tensor) -> None:
+    def _begin(self, x: torch.Tensor, where: nvrtc.Where, data: torch.Tensor, state: str) -> None:
         if self._made:
             for group in {id(made.group): made.group for made in self._made.values()}.values():
                 group.unwanted += 1
                 if group.is_given_up:
                     group.replace_others()
             self._made = {}
-        self._input, self._where, self._first = Bytes(x), where, weakref.ref(data)
+        self._input, self._where, self._state, self._first = Bytes(x), where, state, weakref.ref(data)
 
     def _learn(self, packed: PackedTensor, bias: torch.Tensor | None) -> None:
         """That a product was asked for behind another one of its input."""
