@@ -28,6 +28,11 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     def launcher(function: Any, grid: int, threads: int, shared: int, stream: int, early: bool, device: int) -> Any:
         def start(pointers: int) -> None:
             address = ctypes.c_void_p.from_address(pointers).value or 0  # of a thread's room for any argument
+            if function == "arrange":
+                assert (threads, shared, stream, early) == (128, 0, 7, True)
+                arranged = ArrangementStructure.from_buffer_copy(ArrangementStructure.from_address(address))
+                seen.append(Launch(function=function, grid=grid, arrangement=arranged))
+                return
             told = TogetherStructure.from_buffer_copy(TogetherStructure.from_address(address))
             seen.append(Launch(function=function, grid=grid, threads=threads, stream=stream, early=early,
                                together=told, geometry=told.products[0].geometry, packed=told.products[0].packed,
@@ -182,18 +187,12 @@ def test_each_thread_has_room_of_its_own(monkeypatch: pytest.MonkeyPatch, launch
 def test_x_is_arranged_before_a_product(monkeypatch: pytest.MonkeyPatch, launches: list[Launch]) -> None:
     """In memory that the product reads, where the sums of its ranges meet too, every product of a launch elsewhere."""
     prepared = linear_job.Arrangement(5, 1024, 8, 1 << 14, (6, 0, 2), (4096, 0, 1024), part_steps=4)
-    arrangements: list[ArrangementStructure] = []
-
-    def launch(function: str, grid: int, threads: int, shared: int, argument: ctypes.Structure, *, early: bool) -> None:
-        assert isinstance(argument, ArrangementStructure)
-        assert (function, grid, threads, shared, early) == ("arrange", 3, prepared.threads, 0, True)
-        arrangements.append(argument)
-
-    monkeypatch.setattr(nvrtc, "launch", launch)
     x, matrices = torch.zeros(5, 1024, dtype=torch.bfloat16), [packed_matrix(seed) for seed in range(3)]
     joint = linear_job.Launch("f.cu", "kernel", 132, 8, 1000, (JOB, JOB, JOB), prepared)
     fused_linears(x, [Operands(packed, None, LinearPlan(2)) for packed in matrices], joint)
-    [arranged], [launched] = arrangements, launches
+    first, launched = launches
+    arranged = first.arrangement
+    assert (first.function, first.grid) == ("arrange", 3)
     assert (arranged.x, arranged.tokens, arranged.columns) == (x.data_ptr(), 5, 1024)
     assert (arranged.wide, arranged.part_steps, arranged.done_count) == (8, 4, 8)
     jobs = [product.job for product in launched.together.products[:3]]
@@ -207,20 +206,20 @@ def test_x_is_arranged_before_a_product(monkeypatch: pytest.MonkeyPatch, launche
     single = linear_job.Launch("f.cu", "kernel", 132, 8, 1000, (JOB,), prepared)
     monkeypatch.setattr(linear, "nearest_launch", lambda *arguments: single)
     fused_linear(x, matrices[0], None, LinearPlan(1))
-    assert launches[1].job.x == arrangements[1].arranged
-    assert arrangements[1].done_count == 0
+    again, product = launches[2:]
+    assert product.job.x == again.arrangement.arranged
+    assert again.arrangement.done_count == 0
 
 
 def test_x_as_it_is_with_memory_for_sums(monkeypatch: pytest.MonkeyPatch, launches: list[Launch]) -> None:
     """Few tokens of x are arranged by the product itself; what its ranges' sums need is made ready before it."""
     prepared = linear_job.Arrangement(0, 1024, 8, 0, (6,), (4096,), part_steps=0)
-    seen: list[Any] = []
-    monkeypatch.setattr(nvrtc, "launch", lambda *arguments, early: seen.append(arguments[-1]))
     monkeypatch.setattr(linear, "nearest_launch", lambda *arguments: launch)
     x, matrix = torch.zeros(4, 1024, dtype=torch.bfloat16), packed_matrix(0)
     launch = linear_job.Launch("f.cu", "kernel", 132, 8, 1000, (JOB,), prepared)
     fused_linear(x, matrix, None, LinearPlan(2))
-    [ready], [product] = seen, launches
+    first, product = launches
+    ready = first.arrangement
     assert (ready.tokens, ready.done_count) == (0, 6)
     assert product.job.x == x.data_ptr()
     assert product.job.done == ready.done == product.job.parts + 4096

@@ -125,18 +125,23 @@ def launch_together(operands: Sequence[Operands], m: int, variant: int, device: 
     return joint_launch(headers, m, tuple(each.plan.split for each in operands), variant, device)
 
 
-class _Argument(threading.local):
-    """Room for the argument of a thread's next launch."""
+class _Arguments(threading.local):
+    """Room for the arguments of a thread's next launches, of products and of the kernel that arranges their input.
+
+    Attributes:
+        pointers, arrangement_pointers: as the driver takes them.
+    """
 
     def __init__(self) -> None:
-        self._together = TogetherStructure()
-        self._pointer = ctypes.c_void_p(ctypes.addressof(self._together))
-        self.pointers = ctypes.addressof(self._pointer)  # as the driver takes it
+        self._together, self.arrangement = TogetherStructure(), ArrangementStructure()
+        self._addresses = (ctypes.c_void_p * 2)(ctypes.addressof(self._together), ctypes.addressof(self.arrangement))
+        self.pointers = ctypes.addressof(self._addresses)
+        self.arrangement_pointers = self.pointers + ctypes.sizeof(ctypes.c_void_p)
         self.bytes = memoryview(self._together).cast("B")
         self.jobs = [product.job for product in self._together.products]
 
 
-_argument = _Argument()
+_arguments = _Arguments()
 
 
 class Products:
@@ -167,19 +172,33 @@ class Products:
         device = x.get_device()
         with nvrtc.on_device(device):
             told, early = (self._told, True) if self._told else self._tell(operands())
-            leading, address, argument = x.shape[:-1], x.data_ptr(), _argument
+            leading, address, arguments = x.shape[:-1], x.data_ptr(), _arguments
             made = [x.new_empty((*leading, rows)) for rows in self._rows]
-            argument.bytes[: len(told)] = told
-            for job, y in zip(argument.jobs, made, strict=False):
+            arguments.bytes[: len(told)] = told
+            for job, y in zip(arguments.jobs, made, strict=False):
                 job.x, job.y = address, y.data_ptr()
             if bias is not None:
-                argument.jobs[0].bias = bias.data_ptr()
-            if self.launch.arrangement:
-                _arrange(x, argument.jobs[: len(made)], self.launch.arrangement)
+                arguments.jobs[0].bias = bias.data_ptr()
             stream = nvrtc.current_stream(device)
+            if self.launch.arrangement:
+                self._arrange(x, self.launch.arrangement, stream, device)
             launcher = self._launchers.get((stream, early)) or self._launcher(stream, early, device)
-            launcher(argument.pointers)
+            launcher(arguments.pointers)
         return made
+
+    def _arrange(self, x: torch.Tensor, to: Arrangement, stream: int, device: int) -> None:
+        """Has x arranged, and memory ready, for the launch that follows; once that is made, the memory may be freed."""
+        address, structure = x.new_empty(to.total_bytes, dtype=torch.uint8).data_ptr(), _arguments.arrangement
+        for job, parts, done in zip(_arguments.jobs, to.parts, to.done, strict=False):
+            job.parts, job.done = address + parts, address + done
+            if to.tokens:
+                job.x = address
+        structure.x, structure.arranged, structure.done = x.data_ptr(), address, address + to.done[0]
+        structure.done_count, structure.tokens, structure.columns = to.done_count, to.tokens, to.columns
+        structure.wide, structure.part_steps = to.wide, to.part_steps
+        function = nvrtc.kernel("arrange.cu", "arrange", device)
+        launcher = nvrtc.launcher(function, to.grid, to.threads, 0, stream, True, device)
+        launcher(_arguments.arrangement_pointers)
 
     def _tell(self, operands: Sequence[Operands]) -> tuple[bytes, bool]:
         """And whether the launch may start early; from then on all of it stays."""
@@ -216,24 +235,3 @@ def fused_linears(x: torch.Tensor, operands: Sequence[Operands], launch: Launch)
         DeviceError: the kernel cannot be built or launched.
     """
     return Products(launch)(x, operands[0].bias, lambda: operands)
-
-
-def _arrange(x: torch.Tensor, jobs: Sequence[JobStructure], arrangement: Arrangement) -> None:
-    """Has x arranged, and memory ready, for a launch that follows; the memory may be freed once that is launched."""
-    address = torch.empty(arrangement.total_bytes, dtype=torch.uint8, device=x.device).data_ptr()
-    for job, parts, done in zip(jobs, arrangement.parts, arrangement.done, strict=True):
-        job.parts, job.done = address + parts, address + done
-        if arrangement.tokens:
-            job.x = address
-    kind, grid = _arrangement(arrangement)
-    structure = ArrangementStructure.from_buffer_copy(kind)
-    structure.x, structure.arranged, structure.done = x.data_ptr(), address, address + arrangement.done[0]
-    function = nvrtc.kernel("arrange.cu", "arrange", x.get_device())
-    nvrtc.launch(function, grid, arrangement.threads, 0, structure, early=True)
-
-
-@lru_cache(maxsize=65536)
-def _arrangement(to: Arrangement) -> tuple[ArrangementStructure, int]:
-    """Without addresses, to be copied; and the kernel's grid."""
-    structure = ArrangementStructure(None, None, None, sum(to.meetings), to.tokens, to.columns, to.wide, to.part_steps)
-    return structure, to.grid

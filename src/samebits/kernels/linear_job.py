@@ -61,10 +61,15 @@ class Arrangement:
     part_steps: int
     threads: int = _ARRANGE_THREADS
 
-    @property
+    @cached_property
+    def done_count(self) -> int:
+        """Meetings of all tensors."""
+        return sum(self.meetings)
+
+    @cached_property
     def grid(self) -> int:
         """Blocks of the kernel: a thread for each step of 16 columns, and for each meeting."""
-        return -(-max(self.tokens * self.columns * STEPS // STAGE, sum(self.meetings)) // self.threads)
+        return -(-max(self.tokens * self.columns * STEPS // STAGE, self.done_count) // self.threads)
 
     @cached_property
     def parts(self) -> tuple[int, ...]:
@@ -79,7 +84,7 @@ class Arrangement:
 
     @cached_property
     def total_bytes(self) -> int:
-        return self.x_bytes + sum(self.parts_bytes) + 4 * sum(self.meetings)
+        return self.x_bytes + sum(self.parts_bytes) + 4 * self.done_count
 
 
 @dataclass(frozen=True, eq=False)

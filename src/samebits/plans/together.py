@@ -167,10 +167,12 @@ class Together(threading.local):
         self._begin(x, where, data, call.key.state)
         kept = resident(data)
         group: _Group | None = kept.followers if kept else None
+        if group is None or not group.others:
+            return call.multiply(x, packed, bias)
         operands = Operands(packed, bias, call.plan)
-        choice = self._choice(x, operands, call.key, group) if group and group.others else None
+        choice = self._choice(x, operands, call.key, group)
         held = choice.held() if choice else None  # until the launch
-        if group is None or choice is None or held is None:
+        if choice is None or held is None:
             return call.multiply(x, packed, bias)
         y, *ys = choice.products(x, bias, lambda: [operands, *choice.operands(held)])
         self._made = {
@@ -180,7 +182,8 @@ class Together(threading.local):
         return y if group.is_proved else call.multiply(x, packed, bias)
 
     def _is_same_input(self, x: torch.Tensor, where: nvrtc.Where) -> bool:
-        return self._input is not None and self._input.now() is x and self._where == where
+        last = self._input
+        return last is not None and last.is_of(x) and last.now() is x and self._where == where
 
     def _begin(self, x: torch.Tensor, where: nvrtc.Where, data: torch.Tensor, state: str) -> None:
         if self._made:
