@@ -103,10 +103,11 @@ def _decode_chunk(
     group, groups, stage_from, stage_count = chunk_extent(chunk, row_groups, stages, chunk_stages)
     size = min(np.int64(offsets[chunk + 1]) - np.int64(offsets[chunk]), buffer.size - SLACK)
     start = np.int64(offsets[chunk])
-    buffer[:size] = streams[start : start + size]
+    for i in range(size):  # one array assigned to another takes seconds to compile, for what it says if they differ
+        buffer[i] = streams[start + i]
     buffer[size : size + SLACK] = 0
     _decode_tops(buffer, size, groups * stage_count, quad, table, width, tops, starts)
-    stage = 0
+    stage = np.int64(0)  # not a literal, for which _assemble would be compiled once more
     for row_group in range(group, group + groups):
         if 8 * (row_group + 1) * columns <= begin or 8 * row_group * columns >= begin + output.size:
             stage += stage_count
@@ -128,7 +129,8 @@ def _decode_tops(
     """FORMAT.md 6.2 to 6.5: one chunk's top7 values (quad) or shifted exponents (single)."""
     head = np.int64(buffer[0])
     if head == 0:
-        tops[: 128 * stages] = buffer[1 : 1 + 128 * stages]
+        for i in range(128 * stages):
+            tops[i] = buffer[1 + i]
         return
     base, unit, patches = head & 8191, (head >> 13) & 63, head >> 19
     end = 32 * size

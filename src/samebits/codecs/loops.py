@@ -22,6 +22,7 @@ _MAGNITUDES = U64(0x7FFF7FFF7FFF7FFF)
 _EXPONENTS = U64(0x7F807F807F807F80)
 _LOW_BYTES = U64(0x00FF00FF00FF00FF)
 _TOP7 = U64(0x007F007F007F007F)
+_ZERO = np.int64(0)  # where a count begins; for a literal 0 what takes it would be compiled once more
 _ONES = U64(0x0001000100010001)
 _CLASSES = U64(0x0007000700070007)
 _NO_CLASS = U64(0xFFF8FFF8FFF8FFF8)
@@ -264,11 +265,11 @@ def encode_chunks(
     padding = padding_quad(quad, window, first_symbol)
     common = common_class(table) if quad else 0
     values = np.empty(128, np.uint64)
-    end = 0
+    end = _ZERO
     for chunk in range(first, last):
         group, groups, stage_from, stage_count = chunk_extent(chunk, row_groups, stages, chunk_stages)
         bits[:] = 0
-        patched, stage = 0, 0
+        patched = stage = _ZERO
         for row_group in range(group, group + groups):
             for s in range(stage_from, stage_from + stage_count):
                 load_stage(values, words, 8 * row_group, 64 * s, rows, columns, shifts, padding)
@@ -436,8 +437,19 @@ def _write_coded(
         output[start + 1 + (stream >> 3)] |= np.uint32(steps << (4 * (stream & 7)))
         _write_stream(output, position, pairs[stream], count)
         position += base + steps * unit
-    output[start + size - patched : start + size] = np.sort(patches[:patched])
+    _write_patches(output, start + size - patched, patches, patched)
     return size
+
+
+@njit(cache=True, nogil=True)
+def _write_patches(output: NDArray[np.uint32], start: int, patches: NDArray[np.uint32], count: int) -> None:
+    """In their order, by insertion: only those of one stage may stand in another one."""
+    for i in range(count):
+        place = start + i
+        while place > start and output[place - 1] > patches[i]:
+            output[place] = output[place - 1]
+            place -= 1
+        output[place] = patches[i]
 
 
 @njit(cache=True, nogil=True)
