@@ -255,6 +255,18 @@ def test_progress_without_a_terminal(capsys: pytest.CaptureFixture[str], monkeyp
     assert capsys.readouterr().err == "compress: 50 % (10.00 GB of 20.00 GB), 1.00 GB/s, 10 s left\n"
 
 
+def test_speed_is_that_of_the_work(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of what comes before it: a compiler's work, or a job that is taken up again."""
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    lines = Lines("compress")
+    for now[0], done in ((120.0, 0), (125.0, 5 * 10**9), (131.0, 5 * 10**9), (137.0, 17 * 10**9)):
+        lines.show(done, 20 * 10**9)
+    first, second, third = capsys.readouterr().err.splitlines()
+    assert first == second == "compress: 25 % (5.00 GB of 20.00 GB)"
+    assert third == "compress: 85 % (17.00 GB of 20.00 GB), 1.00 GB/s, 3 s left"
+
+
 def test_progress_on_a_terminal(samebits: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")

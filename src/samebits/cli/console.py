@@ -73,19 +73,27 @@ def progress_bar(label: str) -> Iterator[Progress]:
 
 
 class Lines:
-    """Progress where there is no terminal: a line every few seconds, and none for short work."""
+    """Progress where there is no terminal: a line every few seconds, and none for short work.
+
+    The speed is that since something was done first; what lies before, in a first run the codec's compilation, is not
+    going to be repeated.
+    """
 
     def __init__(self, label: str) -> None:
         self.label = label
-        self.start = self.last = time.monotonic()
+        self.last = time.monotonic()
+        self.first: tuple[float, int] | None = None  # when something was done, and how much of it
 
     def show(self, done: int, total: int) -> None:
         now = time.monotonic()
-        if now - self.last < _SECONDS_BETWEEN_LINES or not done:
+        if not done:
+            return
+        start, before = self.first = self.first or (now, done)
+        if now - self.last < _SECONDS_BETWEEN_LINES:
             return
         self.last = now
-        speed = done / (now - self.start)
-        left = (total - done) / speed
-        note(
-            f"{self.label}: {100 * done // total} % ({size(done)} of {size(total)}), {size(speed)}/s, {left:.0f} s left"
-        )
+        line = f"{self.label}: {100 * done // total} % ({size(done)} of {size(total)})"
+        if done > before and now > start:
+            speed = (done - before) / (now - start)
+            line += f", {size(speed)}/s, {(total - done) / speed:.0f} s left"
+        note(line)
