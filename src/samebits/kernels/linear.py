@@ -204,16 +204,13 @@ class Products:
         """And whether the launch may start early; from then on all of it stays."""
         kept = [resident(packed.data) for packed, _, _ in operands]
         early = [each is not None and each.settle() for each in kept]
-        products = []
-        for number, ((packed, bias, _), job) in enumerate(zip(operands, self.launch.jobs, strict=True)):
-            table, address = decode_table(packed), bias.data_ptr() if number and bias is not None else None
-            products.append(
-                ProductStructure(
-                    GeometryStructure.of(packed.header.geometry),
-                    PackedStructure.of(packed, table),
-                    JobStructure(None, address, None, None, None, *job),
-                )
-            )
+        products: list[ProductStructure] = []
+        for (packed, bias, _), job in zip(operands, _jobs(self.launch), strict=True):
+            geometry, table = GeometryStructure.of(packed.header.geometry), decode_table(packed)
+            product = ProductStructure(geometry, PackedStructure.of(packed, table), job)
+            if products and bias is not None:
+                product.job.bias = bias.data_ptr()
+            products.append(product)
         told = bytes(products[0] if len(products) == 1 else TogetherStructure.of(products))
         self._rows = [packed.header.shape[0] for packed, _, _ in operands]
         if all(early) and all(each and each.has_table for each in kept):
@@ -226,6 +223,12 @@ class Products:
         found = nvrtc.launcher(function, launch.grid, launch.threads, launch.shared_bytes, stream, early, device)
         self._launchers[stream, early] = found
         return found
+
+
+@lru_cache(maxsize=65536)
+def _jobs(launch: Launch) -> list[JobStructure]:
+    """Without addresses, to be copied: there are so many fields that to make them takes longer than to launch."""
+    return [JobStructure(None, None, None, None, None, *fields) for fields in launch.jobs]
 
 
 def fused_linears(x: torch.Tensor, operands: Sequence[Operands], launch: Launch) -> list[torch.Tensor]:
