@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 import samebits
 from common import synthetic_matrix, write_results
-from samebits.kernels.ops import fields_of
+from samebits.plans import dispatch
 from samebits.plans.call import plan_of
 from samebits.plans.probe import Probe
 
@@ -125,8 +125,9 @@ def compare(combination: Combination) -> tuple[bool, int]:
         return False, 0
     expected = F.linear(x, weight, bias)
     is_fused = plan_of(x, packed, bias) is not None
-    arguments = x, packed.data, bias, list(packed.shape), fields_of(packed.header)
-    results = [torch.ops.samebits.linear(*arguments) for _ in range(2)]
+    results = [dispatch.linear_of_module(x, packed, bias) for _ in range(3)]
+    again = dispatch.product_again(x.clone() if x.is_contiguous() else x, packed.data, bias)
+    results += [dispatch.linear(x, packed, bias)] + ([] if again is None else [again])
     assert all(result.shape == expected.shape for result in results)
     return is_fused, sum(int((result.view(torch.int16) != expected.view(torch.int16)).sum()) for result in results)
 

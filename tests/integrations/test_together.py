@@ -53,7 +53,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(call, "_plan", lambda key, packed, device: PLAN)
     monkeypatch.setattr(call, "products_of", lambda header, m, plan, device: products)
     monkeypatch.setattr(dispatch, "decode_cuda", samebits.decode)
-    monkeypatch.setattr(dispatch, "_together", Together())
+    monkeypatch.setattr(dispatch, "together", Together())
     monkeypatch.setattr(planner, "fastest_together", lambda x, operands: 1)
     monkeypatch.setattr(Planner, "of", new_planner())
     monkeypatch.setattr(Planner, "outcome", lambda self, key: Outcome(PLAN, ""))

@@ -63,7 +63,7 @@ def test_forgets_tensors_that_are_gone() -> None:
     data = torch.zeros(8, dtype=torch.uint8)
     may_start_early(data)
     key = id(data)
-    assert key in residents._residents
+    assert key in residents.residents
     del data
     gc.collect()
-    assert key not in residents._residents
+    assert key not in residents.residents

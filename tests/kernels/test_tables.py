@@ -81,8 +81,8 @@ def test_forgotten_with_the_bytes(made: list[PackedTensor]) -> None:
     packed = packed_tensor()
     decode_table(packed)
     key = id(packed.data)
-    assert key in residents._residents
+    assert key in residents.residents
     made.clear()
     del packed
     gc.collect()
-    assert key not in residents._residents
+    assert key not in residents.residents

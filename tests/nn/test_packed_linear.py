@@ -16,6 +16,7 @@ from samebits.format.packed import PackedTensor
 from samebits.kernels.ops import decode_packed
 from samebits.nn import packed_module
 from samebits.nn.packed_module import PackedLinearModule, PackedModule
+from samebits.plans import dispatch
 from tests.nn.modules import INPUT, same_bits
 
 
@@ -56,7 +57,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
             patch.setattr(torch.Tensor, "is_cuda", True)
             return original(tensor)
 
-    monkeypatch.setattr(packed_module, "linear_of_module", linear)
+    monkeypatch.setattr(dispatch, "linear_of_module", linear)
     monkeypatch.setattr(packed_module, "_is_plain", is_plain)
     return seen
 
@@ -75,7 +76,7 @@ def test_fused(products: list[torch.Tensor], kind: type[nn.Module], bias: bool, 
 
 def test_not_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     dense, packed = make()
-    monkeypatch.setattr(packed_module, "linear_of_module", None)
+    monkeypatch.setattr(dispatch, "linear_of_module", None)
     assert same_bits(packed(INPUT), dense(INPUT))
 
 

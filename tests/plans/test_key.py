@@ -34,7 +34,7 @@ def _fresh_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def forget() -> None:
-    for remembered in (environment.variables, environment._getters):
+    for remembered in (environment.variables, environment.getters):
         remembered.cache_clear()
     environment._last = ((), None)
 

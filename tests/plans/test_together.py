@@ -85,7 +85,7 @@ def layers(gpu: FakeGpu, where: list[int], monkeypatch: pytest.MonkeyPatch) -> L
     monkeypatch.setattr(together, "is_launchable", lambda header, m, plan, device: is_supported(header, m, device))
     monkeypatch.setattr(together, "launch_together", lambda operands, m, variant, device: "a launch")
     monkeypatch.setattr(planner, "fastest_together", lambda x, operands: 1)
-    monkeypatch.setattr(dispatch, "_together", Together())
+    monkeypatch.setattr(dispatch, "together", Together())
     for number in range(3):  # plans
         dispatch.linear(normal(1, K), made.packed[number], made.biases[number])
     return made
@@ -272,7 +272,7 @@ def test_nothing_is_kept_alive(layers: Layers) -> None:
     together_already(layers)
     layers.packed, layers.biases = [], []
     gc.collect()
-    assert not any(kept.followers for kept in residents._residents.values())
+    assert not any(kept.followers for kept in residents.residents.values())
 
 
 def test_fastest_variant(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:

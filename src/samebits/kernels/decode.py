@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from samebits.errors import DeviceError, InputError
 from samebits.format.geometry import LANES, ROW_GROUP, STAGE, Code, Geometry
 from samebits.format.packed import Header, PackedTensor, align
 from samebits.kernels import nvrtc
+from samebits.kernels.repeat import Patch, Repeat, Step
 from samebits.kernels.residents import resident
 from samebits.kernels.structures import CompactStructure, DivisionStructure, GeometryStructure, PackedStructure
 from samebits.kernels.tables import decode_table, table_words
@@ -44,6 +46,22 @@ def decode_cuda(packed: PackedTensor) -> torch.Tensor:
         geometry = packed.header.geometry
         launch("decode.cu", "decode", packed, output, geometry.chunks, is_whole(geometry))
     return output
+
+
+def repeat(packed: PackedTensor) -> Repeat | None:
+    """``decode_cuda``'s launch, to be made again as long as the bytes are the same; None if it may be another then."""
+    if packed.is_raw or packed.code is Code.COMPACT or packed.data.data_ptr() % _ALIGNMENT:
+        return None
+    kept, geometry = resident(packed.data), packed.header.geometry
+    prepared: _Prepared | None = kept.decoders.get(("decode", is_whole(geometry))) if kept and kept.is_settled else None
+    if prepared is None:
+        return None
+    structures = (prepared.geometry, prepared.packed, ctypes.c_void_p(), prepared.division)
+    starts = tuple(accumulate((align(ctypes.sizeof(each), 8) for each in structures), initial=0))
+    room = b"".join(bytes(each).ljust(align(ctypes.sizeof(each), 8), b"\0") for each in structures)
+    grid = min(nvrtc.multiprocessors(packed.data.get_device()), geometry.chunks)
+    step = Step(prepared.function, grid, 32 * prepared.warps, prepared.shared_bytes, starts[:-1])
+    return Repeat((tuple(packed.shape),), 0, room, (Patch(starts[2], 1),), (step,))
 
 
 def _decode_compact(packed: PackedTensor, output: torch.Tensor) -> None:

@@ -22,6 +22,7 @@ from samebits.format.packed import Header, PackedTensor
 from samebits.kernels import nvrtc
 from samebits.kernels.linear_job import CHUNK_STAGES, Arrangement, Launch
 from samebits.kernels.linear_launch import VARIANTS, joint_launch, launch_of, max_tokens, nearest_launch
+from samebits.kernels.repeat import Patch, Repeat, Step, X
 from samebits.kernels.residents import resident
 from samebits.kernels.structures import (
     ArrangementStructure,
@@ -185,6 +186,36 @@ class Products:
             launcher = self._launchers.get((stream, early)) or self._launcher(stream, early, device)
             launcher(arguments.pointers)
         return made
+
+    def repeat(self, x: torch.Tensor, bias: torch.Tensor | None) -> Repeat | None:
+        """This call, to be made again for inputs of this shape; None if it may be another then."""
+        launch, told = self.launch, self._told
+        if told is None:
+            return None
+        to, count, device = launch.arrangement, len(self._rows), x.get_device()
+        scratch, room, job = 1 + count, bytearray(told), JobStructure
+        patches: list[Patch] = []
+        for number in range(count):
+            start = number * ctypes.sizeof(ProductStructure) + ProductStructure.job.offset
+            patches.append(Patch(start + job.x.offset, scratch if to and to.tokens else X))
+            patches.append(Patch(start + job.y.offset, 1 + number))
+            if to:
+                patches.append(Patch(start + job.parts.offset, scratch, to.parts[number]))
+                patches.append(Patch(start + job.done.offset, scratch, to.done[number]))
+        if bias is not None:
+            start = ProductStructure.job.offset + job.bias.offset
+            room[start : start + ctypes.sizeof(ctypes.c_void_p)] = bytes(ctypes.c_void_p(bias.data_ptr()))
+        function = nvrtc.kernel(launch.file, launch.name, device)
+        steps = [Step(function, launch.grid, launch.threads, launch.shared_bytes, (0,))]
+        if to:
+            start, structure = len(room), ArrangementStructure
+            room += bytes(structure(None, None, None, to.done_count, to.tokens, to.columns, to.wide, to.part_steps))
+            patches.append(Patch(start + structure.x.offset, X))
+            patches.append(Patch(start + structure.arranged.offset, scratch))
+            patches.append(Patch(start + structure.done.offset, scratch, to.done[0]))
+            steps.insert(0, Step(nvrtc.kernel("arrange.cu", "arrange", device), to.grid, to.threads, 0, (start,)))
+        sizes = tuple((*x.shape[:-1], rows) for rows in self._rows)
+        return Repeat(sizes, to.total_bytes if to else 0, bytes(room), tuple(patches), tuple(steps))
 
     def _arrange(self, x: torch.Tensor, to: Arrangement, stream: int, device: int) -> None:
         """Has x arranged, and memory ready, for the launch that follows; once that is made, the memory may be freed."""

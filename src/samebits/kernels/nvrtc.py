@@ -177,23 +177,23 @@ def current_stream(device: int) -> int:
     return int(torch._C._cuda_getCurrentRawStream(device))
 
 
+class Configured(NamedTuple):
+    """A launch but for its arguments, as cuLaunchKernelEx takes it.
+
+    Attributes:
+        config: CUlaunchConfig.
+        function: CUfunction.
+    """
+
+    config: Any
+    function: Any
+
+
 @lru_cache(maxsize=65536)
-def launcher(
+def configured(
     function: Kernel, grid: int, threads: int, shared: int, stream: int, early: bool, device: int
-) -> Callable[[int], None]:
-    """``launch``, but on a stream, made once: it takes the address of an array of the arguments' addresses."""
-    start = _start(function, grid, threads, shared, stream, early and _starts_early(device))
-
-    def launch(pointers: int) -> None:
-        _check(start(pointers, 0))
-
-    return launch
-
-
-def _start(
-    function: Kernel, grid: int, threads: int, shared: int, stream: int, early: bool
-) -> Callable[[int, int], tuple[Any, ...]]:
-    """cuLaunchKernelEx without the last two arguments; its configuration is made once, for that takes longest."""
+) -> Configured:
+    """Made once for each, for this is what takes longest in a launch."""
     from cuda.bindings import driver
 
     config = driver.CUlaunchConfig()
@@ -201,13 +201,45 @@ def _start(
     config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
     config.sharedMemBytes = shared
     config.hStream = driver.CUstream(stream)
-    if early:
+    if early and _starts_early(device):
         attribute = driver.CUlaunchAttribute()
         attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         attribute.value.programmaticStreamSerializationAllowed = 1
         config.attrs = [attribute]
         config.numAttrs = 1
-    return partial(driver.cuLaunchKernelEx, config, driver.CUfunction(int(function.handle)))
+    return Configured(config, driver.CUfunction(int(function.handle)))
+
+
+@lru_cache(maxsize=65536)
+def launcher(
+    function: Kernel, grid: int, threads: int, shared: int, stream: int, early: bool, device: int
+) -> Callable[[int], None]:
+    """``launch``, but on a stream, made once: it takes the address of an array of the arguments' addresses."""
+    from cuda.bindings import driver
+
+    start = partial(driver.cuLaunchKernelEx, *configured(function, grid, threads, shared, stream, early, device))
+
+    def launch(pointers: int) -> None:
+        _check(start(pointers, 0))
+
+    return launch
+
+
+@cache
+def launch_address() -> int:
+    """Of the driver's cuLaunchKernelEx."""
+    address = ctypes.cast(ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx, ctypes.c_void_p).value
+    assert address is not None
+    return address
+
+
+def check_code(code: int) -> None:
+    """Raises:
+    DeviceError: it is not CUDA_SUCCESS.
+    """
+    from cuda.bindings import driver
+
+    _check((driver.CUresult(code),))
 
 
 def _check(result: tuple[Any, ...]) -> None:

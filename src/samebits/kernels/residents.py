@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-_residents: dict[int, Resident] = {}  # by id of the tensor
+residents: dict[int, Resident] = {}  # by id of the tensor
 
 
 class Bytes:
@@ -45,9 +45,10 @@ class Resident(Bytes):
         calls: of the fused layer, by the input's shape; see samebits.plans.call.
         decoders: launches of kernels that decode them, as far as they are always the same.
         followers: what is asked for behind a product of theirs; see samebits.plans.together.
+        shortcuts: products as they were made, by the input's shape; see samebits.plans.recall.
     """
 
-    __slots__ = ("calls", "decoders", "followers", "has_changed", "has_table", "is_settled", "table")
+    __slots__ = ("calls", "decoders", "followers", "has_changed", "has_table", "is_settled", "shortcuts", "table")
 
     def __init__(self, tensor: torch.Tensor, has_changed: bool) -> None:
         super().__init__(tensor)
@@ -56,6 +57,7 @@ class Resident(Bytes):
         self.calls: dict[Hashable, Any] = {}
         self.decoders: dict[Hashable, Any] = {}
         self.followers: Any = None
+        self.shortcuts: dict[Hashable, Any] = {}
 
     def settle(self) -> bool:
         """Say that a kernel is launched on them on torch's current stream; returns whether one was before."""
@@ -68,15 +70,15 @@ class Resident(Bytes):
 def resident(tensor: torch.Tensor) -> Resident | None:
     """Of a tensor's present bytes; None of an inference tensor, which does not tell when they change."""
     key = id(tensor)
-    known = _residents.get(key)
+    known = residents.get(key)
     if known is not None and known.now() is tensor:
         return known
     if tensor.is_inference():
         return None
     has_changed = known is not None and known.is_of(tensor)
     if not has_changed:
-        weakref.finalize(tensor, _residents.pop, key, None).atexit = False
-    made = _residents[key] = Resident(tensor, has_changed)
+        weakref.finalize(tensor, residents.pop, key, None).atexit = False
+    made = residents[key] = Resident(tensor, has_changed)
     return made
 
 

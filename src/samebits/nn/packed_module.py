@@ -22,7 +22,7 @@ from samebits.format.names import BARE, PACKED, WEIGHT
 from samebits.format.packed import PackedTensor
 from samebits.nn.lazy import LazyTensor, LazyWeight
 from samebits.nn.recipe import Piece, Recipe
-from samebits.plans.dispatch import linear_of_module
+from samebits.plans import dispatch
 
 
 class _Saved(NamedTuple):
@@ -187,15 +187,19 @@ class PackedLinearModule(PackedModule):
         recipe, own = self.sb_recipes["weight"], self._parameters
         bias: Any = own["bias"] if "bias" in own else self.bias  # noqa: SIM401 - the first way takes less time
         is_traced = torch.compiler.is_compiling()
+        data: Any = own[_DATA] if recipe.operands else None
+        if recipe.operands and not is_traced:
+            made: torch.Tensor | None = dispatch.product_again(input, data, bias)
+            if made is not None:
+                return made
         is_usual = recipe.operands and not _is_watched(is_traced) and (bias is None or _is_plain(bias))
         if not (is_usual and _is_plain(input)):
             return super().forward(input)  # type: ignore[no-any-return]
-        data: Any = own[_DATA]
         if is_traced:
             numbers = [int(number) for number in recipe.operands.split()]
             return torch.ops.samebits.linear(input, data, bias, numbers[:2], numbers[2:])  # type: ignore[no-any-return]
         assert recipe.matrix is not None
-        return linear_of_module(input, PackedTensor(recipe.matrix, data), bias)
+        return dispatch.linear_of_module(input, PackedTensor(recipe.matrix, data), bias)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -8,24 +8,28 @@ from torch.nn import functional as F
 from samebits.format.packed import Header, PackedTensor
 from samebits.kernels.decode import decode_cuda
 from samebits.kernels.ops import decode_packed, header_of
+from samebits.plans import recall
 from samebits.plans.call import call_of
 from samebits.plans.together import Together
 
 _LIBRARY = torch.library.Library("samebits", "FRAGMENT")
 _LIBRARY.define("linear(Tensor x, Tensor data, Tensor? bias, int[] shape, int[] fields) -> Tensor")
 
-_together = Together()
+together = Together()
+product_again = recall.product_of(together.turns)
 
 
 def linear_of_module(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> torch.Tensor:
     """``linear`` for the modules of a model, whose products of one input are made together (plans/together.py)."""
-    made = _together.take(x, packed, bias)
+    made = together.take(x, packed, bias)
     if made is not None:
         return made
     call = call_of(x, packed, bias)
     if call is None:
-        return F.linear(x, decode_cuda(packed), bias)
-    return _together.multiply(x, packed, bias, call)
+        y = F.linear(x, decode_cuda(packed), bias)
+        recall.remember_decoded(x, packed)
+        return y
+    return together.multiply(x, packed, bias, call)
 
 
 def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> torch.Tensor:

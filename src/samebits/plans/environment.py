@@ -87,15 +87,18 @@ def variables() -> dict[str, str]:
 def blas_state() -> str | None:
     """What may change between two calls, in words; None where no plan can be trusted."""
     global _last
-    values, last = tuple(map(operator.call, _getters())), _last
+    values, last = tuple(map(operator.call, getters())), _last
     if values != last[0]:
         last = _last = values, _described(values)
     return last[1]
 
 
 @cache
-def _getters() -> tuple[Callable[[], Any], ...]:
-    """The settings, then the variables for workspaces; asking os.environ itself would take a microsecond for each."""
+def getters() -> tuple[Callable[[], Any], ...]:
+    """What blas_state asks: the settings, then the variables for workspaces.
+
+    Asking os.environ itself would take a microsecond for each.
+    """
     kept: dict[Any, Any] = os.environ._data  # type: ignore[attr-defined]
     encoded = (os.environ.encodekey(name) for name in _WORKSPACES)
     return *(getattr(torch._C, name) for name in _names()), *(partial(kept.get, name) for name in encoded)

@@ -10,8 +10,6 @@ captured and torch's settings are still those of the launch; else the product is
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -32,10 +30,12 @@ from samebits.kernels.linear import (
 from samebits.kernels.linear_launch import MAX_JOINT_TOKENS
 from samebits.kernels.residents import Bytes, resident
 from samebits.kernels.structures import MAX_TOGETHER
+from samebits.plans import recall
 from samebits.plans.call import Call
 from samebits.plans.environment import blas_state
 from samebits.plans.key import PlanKey
 from samebits.plans.planner import Planner
+from samebits.plans.turn import Turn, Turns
 
 _MAX_UNWANTED = 3  # launches that made a product nobody asked for, after which a group is given up
 
@@ -54,18 +54,24 @@ class _Weight:
         is_proved: a product of it that was made with others had the bytes of one that was made alone.
     """
 
+    __slots__ = ("bias", "data", "header", "is_proved")
+
     def __init__(self, packed: PackedTensor, bias: torch.Tensor | None) -> None:
-        self.header, self.has_bias, self.is_proved = packed.header, bias is not None, False
-        self._data, self._bias = Bytes(packed.data), None if bias is None else Bytes(bias)
+        self.header, self.is_proved = packed.header, False
+        self.data, self.bias = Bytes(packed.data), None if bias is None else Bytes(bias)
+
+    @property
+    def has_bias(self) -> bool:
+        return self.bias is not None
 
     def now(self) -> _Held | None:
         """Its bytes, if they are unchanged; whoever holds them keeps them."""
-        data, bias = self._data.now(), self._bias.now() if self._bias else None
+        data, bias = self.data.now(), self.bias.now() if self.bias else None
         return None if data is None or (bias is None) is self.has_bias else _Held(data, bias)
 
     def is_of(self, packed: PackedTensor, bias: torch.Tensor | None) -> bool:
         """Whether these are its operands, unchanged."""
-        return self._data.now() is packed.data and (bias is None if self._bias is None else self._bias.now() is bias)
+        return self.data.now() is packed.data and (bias is None if self.bias is None else self.bias.now() is bias)
 
     def operands(self, held: _Held, plan: LinearPlan) -> Operands:
         return Operands(PackedTensor(self.header, held.data), held.bias, plan)
@@ -118,48 +124,39 @@ class _Group:
         self.replace_others()
 
 
-class _Made(NamedTuple):
-    """A product that was made with another, for whoever asks."""
-
-    group: _Group
-    weight: _Weight
-    plan: LinearPlan
-    y: torch.Tensor
-
-
-class Together(threading.local):
-    """The products of one thread."""
+class Together:
+    """The products of all threads."""
 
     def __init__(self) -> None:
-        self._input: Bytes | None = None  # of the last product
-        self._where = nvrtc.Where(0, 0)
-        self._state = ""  # torch's settings at the first product of this input
-        self._first: weakref.ref[torch.Tensor] | None = None  # packed bytes of the first product of this input
-        self._made: dict[int, _Made] = {}  # by id of the packed bytes
+        self.turns = Turns()
 
     def take(self, x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> torch.Tensor | None:
         """The product, if it has been made."""
-        made = self._made.get(id(packed.data)) if self._made else None
-        if made is None or not self._is_same_input(x, _where(x)) or not made.weight.is_of(packed, bias):
-            return None  # and where it stays, nobody wanted it
-        if blas_state() != self._state:
+        turn = self.turns.last
+        made = turn.made.get(id(packed.data)) if turn.made else None
+        if made is None:
             return None
-        del self._made[id(packed.data)]
-        if not self._made:
-            made.group.unwanted = 0
-        if made.weight.is_proved:
-            return made.y
-        y = fused_linear(x, packed, bias, made.plan)
-        if not _same(y, made.y):
-            made.group.give_up()
-        made.weight.is_proved = bool(y.any())  # zeros prove nothing
-        return y
+        group: _Group = made[0]
+        weight: _Weight = made[1]
+        plan, y = made[2:]
+        if not self._is_same_input(x, _where(x)) or not weight.is_of(packed, bias) or blas_state() != turn.state:
+            return None  # and where it stays, nobody wanted it
+        del turn.made[id(packed.data)]
+        if not turn.made:
+            group.unwanted = 0
+        if weight.is_proved:
+            return y
+        alone = fused_linear(x, packed, bias, plan)
+        if not _same(alone, y):
+            group.give_up()
+        weight.is_proved = bool(alone.any())  # zeros prove nothing
+        return alone
 
     def multiply(self, x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, call: Call) -> torch.Tensor:
         """A product that has a plan; and, in one launch with it, what is expected to be asked for next."""
         data = packed.data
-        if call.key.tokens > MAX_JOINT_TOKENS or x.is_inference() or data.is_inference():
-            return call.multiply(x, packed, bias)  # no such kernel; no versions
+        if call.key.tokens > MAX_JOINT_TOKENS or x.is_inference() or data.is_inference():  # no such kernel; no versions
+            return _alone(x, packed, bias, call, joins=False)
         where = _where(x)
         if self._is_same_input(x, where):
             self._learn(packed, bias)
@@ -168,35 +165,37 @@ class Together(threading.local):
         kept = resident(data)
         group: _Group | None = kept.followers if kept else None
         if group is None or not group.others:
-            return call.multiply(x, packed, bias)
+            return _alone(x, packed, bias, call)
         operands = Operands(packed, bias, call.plan)
         choice = self._choice(x, operands, call.key, group)
         held = choice.held() if choice else None  # until the launch
         if choice is None or held is None:
-            return call.multiply(x, packed, bias)
+            if choice:
+                group.replace_others(*(other for other in group.others if other.now()))
+            is_decided = group.chosen.get(call.key, choice) is None and call.key in group.chosen
+            return _alone(x, packed, bias, call) if is_decided else call.multiply(x, packed, bias)
         y, *ys = choice.products(x, bias, lambda: [operands, *choice.operands(held)])
-        self._made = {
-            id(own.data): _Made(group, weight, plan, made)
-            for weight, own, plan, made in zip(choice.others, held, choice.plans, ys, strict=True)
-        }
-        return y if group.is_proved else call.multiply(x, packed, bias)
+        each = zip(choice.others, held, choice.plans, ys, strict=True)
+        self.turns.last.made = {id(own.data): (group, weight, plan, made) for weight, own, plan, made in each}
+        if not group.is_proved:
+            return call.multiply(x, packed, bias)
+        recall.remember_together(x, packed, bias, call, choice.products, group, choice.others, choice.plans)
+        return y
 
     def _is_same_input(self, x: torch.Tensor, where: nvrtc.Where) -> bool:
-        last = self._input
-        return last is not None and last.is_of(x) and last.now() is x and self._where == where
+        turn = self.turns.last
+        return turn.now() is x and turn.where == where
 
     def _begin(self, x: torch.Tensor, where: nvrtc.Where, data: torch.Tensor, state: str) -> None:
-        if self._made:
-            for group in {id(made.group): made.group for made in self._made.values()}.values():
-                group.unwanted += 1
-                if group.is_given_up:
-                    group.replace_others()
-            self._made = {}
-        self._input, self._where, self._state, self._first = Bytes(x), where, state, weakref.ref(data)
+        for group in {id(group): group for group, *_ in self.turns.last.made.values()}.values():
+            group.unwanted += 1
+            if group.is_given_up:
+                group.replace_others()
+        self.turns.last = Turn(x, where, state, data)
 
     def _learn(self, packed: PackedTensor, bias: torch.Tensor | None) -> None:
         """That a product was asked for behind another one of its input."""
-        first = self._first() if self._first else None
+        first = self.turns.last.first()
         if first is None or first is packed.data or (bias is not None and bias.is_inference()):
             return
         kept = resident(first)
@@ -209,10 +208,11 @@ class Together(threading.local):
         others = [other for other in group.others if other.now()]
         if len(others) + 1 < MAX_TOGETHER:
             group.replace_others(*others, _Weight(packed, bias))
+            kept.shortcuts.clear()  # which make it alone
 
     def _choice(self, x: torch.Tensor, operands: Operands, key: PlanKey, group: _Group) -> _Choice | None:
         """None if products are to be made one by one, now or always."""
-        others, is_captured = group.others, self._where.capture
+        others, is_captured = group.others, self.turns.last.where.capture
         if key not in group.chosen and not is_captured and all(other.now() for other in others):
             group.chosen[key] = _choose(x, operands, key, others)
         choice = group.chosen.get(key)
@@ -220,6 +220,14 @@ class Together(threading.local):
             return None
         header = operands.packed.header
         return choice if choice.header is header or choice.header == header else None
+
+
+def _alone(
+    x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, call: Call, *, joins: bool = True
+) -> torch.Tensor:
+    y = call.multiply(x, packed, bias)
+    recall.remember(x, packed, bias, call, joins)
+    return y
 
 
 def _choose(x: torch.Tensor, first: Operands, key: PlanKey, others: tuple[_Weight, ...]) -> _Choice | None:

@@ -1,0 +1,597 @@
+/* Products of modules that were made before, made once more: see recall.py, which says what is remembered and when.
+
+   Everything is asked of torch again by the means of Python, in the order of packed_module.py, together.py, call.py and
+   linear.py, and nothing is decided here: where anything is not as remembered, the answer is None and those do it. */
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030B0000
+#include <Python.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { MAX_OUTPUTS = 4, MAX_ARGUMENTS = 4, MAX_LAUNCHES = 2, MAX_PATCHES = 24 };
+enum { SAME = 1, OTHER = 0, FAILED = -1 };
+
+typedef int (*Start)(const void *config, void *function, void **arguments, void **extra); /* cuLaunchKernelEx */
+
+typedef struct {
+    uint32_t offset;
+    uint32_t source; /* 0: x, then the outputs, then the scratch */
+    int64_t addend;
+} Patch;
+
+typedef struct {
+    void *config, *function;
+    int count;
+    uint32_t offsets[MAX_ARGUMENTS];
+} Launch;
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *strides, *state, *where, *bias, *group, *others, *plans, *sizes, *scratch, *failed, *finish, *kept;
+    long device;
+    int joins, outputs, patch_count, launch_count;
+    Start start;
+    char *room;
+    Patch patches[MAX_PATCHES];
+    Launch launches[MAX_LAUNCHES];
+} Shortcut;
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *turns, *residents, *tensor, *parameter, *dtype, *current_device, *current_stream, *is_capturing, *is_autocast;
+    PyObject *forward_ad, *interpreter, *modes, *tracing, *is_grad_enabled, *environment, *getters;
+} Recall;
+
+/* Names of attributes, made when the module is. */
+#define NAMES(X) \
+    X(shape) X(stride) X(dtype) X(get_device) X(data_ptr) X(requires_grad) X(new_empty) X(_version) X(_tensor) \
+    X(_address) X(last) X(made) X(where) X(state) X(first) X(others) X(unwanted) X(data) X(bias) X(is_proved) X(shortcuts) \
+    X(_current_level) X(_last) X(cuda)
+#define DECLARE(name) static PyObject *name_##name;
+NAMES(DECLARE)
+#undef DECLARE
+
+static PyTypeObject *shortcut_type;
+
+/* -- Shortcut ------------------------------------------------------------------------------------------------------ */
+
+/* Gives up the references from one field to another, and the object. */
+static void give_up(PyObject *self, PyObject **first, PyObject **last) {
+    PyTypeObject *type = Py_TYPE(self);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    for (PyObject **each = first; each <= last; each++) Py_CLEAR(*each);
+    release(self);
+    Py_DECREF(type);
+}
+
+static void shortcut_dealloc(PyObject *self) {
+    Shortcut *own = (Shortcut *)self;
+    free(own->room);
+    give_up(self, &own->strides, &own->kept);
+}
+
+static int read_patches(Shortcut *self, PyObject *patches, Py_ssize_t room_bytes) {
+    Py_ssize_t count = PyTuple_Size(patches);
+    if (count < 0 || count > MAX_PATCHES) return 0;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        unsigned int offset, source;
+        long long addend;
+        if (!PyArg_ParseTuple(PyTuple_GetItem(patches, i), "IIL", &offset, &source, &addend)) return 0;
+        if ((Py_ssize_t)offset + 8 > room_bytes || source > (unsigned)self->outputs + 1) return 0;
+        if (source == (unsigned)self->outputs + 1 && self->scratch == Py_None) return 0;
+        self->patches[i] = (Patch){offset, source, addend};
+    }
+    self->patch_count = (int)count;
+    return 1;
+}
+
+static int read_launches(Shortcut *self, PyObject *launches, Py_ssize_t room_bytes) {
+    Py_ssize_t count = PyTuple_Size(launches);
+    if (count < 1 || count > MAX_LAUNCHES) return 0;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        unsigned long long config, function;
+        PyObject *offsets;
+        Launch *launch = &self->launches[i];
+        if (!PyArg_ParseTuple(PyTuple_GetItem(launches, i), "KKO!", &config, &function, &PyTuple_Type, &offsets)) return 0;
+        Py_ssize_t arguments = PyTuple_Size(offsets);
+        if (arguments < 1 || arguments > MAX_ARGUMENTS) return 0;
+        for (Py_ssize_t j = 0; j < arguments; j++) {
+            long offset = PyLong_AsLong(PyTuple_GetItem(offsets, j));
+            if (offset < 0 || offset >= room_bytes) return 0;
+            launch->offsets[j] = (uint32_t)offset;
+        }
+        launch->config = (void *)(uintptr_t)config, launch->function = (void *)(uintptr_t)function;
+        launch->count = (int)arguments;
+    }
+    self->launch_count = (int)count;
+    return 1;
+}
+
+static PyObject *shortcut_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"device", "strides", "state", "where", "bias", "joins", "group", "others", "plans", "sizes",
+                            "scratch", "room", "patches", "launches", "start", "failed", "finish", "kept", NULL};
+    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    Shortcut *self = (Shortcut *)allocate(type, 0);
+    PyObject *patches, *launches;
+    const char *room;
+    Py_ssize_t room_bytes;
+    unsigned long long start;
+    if (!self) return NULL;
+    if (!PyArg_ParseTupleAndKeywords(
+            args, kwargs, "lO!OO!OpOO!O!O!Oy#O!O!KOOO", names, &self->device, &PyTuple_Type, &self->strides, &self->state,
+            &PyTuple_Type, &self->where, &self->bias, &self->joins, &self->group, &PyTuple_Type, &self->others,
+            &PyTuple_Type, &self->plans, &PyTuple_Type, &self->sizes, &self->scratch, &room, &room_bytes, &PyTuple_Type,
+            &patches, &PyTuple_Type, &launches, &start, &self->failed, &self->finish, &self->kept)) {
+        for (PyObject **each = &self->strides; each <= &self->kept; each++) *each = NULL; /* nothing is held yet */
+        Py_DECREF(self);
+        return NULL;
+    }
+    for (PyObject **each = &self->strides; each <= &self->kept; each++) Py_INCREF(*each);
+    Py_ssize_t outputs = PyTuple_Size(self->sizes), others = PyTuple_Size(self->others);
+    self->outputs = (int)outputs, self->start = (Start)(uintptr_t)start;
+    int fits = outputs >= 1 && outputs <= MAX_OUTPUTS && others == outputs - 1 && PyTuple_Size(self->plans) == others &&
+               PyTuple_Size(self->where) == 2 && self->start;
+    if (!fits || !read_patches(self, patches, room_bytes) || !read_launches(self, launches, room_bytes)) {
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "not the fields of a shortcut");
+        Py_DECREF(self);
+        return NULL;
+    }
+    self->room = malloc((size_t)room_bytes);
+    if (!self->room) {
+        Py_DECREF(self);
+        return PyErr_NoMemory();
+    }
+    memcpy(self->room, room, (size_t)room_bytes);
+    return (PyObject *)self;
+}
+
+/* -- Questions. SAME, OTHER or FAILED ------------------------------------------------------------------------------ */
+
+static int equals(PyObject *left, PyObject *right) {
+    return left == right ? SAME : PyObject_RichCompareBool(left, right, Py_EQ);
+}
+
+/* Like equals; takes over a reference to the left, which may be NULL where an error is set. */
+static int equals_new(PyObject *left, PyObject *right) {
+    if (!left) return FAILED;
+    int same = equals(left, right);
+    Py_DECREF(left);
+    return same;
+}
+
+static int attribute_equals(PyObject *object, PyObject *name, PyObject *value) {
+    return equals_new(PyObject_GetAttr(object, name), value);
+}
+
+/* Whether an attribute, or what a function gives, is true. */
+static int is_true_new(PyObject *value) {
+    if (!value) return FAILED;
+    int truth = PyObject_IsTrue(value);
+    Py_DECREF(value);
+    return truth;
+}
+
+/* What the Bytes in residents.py were made for: a new reference to a tensor, or None. */
+static PyObject *referent(PyObject *bytes) {
+    PyObject *reference = PyObject_GetAttr(bytes, name__tensor);
+    if (!reference) return NULL;
+    PyObject *tensor = PyObject_CallNoArgs(reference);
+    Py_DECREF(reference);
+    return tensor;
+}
+
+static int bytes_are_at(PyObject *bytes, PyObject *version, PyObject *address) {
+    int same = attribute_equals(bytes, name__version, version);
+    return same == SAME ? attribute_equals(bytes, name__address, address) : same;
+}
+
+/* Bytes.now() is tensor. */
+static int bytes_are_of(PyObject *bytes, PyObject *tensor) {
+    PyObject *made_for = referent(bytes);
+    if (!made_for) return FAILED;
+    Py_DECREF(made_for);
+    if (made_for != tensor) return OTHER; /* which may be an inference tensor, without a version */
+    PyObject *version = PyObject_GetAttr(tensor, name__version);
+    PyObject *address = version ? PyObject_CallMethodObjArgs(tensor, name_data_ptr, NULL) : NULL;
+    int same = address ? bytes_are_at(bytes, version, address) : FAILED;
+    Py_XDECREF(version), Py_XDECREF(address);
+    return same;
+}
+
+/* Whether a bias is the one that was remembered; both may be None. */
+static int bias_is(PyObject *bytes, PyObject *bias) {
+    if (bytes == Py_None || bias == Py_None) return bytes == bias ? SAME : OTHER;
+    return bytes_are_of(bytes, bias);
+}
+
+/* Whether torch's settings are those of a text that blas_state() gave; asks without making texts. */
+static int state_is(Recall *self, PyObject *state) {
+    PyObject *last = PyObject_GetAttr(self->environment, name__last);
+    if (!last) return FAILED;
+    PyObject *values = PyTuple_GetItem(last, 0), *text = PyTuple_GetItem(last, 1);
+    Py_ssize_t count = PyTuple_Size(self->getters);
+    int same = !values || !text ? FAILED : text == Py_None || PyTuple_Size(values) != count ? OTHER : SAME;
+    for (Py_ssize_t i = 0; i < count && same == SAME; i++)
+        same = equals_new(PyObject_CallNoArgs(PyTuple_GetItem(self->getters, i)), PyTuple_GetItem(values, i));
+    if (same == SAME) same = equals(text, state);
+    Py_DECREF(last);
+    return same;
+}
+
+/* Whether a tensor is torch's own, of which no gradient is wanted. */
+static int is_plain(Recall *self, PyObject *tensor) {
+    PyObject *type = (PyObject *)Py_TYPE(tensor);
+    if (type != self->tensor && type != self->parameter) return OTHER;
+    int wanted = is_true_new(PyObject_GetAttr(tensor, name_requires_grad));
+    if (wanted == 1) wanted = is_true_new(PyObject_CallNoArgs(self->is_grad_enabled));
+    return wanted < 0 ? FAILED : !wanted;
+}
+
+/* packed_module._is_watched, turned round. */
+static int is_unwatched(Recall *self) {
+    int watched = is_true_new(PyObject_CallFunctionObjArgs(self->is_autocast, name_cuda, NULL));
+    if (watched) return watched < 0 ? FAILED : OTHER;
+    PyObject *level = PyObject_GetAttr(self->forward_ad, name__current_level);
+    if (!level) return FAILED;
+    long number = PyLong_AsLong(level);
+    Py_DECREF(level);
+    if (number == -1 && PyErr_Occurred()) return FAILED;
+    if (number >= 0) return OTHER;
+    int same = equals_new(PyObject_CallNoArgs(self->interpreter), Py_None);
+    if (same != SAME) return same;
+    watched = is_true_new(PyObject_CallNoArgs(self->modes));
+    if (watched) return watched < 0 ? FAILED : OTHER;
+    return equals_new(PyObject_CallNoArgs(self->tracing), Py_None);
+}
+
+/* -- A product ----------------------------------------------------------------------------------------------------- */
+
+/* What is asked of the operands once. The version is NULL where an inference tensor has none. */
+typedef struct {
+    PyObject *turn, *x, *data, *bias, *id, *shape, *device, *address, *version, *stream;
+} Call;
+
+static void call_clear(Call *call) {
+    Py_XDECREF(call->id), Py_XDECREF(call->shape), Py_XDECREF(call->device), Py_XDECREF(call->address);
+    Py_XDECREF(call->version), Py_XDECREF(call->stream);
+}
+
+static int call_read(Recall *self, Call *call) {
+    if (!(call->shape = PyObject_GetAttr(call->x, name_shape))) return FAILED;
+    if (!(call->device = PyObject_CallMethodObjArgs(call->x, name_get_device, NULL))) return FAILED;
+    int same = equals_new(PyObject_CallNoArgs(self->current_device), call->device);
+    if (same != SAME) return same;
+    int capturing = is_true_new(PyObject_CallNoArgs(self->is_capturing));
+    if (capturing) return capturing < 0 ? FAILED : OTHER;
+    if (!(call->stream = PyObject_CallFunctionObjArgs(self->current_stream, call->device, NULL))) return FAILED;
+    if (!(call->address = PyObject_CallMethodObjArgs(call->x, name_data_ptr, NULL))) return FAILED;
+    if (!(call->version = PyObject_GetAttr(call->x, name__version))) {
+        if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) return FAILED;
+        PyErr_Clear();
+    }
+    return SAME;
+}
+
+static int turn_is(Call *call) {
+    if (!call->version) return OTHER;
+    PyObject *last = referent(call->turn);
+    if (!last) return FAILED;
+    Py_DECREF(last);
+    return last == call->x ? bytes_are_at(call->turn, call->version, call->address) : OTHER;
+}
+
+static PyObject *none_or_error(int same) { return same == OTHER ? Py_NewRef(Py_None) : NULL; }
+
+/* Together.take. */
+static int may_take(Recall *self, Call *call, PyObject *made) {
+    int same = turn_is(call);
+    if (same != SAME) return same;
+    PyObject *where = PyObject_GetAttr(call->turn, name_where);
+    if (!where) return FAILED;
+    same = equals(PyTuple_GetItem(where, 0), call->stream); /* and no graph is captured, which has another number */
+    if (same == SAME) {
+        int captured = PyObject_IsTrue(PyTuple_GetItem(where, 1));
+        same = captured < 0 ? FAILED : !captured;
+    }
+    Py_DECREF(where);
+    if (same != SAME) return same;
+    PyObject *weight = PyTuple_GetItem(made, 1);
+    if (!weight) return FAILED;
+    if ((same = is_true_new(PyObject_GetAttr(weight, name_is_proved))) != SAME) return same;
+    PyObject *bytes = PyObject_GetAttr(weight, name_data), *bias = bytes ? PyObject_GetAttr(weight, name_bias) : NULL;
+    same = bias ? bytes_are_of(bytes, call->data) : FAILED;
+    if (same == SAME) same = bias_is(bias, call->bias);
+    Py_XDECREF(bytes), Py_XDECREF(bias);
+    if (same != SAME) return same;
+    PyObject *state = PyObject_GetAttr(call->turn, name_state);
+    if (!state) return FAILED;
+    same = state_is(self, state);
+    Py_DECREF(state);
+    return same;
+}
+
+static PyObject *take(Recall *self, Call *call, PyObject *every, PyObject *made) {
+    PyObject *y = NULL;
+    int may = may_take(self, call, made);
+    if (may != SAME) {
+        y = none_or_error(may);
+    } else if (PyDict_DelItem(every, call->id) == 0) {
+        y = Py_XNewRef(PyTuple_GetItem(made, 3));
+        if (y && PyDict_Size(every) == 0) {
+            PyObject *none = PyLong_FromLong(0);
+            if (!none || PyObject_SetAttr(PyTuple_GetItem(made, 0), name_unwanted, none) < 0) Py_CLEAR(y);
+            Py_XDECREF(none);
+        }
+    }
+    return y;
+}
+
+static int may_repeat(Recall *self, Call *call, Shortcut *known, PyObject *resident) {
+    int same = bytes_are_of(resident, call->data);
+    if (same != SAME) return same;
+    long device = PyLong_AsLong(call->device);
+    unsigned long long address = PyLong_AsUnsignedLongLong(call->address);
+    if (PyErr_Occurred()) return FAILED;
+    if (device != known->device || address % 16) return OTHER;
+    if ((same = attribute_equals(call->x, name_dtype, self->dtype)) != SAME) return same;
+    if ((same = equals_new(PyObject_CallMethodObjArgs(call->x, name_stride, NULL), known->strides)) != SAME) return same;
+    if ((same = equals(call->stream, PyTuple_GetItem(known->where, 0))) != SAME) return same;
+    if (known->finish == Py_None && (same = bias_is(known->bias, call->bias)) != SAME) return same;
+    if (known->state != Py_None && (same = state_is(self, known->state)) != SAME) return same;
+    if (known->group == Py_None) return SAME;
+    PyObject *others = PyObject_GetAttr(known->group, name_others);
+    if (!others) return FAILED;
+    Py_DECREF(others);
+    return others == known->others ? SAME : OTHER;
+}
+
+/* Holds the bytes of the other weights, and their biases, until the launch. */
+static int hold(Shortcut *known, PyObject **held) {
+    for (int i = 0; i + 1 < known->outputs; i++) {
+        PyObject *weight = PyTuple_GetItem(known->others, i);
+        PyObject *bytes = PyObject_GetAttr(weight, name_data), *bias = bytes ? PyObject_GetAttr(weight, name_bias) : NULL;
+        int same = bias && (held[2 * i] = referent(bytes)) ? SAME : FAILED;
+        if (same == SAME) same = held[2 * i] == Py_None ? OTHER : bytes_are_of(bytes, held[2 * i]);
+        if (same == SAME && bias != Py_None) {
+            held[2 * i + 1] = referent(bias);
+            same = !held[2 * i + 1] ? FAILED : held[2 * i + 1] == Py_None ? OTHER : bytes_are_of(bias, held[2 * i + 1]);
+        }
+        Py_XDECREF(bytes), Py_XDECREF(bias);
+        if (same != SAME) return same;
+    }
+    return SAME;
+}
+
+/* Together._begin. */
+static int begin(Call *call, Shortcut *known, PyObject *resident) {
+    PyObject *reference = PyWeakref_NewRef(call->x, NULL), *first = PyObject_GetAttr(resident, name__tensor);
+    int failed = !reference || !first || PyObject_SetAttr(call->turn, name__tensor, reference) < 0 ||
+                 PyObject_SetAttr(call->turn, name__version, call->version) < 0 ||
+                 PyObject_SetAttr(call->turn, name__address, call->address) < 0 ||
+                 PyObject_SetAttr(call->turn, name_where, known->where) < 0 ||
+                 PyObject_SetAttr(call->turn, name_state, known->state) < 0 ||
+                 PyObject_SetAttr(call->turn, name_first, first) < 0;
+    Py_XDECREF(reference), Py_XDECREF(first);
+    return failed ? FAILED : SAME;
+}
+
+/* Memory for what a launch gives, and for what it needs meanwhile, with their addresses behind that of x. */
+static int allocate(Call *call, Shortcut *known, PyObject **made, uint64_t *addresses) {
+    int count = known->outputs + (known->scratch != Py_None);
+    addresses[0] = PyLong_AsUnsignedLongLong(call->address);
+    for (int i = 0; i < count; i++) {
+        PyObject *size = i < known->outputs ? PyTuple_GetItem(known->sizes, i) : known->scratch;
+        if (!(made[i] = PyObject_CallMethodObjArgs(call->x, name_new_empty, size, NULL))) return FAILED;
+        PyObject *address = PyObject_CallMethodObjArgs(made[i], name_data_ptr, NULL);
+        if (!address) return FAILED;
+        addresses[i + 1] = PyLong_AsUnsignedLongLong(address);
+        Py_DECREF(address);
+    }
+    return PyErr_Occurred() ? FAILED : SAME;
+}
+
+/* Nothing of Python's runs in here, so no other thread can come between the addresses and their launch. */
+static int launch(Shortcut *known, const uint64_t *addresses) {
+    for (int i = 0; i < known->patch_count; i++) {
+        const Patch *patch = &known->patches[i];
+        uint64_t address = addresses[patch->source] + (uint64_t)patch->addend;
+        memcpy(known->room + patch->offset, &address, sizeof address);
+    }
+    for (int i = 0; i < known->launch_count; i++) {
+        const Launch *each = &known->launches[i];
+        void *arguments[MAX_ARGUMENTS];
+        for (int j = 0; j < each->count; j++) arguments[j] = known->room + each->offsets[j];
+        int result = known->start(each->config, each->function, arguments, NULL);
+        if (result) return result;
+    }
+    return 0;
+}
+
+/* Puts what was made for others where these will ask for it: as Together.multiply. */
+static int offer(Call *call, Shortcut *known, PyObject **held, PyObject **made) {
+    PyObject *every = PyDict_New();
+    int failed = !every;
+    for (int i = 0; i + 1 < known->outputs && !failed; i++) {
+        PyObject *id = PyLong_FromVoidPtr(held[2 * i]);
+        PyObject *one = PyTuple_Pack(4, known->group, PyTuple_GetItem(known->others, i), PyTuple_GetItem(known->plans, i),
+                                     made[i + 1]);
+        failed = !id || !one || PyDict_SetItem(every, id, one) < 0;
+        Py_XDECREF(id), Py_XDECREF(one);
+    }
+    failed = failed || PyObject_SetAttr(call->turn, name_made, every) < 0;
+    Py_XDECREF(every);
+    return failed ? FAILED : SAME;
+}
+
+static PyObject *repeat(Call *call, Shortcut *known, PyObject *resident) {
+    PyObject *held[2 * MAX_OUTPUTS] = {NULL}, *made[MAX_OUTPUTS + 1] = {NULL}, *y = NULL;
+    uint64_t addresses[MAX_OUTPUTS + 2];
+    int same = hold(known, held);
+    if (same == SAME && known->joins) {
+        if (call->version) {
+            same = turn_is(call);
+            same = same == SAME ? OTHER : same == OTHER ? begin(call, known, resident) : FAILED;
+        } else if (known->outputs > 1) {
+            same = OTHER;
+        }
+    }
+    if (same == SAME) same = allocate(call, known, made, addresses);
+    if (same == SAME) {
+        int result = launch(known, addresses);
+        if (result) {
+            PyObject *code = PyLong_FromLong(result), *none = code ? PyObject_CallFunctionObjArgs(known->failed, code, NULL) : NULL;
+            if (none) PyErr_Format(PyExc_RuntimeError, "CUDA driver: error %d", result);
+            Py_XDECREF(code), Py_XDECREF(none);
+        } else if (known->outputs == 1 || offer(call, known, held, made) == SAME) {
+            y = known->finish == Py_None ? Py_NewRef(made[0])
+                                         : PyObject_CallFunctionObjArgs(known->finish, call->x, made[0], call->bias, NULL);
+        }
+    } else if (same == OTHER) {
+        y = Py_NewRef(Py_None);
+    }
+    for (int i = 0; i < 2 * MAX_OUTPUTS; i++) Py_XDECREF(held[i]);
+    for (int i = 0; i < MAX_OUTPUTS + 1; i++) Py_XDECREF(made[i]);
+    return y;
+}
+
+/* The remembered call of this weight and shape, a new reference; NULL without an error if there is none. */
+static Shortcut *find(Call *call, PyObject *resident) {
+    PyObject *shortcuts = PyObject_GetAttr(resident, name_shortcuts);
+    if (!shortcuts) return NULL;
+    PyObject *known = PyDict_GetItemWithError(shortcuts, call->shape);
+    Py_XINCREF(known);
+    Py_DECREF(shortcuts);
+    if (known && Py_TYPE(known) != shortcut_type) Py_CLEAR(known);
+    return (Shortcut *)known;
+}
+
+/* SAME if torch is asked for no more than values, by operands of the usual kind, where launches are made at once. */
+static int is_usual(Recall *self, Call *call) {
+    int same = is_unwatched(self);
+    if (same == SAME) same = is_plain(self, call->x);
+    if (same == SAME && call->bias != Py_None) same = is_plain(self, call->bias);
+    return same == SAME ? call_read(self, call) : same;
+}
+
+/* Asks torch nothing where nothing is known of the weight, as on a CPU. */
+static PyObject *answer(Recall *self, Call *call, PyObject *every) {
+    PyObject *made = PyDict_GetItemWithError(every, call->id);
+    PyObject *resident = made || PyErr_Occurred() ? NULL : PyDict_GetItemWithError(self->residents, call->id);
+    PyObject *y = NULL;
+    if (PyErr_Occurred()) return NULL;
+    if (!made && !resident) return Py_NewRef(Py_None);
+    Py_XINCREF(made), Py_XINCREF(resident);
+    int same = is_usual(self, call);
+    if (same != SAME) {
+        y = none_or_error(same);
+    } else if (made) {
+        y = take(self, call, every, made);
+    } else {
+        Shortcut *known = find(call, resident);
+        same = known ? SAME : PyErr_Occurred() ? FAILED : OTHER;
+        if (same == SAME && known->joins && PyDict_Size(every)) same = OTHER; /* what nobody asked for is counted */
+        if (same == SAME) same = may_repeat(self, call, known, resident);
+        y = same == SAME ? repeat(call, known, resident) : none_or_error(same);
+        Py_XDECREF((PyObject *)known);
+    }
+    Py_XDECREF(made), Py_XDECREF(resident);
+    return y;
+}
+
+PyDoc_STRVAR(product_doc, "product(x, data, bias)\n--\n\nThe product, or None where it is to be made in the usual way.");
+
+static PyObject *recall_product(Recall *self, PyObject *const *args, Py_ssize_t count) {
+    if (count != 3) {
+        PyErr_SetString(PyExc_TypeError, "product(x, data, bias)");
+        return NULL;
+    }
+    PyObject *turn = PyObject_GetAttr(self->turns, name_last);
+    PyObject *every = turn ? PyObject_GetAttr(turn, name_made) : NULL, *y = NULL;
+    Call call = {turn, args[0], args[1], args[2], NULL, NULL, NULL, NULL, NULL, NULL};
+    if (every && (call.id = PyLong_FromVoidPtr(call.data))) y = answer(self, &call, every);
+    Py_XDECREF(turn), Py_XDECREF(every);
+    call_clear(&call);
+    return y;
+}
+
+/* -- Recall, and the module ---------------------------------------------------------------------------------------- */
+
+static void recall_dealloc(PyObject *self) {
+    Recall *own = (Recall *)self;
+    give_up(self, &own->turns, &own->getters);
+}
+
+static PyObject *recall_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"turns", "residents", "tensor", "parameter", "dtype", "current_device", "current_stream",
+                            "is_capturing", "is_autocast", "forward_ad", "interpreter", "modes", "tracing",
+                            "is_grad_enabled", "environment", "getters", NULL};
+    allocfunc allocate_type = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    PyObject *fields[16] = {NULL};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!OOOOOOOOOOOOOO!", names, &fields[0], &PyDict_Type, &fields[1],
+                                     &fields[2], &fields[3], &fields[4], &fields[5], &fields[6], &fields[7], &fields[8],
+                                     &fields[9], &fields[10], &fields[11], &fields[12], &fields[13], &fields[14],
+                                     &PyTuple_Type, &fields[15]))
+        return NULL;
+    Recall *self = (Recall *)allocate_type(type, 0);
+    if (!self) return NULL;
+    PyObject **each = &self->turns;
+    for (int i = 0; i < 16; i++) each[i] = Py_NewRef(fields[i]);
+    return (PyObject *)self;
+}
+
+static PyMethodDef recall_methods[] = {
+    {"product", (PyCFunction)(void (*)(void))recall_product, METH_FASTCALL, product_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyObject *shortcut_kept(PyObject *self, void *unused) {
+    (void)unused;
+    return Py_NewRef(((Shortcut *)self)->kept);
+}
+
+static PyGetSetDef shortcut_attributes[] = {
+    {"kept", shortcut_kept, NULL, "What it was made of.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot shortcut_slots[] = {
+    {Py_tp_getset, shortcut_attributes},
+    {Py_tp_doc, "A product as it was made: what it rests on, and its launches; see recall.py."},
+    {Py_tp_new, shortcut_new},
+    {Py_tp_dealloc, shortcut_dealloc},
+    {0, NULL},
+};
+static PyType_Spec shortcut_spec = {"samebits.plans._recall.Shortcut", sizeof(Shortcut), 0, Py_TPFLAGS_DEFAULT,
+                                    shortcut_slots};
+
+static PyType_Slot recall_slots[] = {
+    {Py_tp_doc, "Makes products again, by what it is given to ask torch with; see recall.py."},
+    {Py_tp_new, recall_new},
+    {Py_tp_dealloc, recall_dealloc},
+    {Py_tp_methods, recall_methods},
+    {0, NULL},
+};
+static PyType_Spec recall_spec = {"samebits.plans._recall.Recall", sizeof(Recall), 0, Py_TPFLAGS_DEFAULT, recall_slots};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "samebits.plans._recall", "Products made again; see recall.py.", -1, NULL, NULL, NULL, NULL, NULL,
+};
+
+PyMODINIT_FUNC PyInit__recall(void) {
+#define MAKE(name) \
+    if (!(name_##name = PyUnicode_InternFromString(#name))) return NULL;
+    NAMES(MAKE)
+#undef MAKE
+    PyObject *module = PyModule_Create(&definition);
+    if (!module) return NULL;
+    shortcut_type = (PyTypeObject *)PyType_FromSpec(&shortcut_spec);
+    PyObject *recall_type = shortcut_type ? PyType_FromSpec(&recall_spec) : NULL;
+    if (!recall_type || PyModule_AddObjectRef(module, "Shortcut", (PyObject *)shortcut_type) < 0 ||
+        PyModule_AddObjectRef(module, "Recall", recall_type) < 0) {
+        Py_DECREF(module);
+        return NULL;
+    }
+    Py_DECREF(recall_type);
+    return module;
+}

@@ -1,0 +1,151 @@
+"""Products of modules that are made once more: by native code, which takes the host a fraction of the time.
+
+Whoever has made a product in the usual way says so, and what it rests on is kept beside the weight's bytes, for each
+shape of the input: torch's settings, the stream, the bias, the launch with all that its kernels are told. recall.c asks
+torch all of this again at each call, and launches; where an answer is another, the product is made in the usual way.
+
+The native part is compiled when samebits is installed. Without it (no C compiler, a source tree that is not installed)
+every product is made in the usual way: with the same bits, but the host takes longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.nn import functional as F
+
+from samebits.format.packed import PackedTensor
+from samebits.kernels import decode, nvrtc
+from samebits.kernels.linear import Products
+from samebits.kernels.linear_launch import MAX_HOPPER_TOKENS
+from samebits.kernels.repeat import Repeat
+from samebits.kernels.residents import Bytes, Resident, resident, residents
+from samebits.plans import environment
+from samebits.plans.call import Call
+from samebits.plans.turn import Turns
+
+native: ModuleType | None
+try:
+    from samebits.plans import _recall as native
+except ImportError:
+    native = None
+
+_MAX_SHAPES = 16  # of inputs of one weight
+
+
+_can_recall = native is not None and hasattr(torch._C, "_cuda_getDevice")
+
+
+def product_of(turns: Turns) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], Any]:
+    """A function of an input, a weight's packed bytes and a bias: the product; None if it is to be made as usual."""
+    if native is None or not _can_recall:
+        return lambda x, data, bias: None
+    own = torch._C
+    recall = native.Recall(
+        turns=turns, residents=residents, tensor=torch.Tensor, parameter=nn.Parameter, dtype=torch.bfloat16,
+        current_device=own._cuda_getDevice, current_stream=own._cuda_getCurrentRawStream,
+        is_capturing=own._cuda_isCurrentStreamCapturing, is_autocast=torch.is_autocast_enabled, forward_ad=forward_ad,
+        interpreter=own._functorch.peek_interpreter_stack, modes=own._len_torch_dispatch_stack,
+        tracing=own._get_tracing_state, is_grad_enabled=torch.is_grad_enabled, environment=environment,
+        getters=environment.getters(),
+    )  # fmt: skip
+    product: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], Any] = recall.product
+    return product
+
+
+def remember(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, call: Call, joins: bool) -> None:
+    """That ``call.multiply`` has made this product.
+
+    Args:
+        joins: products of the same input may be made together with this one.
+    """
+    kept = _room_for(x, packed)
+    if kept is not None and kept.calls.get(x.shape) is call:
+        _keep(x, kept, call, call.products, bias, joins, None, (), ())
+
+
+def remember_together(
+    x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, call: Call, products: Products,
+    group: object, others: tuple[Any, ...], plans: tuple[Any, ...],
+) -> None:  # fmt: skip
+    """That ``products`` has made this product and, in one launch with it, those that are asked for behind it.
+
+    Args:
+        group: it holds as long as its ``others`` are these.
+    """
+    kept = _room_for(x, packed)
+    if kept is not None and kept.calls.get(x.shape) is call:
+        _keep(x, kept, call, products, bias, True, group, others, plans)
+
+
+def remember_decoded(x: torch.Tensor, packed: PackedTensor) -> None:
+    """That a weight was decoded first: with so many tokens, it always is."""
+    kept = _room_for(x, packed) if x.shape[-1:].numel() * MAX_HOPPER_TOKENS < x.numel() else None
+    if kept is None or x.dtype is not torch.bfloat16:
+        return
+    where, strides = nvrtc.Where(nvrtc.current_stream(x.get_device()), 0), x.stride()
+    basis = ("decoded", where, strides)
+    repeat = None if _is_known(kept, x, basis) else decode.repeat(packed)
+    if repeat:
+        kept.shortcuts[x.shape] = _shortcut(repeat, x.get_device(), where, basis, strides=strides, finish=F.linear)
+
+
+def _room_for(x: torch.Tensor, packed: PackedTensor) -> Resident | None:
+    """None where nothing can be remembered, or not now."""
+    device = x.get_device()
+    if not _can_recall or torch.cuda.current_device() != device:
+        return None
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    kept = resident(packed.data)
+    if kept is not None and len(kept.shortcuts) >= _MAX_SHAPES and x.shape not in kept.shortcuts:
+        kept.shortcuts.clear()
+    return kept
+
+
+def _keep(
+    x: torch.Tensor, kept: Resident, call: Call, products: Products, bias: torch.Tensor | None, joins: bool,
+    group: object, others: tuple[Any, ...], plans: tuple[Any, ...],
+) -> None:  # fmt: skip
+    device = x.get_device()
+    where = nvrtc.Where(nvrtc.current_stream(device), 0)
+    basis = (products, where, call.key.state, call.strides, call.bias, others)
+    repeat = None if _is_known(kept, x, basis) else products.repeat(x, bias)
+    if repeat:
+        kept.shortcuts[x.shape] = _shortcut(
+            repeat, device, where, basis, strides=call.strides, state=call.key.state, bias=call.bias, joins=joins,
+            group=group, others=others, plans=plans,
+        )  # fmt: skip
+
+
+def _is_known(kept: Resident, x: torch.Tensor, basis: tuple[Any, ...]) -> bool:
+    """Whether a call like this is remembered, and was made in the usual way for another reason."""
+    known = kept.shortcuts.get(x.shape)
+    return known is not None and known.kept[0] == basis
+
+
+def _shortcut(
+    repeat: Repeat, device: int, where: nvrtc.Where, basis: tuple[Any, ...], *, strides: tuple[int, ...],
+    state: str | None = None, bias: Bytes | None = None, joins: bool = False, group: object = None,
+    others: tuple[Any, ...] = (), plans: tuple[Any, ...] = (), finish: Callable[..., torch.Tensor] | None = None,
+) -> Any:  # fmt: skip
+    every = [
+        nvrtc.configured(step.function, step.grid, step.threads, step.shared, where.stream, True, device)
+        for step in repeat.steps
+    ]
+    launches = tuple(
+        (int(each.config.getPtr()), int(each.function), step.arguments)
+        for each, step in zip(every, repeat.steps, strict=True)
+    )
+    assert native is not None
+    return native.Shortcut(
+        device=device, strides=strides, state=state, where=where, bias=bias, joins=joins, group=group, others=others,
+        plans=plans, sizes=repeat.sizes, scratch=(-(-repeat.scratch // 2),) if repeat.scratch else None,
+        room=repeat.room, patches=repeat.patches, launches=launches, start=nvrtc.launch_address(),
+        failed=nvrtc.check_code, finish=finish, kept=(basis, every),
+    )  # fmt: skip

@@ -1,0 +1,567 @@
+"""Products made again by native code: what the driver is handed, and that anything changed goes the usual way.
+
+On a CPU that is taken for a GPU, whose driver is played by a function that reads what it is handed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import samebits
+from samebits.errors import DeviceError
+from samebits.format.packed import PackedTensor
+from samebits.kernels import decode, linear, linear_job, nvrtc
+from samebits.kernels.linear import LinearPlan
+from samebits.kernels.residents import resident, residents
+from samebits.kernels.structures import (
+    ArrangementStructure,
+    DivisionStructure,
+    GeometryStructure,
+    JobStructure,
+    PackedStructure,
+    ProductStructure,
+)
+from samebits.nn import packed_module
+from samebits.plans import call, dispatch, planner, recall, together
+from samebits.plans.store import Outcome
+from samebits.plans.together import Together
+
+DEVICE = -1  # what torch says of tensors in main memory
+K = 1024
+JOB = (*range(1, len(JobStructure._fields_) - 5), tuple(range(JobStructure.walks.size // 4)))
+LAUNCH = linear_job.Launch("f.cu", "kernel", grid=132, warps=16, shared_bytes=1000, jobs=(JOB,))
+ARRANGEMENT = linear_job.Arrangement(5, K, 8, 1 << 14, (6,), (4096,), part_steps=4)
+Start = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+
+
+class Driver:
+    """What was launched.
+
+    Attributes:
+        usual: launches made in the usual way, by what kernels are told.
+        again: launches made by the native code: function and addresses of the arguments' copies.
+        stream, device, capturing, result: what torch and the driver say.
+    """
+
+    def __init__(self) -> None:
+        self.usual: list[Any] = []
+        self.again: list[tuple[int, list[bytes]]] = []
+        self.stream, self.device, self.capturing, self.result = 7, DEVICE, False, 0
+        self.arguments: dict[int, list[int]] = {}  # sizes, by function
+        self.functions: list[str] = []
+        self.configs: list[tuple[Any, ...]] = []
+
+    def start(self, config: int, function: int, arguments: int, extra: int | None) -> int:
+        assert extra is None
+        assert self.configs[config - 1][-2:] == (True, DEVICE)  # early
+        sizes = {"arrange": [ctypes.sizeof(ArrangementStructure)], "decode": DECODE_SIZES}
+        pointers = (ctypes.c_void_p * 4).from_address(arguments)
+        name = self.functions[function - 1]
+        told = [ctypes.string_at(pointers[i], size) for i, size in enumerate(sizes.get(name, [ROOM]))]
+        self.again.append((name, told))
+        return self.result
+
+    def launcher(self, function: str, *settings: Any) -> Callable[[int], None]:
+        def launch(pointers: int) -> None:
+            address = ctypes.c_void_p.from_address(pointers).value or 0
+            if function == "decode":
+                every = (ctypes.c_void_p * 4).from_address(pointers)
+                self.usual.append([ctypes.string_at(every[i], size) for i, size in enumerate(DECODE_SIZES)])
+            elif function != "arrange":
+                self.usual.append(ctypes.string_at(address, ROOM))
+
+        return launch
+
+    def configured(self, function: str, *settings: Any) -> nvrtc.Configured:
+        self.configs.append(settings)
+        self.functions.append(function)
+        number = len(self.configs)
+        return nvrtc.Configured(SimpleNamespace(getPtr=lambda: number), number)
+
+
+ROOM = ctypes.sizeof(ProductStructure)  # what a launch of one weight is told; of several, more than that
+DECODE_SIZES = [
+    ctypes.sizeof(kind) for kind in (GeometryStructure, PackedStructure, ctypes.c_void_p, DivisionStructure)
+]
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    if recall.native is None:
+        pytest.fail("the native part was not compiled: pip install -e . needs a C compiler")
+    played = Driver()
+    start = Start(played.start)
+    plan = Outcome(LinearPlan(1), "", 1.0, 2.0)
+    plans = SimpleNamespace(
+        outcome=lambda key: plan, outcome_of_call=lambda key: plan, together=lambda keys, x, operands: 0
+    )
+    settings: list[tuple[object, str, Any]] = [
+        (torch._C, "_cuda_getDevice", lambda: played.device),
+        (torch._C, "_cuda_getCurrentRawStream", lambda device: played.stream),
+        (torch._C, "_cuda_isCurrentStreamCapturing", lambda: played.capturing),
+        (torch.cuda, "current_device", lambda: played.device),
+        (torch.cuda, "is_current_stream_capturing", lambda: played.capturing),
+        (nvrtc, "where", lambda device: nvrtc.Where(played.stream, int(played.capturing))),
+        (nvrtc, "on_device", lambda device: nvrtc._ALREADY),
+        (nvrtc, "kernel", lambda file, name, device: "decode" if file == "decode.cu" else name),
+        (nvrtc, "launcher", played.launcher),
+        (nvrtc, "configured", played.configured),
+        (nvrtc, "launch_address", lambda: ctypes.cast(start, ctypes.c_void_p).value),
+        (nvrtc, "check_code", _refuse),
+        (nvrtc, "multiprocessors", lambda device: 132),
+        (nvrtc, "shared_memory", lambda device: 232448),
+        (linear, "nearest_launch", lambda *arguments: LAUNCH),
+        (linear, "decode_table", _no_table),
+        (decode, "decode_table", _no_table),
+        (together, "launch_together", lambda operands, *others: joint(len(operands))),
+        (together, "_same", lambda left, right: True),
+        (planner.Planner, "of", lambda device: plans),
+        (packed_module, "_is_plain", lambda tensor: type(tensor) in (torch.Tensor, nn.Parameter)),
+        (dispatch, "decode_cuda", _decode),
+        (recall, "_can_recall", True),
+        (dispatch, "together", Together()),
+    ]
+    for module in (call, together):
+        settings += [(module, "is_supported", lambda header, m, device: m <= 512)]
+        settings += [(module, "is_launchable", lambda header, m, plan, device: True)]
+    for target, name, value in settings:
+        monkeypatch.setattr(target, name, value, raising=False)
+    monkeypatch.setattr(dispatch, "product_again", recall.product_of(dispatch.together.turns))
+    yield played
+    assert start is not None  # lived until here
+
+
+def joint(count: int) -> linear_job.Launch:
+    return linear_job.Launch("f.cu", "joint", grid=132, warps=16, shared_bytes=1000, jobs=(JOB,) * count)
+
+
+def _refuse(code: int) -> None:
+    raise DeviceError(f"CUDA driver: {code}")
+
+
+def _no_table(packed: PackedTensor) -> None:
+    kept = resident(packed.data)
+    if kept:
+        kept.has_table = True
+
+
+def _decode(packed: PackedTensor) -> torch.Tensor:
+    output = torch.empty(packed.shape, dtype=torch.bfloat16)
+    geometry = packed.header.geometry
+    decode.launch("decode.cu", "decode", packed, output, geometry.chunks, decode.is_whole(geometry))
+    return output
+
+
+def matrix(seed: int, rows: int = 64) -> torch.Tensor:
+    return torch.randn(rows, K, generator=torch.Generator().manual_seed(seed)).mul(0.02).to(torch.bfloat16)
+
+
+def layer(seed: int, rows: int = 64, bias: bool = False) -> nn.Linear:
+    made = nn.Linear(K, rows, bias=bias, dtype=torch.bfloat16).requires_grad_(False)
+    made.weight.copy_(matrix(seed, rows))
+    samebits.compress(made)
+    return made
+
+
+def x_of(*shape: int) -> torch.Tensor:
+    return torch.zeros(*shape, K, dtype=torch.bfloat16)
+
+
+def warm(module: nn.Linear, driver: Driver, *shape: int) -> torch.Tensor:
+    """Until it is remembered; its input."""
+    for _ in range(3):
+        x = x_of(*(shape or (1, 1)))
+        module(x)
+    driver.usual.clear()
+    driver.again.clear()
+    return x
+
+
+def ways(driver: Driver) -> tuple[int, int]:
+    """Launches in the usual way and by the native code since it was asked last."""
+    found = len(driver.usual), len(driver.again)
+    driver.usual.clear()
+    driver.again.clear()
+    return found
+
+
+def product(told: bytes, number: int = 0) -> ProductStructure:
+    return ProductStructure.from_buffer_copy(told, number * ctypes.sizeof(ProductStructure))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3,), (2, 5), (400,)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_driver_is_handed_the_same(driver: Driver, shape: tuple[int, ...], bias: bool) -> None:
+    module, x = layer(0, bias=bias), x_of(*shape)
+    for _ in range(3):
+        y = module(x.clone())
+    usual = product(driver.usual[-1])
+    assert [len(driver.usual), len(driver.again)] == [2, 1]  # the first is not yet like the others
+    x = x_of(*shape)
+    y = module(x)
+    _, (told,) = driver.again[-1]
+    again = product(told)
+    assert (again.job.x, again.job.y) == (x.data_ptr(), y.data_ptr())
+    assert (y.shape, y.dtype) == ((*shape, 64), torch.bfloat16)
+    assert again.job.bias == (module.bias.data_ptr() if bias else None)
+    again.job.x, again.job.y = usual.job.x, usual.job.y
+    assert bytes(again) == bytes(usual)
+    assert driver.configs[-1][:4] == (132, 512, 1000, 7)
+
+
+def test_an_arranged_input(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = linear_job.Launch("f.cu", "kernel", 132, 8, 1000, (JOB,), ARRANGEMENT)
+    monkeypatch.setattr(linear, "nearest_launch", lambda *arguments: launch)
+    module = layer(0)
+    warm(module, driver, 5)
+    x = x_of(5)
+    y = module(x)
+    (first, (arranging,)), (second, (told,)) = driver.again
+    assert (first, second) == ("arrange", "kernel")
+    arranged, job = ArrangementStructure.from_buffer_copy(arranging), product(told).job
+    assert (arranged.x, arranged.tokens, arranged.columns, arranged.wide, arranged.part_steps) == (
+        x.data_ptr(), 5, K, 8, 4,
+    )  # fmt: skip
+    assert job.x == arranged.arranged
+    assert (job.parts, job.done) == (arranged.arranged + (1 << 14), arranged.arranged + (1 << 14) + 4096)
+    assert (arranged.done, arranged.done_count) == (job.done, ARRANGEMENT.done_count)
+    assert job.y == y.data_ptr()
+
+
+def test_products_of_one_input(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second and third are those that were made with the first; their addresses say so."""
+    monkeypatch.setattr(sys.modules[__name__], "ROOM", 3 * ctypes.sizeof(ProductStructure))
+    modules = [layer(0), layer(1, rows=128, bias=True), layer(2, rows=72)]
+    monkeypatch.setattr(torch.Tensor, "any", lambda self: True)  # nothing was computed
+    for _ in range(4):
+        x = x_of(1, 1)
+        for module in modules:
+            module(x)
+    ways(driver)
+    x = x_of(1, 1)
+    made = [module(x) for module in modules]
+    [(name, (told,))] = driver.again
+    assert (name, len(driver.usual)) == ("joint", 0)
+    for number, (module, y) in enumerate(zip(modules, made, strict=True)):
+        job = product(told, number).job
+        assert (job.x, job.y) == (x.data_ptr(), y.data_ptr())
+        assert job.bias == (None if module.bias is None else module.bias.data_ptr())
+        assert y.shape == (1, 1, module.out_features)
+    assert not dispatch.together.turns.last.made
+    ways(driver)
+    modules[0](x)  # again, of an input that had its turn: as usual
+    assert ways(driver) == (1, 0)
+    modules[0](x_of(1, 1))
+    driver.stream = 8
+    assert ways(driver) == (0, 1)
+    modules[1](x)
+    assert ways(driver) == (1, 0)  # was made for another stream, and for another input
+    driver.stream = 7
+    held = dispatch.together.turns.last.made
+    modules[0](x_of(1, 1))  # two were not asked for: counted as usual
+    assert held is not dispatch.together.turns.last.made
+
+
+def test_another_weight_of_a_launch_is_gone_or_changed(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "any", lambda self: True)
+    modules = [layer(0), layer(1, bias=True)]
+    for _ in range(4):
+        x = x_of(1, 1)
+        for module in modules:
+            module(x)
+    ways(driver)
+    x = x_of(1, 1)
+    modules[0](x)
+    modules[1].bias.add_(0)
+    modules[1](x)
+    assert ways(driver) == (1, 1)
+    for _ in range(5):
+        ways(driver)
+        x = x_of(1, 1)
+        for module in modules:
+            module(x)
+    assert ways(driver) == (0, 1)
+    del module, modules[1]
+    gc.collect()
+    for _ in range(2):
+        modules[0](x_of(1, 1))
+        assert ways(driver) == (1, 0)
+    modules[0](x_of(1, 1))
+    assert ways(driver) == (0, 1)
+
+
+def test_many_tokens_are_decoded_first(driver: Driver) -> None:
+    module, found = layer(0, bias=True), []
+    for _ in range(3):
+        found.append(module(x_of(600)))
+    usual, (name, again) = driver.usual[-1], driver.again[-1]
+    assert (len(driver.usual), len(driver.again), name) == (1, 2, "decode")
+    assert [again[i] for i in (0, 1, 3)] == [usual[i] for i in (0, 1, 3)]
+    assert again[2] != bytes(8)
+    assert [y.shape for y in found] == [(600, 64)] * 3
+    module.bias.data = module.bias.data.clone()  # F.linear takes what there is
+    module(x_of(600))
+    assert ways(driver) == (1, 3)
+
+
+def test_what_f_linear_is_given(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(recall, "F", SimpleNamespace(linear=lambda *given: seen.append(given) or given[0]))
+    module = layer(0, bias=True)
+    warm(module, driver, 600)
+    x = x_of(600)
+    assert module(x) is x
+    (given, weight, bias), (_, told) = seen[-1], driver.again[-1]
+    assert given is x
+    assert bias is module.bias
+    assert (weight.shape, weight.dtype) == ((64, K), torch.bfloat16)
+    assert int.from_bytes(told[2], sys.byteorder) == weight.data_ptr()
+
+
+class Watch(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Tensor(torch.Tensor):
+    pass
+
+
+def change_stream(driver: Driver, module: nn.Linear) -> None:
+    driver.stream = 8
+
+
+def capture(driver: Driver, module: nn.Linear) -> None:
+    driver.capturing = True
+
+
+def other_device(driver: Driver, module: nn.Linear) -> None:
+    driver.device = 1
+
+
+def change_bias(driver: Driver, module: nn.Linear) -> None:
+    module.bias.add_(1)
+
+
+def replace_bias(driver: Driver, module: nn.Linear) -> None:
+    module.bias = nn.Parameter(module.bias.clone(), requires_grad=False)
+
+
+def no_bias(driver: Driver, module: nn.Linear) -> None:
+    module.bias = None
+
+
+def change_bytes(driver: Driver, module: nn.Linear) -> None:
+    module._parameters[packed_module._DATA].add_(0)
+
+
+def move_bytes(driver: Driver, module: nn.Linear) -> None:
+    own = module._parameters[packed_module._DATA]
+    own.data = own.data.clone()
+
+
+def replace_bytes(driver: Driver, module: nn.Linear) -> None:
+    own = module._parameters
+    own[packed_module._DATA] = nn.Parameter(own[packed_module._DATA].clone(), requires_grad=False)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [change_stream, capture, other_device, change_bias, replace_bias, no_bias, change_bytes, move_bytes, replace_bytes],
+)
+def test_anything_changed_goes_the_usual_way(driver: Driver, change: Callable[[Driver, nn.Linear], None]) -> None:
+    module = layer(0, bias=True)
+    warm(module, driver)
+    module(x_of(1, 1))
+    assert ways(driver) == (0, 1)
+    change(driver, module)
+    module(x_of(1, 1))
+    assert ways(driver) == (1, 0)
+
+
+def test_other_inputs_go_the_usual_way(driver: Driver) -> None:
+    module = layer(0)
+    warm(module, driver, 2)
+    room = torch.zeros(4 * K + 8, dtype=torch.bfloat16)
+    data = module._parameters[packed_module._DATA]
+    for x in (room[1:][: 2 * K].view(2, K), room[: 4 * K].view(2, 2 * K)[:, :K], room[: 2 * K].view(K, 2).t()):
+        dispatch.product_again(x_of(2), data, None)  # is remembered
+        assert ways(driver) == (0, 1)
+        assert dispatch.product_again(x, data, None) is None
+    for x in (x_of(2).float(), x_of(2).as_subclass(Tensor), x_of(2).requires_grad_(), x_of(3)):
+        assert dispatch.product_again(x, data, None) is None
+    with torch.no_grad():
+        assert dispatch.product_again(x_of(2).requires_grad_(), data, None) is not None
+    assert ways(driver) == (0, 1)
+
+
+def test_settings_of_torch(driver: Driver) -> None:
+    module = layer(0)
+    warm(module, driver)
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(not before)
+    try:
+        module(x_of(1, 1))
+        assert ways(driver) == (1, 0)
+        module(x_of(1, 1))
+        assert ways(driver) == (0, 1)  # remembered anew
+    finally:
+        torch.use_deterministic_algorithms(before)
+    module(x_of(1, 1))
+    assert ways(driver) == (1, 0)
+
+
+def test_who_asks_for_more_than_values(driver: Driver) -> None:
+    module = layer(0, bias=True)
+    data, bias = module._parameters[packed_module._DATA], module.bias
+    warm(module, driver)
+
+    def again(b: torch.Tensor | None = bias) -> bool:
+        return dispatch.product_again(x_of(1, 1), data, b) is not None
+
+    assert again()
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        assert not again()
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+    with forward_ad.dual_level():
+        assert not again()
+    with Watch():
+        assert not again()
+    asked = []
+    torch.func.vmap(lambda v: asked.append(again()) or v)(torch.zeros(2))
+    torch.jit.trace(lambda v: asked.append(again()) or v + 1, torch.zeros(2), check_trace=False)
+    assert asked == [False, False]
+    bias.requires_grad_()
+    assert not again()
+    bias.requires_grad_(False)
+    with torch.inference_mode():
+        assert not again(bias.clone())
+    assert again()
+
+
+def test_inference_tensors(driver: Driver) -> None:
+    """Have no version, so nothing is made for others; alone they may be multiplied again."""
+    module = layer(0)
+    warm(module, driver)
+    turn = dispatch.together.turns.last.now()
+    with torch.inference_mode():
+        y = module(x_of(1, 1))
+    assert ways(driver) == (0, 1)
+    assert y.is_inference()
+    assert dispatch.together.turns.last.now() is turn
+
+
+def test_the_drivers_error(driver: Driver) -> None:
+    module = layer(0)
+    warm(module, driver)
+    driver.result = 700
+    with pytest.raises(DeviceError, match="700"):
+        module(x_of(1, 1))
+
+
+def test_each_thread_has_its_turn(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "any", lambda self: True)
+    modules = [layer(0), layer(1)]
+    for _ in range(4):
+        x = x_of(1, 1)
+        for module in modules:
+            module(x)
+    x = x_of(1, 1)
+    modules[0](x)
+    ways(driver)
+    other = threading.Thread(target=lambda: modules[1](x))
+    other.start()
+    other.join(60)
+    assert ways(driver) == (1, 0)
+    modules[1](x)
+    assert ways(driver) == (0, 0)
+
+
+def test_nothing_is_kept_alive(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "any", lambda self: True)
+    modules = [layer(0, bias=True), layer(1, bias=True)]
+    data = [module._parameters[packed_module._DATA] for module in modules]
+    watched = (*data, *(module.bias for module in modules), torch.bfloat16, x_of(1, 1).shape)
+
+    def step() -> weakref.ref[torch.Tensor]:
+        x = x_of(1, 1)
+        y = [module(x) for module in modules]
+        return weakref.ref(y[1])
+
+    for _ in range(4):
+        step()
+    before = [sys.getrefcount(each) for each in watched]
+    dead = [step() for _ in range(1000)]
+    assert len(driver.again) >= 1000
+    assert [sys.getrefcount(each) for each in watched] == before
+    assert not any(ref() is not None for ref in dead)
+    refs = [weakref.ref(each) for each in data]
+    known = [id(each) for each in data]
+    assert all(each in residents for each in known)
+    modules.clear()
+    del data, watched
+    gc.collect()
+    assert not any(ref() is not None for ref in refs)
+    assert not any(each in residents for each in known)
+
+
+def test_no_more_shapes_than_there_is_room_for(driver: Driver) -> None:
+    module = layer(0)
+    for tokens in range(1, 40):
+        warm(module, driver, tokens)
+    kept = resident(module._parameters[packed_module._DATA])
+    assert kept is not None
+    assert 1 <= len(kept.shortcuts) <= recall._MAX_SHAPES
+
+
+GOOD = {
+    "device": 0, "strides": (1,), "state": None, "where": (7, 0), "bias": None, "joins": False, "group": None,
+    "others": (), "plans": (), "sizes": ((1,),), "scratch": None, "room": bytes(16), "patches": ((8, 1, 0),),
+    "launches": ((1, 1, (0,)),), "start": 1, "failed": None, "finish": None, "kept": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"patches": ((9, 1, 0),)},  # behind the room
+        {"patches": ((0, 2, 0),)},  # no such address
+        {"patches": ((0, 1),)},
+        {"patches": ((8, 1, 0),) * 100},
+        {"launches": ()},
+        {"launches": ((1, 1, (16,)),)},
+        {"launches": ((1, 1, (-1,)),)},
+        {"launches": ((1, 1, (0,) * 9),)},
+        {"sizes": ()},
+        {"sizes": ((1,),) * 5},
+        {"others": (1,)},
+        {"where": (7,)},
+        {"start": 0},
+        {"room": "text"},
+    ],
+)
+def test_fields_that_do_not_fit(wrong: dict[str, Any]) -> None:
+    assert recall.native is not None
+    recall.native.Shortcut(**GOOD)
+    with pytest.raises((ValueError, TypeError)):
+        recall.native.Shortcut(**GOOD | wrong)
+
+
+def test_without_the_native_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recall, "native", None)
+    assert recall.product_of(dispatch.together.turns)(x_of(1), torch.zeros(1), None) is None
