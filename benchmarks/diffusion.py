@@ -5,7 +5,7 @@
     python benchmarks/diffusion.py --models tiny --device cpu --ways eager --name trial
 
 The transformers' real configurations, synthetic weights (common.synthetic_matrix), random latents and texts, batch 1.
-One model at a time is in memory; text encoders and autoencoders are not there. Ways to run:
+On a GPU BF16 and compressed have a process each; text encoders and autoencoders are not there. Ways to run:
 
     eager      as a pipeline calls the model
     graphs     the whole step as one CUDA graph
@@ -17,10 +17,10 @@ these, weights included. Results are joined: models that are not run again stay 
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import diffusers
@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 import samebits
-from common import PACKAGES, Timing, add_results, cpu_name, significant, synthetic_matrix, time_calls
+from common import PACKAGES, Timing, add_results, cpu_name, in_own_process, significant, synthetic_matrix, time_calls
 
 Inputs = dict[str, Any]  # tensors, but for sizes
 WAYS = ("eager", "graphs")
@@ -246,8 +246,11 @@ def measure(module: nn.Module, inputs: Inputs, way: str, device: str) -> Figures
     return Figures(timing, torch.cuda.max_memory_allocated(), output.cpu())
 
 
-def measure_all(name: str, ways: list[str], device: str, packed: bool) -> tuple[list[Figures], float]:
-    """Every way on one model, which is gone afterwards; and its bits per packed weight."""
+Measured = tuple[list[Figures], float]
+
+
+def measure_all(name: str, ways: list[str], device: str, packed: bool) -> Measured:
+    """Every way on one model, and its bits per packed weight."""
     model = MODELS[name]
     module = build(model, device, packed)
     bits = 0.0
@@ -258,17 +261,15 @@ def measure_all(name: str, ways: list[str], device: str, packed: bool) -> tuple[
     for way in ways:
         found.append(measure(module, inputs, way, device))
         print(name, "samebits" if packed else "BF16", way, f"{found[-1].timing.median:.4f} s", flush=True)
-    del module
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
     return found, bits
 
 
-def rows(name: str, ways: list[str], device: str) -> Iterator[dict[str, Any]]:
-    """BF16 first, then compressed, each way beside the other."""
-    plain, _ = measure_all(name, ways, device, packed=False)
-    packed, bits = measure_all(name, ways, device, packed=True)
+def rows(
+    name: str, ways: list[str], device: str, run: Callable[..., Callable[[], Measured]] = partial
+) -> Iterator[dict[str, Any]]:
+    """BF16 first, then compressed, each way beside the other; ``run`` is partial or in_own_process."""
+    plain, _ = run(measure_all, name, ways, device, packed=False)()
+    packed, bits = run(measure_all, name, ways, device, packed=True)()
     model = MODELS[name]
     for way, left, right in zip(ways, plain, packed, strict=True):
         yield {
@@ -304,7 +305,8 @@ def main() -> int:
     found: list[dict[str, Any]] = []
     for name in options.models:
         ways = [way for way in options.ways if way in MODELS[name].ways]
-        found += rows(name, ways, options.device)
+        run = in_own_process if options.device == "cuda" else partial
+        found += rows(name, ways, options.device, run)
         print(add_results(options.name, device, found, ("model", "way"), (*PACKAGES, "diffusers")))
     return int(not all(row["same_output"] for row in found))
 

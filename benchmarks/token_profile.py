@@ -9,7 +9,7 @@ eager and graph run the same kernels. ``step_milliseconds`` is the wall's median
 part of it until the host has launched all (in eager mode the Python of the model). torch.profiler says what the GPU did
 in one more step, by KINDS of kernels; a kernel that starts before the one in front ends counts from there. What is left
 of the step is ``idle_milliseconds``. Once it has run, the profiler makes every launch of the process slower: all times
-are taken before, and models are made a second time for it.
+are taken before. On a GPU BF16 and compressed have a process each: what runs second in a process is slower.
 
 Table "kernels" has the NAMED names of kernels that take most of a step: how many, medians of one and of the gap between
 the end of what ran before and its start, negative where they overlap.
@@ -27,7 +27,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -36,9 +36,9 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import StaticCache
 
 import samebits
-from common import PACKAGES, add_results, cpu_name, significant
+from common import PACKAGES, add_results, cpu_name, in_own_process, significant
 from generate import numbers
-from models import MODELS, build, forget, random_prompt
+from models import MODELS, build, random_prompt
 from samebits.integrations.transformers_graphs import captured
 from samebits.verify import repeatable_attention
 
@@ -165,61 +165,57 @@ def built(name: str, packed: bool, batches: list[int], device: str) -> Any:
 
 
 FORMS = {"BF16": False, "samebits": True}
-Times = dict[tuple[str, str, int, str], tuple[float, float]]  # by model, form, batch and way: of the host, and of all
 
 
-@torch.no_grad()
-def timed(name: str, batches: list[int], device: str) -> tuple[Times, list[dict[str, Any]]]:
-    """The steps' times, and the table "calls"."""
-    times: Times = {}
-    calls = []
-    for form, packed in FORMS.items():
-        model = built(name, packed, batches, device)
-        for batch, way, run in steps(model, batches, device):
-            times[name, form, batch, way] = milliseconds(run, device)
-            del run
-        calls.append(call_microseconds(model, device))
-        del model
-        forget(device)
-    return times, [
-        {"table": "calls", "model": name, "matrix": f"{outputs} x {inputs}",
-         "linear_microseconds": significant(plain), "packed_microseconds": significant(calls[1][outputs, inputs])}
-        for (outputs, inputs), plain in calls[0].items()
-    ]  # fmt: skip
+class Measured(NamedTuple):
+    """What is found of one form of a model.
 
+    Attributes:
+        times: milliseconds by batch and way, of the host and of all.
+        calls: microseconds of one call of a linear layer, by its shape.
+        kernels: by batch and way.
+    """
 
-@torch.no_grad()
-def profiled(name: str, batches: list[int], device: str, times: Times) -> Iterator[dict[str, Any]]:
-    """The tables "steps" and "kernels"."""
-    for form, packed in FORMS.items():
-        model = built(name, packed, batches, device)
-        for batch, way, run in steps(model, batches, device):
-            host, whole = times[name, form, batch, way]
-            kernels = kernels_of(run, device)
-            kinds = by_kind(kernels)
-            case = {"model": name, "form": form, "batch": batch, "way": way, "context": CONTEXT}
-            found = {"step": whole, "host": host, **kinds, "idle": max(0.0, whole - sum(kinds.values()))}
-            row = case | {f"{key}_milliseconds": significant(value) for key, value in found.items()}
-            print(row, flush=True)
-            yield {"table": "steps"} | row
-            yield from ({"table": "kernels"} | case | kernel for kernel in by_name(kernels))
-            del run
-        del model
-        forget(device)
-
-
-def rows(names: list[str], batches: list[int], device: str) -> Iterator[dict[str, Any]]:
-    """All tables."""
-    times: Times = {}
-    for name in names:
-        own, calls = timed(name, batches, device)
-        times |= own
-        yield from calls
-    for name in names:
-        yield from profiled(name, batches, device, times)
+    times: dict[tuple[int, str], tuple[float, float]]
+    calls: dict[tuple[int, int], float]
+    kernels: dict[tuple[int, str], list[Kernel]]
 
 
 @repeatable_attention()
+@torch.no_grad()
+def measured(name: str, packed: bool, batches: list[int], device: str) -> Measured:
+    model = built(name, packed, batches, device)
+    times = {(batch, way): milliseconds(run, device) for batch, way, run in steps(model, batches, device)}
+    calls = call_microseconds(model, device)
+    kernels = {(batch, way): kernels_of(run, device) for batch, way, run in steps(model, batches, device)}
+    return Measured(times, calls, kernels)
+
+
+def rows(
+    names: list[str], batches: list[int], device: str, run: Callable[..., Callable[[], Measured]] = partial
+) -> Iterator[dict[str, Any]]:
+    """All tables; ``run`` is partial or in_own_process."""
+    for name in names:
+        found = {form: run(measured, name, packed, batches, device)() for form, packed in FORMS.items()}
+        plain, packed_calls = (each.calls for each in found.values())
+        for (outputs, inputs), microseconds in plain.items():
+            yield {
+                "table": "calls", "model": name, "matrix": f"{outputs} x {inputs}",
+                "linear_microseconds": significant(microseconds),
+                "packed_microseconds": significant(packed_calls[outputs, inputs]),
+            }  # fmt: skip
+        for form, each in found.items():
+            for (batch, way), kernels in each.kernels.items():
+                host, whole = each.times[batch, way]
+                kinds = by_kind(kernels)
+                case = {"model": name, "form": form, "batch": batch, "way": way, "context": CONTEXT}
+                parts = {"step": whole, "host": host, **kinds, "idle": max(0.0, whole - sum(kinds.values()))}
+                row = case | {f"{key}_milliseconds": significant(value) for key, value in parts.items()}
+                print(row, flush=True)
+                yield {"table": "steps"} | row
+                yield from ({"table": "kernels"} | case | kernel for kernel in by_name(kernels))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--name", default="profile")
@@ -230,7 +226,8 @@ def main() -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("no CUDA device")
     device = torch.cuda.get_device_name() if options.device == "cuda" else cpu_name()
-    found = list(rows(options.models, options.batches, options.device))
+    run = in_own_process if options.device == "cuda" else partial
+    found = list(rows(options.models, options.batches, options.device, run))
     keys = ("model", "form", "batch", "way", "matrix", "rank")
     print(add_results(options.name, device, found, keys, (*PACKAGES, "transformers")))
     return 0

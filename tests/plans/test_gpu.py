@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import samebits
 from samebits.kernels.linear import Operands, Products, is_supported
 from samebits.kernels.ops import fields_of
-from samebits.plans import planner, together
+from samebits.plans import dispatch, planner, recall, together
 from samebits.plans.call import plan_of
 from samebits.plans.environment import Environment
 from samebits.plans.planner import Planner
@@ -209,6 +209,7 @@ def test_each_device_has_plans_of_its_own(weight: torch.Tensor) -> None:
 @pytest.mark.parametrize("tokens", [1, 8])
 def test_products_of_one_input_together(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a layer of attention asks for them, also in a CUDA graph that is replayed with other inputs."""
+    monkeypatch.setattr(dispatch, "product_again", lambda x, data, bias: None)  # which would not be counted
     joint: list[int] = []
 
     class Counted(Products):
@@ -245,3 +246,60 @@ def test_products_of_one_input_together(tokens: int, monkeypatch: pytest.MonkeyP
         graph.replay()
         for y, weight in zip(made, weights, strict=True):
             assert_same(y, F.linear(x, weight))
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 40, 700])
+@torch.no_grad()
+def test_products_made_again(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By native code: alone and together, with and without bias, on other streams, and with other bytes."""
+    if recall.native is None:
+        pytest.skip("the native part is not compiled here")
+    again: list[bool] = []
+    native = dispatch.product_again
+
+    def product_again(x: torch.Tensor, data: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+        y: torch.Tensor | None = native(x, data, bias)
+        again.append(y is not None)
+        return y
+
+    monkeypatch.setattr(dispatch, "product_again", product_again)
+    device = torch.device("cuda")
+    weights = [Probe.make(rows, COLUMNS, device, rows).weight for rows in (4096, 1024, 1024, 2048)]
+    biases = [None, torch.randn(1024, device=device, dtype=torch.bfloat16), None, None]
+    layers = [_layer(weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+
+    def check(seed: int) -> list[bool]:
+        x, other = inputs(tokens, seed), inputs(tokens, 100 + seed)
+        again.clear()
+        for layer, weight in zip(layers, weights, strict=True):
+            assert_same(
+                layer(other if layer is layers[-1] else x),
+                F.linear(other if layer is layers[-1] else x, weight, layer.bias),
+            )
+        return list(again)
+
+    for seed in range(4):
+        check(seed)
+    for seed in range(4, 10):
+        assert all(check(seed))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for seed in range(4):
+            check(seed)
+        assert all(check(9))
+    torch.cuda.current_stream().wait_stream(stream)
+    check(3)
+    packed = samebits.encode(-weights[0])
+    data = layers[0].get_parameter("sb_packed")
+    assert packed.data.shape == data.shape
+    data.copy_(packed.data)
+    weights[0] = -weights[0]
+    biases[1].add_(1)
+    layers[1].bias.copy_(biases[1])
+    assert not all(check(3))
+    for seed in range(5):
+        check(seed)
+    assert all(check(5))
+    with torch.inference_mode():
+        check(6)

@@ -275,6 +275,17 @@ def test_products_of_one_input(driver: Driver, monkeypatch: pytest.MonkeyPatch) 
     assert held is not dispatch.together.turns.last.made
 
 
+def test_one_by_one_where_that_is_faster(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(together, "launch_together", lambda *arguments: None)
+    modules = [layer(0), layer(1), layer(2)]
+    for _ in range(4):
+        ways(driver)
+        x = x_of(1, 1)
+        for module in modules:
+            module(x)
+    assert ways(driver) == (0, 3)
+
+
 def test_another_weight_of_a_launch_is_gone_or_changed(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "any", lambda self: True)
     modules = [layer(0), layer(1, bias=True)]

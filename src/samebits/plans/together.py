@@ -159,8 +159,8 @@ class Together:
             return _alone(x, packed, bias, call, joins=False)
         where = _where(x)
         if self._is_same_input(x, where):
-            self._learn(packed, bias)
-            return call.multiply(x, packed, bias)
+            is_known = self._learn(packed, bias)
+            return _alone(x, packed, bias, call, joins=False) if is_known else call.multiply(x, packed, bias)
         self._begin(x, where, data, call.key.state)
         kept = resident(data)
         group: _Group | None = kept.followers if kept else None
@@ -193,22 +193,24 @@ class Together:
                 group.replace_others()
         self.turns.last = Turn(x, where, state, data)
 
-    def _learn(self, packed: PackedTensor, bias: torch.Tensor | None) -> None:
-        """That a product was asked for behind another one of its input."""
+    def _learn(self, packed: PackedTensor, bias: torch.Tensor | None) -> bool:
+        """That a product was asked for behind another one of its input; returns whether there is no more to learn."""
         first = self.turns.last.first()
         if first is None or first is packed.data or (bias is not None and bias.is_inference()):
-            return
+            return False
         kept = resident(first)
         if kept is None:
-            return
+            return False
         group: _Group = kept.followers or _Group()
         kept.followers = group
         if group.is_given_up or any(other.is_of(packed, bias) for other in group.others):
-            return
+            return True
         others = [other for other in group.others if other.now()]
-        if len(others) + 1 < MAX_TOGETHER:
-            group.replace_others(*others, _Weight(packed, bias))
-            kept.shortcuts.clear()  # which make it alone
+        if len(others) + 1 >= MAX_TOGETHER:
+            return True
+        group.replace_others(*others, _Weight(packed, bias))
+        kept.shortcuts.clear()  # which make it alone
+        return False
 
     def _choice(self, x: torch.Tensor, operands: Operands, key: PlanKey, group: _Group) -> _Choice | None:
         """None if products are to be made one by one, now or always."""
