@@ -1,4 +1,5 @@
-# make demo and make test do all the set-up themselves; they need python3 >= 3.11 with venv, and make.
+# make demo and make test do all the set-up themselves; they need python3 >= 3.11 with venv, make, and for the tests a C
+# compiler.
 #
 # TORCH_SPEC  which torch `make setup` installs         make setup TORCH_SPEC="torch==2.13.0+cpu"
 # PIP_ARGS    further arguments for pip                 make setup PIP_ARGS="--find-links /wheels"
@@ -13,7 +14,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.samebits-ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check test-gpu bench bench-gpu bench-models tables clean
+.PHONY: help setup demo test check test-gpu native bench bench-gpu bench-models tables clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -39,7 +40,10 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test-gpu:  ## the GPU's tests, with PYTHON as it is: installs nothing, needs no network
+native:  ## the part in C, for PYTHON as it is, into the source tree; samebits works without it
+	-$(PYTHON) setup.py --quiet build_ext --inplace
+
+test-gpu: native  ## the GPU's tests, with PYTHON as it is: installs nothing, needs no network
 	PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m pytest -m gpu tests
 
 bench: setup  ## measure sizes and CPU speed again, and put them into README.md
@@ -47,11 +51,11 @@ bench: setup  ## measure sizes and CPU speed again, and put them into README.md
 	$(BIN)/python benchmarks/cpu.py
 	$(BIN)/python benchmarks/tables.py
 
-bench-gpu:  ## measure speed on the GPU, with PYTHON as it is; PEERS is a folder with the other decoders (peers.py)
+bench-gpu: native  ## measure speed on the GPU, with PYTHON as it is; PEERS is a folder with the other decoders (peers.py)
 	for file in gpu linear growth df11; do PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) benchmarks/$$file.py || exit; done
 	PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) benchmarks/peers.py $(if $(PEERS),--dfloat11 $(PEERS) --nvcomp $(PEERS))
 
-bench-models:  ## measure whole language models on the GPU, with PYTHON as it is
+bench-models: native  ## measure whole language models on the GPU, with PYTHON as it is
 	for file in generate token_profile longest; do PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) benchmarks/$$file.py || exit; done
 
 tables: setup  ## README.md's tables and pictures from benchmarks/results/

@@ -214,13 +214,18 @@ def add_results(
 ) -> Path:
     """As write_results, but rows that the file has already stay, unless a new one is the same in table and ``keys``.
 
-    What another device or other versions measured does not stay.
+    What another device or other versions measured does not stay. Rows that are the same in table and in the first of
+    ``keys`` stand together.
     """
     old = read_results(name)
     is_same = (old.get("device"), old.get("versions")) == (device, versions(packages))
     kept = old["rows"] if is_same else []
     by_keys = {tuple(row.get(key) for key in ("table", *keys)): row for row in [*kept, *rows]}
-    return write_results(name, device, list(by_keys.values()), packages)
+    places: dict[Any, int] = {}
+    for table, first, *_ in by_keys:
+        places.setdefault((table, first), len(places))
+    every = sorted(by_keys.items(), key=lambda item: places[item[0][:2]])
+    return write_results(name, device, [row for _, row in every], packages)
 
 
 def read_results(name: str) -> dict[str, Any]:
