@@ -19,7 +19,8 @@ A case is generated twice, the first time to warm up; only once if that took mor
 together, from the median time between two tokens, without the first SETTLED ones, in which a graph is captured or a
 step compiled. Times are those of the GPU's own clock (CUDA events). ``peak_bytes`` is torch's max_memory_allocated.
 ``repeats`` says whether both times gave the same tokens: where BF16's differ, ``same_tokens`` tells nothing. Attention
-is not cuDNN's, for samebits.verify.repeatable_attention's reason.
+is not cuDNN's, for samebits.verify.repeatable_attention's reason. Compiled steps round where the model does
+(emulate_precision_casts): as Inductor has it otherwise, it depends on what it makes one kernel of.
 
 Cases are taken by their number of tokens, small ones first, until each model's share of --seconds is spent; what is
 left out is said. Rows are written after each model. A row that the file has already of the same case, device and
@@ -40,6 +41,7 @@ from itertools import pairwise, product
 from typing import Any
 
 import torch
+import torch._inductor.config
 from transformers import CompileConfig, StaticCache, StoppingCriteria, StoppingCriteriaList
 
 import samebits
@@ -162,6 +164,7 @@ def _timed(run: Callable[..., torch.Tensor], device: str) -> tuple[Clock, torch.
 @repeatable_attention()
 def measure_all(name: str, settings: list[Setting], device: str, packed: bool, deadline: float) -> list[Figures]:
     """As many settings as there is time for, on one model, which is gone afterwards."""
+    torch._inductor.config.emulate_precision_casts = True
     start = time.monotonic()
     model = build(name, device, packed)
     if packed:

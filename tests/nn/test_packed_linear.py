@@ -179,6 +179,53 @@ def test_compiled(products: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch)
     assert not products
 
 
+def test_compiled_with_strides_of_its_own(products: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operator is given two dimensions, as torch's own products are in traces: a plan asks for plain strides."""
+    dense, packed = make()
+    monkeypatch.setattr(packed_module, "_is_plain", lambda tensor: True)
+    shapes: list[torch.Size] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
+        [node] = (node for node in graph.graph.nodes if "samebits.linear" in str(node.target))
+        shapes.append(node.args[0].meta["example_value"].shape)
+        return graph.forward
+
+    x = torch.randn(2, 1, 64).to(torch.bfloat16).as_strided((2, 1, 64), (64, 32, 1))
+    for given in (x, INPUT[0], torch.randn(2, 3, 2, 64).to(torch.bfloat16), x.expand(2, 5, 64)):
+        torch.compiler.reset()
+        with torch.no_grad():
+            assert same_bits(torch.compile(packed, backend=backend, fullgraph=True)(given), dense(given))
+    assert shapes == [(2, 64), INPUT[0].shape, (12, 64), (2, 5, 64)]
+
+
+class Residual(nn.Module):
+    """What comes out of the first layer and into the second is added again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Linear(64, 64, bias=False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x + self.first(x)
+        return self.second(y) + y
+
+
+def test_compiled_by_inductor(products: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It rounds between two operations only where the first one's output is in memory: in the same places, then."""
+    torch.manual_seed(0)
+    dense = Residual().to(torch.bfloat16).requires_grad_(False)
+    packed = copy.deepcopy(dense)
+    samebits.compress(packed)
+    monkeypatch.setattr(packed_module, "_is_plain", lambda tensor: True)
+    made = []
+    for module in (dense, packed):
+        torch.compiler.reset()
+        with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
+            made.append(torch.compile(module, fullgraph=True)(INPUT))
+    assert same_bits(*made)
+    assert not products
+
+
 def test_compiled_again_for_another_header(products: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     """The text in which a graph keeps a header is compared at every call."""
     monkeypatch.setattr(packed_module, "_is_plain", lambda tensor: True)

@@ -197,7 +197,10 @@ class PackedLinearModule(PackedModule):
             return super().forward(input)  # type: ignore[no-any-return]
         if is_traced:
             numbers = [int(number) for number in recipe.operands.split()]
-            return torch.ops.samebits.linear(input, data, bias, numbers[:2], numbers[2:])  # type: ignore[no-any-return]
+            # In traces torch makes such products of two dimensions, whatever strides a dimension of 1 will have.
+            rows = input.flatten(0, -2) if input.dim() > 2 and input.is_contiguous() else input
+            y: torch.Tensor = torch.ops.samebits.linear(rows, data, bias, numbers[:2], numbers[2:])
+            return y if rows is input else y.unflatten(0, input.shape[:-1])
         assert recipe.matrix is not None
         return dispatch.linear_of_module(input, PackedTensor(recipe.matrix, data), bias)
 
