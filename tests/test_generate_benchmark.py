@@ -22,6 +22,7 @@ import tables  # noqa: E402
 from samebits.kernels.ops import decode_packed  # noqa: E402
 from samebits.nn import packed_module  # noqa: E402
 from samebits.nn.packed_module import packed_parameters  # noqa: E402
+from samebits.plans import dispatch  # noqa: E402
 
 
 def test_both_models_have_the_same_weights() -> None:
@@ -105,9 +106,7 @@ def test_a_compiled_step_has_the_packed_bytes_in_place(monkeypatch: pytest.Monke
     from torch._guards import TracingContext
 
     monkeypatch.setattr(packed_module, "_is_plain", lambda tensor: True)
-    monkeypatch.setattr(
-        packed_module, "linear_of_module", lambda x, packed, bias: F.linear(x, decode_packed(packed), bias)
-    )
+    monkeypatch.setattr(dispatch, "linear_of_module", lambda x, packed, bias: F.linear(x, decode_packed(packed), bias))
     graphs: list[tuple[str, list[torch.Tensor]]] = []
 
     def compiler(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
