@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from samebits.format.packed import PackedTensor
 from samebits.kernels import decode, nvrtc
-from samebits.kernels.linear import Products
+from samebits.kernels.linear import LinearPlan, Products
 from samebits.kernels.linear_launch import MAX_HOPPER_TOKENS
 from samebits.kernels.repeat import Repeat
 from samebits.kernels.residents import Bytes, Resident, resident, residents
@@ -58,29 +58,42 @@ def product_of(turns: Turns) -> Callable[[torch.Tensor, torch.Tensor, torch.Tens
     return product
 
 
-def remember(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, call: Call, joins: bool) -> None:
-    """That ``call.multiply`` has made this product.
+class Joint(NamedTuple):
+    """What one launch makes beside a product.
+
+    Attributes:
+        group: see together.py; the launch is right as long as its ``others`` are these.
+        plans: of the others.
+    """
+
+    group: object
+    others: tuple[Any, ...]
+    plans: tuple[LinearPlan, ...]
+
+
+ALONE = Joint(None, (), ())
+
+
+def remember(
+    x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, call: Call, products: Products,
+    joint: Joint = ALONE, *, joins: bool = True,
+) -> None:  # fmt: skip
+    """That ``products`` has made this product, and perhaps others with it.
 
     Args:
         joins: products of the same input may be made together with this one.
     """
     kept = _room_for(x, packed)
-    if kept is not None and kept.calls.get(x.shape) is call:
-        _keep(x, kept, call, call.products, bias, joins, None, (), ())
-
-
-def remember_together(
-    x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, call: Call, products: Products,
-    group: object, others: tuple[Any, ...], plans: tuple[Any, ...],
-) -> None:  # fmt: skip
-    """That ``products`` has made this product and, in one launch with it, those that are asked for behind it.
-
-    Args:
-        group: it holds as long as its ``others`` are these.
-    """
-    kept = _room_for(x, packed)
-    if kept is not None and kept.calls.get(x.shape) is call:
-        _keep(x, kept, call, products, bias, True, group, others, plans)
+    if kept is None or kept.calls.get(x.shape) is not call:
+        return
+    where = nvrtc.Where(nvrtc.current_stream(call.device), 0)
+    basis = (products, where, call.key.state, call.strides, call.bias, joint.others)
+    repeat = None if _is_known(kept, x, basis) else products.repeat(x, bias)
+    if repeat:
+        kept.shortcuts[x.shape] = _shortcut(
+            repeat, call.device, where, basis, joint, strides=call.strides, state=call.key.state, bias=call.bias,
+            joins=joins,
+        )  # fmt: skip
 
 
 def remember_decoded(x: torch.Tensor, packed: PackedTensor) -> None:
@@ -96,31 +109,16 @@ def remember_decoded(x: torch.Tensor, packed: PackedTensor) -> None:
 
 
 def _room_for(x: torch.Tensor, packed: PackedTensor) -> Resident | None:
-    """None where nothing can be remembered, or not now."""
-    device = x.get_device()
-    if not _can_recall or torch.cuda.current_device() != device:
-        return None
-    if torch.cuda.is_current_stream_capturing():
+    """None where nothing can be remembered, or not now: a shape that comes once, as of a prompt, is not worth it."""
+    if not _can_recall or torch.cuda.current_device() != x.get_device() or torch.cuda.is_current_stream_capturing():
         return None
     kept = resident(packed.data)
-    if kept is not None and len(kept.shortcuts) >= _MAX_SHAPES and x.shape not in kept.shortcuts:
+    if kept is None or x.shape in kept.shortcuts:
+        return kept
+    if len(kept.shortcuts) >= _MAX_SHAPES:
         kept.shortcuts.clear()
-    return kept
-
-
-def _keep(
-    x: torch.Tensor, kept: Resident, call: Call, products: Products, bias: torch.Tensor | None, joins: bool,
-    group: object, others: tuple[Any, ...], plans: tuple[Any, ...],
-) -> None:  # fmt: skip
-    device = x.get_device()
-    where = nvrtc.Where(nvrtc.current_stream(device), 0)
-    basis = (products, where, call.key.state, call.strides, call.bias, others)
-    repeat = None if _is_known(kept, x, basis) else products.repeat(x, bias)
-    if repeat:
-        kept.shortcuts[x.shape] = _shortcut(
-            repeat, device, where, basis, strides=call.strides, state=call.key.state, bias=call.bias, joins=joins,
-            group=group, others=others, plans=plans,
-        )  # fmt: skip
+    kept.shortcuts[x.shape] = None
+    return None
 
 
 def _is_known(kept: Resident, x: torch.Tensor, basis: tuple[Any, ...]) -> bool:
@@ -130,9 +128,9 @@ def _is_known(kept: Resident, x: torch.Tensor, basis: tuple[Any, ...]) -> bool:
 
 
 def _shortcut(
-    repeat: Repeat, device: int, where: nvrtc.Where, basis: tuple[Any, ...], *, strides: tuple[int, ...],
-    state: str | None = None, bias: Bytes | None = None, joins: bool = False, group: object = None,
-    others: tuple[Any, ...] = (), plans: tuple[Any, ...] = (), finish: Callable[..., torch.Tensor] | None = None,
+    repeat: Repeat, device: int, where: nvrtc.Where, basis: tuple[Any, ...], joint: Joint = ALONE, *,
+    strides: tuple[int, ...], state: str | None = None, bias: Bytes | None = None, joins: bool = False,
+    finish: Callable[..., torch.Tensor] | None = None,
 ) -> Any:  # fmt: skip
     every = [
         nvrtc.configured(step.function, step.grid, step.threads, step.shared, where.stream, True, device)
@@ -144,8 +142,8 @@ def _shortcut(
     )
     assert native is not None
     return native.Shortcut(
-        device=device, strides=strides, state=state, where=where, bias=bias, joins=joins, group=group, others=others,
-        plans=plans, sizes=repeat.sizes, scratch=(-(-repeat.scratch // 2),) if repeat.scratch else None,
-        room=repeat.room, patches=repeat.patches, launches=launches, start=nvrtc.launch_address(),
-        failed=nvrtc.check_code, finish=finish, kept=(basis, every),
+        device=device, strides=strides, state=state, where=where, bias=bias, joins=joins, **joint._asdict(),
+        sizes=repeat.sizes, scratch=(-(-repeat.scratch // 2),) if repeat.scratch else None, room=repeat.room,
+        patches=repeat.patches, launches=launches, start=nvrtc.launch_address(), failed=nvrtc.check_code,
+        finish=finish, kept=(basis, every),
     )  # fmt: skip

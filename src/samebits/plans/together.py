@@ -179,7 +179,7 @@ class Together:
         self.turns.last.made = {id(own.data): (group, weight, plan, made) for weight, own, plan, made in each}
         if not group.is_proved:
             return call.multiply(x, packed, bias)
-        recall.remember_together(x, packed, bias, call, choice.products, group, choice.others, choice.plans)
+        recall.remember(x, packed, bias, call, choice.products, recall.Joint(group, choice.others, choice.plans))
         return y
 
     def _is_same_input(self, x: torch.Tensor, where: nvrtc.Where) -> bool:
@@ -228,7 +228,7 @@ def _alone(
     x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, call: Call, *, joins: bool = True
 ) -> torch.Tensor:
     y = call.multiply(x, packed, bias)
-    recall.remember(x, packed, bias, call, joins)
+    recall.remember(x, packed, bias, call, call.products, joins=joins)
     return y
 
 
