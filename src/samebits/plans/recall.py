@@ -1,8 +1,9 @@
 """Products of modules that are made once more: by native code, which takes the host a fraction of the time.
 
-Whoever has made a product in the usual way says so, and what it rests on is kept beside the weight's bytes, for each
-shape of the input: torch's settings, the stream, the bias, the launch with all that its kernels are told. recall.c asks
-torch all of this again at each call, and launches; where an answer is another, the product is made in the usual way.
+Whoever has made a product in the usual way says so. The second time, what it rests on is kept beside the weight's
+bytes, for each shape of the input: torch's settings, the stream, the bias, the launch with all that its kernels are
+told. recall.c asks torch all of this again at each call, and launches; where an answer is another, the product is made
+in the usual way.
 
 The native part is compiled when samebits is installed. Without it (no C compiler, a source tree that is not installed)
 every product is made in the usual way: with the same bits, but the host takes longer.
