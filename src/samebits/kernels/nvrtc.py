@@ -234,9 +234,7 @@ def launch_address() -> int:
 
 
 def check_code(code: int) -> None:
-    """Raises:
-    DeviceError: it is not CUDA_SUCCESS.
-    """
+    """Raise a DeviceError for a CUresult that is not CUDA_SUCCESS."""
     from cuda.bindings import driver
 
     _check((driver.CUresult(code),))
