@@ -20,6 +20,7 @@ import samebits
 from samebits.bf16 import words_of
 from samebits.df11.unit import Unit
 from samebits.nn import packed_module
+from samebits.plans import dispatch
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -204,7 +205,7 @@ def one_launch(monkeypatch: pytest.MonkeyPatch, flaw: int = 1) -> None:
 
     monkeypatch.setattr(linear.together.Products, "__call__", lambda self, x, bias, operands: [])
     monkeypatch.setattr(packed_module, "_is_plain", lambda tensor: True)
-    monkeypatch.setattr(packed_module, "linear_of_module", product)
+    monkeypatch.setattr(dispatch, "linear_of_module", product)
 
 
 def test_products_of_one_input(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from samebits.plans import dispatch
+from samebits.kernels import nvrtc
 from tests.plans.conftest import FakeGpu
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
@@ -34,9 +34,7 @@ def cpu(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setattr(identity, "DEVICE", "cpu")
     monkeypatch.setattr(identity, "combinations", small)
     monkeypatch.setattr(identity, "F", SimpleNamespace(linear=lambda *arguments: gpu.linear(*arguments)))
-    monkeypatch.setattr(
-        identity.torch.ops.samebits, "linear", lambda *arguments: dispatch._linear_on_cuda(*arguments), raising=False
-    )
+    monkeypatch.setattr(nvrtc, "where", lambda device: nvrtc.Where(7, 0))
     return gpu
 
 
@@ -62,7 +60,7 @@ def test_notices_a_wrong_word(
     identity.run(30, 0)
     cpu.fused = wrong
     assert identity.run(30, 0)[0]["different"] == 14
-    assert "2 words differ, fused: Combination(" in capsys.readouterr().out
+    assert "4 words differ, fused: Combination(" in capsys.readouterr().out
 
 
 def test_draws_of_everything() -> None:

@@ -190,6 +190,16 @@ def warm(module: nn.Linear, driver: Driver, *shape: int) -> torch.Tensor:
     return x
 
 
+def ask(modules: list[nn.Linear], driver: Driver, times: int) -> None:
+    """Products of one input after another; only the last one's launches are counted."""
+    for _ in range(times):
+        driver.usual.clear()
+        driver.again.clear()
+        x = x_of(1, 1)
+        for module in modules:
+            module(x)
+
+
 def ways(driver: Driver) -> tuple[int, int]:
     """Launches in the usual way and by the native code since it was asked last."""
     found = len(driver.usual), len(driver.again)
@@ -246,10 +256,7 @@ def test_products_of_one_input(driver: Driver, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(sys.modules[__name__], "ROOM", 3 * ctypes.sizeof(ProductStructure))
     modules = [layer(0), layer(1, rows=128, bias=True), layer(2, rows=72)]
     monkeypatch.setattr(torch.Tensor, "any", lambda self: True)  # nothing was computed
-    for _ in range(4):
-        x = x_of(1, 1)
-        for module in modules:
-            module(x)
+    ask(modules, driver, 4)
     ways(driver)
     x = x_of(1, 1)
     made = [module(x) for module in modules]
@@ -278,34 +285,23 @@ def test_products_of_one_input(driver: Driver, monkeypatch: pytest.MonkeyPatch) 
 def test_one_by_one_where_that_is_faster(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(together, "launch_together", lambda *arguments: None)
     modules = [layer(0), layer(1), layer(2)]
-    for _ in range(4):
-        ways(driver)
-        x = x_of(1, 1)
-        for module in modules:
-            module(x)
+    ask(modules, driver, 4)
     assert ways(driver) == (0, 3)
 
 
 def test_another_weight_of_a_launch_is_gone_or_changed(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "any", lambda self: True)
     modules = [layer(0), layer(1, bias=True)]
-    for _ in range(4):
-        x = x_of(1, 1)
-        for module in modules:
-            module(x)
+    ask(modules, driver, 4)
     ways(driver)
     x = x_of(1, 1)
     modules[0](x)
     modules[1].bias.add_(0)
     modules[1](x)
     assert ways(driver) == (1, 1)
-    for _ in range(5):
-        ways(driver)
-        x = x_of(1, 1)
-        for module in modules:
-            module(x)
+    ask(modules, driver, 5)
     assert ways(driver) == (0, 1)
-    del module, modules[1]
+    del modules[1]
     gc.collect()
     for _ in range(2):
         modules[0](x_of(1, 1))
@@ -488,10 +484,7 @@ def test_the_drivers_error(driver: Driver) -> None:
 def test_each_thread_has_its_turn(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "any", lambda self: True)
     modules = [layer(0), layer(1)]
-    for _ in range(4):
-        x = x_of(1, 1)
-        for module in modules:
-            module(x)
+    ask(modules, driver, 4)
     x = x_of(1, 1)
     modules[0](x)
     ways(driver)
