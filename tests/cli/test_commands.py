@@ -225,6 +225,16 @@ def test_help_and_version_import_nothing_heavy() -> None:
         assert f"\n  {command} " in done.stdout
 
 
+def test_doctor_says_whether_native_code_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    from samebits.cli.doctor import native_code
+    from samebits.plans import recall
+
+    assert (native_code().found, native_code().mend) == ("compiled", "")
+    monkeypatch.setattr(recall, "native", None)
+    assert native_code().found.startswith("not compiled")
+    assert "C compiler" in native_code().mend
+
+
 def test_doctor(samebits: Command) -> None:
     report = samebits("doctor", "--json").json
     found = {finding["name"]: finding for finding in report["findings"]}

@@ -84,14 +84,14 @@ def _gpu() -> Iterator[Finding]:
     memory, capability = properties.total_memory / 2**30, f"{properties.major}.{properties.minor}"
     yield Finding("GPU", f"{properties.name}, {memory:.0f} GiB, compute capability {capability}")
     yield Finding("CUDA", f"{torch.version.cuda} (torch), {_driver()}")
-    yield _native_code()
+    yield native_code()
     if can_build_kernels():
         yield Finding("kernel cache", str(_kernel_cache()))
         yield _tested("kernels", _compile)
         yield _tested("GPU round trip", lambda: _round_trip("cuda"))
 
 
-def _native_code() -> Finding:
+def native_code() -> Finding:
     """What makes products again without Python: samebits.plans.recall."""
     from samebits.plans.recall import native
 
