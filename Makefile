@@ -1,5 +1,5 @@
-# make demo and make test do all the set-up themselves; they need python3 >= 3.11 with venv, make, and for the tests a C
-# compiler.
+# make demo and make test do all the set-up themselves; they need python3 >= 3.11 with venv, make, and for the tests C
+# and C++ compilers.
 #
 # TORCH_SPEC  which torch `make setup` installs         make setup TORCH_SPEC="torch==2.13.0+cpu"
 # PIP_ARGS    further arguments for pip                 make setup PIP_ARGS="--find-links /wheels"

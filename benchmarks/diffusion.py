@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 import samebits
-from common import PACKAGES, Timing, add_results, cpu_name, in_own_process, significant, synthetic_matrix, time_calls
+from common import PACKAGES, Timing, add_results, cpu_name, runner, significant, synthetic_matrix, time_calls
 
 Inputs = dict[str, Any]  # tensors, but for sizes
 WAYS = ("eager", "graphs")
@@ -305,7 +305,7 @@ def main() -> int:
     found: list[dict[str, Any]] = []
     for name in options.models:
         ways = [way for way in options.ways if way in MODELS[name].ways]
-        run = in_own_process if options.device == "cuda" else partial
+        run = runner(options.device)
         found += rows(name, ways, options.device, run)
         print(add_results(options.name, device, found, ("model", "way"), (*PACKAGES, "diffusers")))
     return int(not all(row["same_output"] for row in found))

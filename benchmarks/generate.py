@@ -45,7 +45,7 @@ import torch._inductor.config
 from transformers import CompileConfig, StaticCache, StoppingCriteria, StoppingCriteriaList
 
 import samebits
-from common import PACKAGES, add_results, cpu_name, in_own_process, significant
+from common import PACKAGES, add_results, cpu_name, runner, significant
 from models import MODELS, build, forget, random_prompt
 from samebits.integrations.transformers_graphs import decoding_steps
 from samebits.verify import repeatable_attention
@@ -227,7 +227,7 @@ def main() -> int:
     settings = [Setting(*case, options.tokens) for case in product(options.ways, options.batches, options.prompts)]
     settings.sort(key=lambda setting: setting.batch * setting.prompt)
     device = torch.cuda.get_device_name() if options.device == "cuda" else cpu_name()
-    run = in_own_process if options.device == "cuda" else partial
+    run = runner(options.device)
     start, all_same = time.monotonic(), True
     for number, name in enumerate(options.models):
         left = options.seconds - (time.monotonic() - start)

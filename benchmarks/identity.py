@@ -117,16 +117,21 @@ def compare(combination: Combination) -> tuple[bool, int]:
     else:
         weight = synthetic_matrix(case.rows, case.columns, seed=case.seed, device=DEVICE)
         words = VALUES[case.values](torch.randn(case.tokens, case.columns, device=DEVICE).to(torch.bfloat16))
-    x = OPERANDS[case.operands](case.tokens, case.columns)
-    x.copy_(words.view(x.shape))
+
+    def operand() -> torch.Tensor:
+        """Another one each time, as in a model; the same one again would not be made again by native code."""
+        made = OPERANDS[case.operands](case.tokens, case.columns)
+        return made.copy_(words.view(made.shape))
+
+    x = operand()
     bias = placed((case.rows,), case.operands == "misaligned bias").normal_() if case.has_bias else None
     packed = samebits.encode(weight)
     if packed.is_raw:
         return False, 0
     expected = F.linear(x, weight, bias)
     is_fused = plan_of(x, packed, bias) is not None
-    results = [dispatch.linear_of_module(x, packed, bias) for _ in range(3)]
-    again = dispatch.product_again(x.clone() if x.is_contiguous() else x, packed.data, bias)
+    results = [dispatch.linear_of_module(operand(), packed, bias) for _ in range(3)]
+    again = dispatch.product_again(operand(), packed.data, bias)
     results += [dispatch.linear(x, packed, bias)] + ([] if again is None else [again])
     assert all(result.shape == expected.shape for result in results)
     return is_fused, sum(int((result.view(torch.int16) != expected.view(torch.int16)).sum()) for result in results)

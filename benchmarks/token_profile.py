@@ -36,7 +36,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import StaticCache
 
 import samebits
-from common import PACKAGES, add_results, cpu_name, in_own_process, significant
+from common import PACKAGES, add_results, cpu_name, runner, significant
 from generate import numbers
 from models import MODELS, build, random_prompt
 from samebits.integrations.transformers_graphs import captured
@@ -226,7 +226,7 @@ def main() -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("no CUDA device")
     device = torch.cuda.get_device_name() if options.device == "cuda" else cpu_name()
-    run = in_own_process if options.device == "cuda" else partial
+    run = runner(options.device)
     found = list(rows(options.models, options.batches, options.device, run))
     keys = ("model", "form", "batch", "way", "matrix", "rank")
     print(add_results(options.name, device, found, keys, (*PACKAGES, "transformers")))

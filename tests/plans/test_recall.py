@@ -289,6 +289,16 @@ def test_one_by_one_where_that_is_faster(driver: Driver, monkeypatch: pytest.Mon
     assert ways(driver) == (0, 3)
 
 
+def test_first_of_an_input_and_then_behind_another(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(together, "launch_together", lambda *arguments: None)
+    modules = [layer(0), layer(1)]
+    warm(modules[1], driver)
+    ask(modules[1:], driver, 1)
+    assert ways(driver) == (0, 1)
+    ask(modules, driver, 5)
+    assert ways(driver) == (0, 2)
+
+
 def test_another_weight_of_a_launch_is_gone_or_changed(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "any", lambda self: True)
     modules = [layer(0), layer(1, bias=True)]

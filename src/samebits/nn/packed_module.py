@@ -185,15 +185,16 @@ class PackedLinearModule(PackedModule):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         recipe, own = self.sb_recipes["weight"], self._parameters
+        if not recipe.operands:
+            return super().forward(input)  # type: ignore[no-any-return]
+        data: Any = own[_DATA]
         bias: Any = own["bias"] if "bias" in own else self.bias  # noqa: SIM401 - the first way takes less time
         is_traced = torch.compiler.is_compiling()
-        data: Any = own[_DATA] if recipe.operands else None
-        if recipe.operands and not is_traced:
+        if not is_traced:
             made: torch.Tensor | None = dispatch.product_again(input, data, bias)
             if made is not None:
                 return made
-        is_usual = recipe.operands and not _is_watched(is_traced) and (bias is None or _is_plain(bias))
-        if not (is_usual and _is_plain(input)):
+        if _is_watched(is_traced) or not _is_plain(input) or not (bias is None or _is_plain(bias)):
             return super().forward(input)  # type: ignore[no-any-return]
         if is_traced:
             numbers = [int(number) for number in recipe.operands.split()]

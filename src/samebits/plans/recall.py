@@ -37,8 +37,6 @@ except ImportError:
     native = None
 
 _MAX_SHAPES = 16  # of inputs of one weight
-
-
 _can_recall = native is not None and hasattr(torch._C, "_cuda_getDevice")
 
 
@@ -88,7 +86,7 @@ def remember(
     if kept is None or kept.calls.get(x.shape) is not call:
         return
     where = nvrtc.Where(nvrtc.current_stream(call.device), 0)
-    basis = (products, where, call.key.state, call.strides, call.bias, joint.others)
+    basis = (products, where, call.key.state, call.strides, call.bias, joint.others, joins)
     repeat = None if _is_known(kept, x, basis) else products.repeat(x, bias)
     if repeat:
         kept.shortcuts[x.shape] = _shortcut(
@@ -99,7 +97,8 @@ def remember(
 
 def remember_decoded(x: torch.Tensor, packed: PackedTensor) -> None:
     """That a weight was decoded first: with so many tokens, it always is."""
-    kept = _room_for(x, packed) if x.shape[-1:].numel() * MAX_HOPPER_TOKENS < x.numel() else None
+    tokens = x.numel() // x.shape[-1]
+    kept = _room_for(x, packed) if tokens > MAX_HOPPER_TOKENS else None
     if kept is None or x.dtype is not torch.bfloat16:
         return
     where, strides = nvrtc.Where(nvrtc.current_stream(x.get_device()), 0), x.stride()

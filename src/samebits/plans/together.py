@@ -170,9 +170,9 @@ class Together:
         choice = self._choice(x, operands, call.key, group)
         held = choice.held() if choice else None  # until the launch
         if choice is None or held is None:
+            is_decided = call.key in group.chosen and group.chosen[call.key] is None
             if choice:
                 group.replace_others(*(other for other in group.others if other.now()))
-            is_decided = group.chosen.get(call.key, choice) is None and call.key in group.chosen
             return _alone(x, packed, bias, call) if is_decided else call.multiply(x, packed, bias)
         y, *ys = choice.products(x, bias, lambda: [operands, *choice.operands(held)])
         each = zip(choice.others, held, choice.plans, ys, strict=True)
