@@ -26,6 +26,8 @@ from samebits.kernels.linear import (
     variants,
 )
 from samebits.kernels.linear_launch import MAX_TOKENS, VARIANTS
+from samebits.kernels.linear_pairs import MAX_WGMMA_TOKENS
+from samebits.kernels.linear_relay import TILES
 from tests.codecs.tensors import without_compact
 
 pytestmark = pytest.mark.gpu
@@ -133,9 +135,9 @@ def test_every_weight(kind: str, shape: tuple[int, int]) -> None:
         if is_supported(packed.header, tokens, 0):
             assert assert_all_alike(weight.cuda(), packed, tokens, (1, 3)) >= (8 if tokens <= MAX_TOKENS else 4)
     if is_supported(packed.header, 300, 0):  # chunks of incompressible weights leave no room for warpgroups
-        fitting = len(variants(packed.header, 300, 1))
+        fitting = sum(len(variants(packed.header, 300, split)) for split in (1, 3))
         assert fitting or kind in ("raw chunks", "subnormal")
-        assert assert_all_alike(weight.cuda(), packed, 300, (1, 3)) == 4 * fitting
+        assert assert_all_alike(weight.cuda(), packed, 300, (1, 3)) == 2 * fitting
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
@@ -144,6 +146,16 @@ def test_every_number_of_tokens_and_split(tokens: int) -> None:
     packed = samebits.encode(weight).to("cuda")
     skip_unless_supported(packed, tokens)
     assert assert_all_alike(weight.cuda(), packed, tokens, (1, 2, 3, 4, 5, 7, 8)) >= 14
+
+
+@pytest.mark.parametrize("tokens", [129, 513, 1000, 2100])
+@pytest.mark.parametrize("shape", [(8, 1088), (1064, 2880), (136, 6080), (4104, 2112)], ids=str)
+def test_many_tokens(shape: tuple[int, int], tokens: int) -> None:
+    """More and fewer than fit into tiles, passes and chunks."""
+    weight = weight_of("row scales", *shape)
+    packed = samebits.encode(weight).to("cuda")
+    skip_unless_supported(packed, tokens)
+    assert assert_all_alike(weight.cuda(), packed, tokens, (1,)) >= 2 * len(TILES)
 
 
 @pytest.mark.parametrize("tokens", [2, 40, 128])
@@ -176,31 +188,31 @@ def test_walks_that_begin_with_a_short_piece() -> None:
 
 
 @pytest.mark.parametrize("place", [0, -1])
-@pytest.mark.parametrize("tokens", [1, 16, 48, 200])
+@pytest.mark.parametrize("tokens", [1, 16, 48, 200, 600])
 def test_streams_and_graphs(tokens: int, place: int) -> None:
-    weight = weight_of("normal", 2048, 2048)
+    weight, split = weight_of("normal", 2048, 2048), 2 if tokens <= MAX_WGMMA_TOKENS else 1
     packed = samebits.encode(weight).to("cuda")
     skip_unless_supported(packed, tokens)
-    halves = LinearPlan(2, variants(packed.header, tokens, 2)[place])
+    plan = LinearPlan(split, variants(packed.header, tokens, split)[place])
     x = inputs(tokens, 2048, 1)
-    expected = plain_linear(x, weight.cuda(), None, 2)
+    expected = plain_linear(x, weight.cuda(), None, split)
     streams = [torch.cuda.Stream() for _ in range(4)]
     torch.cuda.synchronize()
     results = []
     for _ in range(8):
         for stream in streams:
             with torch.cuda.stream(stream):
-                results.append(fused_linear(x, packed, None, halves))
+                results.append(fused_linear(x, packed, None, plan))
     torch.cuda.synchronize()
     assert all(first_difference(y, expected) is None for y in results)
     graph, static = torch.cuda.CUDAGraph(), x.clone()
     with torch.cuda.graph(graph):
-        chained = fused_linear(fused_linear(static, packed, None, halves), packed, None, halves)
+        chained = fused_linear(fused_linear(static, packed, None, plan), packed, None, plan)
     for seed in range(3):
         static.copy_(inputs(tokens, 2048, seed))
         graph.replay()
-        first = plain_linear(static, weight.cuda(), None, 2)
-        assert first_difference(chained, plain_linear(first, weight.cuda(), None, 2)) is None
+        first = plain_linear(static, weight.cuda(), None, split)
+        assert first_difference(chained, plain_linear(first, weight.cuda(), None, split)) is None
 
 
 def test_follows_the_kernel_that_wrote_the_bytes() -> None:
@@ -215,24 +227,25 @@ def test_follows_the_kernel_that_wrote_the_bytes() -> None:
             assert first_difference(y, plain_linear(x, weight.cuda(), None, 1)) is None
 
 
-@pytest.mark.parametrize("tokens", [1, 4, 8, 16, 48, 200])
+@pytest.mark.parametrize("tokens", [1, 4, 8, 16, 48, 200, 600])
 def test_behind_each_other(tokens: int) -> None:
     """Launches start while those in front of them run, and disturb neither these nor torch's kernels behind them."""
     weights = [weight_of("row scales", rows, 4096) for rows in (1024, 1032, 4096, 9216)]
     packed = [samebits.encode(weight).to("cuda") for weight in weights]
     skip_unless_supported(packed[0], tokens)
     x = inputs(tokens, 4096, 3)
-    expected = [plain_linear(x, weight.cuda(), None, 2) for weight in weights]
+    split = 2 if tokens <= MAX_WGMMA_TOKENS else 1
+    expected = [plain_linear(x, weight.cuda(), None, split) for weight in weights]
     sorted_ones = [y.view(torch.int16).sort(-1).values for y in expected]
-    launches = [(i, variant) for i, each in enumerate(packed) for variant in variants(each.header, tokens, 2)]
+    launches = [(i, variant) for i, each in enumerate(packed) for variant in variants(each.header, tokens, split)]
     for order in range(40):
         generator = torch.Generator().manual_seed(order)
         chosen = [launches[i] for i in torch.randperm(len(launches), generator=generator).tolist()]
-        results = [fused_linear(x, packed[i], None, LinearPlan(2, variant)) for i, variant in chosen]
+        results = [fused_linear(x, packed[i], None, LinearPlan(split, variant)) for i, variant in chosen]
         after = [y.view(torch.int16).sort(-1).values for y in results]
         alternating = []
         for i, variant in chosen:
-            y = fused_linear(x, packed[i], None, LinearPlan(2, variant))
+            y = fused_linear(x, packed[i], None, LinearPlan(split, variant))
             alternating.append((y, y.view(torch.int16).sort(-1).values))
         for (i, variant), y, ordered, (again, ordered_again) in zip(chosen, results, after, alternating, strict=True):
             for found in (y, again):
@@ -252,9 +265,9 @@ def test_hostile_contents_do_not_fault(kind: str) -> None:
             packed = PackedTensor(intact.header, intact.data.clone())
             section = packed.section(name)
             section.random_(0, 256, generator=generator) if fill is None else section.fill_(fill)
-            for tokens in (1, 16, 100):
-                for variant in variants(packed.header, tokens, 3):
-                    fused_linear(inputs(tokens, 2048, 0), packed, None, LinearPlan(3, variant))
+            for tokens, split in ((1, 3), (16, 3), (100, 3), (300, 1)):
+                for variant in variants(packed.header, tokens, split):
+                    fused_linear(inputs(tokens, 2048, 0), packed, None, LinearPlan(split, variant))
             torch.cuda.synchronize()
     assert assert_all_alike(weight.cuda(), intact, 1, (3,)) >= 4
 

@@ -23,6 +23,8 @@ from samebits.kernels.linear_launch import (
     launch_of,
     max_tokens,
 )
+from samebits.kernels.linear_pairs import MAX_WGMMA_TOKENS
+from samebits.kernels.linear_relay import CLUSTER, TILE_TOKENS, Tile
 from samebits.kernels.structures import JobStructure
 
 SHARED_MEMORY = 232448
@@ -32,7 +34,8 @@ MOST_TOKENS = {
     Kernel.TILES: MAX_TILE_TOKENS,
     Kernel.SINGLES: 32,
     Kernel.PAIRS: MAX_JOINT_TOKENS,
-    Kernel.WARPGROUPS: MAX_HOPPER_TOKENS,
+    Kernel.WARPGROUPS: MAX_WGMMA_TOKENS,
+    Kernel.RELAY: MAX_HOPPER_TOKENS,
 }
 DECODING_PAIRS = (Kernel.SINGLES, Kernel.PAIRS, Kernel.WARPGROUPS)
 SHAPES = ((8, 1024), (1064, 2880), (5120, 5120), (12288, 4096), (28672, 8192), (151936, 4096))
@@ -53,7 +56,7 @@ def header_of(shape: tuple[int, int], chunk_words: int) -> Header:
     return Header(Code.QUAD, Layout.MATRIX, shape, CHUNK_STAGES, 13, 50, 0, 1000, True, chunk_words, 1 << 20)
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 9, 16, 17, 33, 64, 65, 128, 129, 512])
+@pytest.mark.parametrize("tokens", [1, 8, 9, 16, 17, 33, 64, 65, 128, 129, 512, 513])
 @pytest.mark.parametrize("chunk_words", [250, 470, 1000, 2049])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_launches_fit(shape: tuple[int, int], chunk_words: int, tokens: int, hopper: bool) -> None:
@@ -69,8 +72,8 @@ def test_launches_fit(shape: tuple[int, int], chunk_words: int, tokens: int, hop
             assert job["tokens"] == tokens <= MOST_TOKENS[variant.kernel]
             assert (ranges - 1) * per_range < header.geometry.stages <= ranges * per_range
             assert (job["ring"] > 0) == (variant.kernel is not Kernel.CHAINS)
-            if variant.kernel in DECODING_PAIRS:
-                continue  # test_pairs_cover_a_weight
+            if variant.kernel in DECODING_PAIRS or variant.kernel is Kernel.RELAY:
+                continue  # tests of their own
             assert launch.arrangement is None
             groups = slots * launch.grid  # of a batch
             assert job["batches"] * groups >= header.geometry.row_groups > (job["batches"] - 1) * groups
@@ -85,9 +88,9 @@ def test_launches_fit(shape: tuple[int, int], chunk_words: int, tokens: int, hop
 
 
 def job_of(launch: Launch, number: int = 0) -> dict[str, Any]:
-    """JobStructure's fields behind the pointers, by name."""
+    """JobStructure's fields between the pointers and the tensor map, by name."""
     names = [name for name, *_ in JobStructure._fields_]
-    return dict(zip(names[names.index("tokens") :], launch.jobs[number], strict=True))
+    return dict(zip(names[names.index("tokens") : names.index("x_map")], launch.jobs[number], strict=True))
 
 
 @dataclass(frozen=True)
@@ -247,6 +250,65 @@ def test_pairs_cover_a_weight(shape: tuple[int, int], chunk_words: int, tokens: 
     assert (found > 0) == hopper
 
 
+@pytest.mark.parametrize("tokens", [128, 129, 512, 513, 2100, 16384])
+@pytest.mark.parametrize("chunk_words", [250, 470, 1000])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_relays_cover_a_weight(shape: tuple[int, int], chunk_words: int, tokens: int, hopper: bool) -> None:
+    """Every row and token is in one item; every row group's chunks are in one unit, in the order in which items are."""
+    header, found = header_of(shape, chunk_words), 0
+    geometry = header.geometry
+    for number, variant in enumerate(VARIANTS):
+        launch = launch_of(header, tokens, 1, number, 0) if variant.tile else None
+        if launch is None or variant.tile is None:
+            continue
+        found += 1
+        job, memory, tile = job_of(launch), launch.arrangement, variant.tile
+        pairs, items, of_pass, groups = job["token_tiles"], job["units"], job["segments"], tile.rows // 8
+        assert launch.warps == variant.warps == tile.warps
+        assert launch.shared_bytes <= nvrtc.shared_memory(0) - STATIC_SHARED
+        assert 1024 + job["ring"] * (tile.slot_bytes + 16) + 128 + 4 * job["table_words"] <= launch.shared_bytes
+        assert job["ring"] >= 3 * tile.parts
+        assert 2 * TILE_TOKENS * (pairs - 1) < tokens <= 2 * TILE_TOKENS * pairs
+        tiles = items // pairs
+        assert items == tiles * pairs
+        assert groups * (tiles - 1) < geometry.row_groups <= groups * tiles
+        assert launch.grid == job["blocks"] == CLUSTER * min(items, nvrtc.multiprocessors(0) // CLUSTER)
+        assert 1 <= of_pass <= pairs
+        assert 1 <= job["batches"] <= tiles
+        assert memory is not None
+        assert memory.tokens == 0
+        assert memory.meetings == (1 + tiles * -(-geometry.stages // 8),)
+        assert memory.parts_bytes == (tiles * tile.rows * 2 * shape[1] + 128 * launch.grid,)
+        assert launch.boxes == (tokens, shape[1], TILE_TOKENS, 64 // tile.parts)
+        assert launch_of(header, tokens, 3, number, 0) is None
+        seen = [item_at(job, tiles, index) for index in range(items)]
+        assert len(set(seen)) == items
+        assert {pair for _, pair in seen} == set(range(pairs))
+        count = -(-geometry.row_groups // tile.row_groups) * geometry.chunks_per_row_group
+        units = [unit_at(job, header, tile, index) for index in range(count)]
+        assert len(set(units)) == count
+        firsts = list(dict.fromkeys(group // groups // job["batches"] for group, _ in units))
+        assert firsts == sorted(firsts)  # what is multiplied side by side is decoded before what is multiplied behind
+    assert (found > 0) == (hopper and tokens > TILE_TOKENS)
+
+
+def item_at(job: dict[str, Any], tiles: int, index: int) -> tuple[int, int]:
+    """linear_relay.cu: Items::at, a tile of rows and a pair of tiles of tokens."""
+    first = index // (job["segments"] * tiles) * job["segments"]
+    pairs = min(job["segments"], job["token_tiles"] - first)
+    tile, pair = divmod(index - first * tiles, pairs)
+    return tile, first + pair
+
+
+def unit_at(job: dict[str, Any], header: Header, tile: Tile, index: int) -> tuple[int, int]:
+    """linear_relay.cu: UnitDecoder::unit_at, the first row group and the chunk."""
+    geometry, side_by_side = header.geometry, job["batches"] * (tile.rows // 8)
+    band, inside = divmod(index, side_by_side // tile.row_groups * geometry.chunks_per_row_group)
+    first = band * side_by_side
+    chunk, place = divmod(inside, -(-min(side_by_side, geometry.row_groups - first) // tile.row_groups))
+    return first + tile.row_groups * place, chunk
+
+
 GROUPS = (
     (((4096, 4096), 2), ((1024, 4096), 3), ((1024, 4096), 3)),
     (((14336, 4096), 1), ((14336, 4096), 1)),
@@ -266,7 +328,7 @@ def test_joint_launches(group: tuple[tuple[tuple[int, int], int], ...], tokens: 
         if launch is None:
             continue
         found += 1
-        assert variant.kernel not in (Kernel.TILES, Kernel.WARPGROUPS)
+        assert variant.kernel not in (Kernel.TILES, Kernel.WARPGROUPS, Kernel.RELAY)
         assert launch.shared_bytes <= nvrtc.shared_memory(0) - STATIC_SHARED
         assert launch.grid <= nvrtc.multiprocessors(0)
         next_block, most = 0, []

@@ -36,12 +36,14 @@ from samebits.kernels.structures import (
 )
 from samebits.nn import packed_module
 from samebits.plans import call, dispatch, planner, recall, together
+from samebits.plans.key import key_of
 from samebits.plans.store import Outcome
 from samebits.plans.together import Together
 
 DEVICE = -1  # what torch says of tensors in main memory
 K = 1024
-JOB = (*range(1, len(JobStructure._fields_) - 5), tuple(range(JobStructure.walks.size // 4)))
+MOST_TOKENS = 512
+JOB = (*range(1, len(JobStructure._fields_) - 6), tuple(range(JobStructure.walks.size // 4)))
 LAUNCH = linear_job.Launch("f.cu", "kernel", grid=132, warps=16, shared_bytes=1000, jobs=(JOB,))
 ARRANGEMENT = linear_job.Arrangement(5, K, 8, 1 << 14, (6,), (4096,), part_steps=4)
 Start = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
@@ -54,6 +56,7 @@ class Driver:
         usual: launches made in the usual way, by what kernels are told.
         again: launches made by the native code: function and addresses of the arguments' copies.
         stream, device, capturing, result: what torch and the driver say.
+        plans: the planner.
     """
 
     def __init__(self) -> None:
@@ -63,6 +66,7 @@ class Driver:
         self.arguments: dict[int, list[int]] = {}  # sizes, by function
         self.functions: list[str] = []
         self.configs: list[tuple[Any, ...]] = []
+        self.plans: Any = None
 
     def start(self, config: int, function: int, arguments: int, extra: int | None) -> int:
         assert extra is None
@@ -106,8 +110,9 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     start = Start(played.start)
     plan = Outcome(LinearPlan(1), "", 1.0, 2.0)
     plans = SimpleNamespace(
-        outcome=lambda key: plan, outcome_of_call=lambda key: plan, together=lambda keys, x, operands: 0
+        outcome=lambda key: plan, outcome_of_call=lambda key: plan, together=lambda keys, x, operands: 0, known={}
     )
+    played.plans = plans
     settings: list[tuple[object, str, Any]] = [
         (torch._C, "_cuda_getDevice", lambda: played.device),
         (torch._C, "_cuda_getCurrentRawStream", lambda device: played.stream),
@@ -129,13 +134,14 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
         (together, "launch_together", lambda operands, *others: joint(len(operands))),
         (together, "_same", lambda left, right: True),
         (planner.Planner, "of", lambda device: plans),
+        (call, "MAX_HOPPER_TOKENS", MOST_TOKENS),
         (packed_module, "_is_plain", lambda tensor: type(tensor) in (torch.Tensor, nn.Parameter)),
         (dispatch, "decode_cuda", _decode),
         (recall, "_can_recall", True),
         (dispatch, "together", Together()),
     ]
     for module in (call, together):
-        settings += [(module, "is_supported", lambda header, m, device: m <= 512)]
+        settings += [(module, "is_supported", lambda header, m, device: m <= MOST_TOKENS)]
         settings += [(module, "is_launchable", lambda header, m, plan, device: True)]
     for target, name, value in settings:
         monkeypatch.setattr(target, name, value, raising=False)
@@ -318,6 +324,26 @@ def test_another_weight_of_a_launch_is_gone_or_changed(driver: Driver, monkeypat
         assert ways(driver) == (1, 0)
     modules[0](x_of(1, 1))
     assert ways(driver) == (0, 1)
+
+
+@pytest.mark.parametrize("is_decided", [False, True])
+def test_weights_without_a_plan_are_decoded_first(driver: Driver, is_decided: bool) -> None:
+    """Natively only where nobody will look for a plan, as the calls of inputs with many tokens are counted."""
+    module, key = layer(0), key_of(x_of(8), (64, K), None)
+    driver.plans.outcome_of_call = lambda key: Outcome(None, "none")
+    if is_decided:
+        driver.plans.known[key] = Outcome(None, "none")
+    for _ in range(4):
+        module(x_of(8))
+    assert (len(driver.usual), len(driver.again)) == ((2, 2) if is_decided else (4, 0))
+    if is_decided:
+        before = torch.are_deterministic_algorithms_enabled()
+        torch.use_deterministic_algorithms(not before)
+        try:
+            module(x_of(8))
+        finally:
+            torch.use_deterministic_algorithms(before)
+        assert len(driver.again) == 2
 
 
 def test_many_tokens_are_decoded_first(driver: Driver) -> None:

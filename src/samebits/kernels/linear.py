@@ -259,7 +259,11 @@ class Products:
 @lru_cache(maxsize=65536)
 def _jobs(launch: Launch) -> list[JobStructure]:
     """Without addresses, to be copied: there are so many fields that to make them takes longer than to launch."""
-    return [JobStructure(None, None, None, None, None, *fields) for fields in launch.jobs]
+    jobs = [JobStructure(None, None, None, None, None, *fields) for fields in launch.jobs]
+    if launch.boxes:
+        for job in jobs:
+            job.x_map[:] = nvrtc.tensor_map(*launch.boxes)
+    return jobs
 
 
 def fused_linears(x: torch.Tensor, operands: Sequence[Operands], launch: Launch) -> list[torch.Tensor]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 from samebits.format.geometry import STAGE, STEPS
 from samebits.format.packed import Header, align
@@ -36,6 +37,7 @@ class Kernel(Enum):
     SINGLES = "each warp decodes a row group and multiplies it"
     PAIRS = "each warp decodes two row groups and multiplies them"
     WARPGROUPS = "warpgroups decode what they multiply"
+    RELAY = "some warps decode to memory, whence warpgroups multiply"
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +89,15 @@ class Arrangement:
         return self.x_bytes + sum(self.parts_bytes) + 4 * self.done_count
 
 
+class Boxes(NamedTuple):
+    """How a kernel copies its input: as boxes of a matrix of bfloat16, box_rows x box_columns each."""
+
+    rows: int
+    columns: int
+    box_rows: int
+    box_columns: int
+
+
 @dataclass(frozen=True, eq=False)
 class Launch:
     """A variant for one tensor, number of tokens and device; or for several tensors of one input. Made once."""
@@ -98,6 +109,7 @@ class Launch:
     shared_bytes: int
     jobs: tuple[JobFields, ...]  # of each tensor, JobStructure's fields behind the pointers
     arrangement: Arrangement | None = None
+    boxes: Boxes | None = None
 
     @property
     def threads(self) -> int:

@@ -11,6 +11,7 @@ from samebits.kernels import linear_pairs, nvrtc
 from samebits.kernels.linear_ahead import ahead
 from samebits.kernels.linear_chains import chains
 from samebits.kernels.linear_job import ATOM_BYTES, CHUNK_STAGES, MAX_TOKENS, Kernel, Launch, Planner
+from samebits.kernels.linear_relay import TILES, Tile, relay
 
 _X_STAGES = {16: 8, 32: 8, 64: 6, 128: 4}  # linear_tiles.cu: of x in its ring, by tokens that a kernel is made for
 _TILE = 8  # linear_tiles.cu: row groups of a tile
@@ -21,7 +22,7 @@ _MIN_RING = 3  # linear_tiles.cu: pairs of stages that a block keeps decoded
 
 MAX_JOINT_TOKENS = max(linear_pairs.MULTIPLIERS[2])
 MAX_TILE_TOKENS = max(_X_STAGES)
-MAX_HOPPER_TOKENS = 512  # more take longer than decoding first
+MAX_HOPPER_TOKENS = 16384  # with more, decoding first takes a hundredth of the time
 
 
 @dataclass(frozen=True)
@@ -32,15 +33,18 @@ class Variant:
         kernel: which.
         warps: of a block, at most (csrc: of the launch bounds).
         shared_x: keep x in shared memory.
+        tile: of linear_relay.cu.
     """
 
     kernel: Kernel
     warps: int
     shared_x: bool = True
+    tile: Tile | None = None
 
     def __str__(self) -> str:
         place = "" if self.shared_x else ", x in global memory"
-        return f"{self.kernel.name.lower()}, {self.warps} warps{place}"
+        tile = f", {self.tile.rows} rows at a time, decoded by {self.tile.row_groups}" if self.tile else ""
+        return f"{self.kernel.name.lower()}, {self.warps} warps{place}{tile}"
 
 
 VARIANTS = (
@@ -57,6 +61,7 @@ VARIANTS = (
     Variant(Kernel.WARPGROUPS, warps=2 * _WARPGROUP),
     Variant(Kernel.SINGLES, warps=max(linear_pairs.MULTIPLIERS[1].values())),
     Variant(Kernel.PAIRS, warps=8),
+    *(Variant(Kernel.RELAY, tile.warps, tile=tile) for tile in TILES),
 )
 
 
@@ -69,6 +74,8 @@ def max_tokens(device: int) -> int:
 def launch_of(header: Header, m: int, split: int, variant: int, device: int) -> Launch | None:
     """None if it does not fit, or there is no such kernel."""
     kind = VARIANTS[variant]
+    if kind.tile:
+        return relay(header, m, split, device, kind.tile)
     if kind.kernel is Kernel.WARPGROUPS:
         return linear_pairs.warpgroups(header, m, split, device, kind.warps)
     if kind.kernel in (Kernel.SINGLES, Kernel.PAIRS):

@@ -13,6 +13,7 @@ from samebits.kernels import nvrtc
 from samebits.kernels.linear_job import ATOM_BYTES, LANES, OCTET, Arrangement, JobFields, Kernel, Launch, Planner
 
 WGMMA_WIDTHS = (64, 128, 256)  # tokens of a tile
+MAX_WGMMA_TOKENS = 512  # with more, linear_relay.cu is always faster
 # Warps that multiply with mma, at most, by row groups of a warp and tokens at once.
 MULTIPLIERS = {1: {4: 16, 8: 16, 16: 16, 32: 16}, 2: {4: 12, 8: 12, 16: 12, 32: 11, 64: 8}}
 _OTHER_WARPS = 4  # kOthers
@@ -140,7 +141,7 @@ def warpgroups(header: Header, m: int, split: int, device: int, warps: int) -> L
     planner = _Planner(header, m, split, device)
     wide = next((wide for wide in WGMMA_WIDTHS if wide >= m), max(WGMMA_WIDTHS))
     way = _Way(Kernel.WARPGROUPS, wide)
-    if not nvrtc.has_wgmma(device) or not _Memory.of(way, [planner], warps).ring:
+    if m > MAX_WGMMA_TOKENS or not nvrtc.has_wgmma(device) or not _Memory.of(way, [planner], warps).ring:
         return None
     blocks = nvrtc.multiprocessors(device) // way.cluster
     clusters = min(planner.units(way, warps), blocks)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from cuda.core import Kernel
 
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"\n', re.MULTILINE)
+_ANY_ADDRESS = 1 << 32
 _MEND = "pip install cuda-core cuda-bindings, of the CUDA version that torch was built for, or use the CPU"
 
 
@@ -223,6 +224,30 @@ def launcher(
         _check(start(pointers, 0))
 
     return launch
+
+
+def tensor_map(rows: int, columns: int, box_rows: int, box_columns: int) -> tuple[int, ...]:
+    """A CUtensorMap, as 32-bit words, of a bfloat16 matrix at an address that is still to be put in.
+
+    Its boxes arrive in shared memory swizzled, as wgmma takes rows of 32 or 64 columns; where rows end, zeros arrive.
+
+    Raises:
+        DeviceError: the driver does not know of tensor maps.
+    """
+    from cuda.bindings import driver
+
+    kind, swizzle = driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, driver.CUtensorMapSwizzle
+    swizzles = {32: swizzle.CU_TENSOR_MAP_SWIZZLE_64B, 64: swizzle.CU_TENSOR_MAP_SWIZZLE_128B}
+    result, made = driver.cuTensorMapEncodeTiled(
+        kind, 2, _ANY_ADDRESS, [driver.cuuint64_t(columns), driver.cuuint64_t(rows)], [driver.cuuint64_t(2 * columns)],
+        [driver.cuuint32_t(box_columns), driver.cuuint32_t(box_rows)], [driver.cuuint32_t(1), driver.cuuint32_t(1)],
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE, swizzles[box_columns],
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )  # fmt: skip
+    _check((result,))
+    words = (int(word) for word in made.opaque)
+    return tuple(half for word in words for half in (word & 0xFFFFFFFF, word >> 32))
 
 
 @cache

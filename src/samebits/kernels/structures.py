@@ -13,6 +13,7 @@ from samebits.format.packed import Header, PackedTensor
 
 MAX_TOGETHER = 4  # csrc/linear.cuh: kMaxTogether
 WALKS = 20  # csrc/linear.cuh: kWalks
+_MAP_WORDS = 32  # of a tensor map
 _BEHIND_ANY_GRID = (1 << 31) - 1
 
 
@@ -143,6 +144,7 @@ class JobStructure(ctypes.Structure):
         ("table_words", ctypes.c_int32), ("x_words", ctypes.c_int32), ("buffer_words", ctypes.c_int32),
         ("x_places", ctypes.c_int32), ("ring", ctypes.c_int32), ("pieces", ctypes.c_int32),
         ("whole_ranges", ctypes.c_int32), ("walks", ctypes.c_uint32 * (2 * WALKS * 3)),
+        ("x_map", ctypes.c_uint32 * _MAP_WORDS),
     )  # fmt: skip
 
 

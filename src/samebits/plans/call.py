@@ -8,6 +8,7 @@ import torch
 
 from samebits.format.packed import Header, PackedTensor
 from samebits.kernels.linear import LinearPlan, Operands, Products, is_launchable, is_supported, products_of
+from samebits.kernels.linear_launch import MAX_HOPPER_TOKENS
 from samebits.kernels.residents import Bytes, resident
 from samebits.plans.environment import blas_state
 from samebits.plans.key import ALIGNMENT, PlanKey, key_of
@@ -73,6 +74,28 @@ def plan_of(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) ->
     """The plan under which a product is made; None where the weight is decoded first."""
     key = key_of(x, packed.header.shape, bias)
     return _plan(key, packed, x.get_device()) if key else None
+
+
+class Decoding(NamedTuple):
+    """Why a weight is decoded first.
+
+    Attributes:
+        state: torch's settings that count; None where none do.
+        is_final: the next input of this shape and these settings will find the same.
+    """
+
+    state: str | None
+    is_final: bool
+
+
+def decoding(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> Decoding:
+    """Of a product that has no plan."""
+    if x.dtype is torch.bfloat16 and x.numel() > MAX_HOPPER_TOKENS * x.shape[-1]:
+        return Decoding(None, True)
+    key, device = key_of(x, packed.header.shape, bias), x.get_device()
+    if key is None:
+        return Decoding(None, False)
+    return Decoding(key.state, not is_supported(packed.header, key.tokens, device) or key in Planner.of(device).known)
 
 
 def _plan(key: PlanKey, packed: PackedTensor, device: int) -> LinearPlan | None:

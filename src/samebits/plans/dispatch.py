@@ -30,7 +30,7 @@ def linear_of_module(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor |
     call = call_of(x, packed, bias)
     if call is None:
         y = F.linear(x, decode_cuda(packed), bias)
-        recall.remember_decoded(x, packed)
+        recall.remember_decoded(x, packed, bias)
         return y
     return together.multiply(x, packed, bias, call)
 

@@ -23,11 +23,10 @@ from torch.nn import functional as F
 from samebits.format.packed import PackedTensor
 from samebits.kernels import decode, nvrtc
 from samebits.kernels.linear import LinearPlan, Products
-from samebits.kernels.linear_launch import MAX_HOPPER_TOKENS
 from samebits.kernels.repeat import Repeat
 from samebits.kernels.residents import Bytes, Resident, resident, residents
 from samebits.plans import environment
-from samebits.plans.call import Call
+from samebits.plans.call import Call, decoding
 from samebits.plans.turn import Turns
 
 native: ModuleType | None
@@ -95,17 +94,19 @@ def remember(
         )  # fmt: skip
 
 
-def remember_decoded(x: torch.Tensor, packed: PackedTensor) -> None:
-    """That a weight was decoded first: with so many tokens, it always is."""
-    tokens = x.numel() // x.shape[-1]
-    kept = _room_for(x, packed) if tokens > MAX_HOPPER_TOKENS else None
-    if kept is None or x.dtype is not torch.bfloat16:
+def remember_decoded(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> None:
+    """That a weight was decoded first; where it always will be, under these settings."""
+    state, is_final = decoding(x, packed, bias)
+    kept = _room_for(x, packed) if is_final else None
+    if kept is None:
         return
     where, strides = nvrtc.Where(nvrtc.current_stream(x.get_device()), 0), x.stride()
-    basis = ("decoded", where, strides)
+    basis = ("decoded", where, strides, state)
     repeat = None if _is_known(kept, x, basis) else decode.repeat(packed)
     if repeat:
-        kept.shortcuts[x.shape] = _shortcut(repeat, x.get_device(), where, basis, strides=strides, finish=F.linear)
+        kept.shortcuts[x.shape] = _shortcut(
+            repeat, x.get_device(), where, basis, strides=strides, state=state, finish=F.linear
+        )
 
 
 def _room_for(x: torch.Tensor, packed: PackedTensor) -> Resident | None:
