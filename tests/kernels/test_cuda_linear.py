@@ -19,6 +19,7 @@ from samebits.kernels import nvrtc
 from samebits.kernels.linear import (
     LinearPlan,
     Operands,
+    Products,
     fused_linear,
     fused_linears,
     is_supported,
@@ -27,7 +28,7 @@ from samebits.kernels.linear import (
 )
 from samebits.kernels.linear_launch import MAX_TOKENS, VARIANTS
 from samebits.kernels.linear_pairs import MAX_WGMMA_TOKENS
-from samebits.kernels.linear_relay import TILES
+from samebits.kernels.linear_relay import TILES, relay
 from tests.codecs.tensors import without_compact
 
 pytestmark = pytest.mark.gpu
@@ -46,6 +47,9 @@ def weight_of(kind: str, rows: int, columns: int) -> torch.Tensor:
         weight[:, 100:132] *= 1e-4
     elif kind == "raw chunks":
         weight[8:16] = torch.exp2(torch.randint(-120, 120, (8, columns), generator=generator).float())
+    elif kind == "raw ends":  # chunks that may be small
+        end = (rows, columns % 1024)
+        weight[:, columns - end[1] :] = torch.exp2(torch.randint(-120, 120, end, generator=generator).float())
     elif kind == "not finite":
         weight[3, 5], weight[9, 70], weight[17, 1000] = float("nan"), float("inf"), -float("inf")
     elif kind == "subnormal":
@@ -62,7 +66,7 @@ def _quad_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-KINDS = ("normal", "row scales", "patches", "raw chunks", "not finite", "subnormal")
+KINDS = ("normal", "row scales", "patches", "raw chunks", "raw ends", "not finite", "subnormal")
 SHAPES = (
     (64, 1024), (1064, 2880), (2048, 1088), (136, 6080), (4104, 1024), (8456, 1088), (10568, 2112), (12808, 1024),
 )  # fmt: skip
@@ -136,7 +140,7 @@ def test_every_weight(kind: str, shape: tuple[int, int]) -> None:
             assert assert_all_alike(weight.cuda(), packed, tokens, (1, 3)) >= (8 if tokens <= MAX_TOKENS else 4)
     if is_supported(packed.header, 300, 0):  # chunks of incompressible weights leave no room for warpgroups
         fitting = sum(len(variants(packed.header, 300, split)) for split in (1, 3))
-        assert fitting or kind in ("raw chunks", "subnormal")
+        assert fitting or kind in ("raw chunks", "subnormal") or (kind == "raw ends" and shape[1] % 1024 > 64)
         assert assert_all_alike(weight.cuda(), packed, 300, (1, 3)) == 2 * fitting
 
 
@@ -155,7 +159,13 @@ def test_many_tokens(shape: tuple[int, int], tokens: int) -> None:
     weight = weight_of("row scales", *shape)
     packed = samebits.encode(weight).to("cuda")
     skip_unless_supported(packed, tokens)
-    assert assert_all_alike(weight.cuda(), packed, tokens, (1,)) >= 2 * len(TILES)
+    expected = plain_linear(inputs(tokens, shape[1], tokens), weight.cuda(), None, 1)
+    for rank in range(len(TILES)):
+        launch = relay(packed.header, tokens, 1, 0, rank)
+        assert launch is not None
+        (y,) = Products(launch)(inputs(tokens, shape[1], tokens), None, lambda: [Operands(packed, None, LinearPlan(1))])
+        assert first_difference(y, expected) is None, launch.name
+    assert assert_all_alike(weight.cuda(), packed, tokens, (1,)) >= 6
 
 
 @pytest.mark.parametrize("tokens", [2, 40, 128])

@@ -258,13 +258,13 @@ def test_relays_cover_a_weight(shape: tuple[int, int], chunk_words: int, tokens:
     header, found = header_of(shape, chunk_words), 0
     geometry = header.geometry
     for number, variant in enumerate(VARIANTS):
-        launch = launch_of(header, tokens, 1, number, 0) if variant.tile else None
-        if launch is None or variant.tile is None:
+        launch = launch_of(header, tokens, 1, number, 0) if variant.kernel is Kernel.RELAY else None
+        if launch is None:
             continue
         found += 1
-        job, memory, tile = job_of(launch), launch.arrangement, variant.tile
+        job, memory, tile = job_of(launch), launch.arrangement, Tile(int(launch.name.split("_")[-1]))
         pairs, items, of_pass, groups = job["token_tiles"], job["units"], job["segments"], tile.rows // 8
-        assert launch.warps == variant.warps == tile.warps
+        assert launch.warps == tile.warps <= variant.warps
         assert launch.shared_bytes <= nvrtc.shared_memory(0) - STATIC_SHARED
         assert 1024 + job["ring"] * (tile.slot_bytes + 16) + 128 + 4 * job["table_words"] <= launch.shared_bytes
         assert job["ring"] >= 3 * tile.parts

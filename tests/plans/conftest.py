@@ -53,7 +53,9 @@ class FakeGpu:
         [(packed, _, plan)] = operands()
         return [self.fused_linear(x, packed, bias, plan)]
 
-    def microseconds(self, candidates: Sequence[Sequence[Callable[[], torch.Tensor]]]) -> list[float]:
+    def microseconds(
+        self, candidates: Sequence[Sequence[Callable[[], torch.Tensor]]], *, warm_seconds: float
+    ) -> list[float]:
         assert len(candidates) == len(self.times)
         first, *others = [calls[0]() for calls in candidates]
         assert all(torch.equal(first.view(torch.int16), other.view(torch.int16)) for other in others)

@@ -14,10 +14,12 @@ from torch.nn import functional as F
 
 import samebits
 from samebits.kernels.linear import Operands, Products, is_supported
+from samebits.kernels.linear_launch import MAX_HOPPER_TOKENS
 from samebits.kernels.ops import fields_of
 from samebits.plans import dispatch, planner, recall, together
 from samebits.plans.call import plan_of
 from samebits.plans.environment import Environment
+from samebits.plans.key import key_of
 from samebits.plans.planner import Planner
 from samebits.plans.probe import Probe
 
@@ -248,7 +250,7 @@ def test_products_of_one_input_together(tokens: int, monkeypatch: pytest.MonkeyP
             assert_same(y, F.linear(x, weight))
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 40, 700])
+@pytest.mark.parametrize("tokens", [1, 8, 40, 700, 17000])
 @torch.no_grad()
 def test_products_made_again(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By native code: alone and together, with and without bias, on other streams, and with other bytes."""
@@ -278,6 +280,11 @@ def test_products_made_again(tokens: int, monkeypatch: pytest.MonkeyPatch) -> No
             )
         return list(again)
 
+    for weight, bias in zip(weights, biases, strict=True):  # of many tokens plans are not looked for at once
+        key = key_of(inputs(tokens, 0), weight.shape, bias)
+        assert (key is None) == (tokens > MAX_HOPPER_TOKENS)
+        if key:
+            Planner.of(0).outcome(key)
     for seed in range(4):
         check(seed)
     for seed in range(4, 10):

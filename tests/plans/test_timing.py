@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
 
 import pytest
 import torch
@@ -69,3 +70,23 @@ def test_a_host_that_is_too_slow_ends_the_search(machine: Machine) -> None:
     assert found[0] >= 20.0
     assert len(machine.sleeps) == 4 + timing.ROUNDS  # 100 us doubled to 1,600, which then stay
     assert max(machine.sleeps) == 12 * timing._MAX_CYCLES_PER_CALL
+
+
+@pytest.mark.parametrize("machine", [5.0], indirect=True)
+def test_a_device_that_is_to_work_hard_first(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every candidate runs until the time is over."""
+    seconds, calls, waits = count(), [machine.call(20.0), machine.call(7.0)], list[None]()
+    made = [0, 0]
+
+    def counted(number: int) -> Callable[[], None]:
+        def call() -> None:
+            made[number] += 1
+            calls[number]()
+
+        return call
+
+    monkeypatch.setattr(timing.time, "monotonic", lambda: float(next(seconds)))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(None))
+    assert timing.microseconds([[counted(0)], [counted(1)]], warm_seconds=3.0) == pytest.approx([20.0, 7.0])
+    assert made == [3 + timing.ROUNDS] * 2
+    assert len(waits) == 2

@@ -11,7 +11,7 @@ from samebits.kernels import linear_pairs, nvrtc
 from samebits.kernels.linear_ahead import ahead
 from samebits.kernels.linear_chains import chains
 from samebits.kernels.linear_job import ATOM_BYTES, CHUNK_STAGES, MAX_TOKENS, Kernel, Launch, Planner
-from samebits.kernels.linear_relay import TILES, Tile, relay
+from samebits.kernels.linear_relay import TILES, relay
 
 _X_STAGES = {16: 8, 32: 8, 64: 6, 128: 4}  # linear_tiles.cu: of x in its ring, by tokens that a kernel is made for
 _TILE = 8  # linear_tiles.cu: row groups of a tile
@@ -19,6 +19,7 @@ _TILE_WARPS = 20  # linear_tiles.cu: kMaxThreads
 _WARPGROUP = 4  # warps
 _MAX_DECODERS = 16  # linear_tiles.cu: kMaxDecoders
 _MIN_RING = 3  # linear_tiles.cu: pairs of stages that a block keeps decoded
+_RANKS = 3  # linear_relay.cu: tiles of which the fastest is found by trying
 
 MAX_JOINT_TOKENS = max(linear_pairs.MULTIPLIERS[2])
 MAX_TILE_TOKENS = max(_X_STAGES)
@@ -33,18 +34,18 @@ class Variant:
         kernel: which.
         warps: of a block, at most (csrc: of the launch bounds).
         shared_x: keep x in shared memory.
-        tile: of linear_relay.cu.
+        rank: of linear_relay.cu's tiles, which differ in rows: how many are expected to be faster.
     """
 
     kernel: Kernel
     warps: int
     shared_x: bool = True
-    tile: Tile | None = None
+    rank: int = 0
 
     def __str__(self) -> str:
         place = "" if self.shared_x else ", x in global memory"
-        tile = f", {self.tile.rows} rows at a time, decoded by {self.tile.row_groups}" if self.tile else ""
-        return f"{self.kernel.name.lower()}, {self.warps} warps{place}{tile}"
+        rank = f", tile {self.rank + 1}" if self.kernel is Kernel.RELAY else ""
+        return f"{self.kernel.name.lower()}, {self.warps} warps{place}{rank}"
 
 
 VARIANTS = (
@@ -61,7 +62,7 @@ VARIANTS = (
     Variant(Kernel.WARPGROUPS, warps=2 * _WARPGROUP),
     Variant(Kernel.SINGLES, warps=max(linear_pairs.MULTIPLIERS[1].values())),
     Variant(Kernel.PAIRS, warps=8),
-    *(Variant(Kernel.RELAY, tile.warps, tile=tile) for tile in TILES),
+    *(Variant(Kernel.RELAY, max(tile.warps for tile in TILES), rank=rank) for rank in range(_RANKS)),
 )
 
 
@@ -74,8 +75,8 @@ def max_tokens(device: int) -> int:
 def launch_of(header: Header, m: int, split: int, variant: int, device: int) -> Launch | None:
     """None if it does not fit, or there is no such kernel."""
     kind = VARIANTS[variant]
-    if kind.tile:
-        return relay(header, m, split, device, kind.tile)
+    if kind.kernel is Kernel.RELAY:
+        return relay(header, m, split, device, kind.rank)
     if kind.kernel is Kernel.WARPGROUPS:
         return linear_pairs.warpgroups(header, m, split, device, kind.warps)
     if kind.kernel in (Kernel.SINGLES, Kernel.PAIRS):

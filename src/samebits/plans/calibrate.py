@@ -39,6 +39,8 @@ _SMALL = 1 << 20  # weights: so few suit the quad code only if they are made for
 _COLD = 3  # the copies of a weight that are timed in turn are as large as so many second-level caches
 _MAX_COPIES = 48
 _MIN_CALLS = 12
+_MANY_TOKENS = 512  # with more, tensor cores work so hard that the clock falls
+_WARM_SECONDS = 0.3
 
 
 class Trial:
@@ -106,7 +108,7 @@ def calibrate(key: PlanKey, device: torch.device) -> Outcome:
     x, packed = trial.probe.plain(key.tokens, 0), trial.packed
     bias = trial.probe.bias(x.abs().max(), 0) if key.has_bias else None
     del trial  # and with it the weight: timing takes memory of its own
-    return _fastest(x, packed, bias, plans)
+    return _fastest(x, packed, bias, plans, _WARM_SECONDS if key.tokens > _MANY_TOKENS else 0.0)
 
 
 @torch.no_grad()
@@ -127,12 +129,14 @@ def _right_ones(trial: Trial, plans: list[LinearPlan]) -> list[LinearPlan]:
     return plans
 
 
-def _fastest(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, plans: Sequence[LinearPlan]) -> Outcome:
+def _fastest(
+    x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, plans: Sequence[LinearPlan], warm_seconds: float
+) -> Outcome:
     """The fastest of plans that differ in nothing but speed, if it is faster than decoding."""
     copies = [copy for (copy,) in _cold_copies([packed])]
     fused = [[partial(fused_linear, x, copy, bias, plan) for copy in copies] for plan in plans]
     decoded = [partial(_decode_and_multiply, x, copy, bias) for copy in copies]
-    *times, decode_us = microseconds([*fused, decoded])
+    *times, decode_us = microseconds([*fused, decoded], warm_seconds=warm_seconds)
     fused_us, best = min(zip(times, plans, strict=True), key=lambda timed: timed[0])
     if fused_us < decode_us:
         return Outcome(best, "", fused_us, decode_us)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -20,14 +21,23 @@ class _Round(NamedTuple):
     is_late: bool  # the device went on before all calls were launched, and may have waited for the host
 
 
-def microseconds(candidates: Sequence[Calls]) -> list[float]:
+def microseconds(candidates: Sequence[Calls], *, warm_seconds: float = 0.0) -> list[float]:
     """Of one call of each candidate, on the current stream: medians over rounds, in which the candidates alternate.
 
     The host gets as long a start as it needs; on the slowest of hosts the longest counts.
+
+    Args:
+        warm_seconds: for so long they run before they are timed, and longer than it takes to run each once: a device
+            that works hard lowers its clock after a while, and then another candidate may be the fastest.
     """
-    for calls in candidates:
-        for call in calls:
-            call()
+    start = time.monotonic()
+    while True:
+        for calls in candidates:
+            for call in calls:
+                call()
+        if not warm_seconds or time.monotonic() - start >= warm_seconds:
+            break
+        torch.cuda.synchronize()
     cycles, rounds = _CYCLES_PER_CALL, list[list[float]]()
     while len(rounds) < ROUNDS:
         found = [_round(calls, cycles) for calls in candidates]

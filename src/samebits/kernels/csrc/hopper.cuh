@@ -141,15 +141,20 @@ __device__ __forceinline__ void pin(float (&sums)[count]) {
 #define SUMS_128(i) SUMS_64(i), SUMS_64(i + 64)
 #define PLACES_8 "%0,%1,%2,%3,%4,%5,%6,%7"
 #define PLACES_16 PLACES_8 ",%8,%9,%10,%11,%12,%13,%14,%15"
-#define PLACES_32 PLACES_16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define PLACES_48 PLACES_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
-#define PLACES_64                                                                                                                 \
-    PLACES_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60," \
-                "%61,%62,%63"
-#define PLACES_80 PLACES_64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
-#define PLACES_96 PLACES_80 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
-#define PLACES_112 PLACES_96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
-#define PLACES_128 PLACES_112 ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define PLACES_24 PLACES_16 ",%16,%17,%18,%19,%20,%21,%22,%23"
+#define PLACES_32 PLACES_24 ",%24,%25,%26,%27,%28,%29,%30,%31"
+#define PLACES_40 PLACES_32 ",%32,%33,%34,%35,%36,%37,%38,%39"
+#define PLACES_48 PLACES_40 ",%40,%41,%42,%43,%44,%45,%46,%47"
+#define PLACES_56 PLACES_48 ",%48,%49,%50,%51,%52,%53,%54,%55"
+#define PLACES_64 PLACES_56 ",%56,%57,%58,%59,%60,%61,%62,%63"
+#define PLACES_72 PLACES_64 ",%64,%65,%66,%67,%68,%69,%70,%71"
+#define PLACES_80 PLACES_72 ",%72,%73,%74,%75,%76,%77,%78,%79"
+#define PLACES_88 PLACES_80 ",%80,%81,%82,%83,%84,%85,%86,%87"
+#define PLACES_96 PLACES_88 ",%88,%89,%90,%91,%92,%93,%94,%95"
+#define PLACES_104 PLACES_96 ",%96,%97,%98,%99,%100,%101,%102,%103"
+#define PLACES_112 PLACES_104 ",%104,%105,%106,%107,%108,%109,%110,%111"
+#define PLACES_120 PLACES_112 ",%112,%113,%114,%115,%116,%117,%118,%119"
+#define PLACES_128 PLACES_120 ",%120,%121,%122,%123,%124,%125,%126,%127"
 #define WGMMA(n, places, a, b, ...)                                                                                                 \
     asm volatile("{ .reg .pred add; setp.eq.u32 add, 0, 0;\n"                                                                       \
                  "wgmma.mma_async.sync.aligned.m64n" n "k16.f32.bf16.bf16 {" places "}, " a ", " b ", add, 1, 1, 0, 0; }"           \
@@ -163,15 +168,18 @@ __device__ __forceinline__ void pin(float (&sums)[count]) {
 // lane (g, t) sums[4 j + 2 h + i] of row 16 w + 8 h + g and the right matrix's row 8 j + 2 t + i.
 template <int count>
 __device__ __forceinline__ void multiply_add(float (&d)[count], u64 left, u64 right) {
-    static_assert(count == 8 || (count % 16 == 0 && count <= 128));
+    static_assert(count == 8 || count == 16 || count == 32 || (count % 8 == 0 && count >= 64 && count <= 128));
     if constexpr (count == 8) WGMMA("16", PLACES_8, "%8", "%9", SUMS_8(0));
     if constexpr (count == 16) WGMMA("32", PLACES_16, "%16", "%17", SUMS_16(0));
     if constexpr (count == 32) WGMMA("64", PLACES_32, "%32", "%33", SUMS_32(0));
-    if constexpr (count == 48) WGMMA("96", PLACES_48, "%48", "%49", SUMS_32(0), SUMS_16(32));
     if constexpr (count == 64) WGMMA("128", PLACES_64, "%64", "%65", SUMS_64(0));
+    if constexpr (count == 72) WGMMA("144", PLACES_72, "%72", "%73", SUMS_64(0), SUMS_8(64));
     if constexpr (count == 80) WGMMA("160", PLACES_80, "%80", "%81", SUMS_64(0), SUMS_16(64));
+    if constexpr (count == 88) WGMMA("176", PLACES_88, "%88", "%89", SUMS_64(0), SUMS_16(64), SUMS_8(80));
     if constexpr (count == 96) WGMMA("192", PLACES_96, "%96", "%97", SUMS_64(0), SUMS_32(64));
+    if constexpr (count == 104) WGMMA("208", PLACES_104, "%104", "%105", SUMS_64(0), SUMS_32(64), SUMS_8(96));
     if constexpr (count == 112) WGMMA("224", PLACES_112, "%112", "%113", SUMS_64(0), SUMS_32(64), SUMS_16(96));
+    if constexpr (count == 120) WGMMA("240", PLACES_120, "%120", "%121", SUMS_64(0), SUMS_32(64), SUMS_16(96), SUMS_8(112));
     if constexpr (count == 128) WGMMA("256", PLACES_128, "%128", "%129", SUMS_128(0));
 }
 

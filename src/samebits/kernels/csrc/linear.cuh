@@ -119,6 +119,7 @@ __device__ __forceinline__ void change_if(u32& value, u32 place, u32 here, u32 c
 
 // A chunk at a lane's streams, decoded stage by stage: begin, go_on, complete, mend. What stands between these calls runs while they wait.
 struct Opened {
+    static constexpr u32 kInBlock = 0xffffff;
     Stream streams[2];
     u32 patch, next_patch;         // the next patch, and where it is; of a raw chunk 0, so that each stage is mended, and raw_chunk()
     u32 passed = 0;                // stages, times 2^16, that `patch` does not count any more
@@ -166,14 +167,16 @@ struct Opened {
         patch -= min(patch, u32(stages) << 16);
         passed += u32(stages) << 16;
     }
-    // Of a raw chunk (6.5) at a shared address.
-    static __device__ __forceinline__ u32 raw_chunk(u32 at, int stages) { return 1u << 31 | u32(stages - 1) << 24 | at; }
+    // Of a raw chunk (6.5) at a shared address, but for its highest byte, which is a block's number in its cluster.
+    static __device__ __forceinline__ u32 raw_chunk(u32 at, int stages) { return 1u << 31 | u32(stages - 1) << 24 | (at & kInBlock); }
     // What is left to do for a stage's upper bytes, rarely: patches (6.4), raw chunks. Stages come in their order.
+    template <bool in_cluster = false>
     __device__ __forceinline__ void mend(Vec4& upper, int stage, int lane) {
         const u32 behind = u32(stage + 1) << 16;
         if (patch >= behind) return;
         if (int(next_patch) < 0) {
-            const u32 in_chunk = min((passed >> 16) + stage, next_patch >> 24 & 127), tops = (next_patch & 0xffffff) + 4 + 512 * in_chunk + 16 * lane;
+            const u32 in_chunk = min((passed >> 16) + stage, next_patch >> 24 & 127), block = in_cluster ? streams[0].next & ~kInBlock : 0;
+            const u32 tops = block + (next_patch & kInBlock) + 4 + 512 * in_chunk + 16 * lane;
             upper = {load_shared(tops) & ~kSignMask, load_shared(tops + 4) & ~kSignMask, load_shared(tops + 8) & ~kSignMask, load_shared(tops + 12) & ~kSignMask};
             return;
         }

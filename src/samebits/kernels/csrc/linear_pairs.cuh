@@ -545,7 +545,7 @@ __device__ __forceinline__ void decode_and_multiply(const Block<Way>& block, int
             if (!(patched[i] & bit)) continue;
             patches[i].apply(upper[i], stage);
             patches[i].go_on(stage);
-            chunk[i].mend(upper[i], stage, lane);
+            chunk[i].template mend<(Way::cluster > 1)>(upper[i], stage, lane);
         }
     };
 

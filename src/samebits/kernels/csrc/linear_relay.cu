@@ -18,7 +18,7 @@ constexpr int kMapBytes = 128;
 // A tile of rows. Where few slots of the ring fit, they are for half a stage.
 template <int rows_>
 struct Tile {
-    static constexpr int rows = rows_, groups = rows / 8, parts = rows == 256 ? 2 : 1;
+    static constexpr int rows = rows_, groups = rows / 8, parts = rows >= 224 ? 2 : 1;
     static constexpr u32 row_bytes = 128 / parts, atom_bytes = 8 * row_bytes;                      // of a part of a stage; an atom is a row group's
     static constexpr u32 x_bytes = kTileTokens * row_bytes, part_bytes = rows * row_bytes, slot_bytes = x_bytes + part_bytes;
 };
@@ -228,7 +228,7 @@ struct UnitDecoder {
                         const u32 sign = signs[i][s / 2] << (4 * (s & 1));
                         load_stage(i, s);
                         opened[i].complete(upper[i], common);
-                        opened[i].mend(upper[i], run + s, lane);
+                        opened[i].template mend<true>(upper[i], run + s, lane);
                         const Vec4 whole{and_or(sign, kSignMask, upper[i].x), and_or(sign << 1, kSignMask, upper[i].y), and_or(sign << 2, kSignMask, upper[i].z),
                                          and_or(sign << 3, kSignMask, upper[i].w)};
                         if (run + s < count && i < valid) store_stage<shifted>(place + i * Tile::atom_bytes, bytes, whole, shifted ? scales[i] : kNoShift);
@@ -351,6 +351,8 @@ __device__ __forceinline__ void multiply_tiles(const Relay<Tile>& relay, int war
                 u32 words[4];
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
+                    words[i] = 0;
+                    if (j + i >= Tile::groups) continue;
                     float low = sums[4 * (j + i) + 2 * half], high = sums[4 * (j + i) + 2 * half + 1];
                     if (job.bias) {
                         const u32 bias = j + i < groups ? *reinterpret_cast<const u32*>(job.bias + first_row + 8 * (j + i) + 2 * t) : 0;
@@ -415,12 +417,15 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
 // As many warps decode as leave each thread the registers that the sums need.
 #define RELAY_KERNEL(rows, decoders, groups)                                                                             \
     extern "C" __global__ void __cluster_dims__(kCluster) __launch_bounds__((kMultipliers + 1 + decoders) * kLanes, 1)   \
-    linear_relay_##rows##_##groups(const __grid_constant__ Product product) {                                            \
+    linear_relay_##rows(const __grid_constant__ Product product) {                                                       \
         linear<rows, decoders, groups>(product.geometry, product.packed, product.job);                                   \
     }
-RELAY_KERNEL(256, 3, 1)
 RELAY_KERNEL(256, 3, 2)
+RELAY_KERNEL(240, 3, 2)
 RELAY_KERNEL(224, 3, 2)
+RELAY_KERNEL(208, 3, 2)
 RELAY_KERNEL(192, 7, 1)
+RELAY_KERNEL(176, 7, 1)
 RELAY_KERNEL(160, 7, 1)
+RELAY_KERNEL(144, 7, 1)
 RELAY_KERNEL(128, 7, 1)
