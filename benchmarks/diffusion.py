@@ -254,10 +254,11 @@ def measure_all(name: str, ways: list[str], device: str, packed: bool) -> Measur
     model = MODELS[name]
     module = build(model, device, packed)
     bits = 0.0
+    inputs, found = inputs_of(model, module.config, device), []
     if packed:
         bits = samebits.compress(module).bits_per_weight  # nothing is left to pack: a report
-        samebits.prepare(module, [1])
-    inputs, found = inputs_of(model, module.config, device), []
+        with torch.no_grad():
+            samebits.prepare(module, call=lambda: module(**inputs))
     for way in ways:
         found.append(measure(module, inputs, way, device))
         print(name, "samebits" if packed else "BF16", way, f"{found[-1].timing.median:.4f} s", flush=True)

@@ -122,8 +122,8 @@ def measure_read_rate(packed: Sequence[torch.Tensor], repeats: int) -> float:
     return words.nbytes / time_graph([words.sum], repeats).median
 
 
-def time_graph(calls: list[Callable[[], object]], repeats: int) -> Timing:
-    """Seconds of one call, from replays of a CUDA graph that holds all of them."""
+def time_graph(calls: list[Callable[[], object]], repeats: int, warm_seconds: float = 0.0) -> Timing:
+    """Seconds of one call, from replays of a CUDA graph that holds all of them, behind other replays for a while."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for call in calls:
@@ -133,7 +133,11 @@ def time_graph(calls: list[Callable[[], object]], repeats: int) -> Timing:
     with torch.cuda.graph(graph):
         for call in calls:
             call()
+    start_of_replays = time.perf_counter()
     graph.replay()
+    while time.perf_counter() - start_of_replays < warm_seconds:
+        graph.replay()
+        torch.cuda.synchronize()
     seconds = []
     for _ in range(repeats):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

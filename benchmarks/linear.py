@@ -8,8 +8,10 @@ others of that device and these versions stay. Every shape is measured with few 
 ``--tokens`` takes the place of both. An empty "" leaves shapes, prefill or groups out.
 
 Every product is compared with F.linear's as 16-bit words first. Times are medians of CUDA graph replays over more than
-900 MB of distinct weights, BF16 and packed in the same run; "decoded first" is the product without the fused kernel:
-decode, then F.linear. The table "prefill" has all seven products of a block of Llama 3.1 8B, one after the other.
+900 MB of distinct weights, BF16 and packed in the same run, from WARM_TOKENS tokens on after WARM_SECONDS of replays,
+because a GPU whose tensor cores are busy lowers its clock after a while; "decoded first" is the product without the
+fused kernel: decode, then F.linear. The table "prefill" has all seven products of a block of Llama 3.1 8B, one after
+the other.
 
 The table "together" has the layers of a model that share an input, as modules: nn.Linear, the operator samebits::linear
 one by one, and packed modules, whose products samebits.plans.together learns to make by one launch, where that is
@@ -67,7 +69,7 @@ SHAPES = {
     (8192, 28672): "down of Llama 3 70B",
 }
 FEW_TOKENS = (1, 2, 4, 8, 16)
-MANY_TOKENS = (32, 64, 128, 256, 512, 2048, 4096)
+MANY_TOKENS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 MANY_SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (28672, 8192))  # of these, also with many tokens
 PREFILL_TOKENS = (128, 256, 512, 1024, 2048, 4096)
 BLOCK = "Llama 3.1 8B"
@@ -83,6 +85,7 @@ LEARNING_CALLS = 3  # of a group; from the last on, its products may come from o
 SMALL_KERNELS = 3
 KEYS = ("matrix", "model", "layers", "tokens")
 REPEATS = 9
+WARM_SECONDS, WARM_TOKENS = 0.3, 1024
 
 
 def main() -> int:
@@ -145,8 +148,8 @@ def measure_block(shapes: Sequence[tuple[int, int]], tokens: tuple[int, ...], de
         for tensor in packed:
             find_plan(inputs[tensor.shape[1]], tensor)
         check_products(inputs, weights, packed)
-        bf16 = timed([partial(dense_products, inputs, block) for block in dense])
-        ours = timed([partial(packed_products, inputs, block) for block in copies])
+        bf16 = timed([partial(dense_products, inputs, block) for block in dense], number)
+        ours = timed([partial(packed_products, inputs, block) for block in copies], number)
         rows.append(
             {
                 "table": "prefill",
@@ -262,9 +265,9 @@ def measure_tokens(dense: list[torch.Tensor], copies: list[samebits.PackedTensor
     find_plan(x, copies[0])
     plan = plan_of(x, copies[0], None)
     check_products({columns: x}, dense[:1], copies[:1])
-    bf16 = timed([partial(F.linear, x, weight) for weight in dense])
-    ours = timed([partial(linear, x, packed, None) for packed in copies])
-    decoded = timed([partial(decode_first, x, packed) for packed in copies]) if plan else ours
+    bf16 = timed([partial(F.linear, x, weight) for weight in dense], tokens)
+    ours = timed([partial(linear, x, packed, None) for packed in copies], tokens)
+    decoded = timed([partial(decode_first, x, packed) for packed in copies], tokens) if plan else ours
     return {
         "table": "many",
         "matrix": f"{rows} x {columns}",
@@ -301,8 +304,8 @@ def decode_first(x: torch.Tensor, packed: samebits.PackedTensor) -> torch.Tensor
     return F.linear(x, samebits.decode(packed))
 
 
-def timed(calls: list[Callable[[], object]]) -> Timing:
-    return time_graph(calls, REPEATS)
+def timed(calls: list[Callable[[], object]], tokens: int = 0) -> Timing:
+    return time_graph(calls, REPEATS, WARM_SECONDS if tokens >= WARM_TOKENS else 0.0)
 
 
 def microseconds(key: str, timing: Timing) -> dict[str, float]:

@@ -67,6 +67,28 @@ def test_every_kind_once(planner: FakePlanner) -> None:
     assert "128 x 64, 8 tokens, 3 modules: decoding first is faster" in text
 
 
+def test_numbers_of_tokens_from_a_call(planner: FakePlanner, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers, seen = model(), list[int]()
+
+    def call() -> None:
+        with monkeypatch.context() as on_cpu:
+            on_cpu.setattr(torch.Tensor, "is_cuda", False)
+            first, second, _ = layers
+            seen.append(len(first.down(first.up(torch.zeros(2, 3, 64, dtype=torch.bfloat16)))))
+            second.up(torch.zeros(9, 64, dtype=torch.bfloat16))
+            second.up(torch.zeros(0, 64, dtype=torch.bfloat16))
+
+    report = samebits.prepare(layers, call=call)
+    assert seen == [2]
+    found = [(each.rows, each.tokens, each.modules) for each in report.products]
+    assert found == [(128, 6, 1), (128, 9, 1), (64, 6, 1)]
+    report = samebits.prepare(layers, (1, 6), call=call)
+    found = [(each.rows, each.tokens, each.modules) for each in report.products if each.columns != 72]
+    assert found == [(128, 1, 3), (128, 6, 3), (128, 9, 1), (64, 1, 3), (64, 6, 3)]
+    assert not layers[0].up._forward_pre_hooks
+    assert samebits.prepare(layers, call=lambda: None).products == ()
+
+
 def test_streamed_weights_multiply_on_their_gpu(planner: FakePlanner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cuda", False)
     assert not samebits.prepare(model()).products

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -62,11 +64,28 @@ class Preparation:
         return "\n".join(lines)
 
 
-_Kind = tuple[int, int, int, bool]  # index of the device, rows, columns, whether there is a bias
+class _Kind(NamedTuple):
+    """Of weights."""
+
+    device: int
+    rows: int
+    columns: int
+    has_bias: bool
+
+
+class _Weight(NamedTuple):
+    """One that a product may be fused with."""
+
+    module: PackedLinearModule
+    header: Header
 
 
 def prepare(
-    model: nn.Module, batch_sizes: Sequence[int] = (1,), *, progress: Callable[[int, int], None] | None = None
+    model: nn.Module,
+    batch_sizes: Sequence[int] | None = None,
+    *,
+    call: Callable[[], object] | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Preparation:
     """Find the plans of every packed linear layer on a GPU, with torch's settings as they are now.
 
@@ -74,30 +93,55 @@ def prepare(
     graph is captured.
 
     Args:
-        batch_sizes: numbers of tokens in one call of a layer. When text is generated: sequences in the batch.
+        batch_sizes: numbers of tokens in one call of a layer. When text is generated: sequences in the batch. One if
+            there is no ``call`` either.
+        call: runs the model, once; each layer is prepared for as many tokens as it gets. For models whose layers get
+            different numbers of tokens, as those of diffusion models do.
         progress: is called with the number of plans found and their total.
 
     Raises:
         InputError: a batch size below 1.
     """
+    if batch_sizes is None:
+        batch_sizes = () if call else (1,)
     if any(size < 1 for size in batch_sizes):
         raise InputError(f"batch sizes {list(batch_sizes)}", mend="give whole numbers from 1 on")
     kinds = _kinds(model)
-    total = len(kinds) * len(batch_sizes)
+    seen = _tokens_of(call, [weight.module for weights in kinds.values() for weight in weights]) if call else {}
+    wanted = [
+        (kind, weights, tokens)
+        for kind, weights in kinds.items()
+        for tokens in sorted({*batch_sizes, *(tokens for weight in weights for tokens in seen.get(weight.module, ()))})
+    ]
     products = []
-    for (device, rows, columns, has_bias), headers in kinds.items():
-        for tokens in batch_sizes:
-            supported = any(is_supported(header, tokens, device) for header in headers)
-            outcome = _outcome(device, rows, columns, tokens, has_bias) if supported else Outcome(None, UNSUPPORTED)
-            products.append(Prepared(rows, columns, tokens, has_bias, len(headers), outcome))
-            if progress:
-                progress(len(products), total)
+    for kind, weights, tokens in wanted:
+        supported = any(is_supported(weight.header, tokens, kind.device) for weight in weights)
+        outcome = _outcome(kind, tokens) if supported else Outcome(None, UNSUPPORTED)
+        users = sum(tokens in batch_sizes or tokens in seen.get(weight.module, ()) for weight in weights)
+        products.append(Prepared(kind.rows, kind.columns, tokens, kind.has_bias, users, outcome))
+        if progress:
+            progress(len(products), len(wanted))
     return Preparation(tuple(products))
 
 
-def _kinds(model: nn.Module) -> dict[_Kind, list[Header]]:
+def _tokens_of(call: Callable[[], object], modules: Sequence[nn.Module]) -> dict[nn.Module, set[int]]:
+    """How many each of these modules gets."""
+    seen: dict[nn.Module, set[int]] = {}
+
+    def note(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        x = inputs[0]
+        seen.setdefault(module, set()).add(x.numel() // x.shape[-1])
+
+    with ExitStack() as hooks:
+        for module in modules:
+            hooks.enter_context(module.register_forward_pre_hook(note))
+        call()
+    return {module: tokens - {0} for module, tokens in seen.items()}
+
+
+def _kinds(model: nn.Module) -> dict[_Kind, list[_Weight]]:
     """The weights that a product may be fused with, by kind."""
-    kinds: dict[_Kind, list[Header]] = {}
+    kinds: dict[_Kind, list[_Weight]] = {}
     streamed = streaming_device(model)
     elsewhere = streamed.index if streamed and streamed.type == "cuda" else None  # of weights in main memory
     for module in model.modules():
@@ -107,12 +151,13 @@ def _kinds(model: nn.Module) -> dict[_Kind, list[Header]]:
         device = data.get_device() if data.is_cuda else elsewhere
         if header is not None and device is not None:
             rows, columns = header.shape
-            kinds.setdefault((device, rows, columns, module.bias is not None), []).append(header)
+            kind = _Kind(device, rows, columns, module.bias is not None)
+            kinds.setdefault(kind, []).append(_Weight(module, header))
     return kinds
 
 
-def _outcome(device: int, rows: int, columns: int, tokens: int, has_bias: bool) -> Outcome:
+def _outcome(kind: _Kind, tokens: int) -> Outcome:
     state = blas_state()
     if state is None:
         return Outcome(None, "no plan is made while TunableOp or a changed workspace decides over cuBLAS")
-    return Planner.of(device).outcome(PlanKey(rows, columns, tokens, has_bias, state))
+    return Planner.of(kind.device).outcome(PlanKey(kind.rows, kind.columns, tokens, kind.has_bias, state))
