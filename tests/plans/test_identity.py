@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from samebits.kernels import nvrtc
-from tests.plans.conftest import FakeGpu
+from tests.plans.conftest import FakeGpu, is_supported
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
@@ -33,6 +33,7 @@ def small(count: int, seed: int) -> list[identity.Combination]:
 def cpu(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setattr(identity, "DEVICE", "cpu")
     monkeypatch.setattr(identity, "combinations", small)
+    monkeypatch.setattr(identity, "is_supported", is_supported)
     monkeypatch.setattr(identity, "F", SimpleNamespace(linear=lambda *arguments: gpu.linear(*arguments)))
     monkeypatch.setattr(nvrtc, "where", lambda device: nvrtc.Where(7, 0))
     return gpu
