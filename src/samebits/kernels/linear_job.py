@@ -44,6 +44,8 @@ class Kernel(Enum):
 class Arrangement:
     """What is made ready in memory before a launch: x as csrc/arrange.cu writes it, and where sums of ranges meet.
 
+    linear_relay.cu counts row groups that are decoded instead of meetings, and has what is decoded in place of parts.
+
     Attributes:
         tokens, columns: of x; no tokens where the launch takes x as it is.
         wide: tokens of a tile.
