@@ -40,7 +40,7 @@ from samebits.kernels.linear_launch import VARIANTS  # noqa: E402
 SECOND = common.Timing(1.0, 0.5, 2.0)
 
 
-def run_all(calls: Sequence[Callable[[], object]], repeats: int) -> common.Timing:
+def run_all(calls: Sequence[Callable[[], object]], repeats: int, warm_seconds: float = 0.0) -> common.Timing:
     """In place of a clock: every call is made, and takes a second."""
     for call in calls:
         call()
@@ -208,10 +208,26 @@ def one_launch(monkeypatch: pytest.MonkeyPatch, flaw: int = 1) -> None:
     monkeypatch.setattr(dispatch, "linear_of_module", product)
 
 
+@pytest.mark.parametrize("tokens", [1, 512, 1024])
+def test_many_tokens_are_timed_on_a_warm_device(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+    seen: list[float] = []
+
+    def time_graph(calls: Sequence[Callable[[], object]], repeats: int, warm_seconds: float) -> common.Timing:
+        seen.append(warm_seconds)
+        return SECOND
+
+    monkeypatch.setattr(linear, "time_graph", time_graph)
+    weight = common.synthetic_matrix(64, 256)
+    linear.measure_tokens([weight], [samebits.encode(weight)], tokens)
+    linear.measure_block([(64, 256)], (tokens,), "cpu")
+    assert set(seen) == {linear.WARM_SECONDS if tokens >= 1024 else 0.0}
+
+
 def test_products_of_one_input(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second for each product, and for each small kernel."""
 
-    def seconds(calls: Sequence[Callable[[], object]], repeats: int) -> common.Timing:
+    def seconds(calls: Sequence[Callable[[], object]], repeats: int, warm_seconds: float) -> common.Timing:
+        assert not warm_seconds
         run_all(calls, repeats)
         most = linear.SMALL_KERNELS + max(len(call.args[1]) for call in calls)
         return common.Timing(most, most - 0.5, most + 0.5)

@@ -51,7 +51,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
 
 
 _NAMES = [name for name, *_ in JobStructure._fields_]
-_BEHIND_POINTERS = _NAMES[_NAMES.index("tokens") :]
+_BEHIND_POINTERS = _NAMES[_NAMES.index("tokens") : _NAMES.index("x_map")]
 RING = 1 + _BEHIND_POINTERS.index("ring")
 JOB = (*range(1, len(_BEHIND_POINTERS)), tuple(range(JobStructure.walks.size // 4)))
 LAUNCH = linear_job.Launch(file="f.cu", name="kernel", grid=132, warps=16, shared_bytes=1000, jobs=(JOB,))
@@ -223,3 +223,21 @@ def test_x_as_it_is_with_memory_for_sums(monkeypatch: pytest.MonkeyPatch, launch
     assert (ready.tokens, ready.done_count) == (0, 6)
     assert product.job.x == x.data_ptr()
     assert product.job.done == ready.done == product.job.parts + 4096
+
+
+def test_a_tensor_map_goes_with_the_job(monkeypatch: pytest.MonkeyPatch, launches: list[Launch]) -> None:
+    asked: list[tuple[int, ...]] = []
+
+    def tensor_map(*box: int) -> tuple[int, ...]:
+        asked.append(box)
+        return tuple(range(100, 132))
+
+    monkeypatch.setattr(nvrtc, "tensor_map", tensor_map)
+    boxes = linear_job.Boxes(4, 1024, 128, 64)
+    with_map = linear_job.Launch("f.cu", "kernel", 132, 16, 1000, (JOB,), boxes=boxes)
+    packed, x = packed_matrix(30), torch.zeros(4, 1024, dtype=torch.bfloat16)
+    for launch, words in ((with_map, range(100, 132)), (LAUNCH, [0] * 32)):
+        Products(launch)(x, None, lambda: [Operands(packed, None, LinearPlan(1))])
+        assert list(launches[-1].job.x_map) == list(words)
+        assert launches[-1].job.ring == RING
+    assert asked == [boxes]

@@ -54,7 +54,7 @@ class FakeGpu:
         return [self.fused_linear(x, packed, bias, plan)]
 
     def microseconds(
-        self, candidates: Sequence[Sequence[Callable[[], torch.Tensor]]], *, warm_seconds: float
+        self, candidates: Sequence[Sequence[Callable[[], torch.Tensor]]], *, warm_seconds: float = 0.0
     ) -> list[float]:
         assert len(candidates) == len(self.times)
         first, *others = [calls[0]() for calls in candidates]
