@@ -96,9 +96,11 @@ def remember(
 
 def remember_decoded(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> None:
     """That a weight was decoded first; where it always will be, under these settings."""
-    state, is_final = decoding(x, packed, bias)
-    kept = _room_for(x, packed) if is_final else None
+    kept = _room_for(x, packed)
     if kept is None:
+        return
+    state, is_final = decoding(x, packed, bias)
+    if not is_final:
         return
     where, strides = nvrtc.Where(nvrtc.current_stream(x.get_device()), 0), x.stride()
     basis = ("decoded", where, strides, state)
