@@ -24,11 +24,9 @@ from torch.nn import functional as F
 
 import samebits
 from common import synthetic_matrix, write_results
-from samebits.kernels.linear import is_supported
+from linear import find_plan
 from samebits.plans import dispatch
 from samebits.plans.call import plan_of
-from samebits.plans.key import key_of
-from samebits.plans.planner import Planner
 from samebits.plans.probe import Probe
 
 DEVICE = "cuda"
@@ -133,9 +131,7 @@ def compare(combination: Combination) -> tuple[bool, int]:
     if packed.is_raw:
         return False, 0
     expected = F.linear(x, weight, bias)
-    key = key_of(x, packed.shape, bias)
-    if key and is_supported(packed.header, key.tokens, x.get_device()):
-        Planner.of(x.get_device()).outcome(key)  # a call of many tokens does not look for a plan at once
+    find_plan(x, packed, bias)
     is_fused = plan_of(x, packed, bias) is not None
     results = [dispatch.linear_of_module(operand(), packed, bias) for _ in range(3)]
     again = dispatch.product_again(operand(), packed.data, bias)

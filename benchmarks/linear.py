@@ -38,6 +38,7 @@ from torch.nn import functional as F
 import samebits
 from common import DECODER_LAYERS, Timing, add_results, encode_checked, significant, synthetic_matrix
 from gpu import DISTINCT_BYTES, device_name, distinct, measure_read_rate, time_graph
+from samebits.kernels.linear import is_supported
 from samebits.plans import together
 from samebits.plans.call import plan_of
 from samebits.plans.dispatch import linear
@@ -164,10 +165,10 @@ def measure_block(shapes: Sequence[tuple[int, int]], tokens: tuple[int, ...], de
     return rows
 
 
-def find_plan(x: torch.Tensor, packed: samebits.PackedTensor) -> None:
+def find_plan(x: torch.Tensor, packed: samebits.PackedTensor, bias: torch.Tensor | None = None) -> None:
     """As samebits.prepare does for a model; a product of many tokens waits for some calls of its own."""
-    key = key_of(x, packed.shape, None)
-    if key:
+    key = key_of(x, packed.shape, bias)
+    if key and is_supported(packed.header, key.tokens, x.get_device()):
         Planner.of(x.get_device()).outcome(key)
 
 

@@ -75,7 +75,7 @@ def test_numbers_of_tokens_from_a_call(planner: FakePlanner, monkeypatch: pytest
             on_cpu.setattr(torch.Tensor, "is_cuda", False)
             first, second, _ = layers
             seen.append(len(first.down(first.up(torch.zeros(2, 3, 64, dtype=torch.bfloat16)))))
-            second.up(torch.zeros(9, 64, dtype=torch.bfloat16))
+            second.up(input=torch.zeros(9, 64, dtype=torch.bfloat16))
             second.up(torch.zeros(0, 64, dtype=torch.bfloat16))
 
     report = samebits.prepare(layers, call=call)
@@ -87,6 +87,8 @@ def test_numbers_of_tokens_from_a_call(planner: FakePlanner, monkeypatch: pytest
     assert found == [(128, 1, 3), (128, 6, 3), (128, 9, 1), (64, 1, 3), (64, 6, 3)]
     assert not layers[0].up._forward_pre_hooks
     assert samebits.prepare(layers, call=lambda: None).products == ()
+    assert samebits.prepare(nn.Linear(64, 64), call=call).products == ()
+    assert seen == [2, 2]
 
 
 def test_streamed_weights_multiply_on_their_gpu(planner: FakePlanner, monkeypatch: pytest.MonkeyPatch) -> None:

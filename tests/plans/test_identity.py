@@ -17,6 +17,7 @@ from tests.plans.conftest import FakeGpu, is_supported
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import identity
+import linear
 
 
 def small(count: int, seed: int) -> list[identity.Combination]:
@@ -33,7 +34,7 @@ def small(count: int, seed: int) -> list[identity.Combination]:
 def cpu(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setattr(identity, "DEVICE", "cpu")
     monkeypatch.setattr(identity, "combinations", small)
-    monkeypatch.setattr(identity, "is_supported", is_supported)
+    monkeypatch.setattr(linear, "is_supported", is_supported)
     monkeypatch.setattr(identity, "F", SimpleNamespace(linear=lambda *arguments: gpu.linear(*arguments)))
     monkeypatch.setattr(nvrtc, "where", lambda device: nvrtc.Where(7, 0))
     return gpu

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from samebits.errors import InputError
@@ -95,8 +96,8 @@ def prepare(
     Args:
         batch_sizes: numbers of tokens in one call of a layer. When text is generated: sequences in the batch. One if
             there is no ``call`` either.
-        call: runs the model, once; each layer is prepared for as many tokens as it gets. For models whose layers get
-            different numbers of tokens, as those of diffusion models do.
+        call: runs the model, once, if there is something to prepare; each layer is prepared for as many tokens as it
+            gets. For models whose layers get different numbers of tokens, as those of diffusion models do.
         progress: is called with the number of plans found and their total.
 
     Raises:
@@ -107,36 +108,37 @@ def prepare(
     if any(size < 1 for size in batch_sizes):
         raise InputError(f"batch sizes {list(batch_sizes)}", mend="give whole numbers from 1 on")
     kinds = _kinds(model)
-    seen = _tokens_of(call, [weight.module for weights in kinds.values() for weight in weights]) if call else {}
+    sizes = {weight.module: set(batch_sizes) for weights in kinds.values() for weight in weights}
+    if call and sizes:
+        _note_tokens(call, sizes)
     wanted = [
         (kind, weights, tokens)
         for kind, weights in kinds.items()
-        for tokens in sorted({*batch_sizes, *(tokens for weight in weights for tokens in seen.get(weight.module, ()))})
+        for tokens in sorted(set[int]().union(*(sizes[weight.module] for weight in weights)))
     ]
     products = []
     for kind, weights, tokens in wanted:
         supported = any(is_supported(weight.header, tokens, kind.device) for weight in weights)
         outcome = _outcome(kind, tokens) if supported else Outcome(None, UNSUPPORTED)
-        users = sum(tokens in batch_sizes or tokens in seen.get(weight.module, ()) for weight in weights)
+        users = sum(tokens in sizes[weight.module] for weight in weights)
         products.append(Prepared(kind.rows, kind.columns, tokens, kind.has_bias, users, outcome))
         if progress:
             progress(len(products), len(wanted))
     return Preparation(tuple(products))
 
 
-def _tokens_of(call: Callable[[], object], modules: Sequence[nn.Module]) -> dict[nn.Module, set[int]]:
-    """How many each of these modules gets."""
-    seen: dict[nn.Module, set[int]] = {}
+def _note_tokens(call: Callable[[], object], sizes: dict[PackedLinearModule, set[int]]) -> None:
+    """Add the numbers of tokens that each of these modules gets in a call."""
 
-    def note(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        x = inputs[0]
-        seen.setdefault(module, set()).add(x.numel() // x.shape[-1])
+    def note(module: Any, inputs: tuple[torch.Tensor, ...], named: dict[str, torch.Tensor]) -> None:
+        [x] = (*inputs, *named.values())
+        if x.numel():
+            sizes[module].add(x.numel() // x.shape[-1])
 
     with ExitStack() as hooks:
-        for module in modules:
-            hooks.enter_context(module.register_forward_pre_hook(note))
+        for module in sizes:
+            hooks.enter_context(module.register_forward_pre_hook(note, with_kwargs=True))
         call()
-    return {module: tokens - {0} for module, tokens in seen.items()}
 
 
 def _kinds(model: nn.Module) -> dict[_Kind, list[_Weight]]:
