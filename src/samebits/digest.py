@@ -11,6 +11,8 @@ from numba import njit
 from samebits.parallel import run_ranges
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from numpy.typing import NDArray
     from typing_extensions import Buffer
 
@@ -23,7 +25,8 @@ _GRAIN = 1 << 17  # 64-bit words per task
 
 
 @njit(cache=True, nogil=True)
-def _sum(words: NDArray[np.uint64], first: int, last: int) -> np.uint64:
+def sum_words(words: NDArray[np.uint64], first: int, last: int) -> np.uint64:
+    """What words [first, last) of a whole add to its digest."""
     total = _WORD(0)
     for i in range(first, last):
         z = words[i] + _WORD(i + 1) * _GOLDEN
@@ -39,13 +42,19 @@ def digest(data: torch.Tensor | NDArray[np.generic] | Buffer) -> int:
     """The 64-bit digest of the bytes of a CPU tensor (contiguous), an array or any buffer."""
     raw = _as_bytes(data)
     whole = raw[: raw.size // 8 * 8].view(_WORD)
-    total = sum(int(part) for part in run_ranges(_sum, whole.size, _GRAIN, whole))
-    if raw.size % 8:
+    return digest_of_sums(raw, run_ranges(sum_words, whole.size, _GRAIN, whole))
+
+
+def digest_of_sums(data: NDArray[np.generic], sums: Iterable[np.uint64]) -> int:
+    """The digest of a contiguous array, from ``sum_words`` of its whole 64-bit words, in any parts."""
+    raw = _as_bytes(data)
+    total, words, rest = sum(map(int, sums)), raw.size // 8, raw.size % 8
+    if rest:
         tail = np.zeros(1, _WORD)
-        tail.view(np.uint8)[: raw.size % 8] = raw[whole.size * 8 :]
-        position = whole.size * int(_GOLDEN) & _MASK  # _sum counts from 0
-        total += _sum(tail + _WORD(position), 0, 1)
-    return int(total) & _MASK
+        tail.view(np.uint8)[:rest] = raw[8 * words :]
+        position = words * int(_GOLDEN) & _MASK  # sum_words counts from 0
+        total += int(sum_words(tail + _WORD(position), 0, 1))
+    return total & _MASK
 
 
 def _as_bytes(data: torch.Tensor | NDArray[np.generic] | Buffer) -> NDArray[np.uint8]:

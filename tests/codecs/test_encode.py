@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 
 import samebits
 from samebits.bf16 import entropy, exponent_histogram
+from samebits.codecs import encode as encode_module
 from samebits.codecs.reference import Reading, decode_reference, digest_reference
 from samebits.errors import DtypeError
 from samebits.format.geometry import Code
@@ -181,3 +182,17 @@ def test_size_of_any_tensor(words: Words) -> None:
     coded = sum(counts[exponent] * lengths[exponent] for exponent in counts)
     packed = samebits.encode(tensor_of(words))
     assert 8 * packed.nbytes <= min(16 * words.size, 8.2 * words.size + coded + 8 * 2048)
+
+
+@pytest.mark.parametrize("words", [1, 100, 5_000])
+@pytest.mark.parametrize("shape", [(37, 33), (5, 640), (203, 8), (1, 2_000), (300, 130)])
+def test_tasks_of_any_size_write_the_same(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], words: int) -> None:
+    """Of few words each, where rows begin within a digest's 64 bits; some rows have subnormal words, or none at all."""
+    values = zoo.normal(shape, seed=words)
+    values[:: shape[0] // 4 + 1, ::7] = 3  # subnormal
+    values[shape[0] // 2] = 0
+    matrix = tensor_of(values)
+    whole = check(matrix)
+    monkeypatch.setattr(encode_module, "_TASK_WORDS", words)
+    monkeypatch.setattr(encode_module, "_MIN_TASK_WORDS", 1)
+    assert bytes_of(check(matrix)) == bytes_of(whole)

@@ -20,22 +20,22 @@ from samebits.codecs import loops
 from samebits.codecs.compact import CompactWords
 from samebits.codecs.plan import Plan, make_plan, wants_compact
 from samebits.codecs.row_statistics import ALIGNED, FRACTIONS, RowStatistics
-from samebits.digest import digest
+from samebits.digest import digest, digest_of_sums
 from samebits.format.geometry import ROW_GROUP, Code, Geometry, Layout
 from samebits.format.packed import (
     EXPONENTS,
-    QUAD_SYMBOLS,
     STORED_DIGEST_END,
     Header,
     PackedTensor,
 )
-from samebits.parallel import run_ranges
+from samebits.parallel import run_ranges, threads
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Allocate = Callable[[int], torch.Tensor]
-_TASK_WORDS = 1 << 20
+_TASK_WORDS = 1 << 20  # at most
+_MIN_TASK_WORDS = 1 << 18
 
 
 def allocate_memory(nbytes: int) -> torch.Tensor:
@@ -56,8 +56,9 @@ def encode_cpu(tensor: torch.Tensor, allocate: Allocate = allocate_memory) -> Pa
     """
     words = words_of(tensor)
     shape = tuple(tensor.shape)
-    original = digest(words)
-    plan = make_plan(shape, CpuCounter(words, shape)) if words.size else None
+    counter = CpuCounter(words, shape)
+    plan = make_plan(shape, counter) if words.size else None
+    original = counter.digest()
     ways: list[ChunkedWords | CompactWords] = [ChunkedWords.of(words, shape, plan, original)] if plan else []
     if words.size and wants_compact(words.size, plan):
         ways.append(CompactWords.of(words, shape, original))
@@ -75,14 +76,20 @@ class CpuCounter:
     def __init__(self, words: NDArray[np.uint16], shape: tuple[int, ...]) -> None:
         self.words = words
         self.layout, self.geometry = Geometry.of_shape(shape, 1)
+        self._digest: int | None = None
+
+    def digest(self) -> int:
+        """Of the words: known once the rows of a matrix are counted."""
+        return digest(self.words) if self._digest is None else self._digest
 
     def rows(self, stride: int) -> RowStatistics:
         if self.layout is Layout.FLAT:
             return RowStatistics.of_flat(histogram_of_words(self.words), self._has_subnormals())
         rows, columns = self.geometry.rows, self.geometry.columns
         centers, lowest, highest, subnormal = np.empty((4, rows), np.int32)
-        grain = max(1, _TASK_WORDS // columns)
-        run_ranges(loops.summarize_rows, rows, grain, self.words, columns, centers, lowest, highest, subnormal)
+        grain = -(-_grain(rows * columns, columns) // 4) * 4
+        sums = run_ranges(loops.summarize_rows, rows, grain, self.words, columns, centers, lowest, highest, subnormal)
+        self._digest = digest_of_sums(self.words, sums)
 
         def count(first: int, last: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
             histogram, pinned = np.zeros((2, EXPONENTS), np.int64)
@@ -90,23 +97,34 @@ class CpuCounter:
             loops.count_rows(self.words, columns, centers, stride, histogram, aligned, pinned, first, last)
             return histogram, aligned, pinned
 
-        parts = run_ranges(count, -(-rows // stride), grain)
+        sampled = -(-rows // stride)
+        parts = run_ranges(count, sampled, _grain(sampled * columns, columns))
         histogram, aligned, pinned = (_total([part[i] for part in parts]) for i in range(3))
         return RowStatistics(histogram, centers, lowest, highest, bool(subnormal.any()), aligned, pinned)
 
     def quads(self, shifts: NDArray[np.int32], window: int, stride: int) -> NDArray[np.int64]:
-        columns = self.geometry.columns
+        columns, changes = self.geometry.columns, changes_of(shifts)
 
         def count(first: int, last: int) -> NDArray[np.int64]:
-            counts = np.zeros(QUAD_SYMBOLS + 1, np.int64)
-            loops.count_quads(self.words, columns, shifts, window, stride, counts, first, last)
+            counts = np.zeros(loops.OUTSIDE + 1, np.int64)
+            loops.count_quads(self.words, columns, changes, window, stride, counts, first, last)
             return counts
 
         sampled = -(-self.geometry.rows // stride)
-        return _total(run_ranges(count, sampled, max(1, _TASK_WORDS // columns)))
+        return _total(run_ranges(count, sampled, _grain(sampled * columns, columns)))
 
     def _has_subnormals(self) -> bool:
-        return any(run_ranges(loops.any_subnormal, self.words.size, _TASK_WORDS, self.words))
+        return any(run_ranges(loops.any_subnormal, self.words.size, _grain(self.words.size), self.words))
+
+
+def _grain(words: int, each: int = 1) -> int:
+    """How many parts of ``each`` words a task has, of so many words: threads share what is worth it."""
+    return max(1, min(_TASK_WORDS, max(_MIN_TASK_WORDS, words // (2 * threads()))) // each)
+
+
+def changes_of(shifts: NDArray[np.int32]) -> NDArray[np.uint16]:
+    """Shifts where words have their exponents, modulo 2^16."""
+    return (shifts << 7).astype(np.uint16)
 
 
 def _total(parts: list[NDArray[np.int64]]) -> NDArray[np.int64]:
@@ -148,27 +166,26 @@ def _encode_chunks(words: NDArray[np.uint16], plan: Plan) -> tuple[NDArray[np.in
     """All chunks: their offsets (32-bit words, [chunks + 1]), and their contents in consecutive pieces."""
     geometry = plan.geometry
     quad = plan.code is Code.QUAD
-    table = plan.table.encode_table(QUAD_SYMBOLS if quad else EXPONENTS)
+    table = plan.table.encode_table(loops.OUTSIDE + 1 if quad else EXPONENTS)
     nearest = loops.nearest_quads(plan.table.symbols) if quad else np.zeros(1, np.int16)
-    first_symbol = int(plan.table.symbols[0])
+    first_symbol, changes = int(plan.table.symbols[0]), changes_of(plan.shifts)
 
     def encode(first: int, last: int) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
         sizes = np.empty(last - first, np.int64)
-        streams = loops.encode_chunks(words, geometry.rows, geometry.columns, geometry.chunk_stages, quad, plan.shifts,
+        streams = loops.encode_chunks(words, geometry.rows, geometry.columns, geometry.chunk_stages, quad, changes,
                                       plan.window, table, nearest, first_symbol, sizes, first, last)  # fmt: skip
         return sizes, streams
 
-    grain = max(1, _TASK_WORDS // (512 * geometry.chunk_stages))
-    results = run_ranges(encode, geometry.chunks, grain)
+    results = run_ranges(encode, geometry.chunks, _grain(words.size, 512 * geometry.chunk_stages))
     sizes = np.concatenate([sizes for sizes, _ in results])
     return np.concatenate([[0], np.cumsum(sizes)]), [streams for _, streams in results]
 
 
 def _write_planes(words: NDArray[np.uint16], plan: Plan, packed: PackedTensor) -> None:
     geometry = plan.geometry
-    group_words = ROW_GROUP * geometry.columns
-    run_ranges(loops.write_planes, geometry.row_groups, max(1, _TASK_WORDS // group_words), words, geometry.rows,
-               geometry.columns, plan.code is Code.QUAD, plan.shifts, packed.array("planes", "<u4"))  # fmt: skip
+    grain = _grain(words.size, ROW_GROUP * geometry.columns)
+    run_ranges(loops.write_planes, geometry.row_groups, grain, words, geometry.rows, geometry.columns,
+               plan.code is Code.QUAD, changes_of(plan.shifts), packed.array("planes", "<u4"))  # fmt: skip
 
 
 def header_of(plan: Plan, shape: tuple[int, ...], max_chunk_words: int, stream_words: int, original: int) -> Header:

@@ -11,6 +11,7 @@ import numpy as np
 from numba import njit
 
 from samebits.bf16 import count_exponents
+from samebits.digest import sum_words
 from samebits.format.packed import QUAD_SYMBOLS
 
 if TYPE_CHECKING:
@@ -18,38 +19,18 @@ if TYPE_CHECKING:
 
 U64 = np.uint64
 _SIGNS = U64(0x8000800080008000)
-_MAGNITUDES = U64(0x7FFF7FFF7FFF7FFF)
-_EXPONENTS = U64(0x7F807F807F807F80)
 _LOW_BYTES = U64(0x00FF00FF00FF00FF)
 _TOP7 = U64(0x007F007F007F007F)
 _ZERO = np.int64(0)  # where a count begins; for a literal 0 what takes it would be compiled once more
 _ONES = U64(0x0001000100010001)
-_CLASSES = U64(0x0007000700070007)
 _NO_CLASS = U64(0xFFF8FFF8FFF8FFF8)
 _INSIDE = U64(0x0080008000800080)  # where a class of 0 to 7 lands once the window is taken off
 COMMON_LOW, COMMON_HIGH = 64, 191  # exponents of ordinary weights: rows within need no closer look
+OUTSIDE = QUAD_SYMBOLS  # where a quad's symbol stands: one of its words has no class
 MAX_UNIT = 63
 MAX_BASE = 8191
 MAX_PATCHES = 8191
 HEAD_WORDS = 9  # a coded chunk's first word and its 32 length bytes
-
-
-@njit(cache=True, nogil=True, inline="always")
-def load_quad(words: NDArray[np.uint16], position: int) -> int:
-    """Four words as one integer."""
-    return (
-        U64(words[position])
-        | (U64(words[position + 1]) << U64(16))
-        | (U64(words[position + 2]) << U64(32))
-        | (U64(words[position + 3]) << U64(48))
-    )
-
-
-@njit(cache=True, nogil=True, inline="always")
-def shift_quad(quad: int, shift: int) -> int:
-    """FORMAT.md 4.1: add ``shift`` to every exponent but 0. No field overflows, by 4.3."""
-    nonzero = ((quad & _MAGNITUDES) + _MAGNITUDES) & _SIGNS
-    return quad + (nonzero >> U64(8)) * U64(shift)
 
 
 @njit(cache=True, nogil=True, inline="always")
@@ -68,25 +49,35 @@ def classify(quad: int, window: int) -> int:
 
 @njit(cache=True, nogil=True, inline="always")
 def quad_symbol(classes: int) -> int:
-    """FORMAT.md 3.4: four classes as one symbol."""
-    z = classes & _CLASSES
-    return (z | (z >> U64(13)) | (z >> U64(26)) | (z >> U64(39))) & U64(0xFFF)
+    """FORMAT.md 3.4: four classes as one symbol; OUTSIDE if one of them is none."""
+    symbol = classes | (classes >> U64(13)) | (classes >> U64(26)) | (classes >> U64(39))
+    return U64(OUTSIDE) if (classes & _NO_CLASS) != 0 else symbol & U64(0xFFF)
 
 
 @njit(cache=True, nogil=True)
 def summarize_rows(
     words: NDArray[np.uint16], columns: int, centers: NDArray[np.int32], lowest: NDArray[np.int32],
     highest: NDArray[np.int32], subnormal: NDArray[np.int32], first: int, last: int,
-) -> None:  # fmt: skip
-    """Fill centre, bounds and the subnormal flag (codecs.row_statistics) of rows [first, last)."""
+) -> np.uint64:  # fmt: skip
+    """Fill centre, bounds and the subnormal flag (codecs.row_statistics) of rows [first, last).
+
+    Returns:
+        What these rows add to the digest, if ``first`` is a multiple of four, and ``last`` too or the last row.
+    """
+    digest = U64(0)
     quads = words[: words.size // 4 * 4].view(np.uint64)
-    for row in range(first, last):
-        start, stop = row * columns, (row + 1) * columns
-        total, common = (0, False) if columns % 4 else _sum_exponents(quads, start // 4, stop // 4)
-        if common:
-            centers[row], lowest[row], highest[row], subnormal[row] = 16 * total // columns, COMMON_LOW, COMMON_HIGH, 0
-        else:
-            _summarize_row(words, start, stop, row, centers, lowest, highest, subnormal)
+    for four in range(first, last, 4):  # rows, which are whole quads: read once, for both purposes
+        end = min(four + 4, last)
+        digest += sum_words(quads, four * columns // 4, end * columns // 4)
+        for row in range(four, end):
+            start, stop = row * columns, (row + 1) * columns
+            total, common = (0, False) if columns % 4 else _sum_exponents(quads, start // 4, stop // 4)
+            if common:
+                centers[row], subnormal[row] = 16 * total // columns, 0
+                lowest[row], highest[row] = COMMON_LOW, COMMON_HIGH
+            else:
+                _summarize_row(words, start, stop, row, centers, lowest, highest, subnormal)
+    return digest
 
 
 @njit(cache=True, nogil=True)
@@ -157,19 +148,30 @@ def any_subnormal(words: NDArray[np.uint16], first: int, last: int) -> bool:
 
 @njit(cache=True, nogil=True)
 def count_quads(
-    words: NDArray[np.uint16], columns: int, shifts: NDArray[np.int32], window: int, stride: int,
+    words: NDArray[np.uint16], columns: int, changes: NDArray[np.uint16], window: int, stride: int,
     counts: NDArray[np.int64], first: int, last: int,
 ) -> None:  # fmt: skip
     """Add the whole quads of the sampled rows ``stride * [first, last)`` to ``counts``."""
+    values, symbols = np.empty(512, np.uint16), np.empty(128, np.uint16)
+    quads = values.view(np.uint64)
     for sample in range(first, last):
         row = sample * stride
-        start = row * columns
-        stop = min(start + columns, words.size)
-        shift = shifts[row] if shifts.size > 1 else shifts[0]
-        for position in range(start, stop - 3, 4):
-            classes = classify(shift_quad(load_quad(words, position), shift), window)
-            outside = (classes & _NO_CLASS) != 0
-            counts[QUAD_SYMBOLS if outside else np.int64(quad_symbol(classes))] += 1
+        stop = min((row + 1) * columns, words.size)
+        change = changes[min(row, changes.size - 1)]
+        for start in range(row * columns, stop - 3, 512):
+            number = min(512, stop - start) // 4
+            shift_words(values, words[start : start + 4 * number], change)
+            for i in range(number):  # for vector units
+                symbols[i] = quad_symbol(classify(quads[i], window))
+            for i in range(number):
+                counts[symbols[i]] += 1
+
+
+@njit(cache=True, nogil=True, inline="always")
+def shift_words(into: NDArray[np.uint16], words: NDArray[np.uint16], change: int) -> None:
+    """FORMAT.md 4.1: add a shift, which stands where a word has its exponent, to every word but zeros."""
+    for i in range(words.size):  # for vector units
+        into[i] = words[i] + (change if words[i] & np.uint16(0x7FFF) else np.uint16(0))
 
 
 @njit(cache=True, nogil=True)
@@ -212,35 +214,6 @@ def chunk_extent(chunk: int, row_groups: int, stages: int, chunk_stages: int) ->
 
 
 @njit(cache=True, nogil=True)
-def _padded_quad(
-    words: NDArray[np.uint16], row: int, column: int, rows: int, columns: int, shift: int, padding: int
-) -> int:
-    """A quad with some words outside the tensor, shifted; ``padding`` is what stands there (FORMAT.md 5.4)."""
-    result = U64(0)
-    for i in range(4):
-        position = row * columns + column + i
-        field = padding >> U64(16 * i) & U64(0xFFFF)
-        if row < rows and column + i < columns and position < words.size:
-            field = shift_quad(U64(words[position]), shift)
-        result |= field << U64(16 * i)
-    return result
-
-
-@njit(cache=True, nogil=True, inline="always")
-def shifted_quad_at(
-    words: NDArray[np.uint16], row: int, column: int, rows: int, columns: int, shifts: NDArray[np.int32], padding: int
-) -> int:
-    """The shifted quad at (row, column), padding filled in."""
-    position = row * columns + column
-    if row < rows:
-        shift = shifts[row] if shifts.size > 1 else shifts[0]
-        if column + 4 <= columns and position + 4 <= words.size:
-            return shift_quad(load_quad(words, position), shift)
-        return _padded_quad(words, row, column, rows, columns, shift, padding)
-    return padding
-
-
-@njit(cache=True, nogil=True)
 def padding_quad(quad: bool, window: int, symbol: int) -> int:
     """FORMAT.md 5.4: four padding words."""
     result = U64(0)
@@ -252,19 +225,20 @@ def padding_quad(quad: bool, window: int, symbol: int) -> int:
 
 @njit(cache=True, nogil=True)
 def encode_chunks(
-    words: NDArray[np.uint16], rows: int, columns: int, chunk_stages: int, quad: bool, shifts: NDArray[np.int32],
+    words: NDArray[np.uint16], rows: int, columns: int, chunk_stages: int, quad: bool, changes: NDArray[np.uint16],
     window: int, table: NDArray[np.uint32], nearest: NDArray[np.int16], first_symbol: int, sizes: NDArray[np.int64],
     first: int, last: int,
 ) -> NDArray[np.uint32]:  # fmt: skip
     """Encode chunks [first, last) (FORMAT.md section 6): their words one after the other, and ``sizes`` of each."""
     row_groups, stages = (rows + 7) // 8, (columns + 63) // 64
     output = np.empty((last - first) * (1 + 128 * chunk_stages) + 2, np.uint32)
-    pairs = np.empty((64, chunk_stages * (1 if quad else 4)), np.uint32)
+    pairs = np.empty((chunk_stages * (1 if quad else 4), 64), np.uint32)
     bits = np.empty(64, np.int64)
     patches = np.empty(chunk_stages * 512, np.uint32)
     padding = padding_quad(quad, window, first_symbol)
     common = common_class(table) if quad else 0
-    values = np.empty(128, np.uint64)
+    values, symbols, codes = np.empty(512, np.uint16), np.empty(128, np.uint16), np.empty((2, 64), np.uint32)
+    quads = values.view(np.uint64)
     end = _ZERO
     for chunk in range(first, last):
         group, groups, stage_from, stage_count = chunk_extent(chunk, row_groups, stages, chunk_stages)
@@ -272,18 +246,18 @@ def encode_chunks(
         patched = stage = _ZERO
         for row_group in range(group, group + groups):
             for s in range(stage_from, stage_from + stage_count):
-                load_stage(values, words, 8 * row_group, 64 * s, rows, columns, shifts, padding)
+                load_stage(values, words, 8 * row_group, 64 * s, rows, columns, changes, padding)
                 if quad:
-                    patched = _encode_quads(values, stage, window, table, nearest, common, pairs, bits, patches,
-                                            patched)  # fmt: skip
+                    patched = _encode_quads(quads, stage, window, table, nearest, common, symbols, codes, pairs, bits,
+                                            patches, patched)  # fmt: skip
                 else:
-                    _encode_singles(values, stage, table, pairs, bits)
+                    _encode_singles(quads, stage, table, pairs, bits)
                 stage += 1
         size = _write_coded(output, end, pairs, stage * (1 if quad else 4), bits, stage, patches, patched)
         if size == 0:
             size = 1 + 128 * stage
             output[end] = 0
-            _write_raw(output, end + 1, words, group, groups, stage_from, stage_count, rows, columns, quad, shifts,
+            _write_raw(output, end + 1, words, group, groups, stage_from, stage_count, rows, columns, quad, changes,
                        padding)  # fmt: skip
         sizes[chunk - first] = size
         end += size
@@ -292,61 +266,69 @@ def encode_chunks(
 
 @njit(cache=True, nogil=True)
 def load_stage(
-    values: NDArray[np.uint64], words: NDArray[np.uint16], row: int, column: int, rows: int, columns: int,
-    shifts: NDArray[np.int32], padding: int,
+    values: NDArray[np.uint16], words: NDArray[np.uint16], row: int, column: int, rows: int, columns: int,
+    changes: NDArray[np.uint16], padding: int,
 ) -> None:  # fmt: skip
-    """The shifted quads of the stage whose corner is (row, column): uint64 [128], row-major (16 quads a row)."""
-    aligned = columns % 4 == 0
-    quads = words[: words.size // 4 * 4].view(np.uint64)
+    """The shifted words of the stage whose corner is (row, column): uint16 [512], row-major (64 a row).
+
+    Args:
+        changes: of each row or of all: its shift where a word has the exponent, modulo 2^16.
+        padding: four words, of which those outside the tensor are made (FORMAT.md 5.4).
+    """
     for r in range(8):
-        place = 16 * r
         start = (row + r) * columns + column
-        if not (aligned and row + r < rows and column + 64 <= columns and start + 64 <= words.size):
-            for quad in range(16):
-                start_column = column + 4 * quad
-                values[place + quad] = shifted_quad_at(words, row + r, start_column, rows, columns, shifts, padding)
+        change = changes[min(row + r, changes.size - 1)]
+        if row + r < rows and column + 64 <= columns and start + 64 <= words.size:
+            shift_words(values[64 * r : 64 * r + 64], words[start : start + 64], change)
             continue
-        shift = U64(shifts[row + r] if shifts.size > 1 else shifts[0])
-        first = start >> 2
-        for quad in range(16):
-            value = quads[first + quad]
-            nonzero = ((value & _MAGNITUDES) + _MAGNITUDES) & _SIGNS
-            values[place + quad] = value + (nonzero >> U64(8)) * shift
+        inside = max(0, min(64, columns - column, words.size - start)) if row + r < rows else 0
+        shift_words(values[64 * r :], words[start : start + inside], change)
+        for i in range(inside, 64):
+            values[64 * r + i] = padding >> U64(16 * (i & 3)) & U64(0xFFFF)
 
 
 @njit(cache=True, nogil=True)
 def _encode_quads(
     values: NDArray[np.uint64], stage: int, window: int, table: NDArray[np.uint32], nearest: NDArray[np.int16],
-    common: int, pairs: NDArray[np.uint32], bits: NDArray[np.int64], patches: NDArray[np.uint32], patched: int,
+    common: int, symbols: NDArray[np.uint16], codes: NDArray[np.uint32], pairs: NDArray[np.uint32],
+    bits: NDArray[np.int64], patches: NDArray[np.uint32], patched: int,
 ) -> int:  # fmt: skip
-    """One stage: the two codewords of each stream as one pair ``length << 26 | bits``; the number of patches."""
-    symbols, outside = np.empty((2, 128), np.uint64)
-    for place in range(128):
-        classes = classify(values[place], window)
-        symbols[place] = quad_symbol(classes)
-        outside[place] = classes & _NO_CLASS
+    """One stage: the two codewords of each stream as one pair ``length << 26 | bits``; the number of patches.
+
+    Args:
+        table: a length of 0 where there is no codeword; of OUTSIDE, too.
+        symbols: room for the quads', 128.
+        codes: room for [2, 64], the streams' first codewords and their second ones.
+    """
+    for place in range(128):  # this loop and the last one are for vector units
+        symbols[place] = quad_symbol(classify(values[place], window))
+    firsts, seconds, joined = codes[0], codes[1], pairs[stage]
+    missing = False
     for stream in range(64):
         place = quad_place(stream)
-        first, second = table[symbols[place]], table[symbols[place + 4]]
-        if (outside[place] | outside[place + 4]) != 0 or first == 0 or second == 0:
-            for half in range(2):
-                value = values[place + 4 * half]
-                code = second if half else first
-                if code == 0 or outside[place + 4 * half] != 0:
+        firsts[stream], seconds[stream] = table[symbols[place]], table[symbols[place + 4]]
+        missing |= (firsts[stream] == 0) | (seconds[stream] == 0)
+    if missing:
+        for half in range(2):
+            for stream in range(64):
+                if codes[half, stream] == 0:
+                    value = values[quad_place(stream) + 4 * half]
                     coded = _substitute(classify(value, window), nearest, common)
                     where = (stage << 16) | ((2 * (stream & 1) + half) << 14) | ((stream >> 1) << 9)
                     patched = _patch(value, coded, window, where, patches, patched)
-                    code = table[coded]
-                if half:
-                    second = code
-                else:
-                    first = code
-        length = first >> np.uint32(16)
-        total = length + (second >> np.uint32(16))
-        joined = (total << np.uint32(26)) | ((second & np.uint32(0xFFFF)) << length) | (first & np.uint32(0xFFFF))
-        pairs[stream, stage] = joined
-        bits[stream] += total
+                    codes[half, stream] = table[coded]
+    for stream in range(64):
+        joined[stream] = _join(firsts[stream], seconds[stream])
+        bits[stream] += joined[stream] >> np.uint32(26)
     return patched
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _join(first: int, second: int) -> int:
+    """Two entries of the table, ``length << 16 | bits``, as ``length << 26 | bits``."""
+    length = first >> np.uint32(16)
+    total = length + (second >> np.uint32(16))
+    return (total << np.uint32(26)) | ((second & np.uint32(0xFFFF)) << length) | (first & np.uint32(0xFFFF))
 
 
 @njit(cache=True, nogil=True, inline="always")
@@ -356,27 +338,18 @@ def quad_place(stream: int) -> int:
     return 16 * (lane >> 2) + 8 * (stream & 1) + (lane & 3)
 
 
-@njit(cache=True, nogil=True, inline="always")
-def raw_place(place: int) -> int:
-    """Where a quad in load_stage's order has its raw bytes: ``4 * lane + step``."""
-    return (place & 0x70) | (place & 3) << 2 | (place >> 2 & 3)
-
-
 @njit(cache=True, nogil=True)
 def _encode_singles(
     values: NDArray[np.uint64], stage: int, table: NDArray[np.uint32], pairs: NDArray[np.uint32],
     bits: NDArray[np.int64],
 ) -> None:  # fmt: skip
     """One stage: the eight codewords of each stream as four pairs."""
-    for stream in range(64):
-        for pair in range(4):
+    for pair in range(4):
+        for stream in range(64):
             value = values[quad_place(stream) + 4 * (pair >> 1)] >> U64(32 * (pair & 1))
-            first, second = table[(value >> U64(7)) & U64(0xFF)], table[(value >> U64(23)) & U64(0xFF)]
-            length = first >> np.uint32(16)
-            total = length + (second >> np.uint32(16))
-            joined = (total << np.uint32(26)) | ((second & np.uint32(0xFFFF)) << length) | (first & np.uint32(0xFFFF))
-            pairs[stream, 4 * stage + pair] = joined
-            bits[stream] += total
+            joined = _join(table[(value >> U64(7)) & U64(0xFF)], table[(value >> U64(23)) & U64(0xFF)])
+            pairs[4 * stage + pair, stream] = joined
+            bits[stream] += joined >> np.uint32(26)
 
 
 @njit(cache=True, nogil=True)
@@ -435,7 +408,7 @@ def _write_coded(
     for stream in range(64):
         steps = (bits[stream] - base + unit - 1) // unit
         output[start + 1 + (stream >> 3)] |= np.uint32(steps << (4 * (stream & 7)))
-        _write_stream(output, position, pairs[stream], count)
+        _write_stream(output, position, pairs, stream, count)
         position += base + steps * unit
     _write_patches(output, start + size - patched, patches, patched)
     return size
@@ -453,13 +426,16 @@ def _write_patches(output: NDArray[np.uint32], start: int, patches: NDArray[np.u
 
 
 @njit(cache=True, nogil=True)
-def _write_stream(output: NDArray[np.uint32], position: int, pairs: NDArray[np.uint32], count: int) -> None:
+def _write_stream(
+    output: NDArray[np.uint32], position: int, pairs: NDArray[np.uint32], stream: int, count: int
+) -> None:
     """Write ``count`` pairs of codewords from bit ``position`` on; the bits from there on are still zero."""
     word, offset = position >> 5, U64(position & 31)
     pending = U64(output[word])
     for i in range(count):
-        pending |= U64(pairs[i] & np.uint32(0x3FFFFFF)) << offset
-        offset += U64(pairs[i] >> np.uint32(26))
+        pair = pairs[i, stream]
+        pending |= U64(pair & np.uint32(0x3FFFFFF)) << offset
+        offset += U64(pair >> np.uint32(26))
         output[word] = np.uint32(pending & U64(0xFFFFFFFF))
         full = offset >> U64(5)
         pending >>= full << U64(5)
@@ -471,52 +447,63 @@ def _write_stream(output: NDArray[np.uint32], position: int, pairs: NDArray[np.u
 @njit(cache=True, nogil=True)
 def _write_raw(
     output: NDArray[np.uint32], start: int, words: NDArray[np.uint16], group: int, groups: int, stage_from: int,
-    stage_count: int, rows: int, columns: int, quad: bool, shifts: NDArray[np.int32], padding: int,
+    stage_count: int, rows: int, columns: int, quad: bool, changes: NDArray[np.uint16], padding: int,
 ) -> None:  # fmt: skip
     """Write a raw chunk's top7 values or shifted exponents (FORMAT.md 6.5)."""
-    values = np.empty(128, np.uint64)
+    values, tops = np.empty(512, np.uint16), np.empty(512, np.uint8)
     for row_group in range(group, group + groups):
         for s in range(stage_from, stage_from + stage_count):
-            load_stage(values, words, 8 * row_group, 64 * s, rows, columns, shifts, padding)
-            for place in range(128):
-                value = values[place]
-                top = (value >> U64(8)) & _TOP7 if quad else (value >> U64(7)) & _LOW_BYTES
-                output[start + raw_place(place)] = pack_bytes(top)
+            load_stage(values, words, 8 * row_group, 64 * s, rows, columns, changes, padding)
+            for i in range(512):
+                tops[i] = (values[i] >> 8) & 0x7F if quad else (values[i] >> 7) & 0xFF
+            write_by_lanes(output[start : start + 128], tops.view(np.uint32))
             start += 128
 
 
 @njit(cache=True, nogil=True)
+def write_by_lanes(target: NDArray[np.uint32], bytes_of_quads: NDArray[np.uint32]) -> None:
+    """A stage's quads, in the order of rows and columns, to where lanes have them: ``4 * lane + step``."""
+    for r in range(8):
+        for t in range(4):
+            for step in range(4):
+                target[16 * r + 4 * t + step] = bytes_of_quads[16 * r + 4 * step + t]
+
+
+@njit(cache=True, nogil=True)
 def write_planes(
-    words: NDArray[np.uint16], rows: int, columns: int, quad: bool, shifts: NDArray[np.int32],
+    words: NDArray[np.uint16], rows: int, columns: int, quad: bool, changes: NDArray[np.uint16],
     planes: NDArray[np.uint32], first: int, last: int,
 ) -> None:  # fmt: skip
     """Write the planes (FORMAT.md section 5) of row groups [first, last) as 32-bit words."""
     stages = (columns + 63) // 64
     group_words = (stages // 2 * 288 + stages % 2 * 160) if quad else stages * 128
-    values = np.empty(128, np.uint64)
+    values, low = np.empty(512, np.uint16), np.empty(512, np.uint8)
     for row_group in range(first, last):
         for s in range(stages):
-            load_stage(values, words, 8 * row_group, 64 * s, rows, columns, shifts, U64(0))
-            slab = row_group * group_words + (s >> 1) * 288 if quad else 0
-            raw = slab + 32 + 128 * (s & 1) if quad else row_group * group_words + 128 * s
-            for place in range(128):
-                value = values[place]
-                low = pack_bytes(value)
-                sign = pack_bytes((value & _SIGNS) >> U64(8))
-                planes[raw + raw_place(place)] = low if quad else (low & U64(0x7F7F7F7F)) | sign
+            load_stage(values, words, 8 * row_group, 64 * s, rows, columns, changes, U64(0))
             if quad:
-                _write_signs(planes, slab, values, s & 1)
+                for i in range(512):
+                    low[i] = values[i] & 0xFF
+                slab = row_group * group_words + (s >> 1) * 288
+                raw = slab + 32 + 128 * (s & 1)
+                _write_signs(planes[slab : slab + 32], values.view(np.uint64), s & 1)
+            else:
+                for i in range(512):
+                    low[i] = (values[i] & 0x7F) | (values[i] >> 8 & 0x80)
+                raw = row_group * group_words + 128 * s
+            write_by_lanes(planes[raw : raw + 128], low.view(np.uint32))
 
 
 @njit(cache=True, nogil=True)
-def _write_signs(planes: NDArray[np.uint32], slab: int, values: NDArray[np.uint64], odd: int) -> None:
+def _write_signs(target: NDArray[np.uint32], values: NDArray[np.uint64], odd: int) -> None:
     """One stage's half of a slab's sign words (FORMAT.md 5.2)."""
     for lane in range(32):
         place = quad_place(2 * lane)
-        signs = U64(0)
-        for step in range(4):
-            signs |= pack_bytes((values[place + 4 * step] & _SIGNS) >> U64(8)) >> U64(step)
+        signs = values[place] & _SIGNS
+        for step in range(1, 4):
+            signs |= (values[place + 4 * step] & _SIGNS) >> U64(step)
+        packed = pack_bytes(signs >> U64(8))
         if odd:
-            planes[slab + lane] |= np.uint32(signs >> U64(4))
+            target[lane] |= np.uint32(packed >> U64(4))
         else:
-            planes[slab + lane] = np.uint32(signs)
+            target[lane] = np.uint32(packed)
