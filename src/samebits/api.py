@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from samebits.errors import DtypeError
+from samebits.errors import DtypeError, InputError
 from samebits.format.packed import PackedTensor
 
 
@@ -15,21 +17,29 @@ def encode(tensor: torch.Tensor) -> PackedTensor:
         tensor: dtype bfloat16, any shape and strides, on the CPU or a CUDA device.
 
     Returns:
-        The packed tensor, on the same device; ``.is_raw`` where packing would not make it smaller.
+        The packed tensor, on the same device, a copy; ``.is_raw`` where packing would not make it smaller.
 
     Raises:
         DtypeError: the tensor is not bfloat16.
+        InputError: it has no values in memory (meta, sparse, a quantized or other class).
     """
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        what, mend = (
+            ("is on the meta device", "load it") if tensor.is_meta else (f"is {tensor.layout}", "call to_dense()")
+        )
+        raise InputError(f"a tensor {what}, so its values are not all in memory", mend=f"{mend} first")
     if tensor.dtype != torch.bfloat16:
         mend = "convert it explicitly with .to(torch.bfloat16), which loses bits"
         raise DtypeError(f"only bfloat16 can be packed, not {tensor.dtype}", mend=mend)
     if tensor.device.type == "cuda":
         from samebits.kernels.encode import encode_cuda
 
-        return encode_cuda(tensor)
-    from samebits.codecs.encode import encode_cpu
+        packed = encode_cuda(tensor)
+    else:
+        from samebits.codecs.encode import encode_cpu
 
-    return encode_cpu(tensor.detach().cpu())
+        packed = encode_cpu(tensor.detach().cpu())
+    return replace(packed, data=packed.data.clone()) if packed.is_raw else packed
 
 
 def decode(packed: PackedTensor, device: torch.device | str | None = None) -> torch.Tensor:

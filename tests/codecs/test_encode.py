@@ -13,7 +13,7 @@ import samebits
 from samebits.bf16 import entropy, exponent_histogram
 from samebits.codecs import encode as encode_module
 from samebits.codecs.reference import Reading, decode_reference, digest_reference
-from samebits.errors import DtypeError
+from samebits.errors import DtypeError, InputError
 from samebits.format.geometry import Code
 from samebits.format.packed import PackedTensor
 from tests.codecs import zoo
@@ -196,3 +196,26 @@ def test_tasks_of_any_size_write_the_same(monkeypatch: pytest.MonkeyPatch, shape
     monkeypatch.setattr(encode_module, "_TASK_WORDS", words)
     monkeypatch.setattr(encode_module, "_MIN_TASK_WORDS", 1)
     assert bytes_of(check(matrix)) == bytes_of(whole)
+
+
+@pytest.mark.clause("2.2")
+@pytest.mark.parametrize("shape", [(1,) * 8 + (4096,), (2,) * 16])
+def test_more_dimensions_than_a_header_has(shape: tuple[int, ...]) -> None:
+    packed = check(tensor_of(zoo.normal(shape)))
+    assert packed.is_raw
+
+
+def test_what_is_raw_is_a_copy() -> None:
+    tensor = tensor_of(zoo.normal((5,)))
+    before, packed = words_of(tensor).tobytes(), samebits.encode(tensor)
+    assert packed.is_raw
+    tensor.zero_()
+    assert words_of(samebits.decode(packed)).tobytes() == before
+
+
+def test_without_values_in_memory() -> None:
+    tensor = torch.ones(8, 8, dtype=torch.bfloat16)
+    with pytest.raises(InputError, match=r"a tensor is on the meta device, .*; load it first"):
+        samebits.encode(tensor.to("meta"))
+    with pytest.raises(InputError, match=r"a tensor is torch\.sparse_coo, .*; call to_dense\(\) first"):
+        samebits.encode(tensor.to_sparse())

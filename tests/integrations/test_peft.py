@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.pytorch_utils import Conv1D
@@ -216,6 +216,36 @@ def test_models_that_keep_dfloat11s_layout_are_refused(way: str, base: LlamaForC
         WAYS_IN[way](model, tmp_path)
     assert not hasattr(model.model.layers[0].self_attn.q_proj, "lora_A")
     assert_same(logits(model), expected)
+
+
+def test_adapters_of_packed_parameters_are_refused(base: LlamaForCausalLM) -> None:
+    """PEFT finds no such parameter, and would leave it out with a warning."""
+    dense, packed = pair(base)
+    options: dict[str, Any] = {"target_modules": ["v_proj"], "target_parameters": ["q_proj.weight"]}
+    with pytest.raises(
+        InputError, match=r"layers\.0\.self_attn\.q_proj\.weight: PEFT cannot put an adapter on a packed"
+    ):
+        adapted(packed, **options)
+    assert not hasattr(packed.model.layers[0].self_attn.v_proj, "lora_A")
+    partly = copy.deepcopy(base)
+    samebits.compress(partly, min_weights=MIN_WEIGHTS, exclude=["*.q_proj.weight"])
+    left, right = (adapted(model, init_lora_weights=False, **options) for model in (dense, partly))
+    assert trainable(left).keys() == trainable(right).keys()
+    assert_same(logits(right), logits(left))
+
+
+def test_prompt_tuning(base: LlamaForCausalLM) -> None:
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, tokenizer_name_or_path=None)
+    models = []
+    for model in pair(base):
+        torch.manual_seed(4)
+        models.append(get_peft_model(model, config))
+    dense, packed = models
+    assert_same(logits(packed), logits(dense))
+    assert "get_submodule" not in vars(packed.base_model)
+    for model in models:
+        model.train()(TOKENS, labels=TOKENS).loss.backward()
+    assert_same(*(next(iter(trainable(model).values())).grad for model in models))
 
 
 def test_several_adapters(base: LlamaForCausalLM) -> None:

@@ -9,6 +9,7 @@ import torch
 import transformers
 
 import samebits
+from samebits.errors import InputError
 from samebits.format.container import Checkpoint
 from tests.integrations.models import (
     MIN_WEIGHTS,
@@ -104,6 +105,24 @@ def test_compressed_in_place_and_saved(reference: Reference, tmp_path: Path) -> 
     model.save_pretrained(tmp_path)
     assert_same_checkpoint(tmp_path, reference.folder)
     reference.assert_same(reference.load(tmp_path))
+
+
+def test_saved_with_a_state_dict(llama: Reference, llama_folder: Path, tmp_path: Path) -> None:
+    """As Trainer saves: what is not packed is taken from it; packed weights must be the model's own."""
+    model = llama.load(llama_folder)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state["model.norm.weight"] *= 2
+    model.save_pretrained(tmp_path / "given", state_dict=state)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(2)
+    model.save_pretrained(tmp_path / "own")
+    assert_same_checkpoint(tmp_path / "given", tmp_path / "own")
+    packed = next(name for name in state if name.endswith("sb_packed"))
+    other = {**state, packed: torch.zeros_like(state[packed])}
+    for wrong in ({}, {**state, "more": state[packed]}, other):
+        with pytest.raises(InputError, match="the state_dict is not that of the compressed model; load it into"):
+            model.save_pretrained(tmp_path / "wrong", state_dict=wrong)
+    assert not files(tmp_path / "wrong")
 
 
 def test_decompressed_in_place_and_saved(llama: Reference, llama_folder: Path, tmp_path: Path) -> None:

@@ -65,13 +65,40 @@ def test_tied_weights_are_packed_once() -> None:
     assert module.head.weight is module.embedding.weight
 
 
-def test_a_tie_to_an_excluded_module_ends() -> None:
+@pytest.mark.parametrize("name", ["head", "embedding"])
+def test_a_tie_is_selected_by_any_name_and_excluded_by_any(name: str) -> None:
+    """What is shared stays shared: packed for one owner alone, it would take memory twice, and not learn together."""
     module, call, _ = make("tied")
     expected = call(module)
-    samebits.compress(module, min_weights=MIN_WEIGHTS, exclude=["head.*"])
-    assert type(module.head) is nn.Linear
-    assert isinstance(module.embedding, PackedModule)
+    report = samebits.compress(module, min_weights=MIN_WEIGHTS, exclude=[f"{name}.*"])
+    assert report.raw["embedding.weight"] == "not selected"
+    assert module.head.weight is module.embedding.weight
+    samebits.compress(module, min_weights=MIN_WEIGHTS, include=iter([f"{name}.*"]))  # type: ignore[arg-type]
+    assert module.head.sb_packed is module.embedding.sb_packed
     assert same_bits(call(module), expected)
+
+
+def test_a_tie_to_a_weight_that_changes() -> None:
+    module = nn.Sequential(nn.Embedding(200, 64, max_norm=1.0), nn.Linear(64, 200, bias=False)).to(torch.bfloat16)
+    module[1].weight = module[0].weight
+    plain, tokens = copy.deepcopy(module), torch.arange(200)
+    report = samebits.compress(module)
+    assert report.raw == {"0.weight": "changes while its module runs (max_norm)"}
+    assert same_bits(module(tokens), plain(tokens))
+    module = nn.Sequential(nn.Linear(64, 200, bias=False), nn.Embedding(200, 64, max_norm=1.0)).to(torch.bfloat16)
+    module[1].weight = module[0].weight
+    assert samebits.compress(module).raw == {"0.weight": "tied to 1.weight: changes while its module runs (max_norm)"}
+
+
+def test_torchscript_is_left_alone() -> None:
+    with pytest.warns(DeprecationWarning, match=r"torch\.jit\.script"):
+        script = torch.jit.script(nn.Linear(64, 64).to(torch.bfloat16))
+    module = nn.Sequential(nn.Linear(64, 64).to(torch.bfloat16), script)
+    expected = module(INPUT)
+    report = samebits.compress(module, min_weights=MIN_WEIGHTS)
+    assert report.packed.keys() == {"0.weight"}
+    assert report.raw["1.weight"] == "belongs to a TorchScript module, whose class must stay"
+    assert same_bits(module(INPUT), expected)
 
 
 @pytest.mark.parametrize(
@@ -147,8 +174,12 @@ def test_strides_stay() -> None:
 def test_bad_arguments() -> None:
     module, call, _ = make("tied")
     expected = call(module)
-    with pytest.raises(InputError, match=r"'layers\.\*' is no list of patterns; give a list"):
+    with pytest.raises(InputError, match=r"include is 'layers\.\*', no list of patterns; give a list"):
         samebits.compress(module, include="layers.*")
+    with pytest.raises(InputError, match=r"exclude is \(1,\), no list of patterns"):
+        samebits.compress(module, exclude=[1])  # type: ignore[list-item]
+    with pytest.raises(InputError, match=r"min_weights is '9', which is no whole number"):
+        samebits.compress(module, min_weights="9")  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r"embedding\.weight: on the meta device"):
         samebits.compress(copy.deepcopy(module).to("meta"))
     assert same_bits(call(module), expected)

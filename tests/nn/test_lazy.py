@@ -69,8 +69,6 @@ OPERATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "embedding": lambda t: F.embedding(torch.tensor([[1, 5]]), t),
     "matmul": lambda t: INPUT @ t.T,
     "einsum": lambda t: torch.einsum("oi,bni->bno", t, INPUT),
-    "row": lambda t: t[3],
-    "slice of data": lambda t: t.data[2:5],
     "arithmetic": lambda t: (2 * t + 1) / t.abs().max(),
     "cat": lambda t: torch.cat([t, t]),
     "foreach": lambda t: torch._foreach_mul([t, t], 2)[1],
@@ -96,6 +94,56 @@ def test_operations_give_plain_tensors(
     assert torch.equal(result.contiguous().view(torch.int16), expected.contiguous().view(torch.int16))
 
 
+PARTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "row": lambda t: t[3],
+    "row of a transposed": lambda t: t.T[3],
+    "slice of data": lambda t: t.data[2:5],
+    "slice of a slice": lambda t: t[2:9][1:3, 4:],
+    "row of a slice": lambda t: t[2:9][-1],
+    "steps": lambda t: t[::3, 1::2],
+    "chunk": lambda t: t.chunk(3)[1],
+    "split": lambda t: t.split([10, 80, 6])[2],
+    "columns": lambda t: t.split(10, 1)[3],
+    "unbind": lambda t: t.unbind()[7],
+    "last of all": lambda t: list(t)[-1],
+    "narrow": lambda t: t.narrow(0, 3, 2).t(),
+    "diagonal": lambda t: t.diagonal(3),
+    "unfold": lambda t: t.unfold(1, 8, 8)[2],
+    "squeezed": lambda t: t[3:4].squeeze(0),
+    "strided": lambda t: t.as_strided((3, 2), (64, 1), 7),
+}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
+@pytest.mark.parametrize("part", PARTS)
+def test_parts_are_read_once_and_never_written(
+    layer: nn.Linear, plain: torch.Tensor, decodes: list[int], part: str, mode: Callable[[], torch.no_grad]
+) -> None:
+    with mode():
+        expected, result = PARTS[part](plain), PARTS[part](layer.weight)
+        assert (result.shape, result.stride()) == (expected.shape, expected.stride())
+        for _ in range(2):
+            assert torch.equal(result.clone().view(torch.int16), expected.clone().view(torch.int16))
+        assert result.tolist() == expected.tolist()
+        assert len(decodes) <= 1
+    with torch.no_grad(), pytest.raises(InputError, match=r"cannot be changed.*samebits\.decompress"):
+        result.zero_()
+    with torch.no_grad(), pytest.raises(InputError, match="cannot be changed"):
+        result.data[0] = 1
+    assert torch.equal(layer.weight.view(torch.int16), plain.view(torch.int16))
+
+
+@pytest.mark.parametrize("ask", ["share_memory_", "data_ptr", "untyped_storage"])
+def test_it_has_no_memory_to_share(layer: nn.Linear, ask: str) -> None:
+    for weight in (layer.weight, layer.weight[2:]):
+        with pytest.raises(InputError, match=rf"no memory of its own \({ask}\); take a copy"):
+            getattr(weight, ask)()
+
+
+def test_dlpack_gives_a_copy(layer: nn.Linear, plain: torch.Tensor) -> None:
+    assert torch.equal(torch.from_dlpack(layer.weight).view(torch.int16), plain.view(torch.int16))
+
+
 WRITES: dict[str, Callable[[nn.Module], object]] = {
     "in place": lambda m: m.weight.add_(1),
     "data": lambda m: m.weight.data.zero_(),
@@ -108,6 +156,10 @@ WRITES: dict[str, Callable[[nn.Module], object]] = {
     "foreach": lambda m: torch._foreach_add_([m.weight], 1),
     "training": lambda m: m.weight.requires_grad_(),
     "resize": lambda m: m.weight.resize_(3),
+    "row": lambda m: m.weight[0].zero_(),
+    "row of data": lambda m: m.weight.data[5].zero_(),
+    "rows": lambda m: m.weight[:3].fill_(1),
+    "columns of rows": lambda m: m.weight[2].__setitem__(slice(None), 5),
 }
 
 

@@ -18,7 +18,7 @@ import torch
 from samebits.bf16 import histogram_of_words, words_of
 from samebits.codecs import loops
 from samebits.codecs.compact import CompactWords
-from samebits.codecs.plan import Plan, make_plan, wants_compact
+from samebits.codecs.plan import Plan, can_be_packed, make_plan, wants_compact
 from samebits.codecs.row_statistics import ALIGNED, FRACTIONS, RowStatistics
 from samebits.digest import digest, digest_of_sums
 from samebits.format.geometry import ROW_GROUP, Code, Geometry, Layout
@@ -57,10 +57,11 @@ def encode_cpu(tensor: torch.Tensor, allocate: Allocate = allocate_memory) -> Pa
     words = words_of(tensor)
     shape = tuple(tensor.shape)
     counter = CpuCounter(words, shape)
-    plan = make_plan(shape, counter) if words.size else None
+    is_packable = can_be_packed(shape)
+    plan = make_plan(shape, counter) if is_packable else None
     original = counter.digest()
     ways: list[ChunkedWords | CompactWords] = [ChunkedWords.of(words, shape, plan, original)] if plan else []
-    if words.size and wants_compact(words.size, plan):
+    if is_packable and wants_compact(words.size, plan):
         ways.append(CompactWords.of(words, shape, original))
     best = min(ways, key=lambda way: way.header.nbytes, default=None)
     if best is None or best.header.nbytes >= words.nbytes:

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -20,7 +21,7 @@ from samebits.codecs.book import quad_book
 from samebits.codecs.huffman import CanonicalCode, code_lengths
 from samebits.codecs.row_statistics import FRACTIONS, RowStatistics, shift_histogram
 from samebits.format.geometry import STREAMS, Code, Geometry, Layout
-from samebits.format.packed import MAX_COMPACT_WORDS, MAX_SINGLE_CODE_LENGTH, MAX_WINDOW
+from samebits.format.packed import MAX_COMPACT_WORDS, MAX_DIMENSIONS, MAX_SINGLE_CODE_LENGTH, MAX_WINDOW
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -95,6 +96,11 @@ def make_plan(shape: tuple[int, ...], counter: Counter, chunk_stages: int = CHUN
         return None
     return Plan(best.code, layout, geometry, best.shifts, best.window, best.table, statistics.entropy,
                 best.bits + _framing(geometry))  # fmt: skip
+
+
+def can_be_packed(shape: tuple[int, ...]) -> bool:
+    """Whether there is anything to pack, and a header for it."""
+    return math.prod(shape) > 0 and len(shape) <= MAX_DIMENSIONS
 
 
 def is_small(words: int) -> bool:

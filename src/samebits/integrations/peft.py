@@ -1,19 +1,21 @@
 """PEFT: what its adapters need of a compressed base beyond what packed modules do by themselves.
 
 Adapters call the layers below them, and read weights, as ever. A packed weight cannot be written to, so merging and
-unmerging are refused, before anything has changed. Three things PEFT does to parameters do not reach packed ones:
-freezing, training a copy of a whole module, and transposing them for DoRA.
+unmerging are refused, before anything has changed. Some things PEFT does to parameters do not reach packed ones:
+freezing, training a copy of a whole module, transposing them for DoRA, looking for one of the vocabulary's size.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import wraps
 from typing import Any
 
 import torch
+from peft import PeftModel
 from peft.tuners.lora import dora
 from peft.tuners.lora.layer import MultiheadAttention
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
@@ -36,28 +38,61 @@ def register() -> None:
     for layer in _subclasses(BaseTunerLayer):
         if "unmerge" in layer.__dict__:
             layer.unmerge = _keeping_merged(layer.unmerge)
+    PeftModel._setup_prompt_encoder = _knowing_embeddings(PeftModel._setup_prompt_encoder)
     ModulesToSaveWrapper.update = _with_plain_copies(ModulesToSaveWrapper.update)
     MultiheadAttention.__init__ = _of_plain_modules(MultiheadAttention.__init__)
     dora.transpose = _also_of_packed(dora.transpose)
 
 
 def _freezing(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
     @wraps(original)
     def inject_adapter(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Packed weights are frozen as all others of the base are: decompressed later, they are not trained either.
 
         Raises:
-            InputError: the model keeps DFloat11's layout.
+            InputError: the model keeps DFloat11's layout, or a parameter is packed that an adapter is for.
         """
+        call = signature.bind(self, model, *args, **kwargs)
         if holds_units(model):
             mend = "load it without keep_format, and its weights are packed anew"
             raise InputError("adapters need weights of their own, which DFloat11's layout does not have", mend=mend)
+        _refuse_targets(self.peft_config[call.arguments["adapter_name"]], model)
         result = original(self, model, *args, **kwargs)
         for _, module, name in packed_parameters(model):
             module.sb_recipes[name] = replace(module.sb_recipes[name], requires_grad=False)
         return result
 
     return inject_adapter
+
+
+def _refuse_targets(config: Any, model: nn.Module) -> None:
+    """Adapters of parameters, not of modules, are put on them as parametrizations."""
+    targets = getattr(config, "target_parameters", None) or ()
+    for full_name, _, _ in packed_parameters(model):
+        if any(full_name == target or full_name.endswith(f".{target}") for target in targets):
+            mend = "load the model with it excluded (SamebitsConfig(exclude=...)), or give target_modules"
+            raise InputError("PEFT cannot put an adapter on a packed parameter", where=full_name, mend=mend)
+
+
+def _knowing_embeddings(original: Callable[..., None]) -> Callable[..., None]:
+    @wraps(original)
+    def _setup_prompt_encoder(self: Any, adapter_name: str) -> None:
+        """PEFT asks for them by one name, then for a parameter as long as the vocabulary: packed bytes are longer."""
+        base = self.base_model
+        embeddings = base.get_input_embeddings() if hasattr(base, "get_input_embeddings") else None
+        if embeddings is None or next(packed_parameters(embeddings), None) is None:
+            original(self, adapter_name)
+            return
+        find = base.get_submodule
+        base.get_submodule = lambda name: embeddings if name == "embeddings.word_embeddings" else find(name)
+        try:
+            original(self, adapter_name)
+        finally:
+            del base.get_submodule
+
+    return _setup_prompt_encoder
 
 
 def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -122,7 +122,8 @@ def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
             if writes:
                 call.apply_defaults()
                 (Path(staging) / SAFE_WEIGHTS_NAME).unlink(missing_ok=True)  # an empty one
-                tensors = checkpoint_tensors(self, self.hf_quantizer.quantization_config.min_weights, gathered)
+                min_weights = self.hf_quantizer.quantization_config.min_weights
+                tensors = checkpoint_tensors(self, min_weights, call.arguments["state_dict"], gathered)
                 write_weights(tensors, Path(staging), call.arguments["max_shard_size"])
                 publish(Path(staging), destination)
         if is_split:

@@ -18,6 +18,7 @@ from transformers.integrations.accelerate import load_offloaded_parameter
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from samebits.api import decode, encode
+from samebits.errors import InputError
 from samebits.format.names import stored_name
 from samebits.format.packed import Header, PackedTensor
 from samebits.nn.packed_module import PackedModule
@@ -26,15 +27,22 @@ Tensors = dict[str, torch.Tensor]
 
 
 def checkpoint_tensors(
-    model: Any, min_weights: int, gathered: Mapping[str, torch.Tensor | PackedTensor] | None = None
+    model: Any,
+    min_weights: int,
+    given: Mapping[str, torch.Tensor] | None = None,
+    gathered: Mapping[str, torch.Tensor | PackedTensor] | None = None,
 ) -> Tensors:
     """A compressed model's tensors as a file holds them, tied ones once, by the names of the original checkpoint.
 
     Args:
         min_weights: smaller tensors stay unpacked where a parameter is turned back into several of the checkpoint's.
+        given: the model's state dict, perhaps with other values of what is not packed.
         gathered: parameters that the model holds only a part of (transformers_parallel).
+
+    Raises:
+        InputError: ``given`` has other names than the model, or other packed tensors.
     """
-    state = {name: _loaded(model, name, tensor) for name, tensor in model.state_dict().items()}
+    state = _state(model, given)
     result = _take_pieces(model, state)
     headers = _under_original_names(model, state)
     _put_whole(state, headers, gathered or {})
@@ -46,6 +54,26 @@ def checkpoint_tensors(
     for names in converted:
         result |= _converted(model, {name: state[name] for name in names}, headers, min_weights)
     return result
+
+
+def _state(model: Any, given: Mapping[str, torch.Tensor] | None) -> Tensors:
+    own = model.state_dict()
+    if given is not None:
+        packed = {path + slot for path, module in _packed(model) for slot in module.sb_slots}
+        others = own.keys() ^ given.keys() | {
+            name for name in packed & given.keys() if not _same(own[name], given[name])
+        }
+        if others:
+            mend = "load it into the model first, or save the model without it"
+            raise InputError("the state_dict is not that of the compressed model", where=min(others), mend=mend)
+    return {name: _loaded(model, name, tensor) for name, tensor in (own if given is None else given).items()}
+
+
+def _same(own: torch.Tensor, given: torch.Tensor) -> bool:
+    if own.is_meta or given.is_meta:  # where accelerate leaves what it offloads
+        return own.is_meta and given.is_meta
+    is_one = own.device == given.device and own.data_ptr() == given.data_ptr() and own.shape == given.shape
+    return is_one or torch.equal(own.cpu(), given.cpu())
 
 
 def _loaded(model: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:

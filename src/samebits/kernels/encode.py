@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from samebits.codecs import loops
 from samebits.codecs.encode import encode_cpu, header_of, write_tables
-from samebits.codecs.plan import Plan, is_small, make_plan, wants_compact
+from samebits.codecs.plan import Plan, can_be_packed, is_small, make_plan, wants_compact
 from samebits.codecs.row_statistics import ALIGNED, FRACTIONS, RowStatistics
 from samebits.errors import DeviceError
 from samebits.format.geometry import Code, Geometry, Layout
@@ -45,12 +45,13 @@ def encode_cuda(tensor: torch.Tensor) -> PackedTensor:
     if max(geometry.rows, geometry.columns, geometry.row_groups * geometry.stages) >= 1 << 31:
         raise DeviceError(f"a tensor of shape {shape} is too large for the CUDA kernels", mend="encode it on the CPU")
     with torch.cuda.device(tensor.device):
-        if tensor.numel() and is_small(tensor.numel()):
+        is_packable = can_be_packed(shape)
+        if is_packable and is_small(tensor.numel()):
             return encode_cpu(tensor.cpu()).to(tensor.device)
         original = _digest(tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8))
         counter = CudaCounter(tensor, layout, geometry)
-        plan = make_plan(shape, counter) if tensor.numel() else None
-        if tensor.numel() and wants_compact(tensor.numel(), plan):
+        plan = make_plan(shape, counter) if is_packable else None
+        if is_packable and wants_compact(tensor.numel(), plan):
             return encode_cpu(tensor.cpu()).to(tensor.device)
         packed = _pack(counter, plan, original) if plan else None
         return packed or PackedTensor.raw(tensor, _value(original))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import cast
 
 import torch
@@ -17,7 +17,7 @@ from samebits.errors import DtypeError, InputError, SamebitsError
 from samebits.format.names import is_selected
 from samebits.format.packed import PackedTensor
 from samebits.nn.offload import refuse_offloaded
-from samebits.nn.packed_module import PackedModule, pack, packed_parameters, unpack, whole
+from samebits.nn.packed_module import PackedModule, pack, packed_parameters, share_ties, unpack, whole
 
 MIN_WEIGHTS = 4096
 Owned = tuple[str, nn.Module, str]  # full name of a parameter, the module that owns it, its name there
@@ -40,7 +40,7 @@ class Selection:
     ``include`` (empty: all) and none of ``exclude``.
 
     Raises:
-        InputError: one string where a list of patterns is expected.
+        InputError: something else than a number, or than strings.
     """
 
     min_weights: int = MIN_WEIGHTS
@@ -48,12 +48,19 @@ class Selection:
     exclude: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        for patterns in (self.include, self.exclude):
-            if isinstance(patterns, str):
-                raise InputError(f"{patterns!r} is no list of patterns", mend="give a list of strings")
+        if not hasattr(self.min_weights, "__index__"):
+            raise InputError(f"min_weights is {self.min_weights!r}, which is no whole number", mend="give one")
+        for name in ("include", "exclude"):
+            patterns = getattr(self, name)
+            patterns = patterns if isinstance(patterns, str) else tuple(patterns)  # which is read more than once
+            if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
+                raise InputError(f"{name} is {patterns!r}, no list of patterns", mend="give a list of strings")
+            object.__setattr__(self, name, patterns)
 
     def reason_against(self, module: nn.Module, name: str, full_name: str) -> str | None:
         """Why the parameter ``name`` of ``module`` is not to be packed, whatever its dtype; None if it is."""
+        if isinstance(module, torch.jit.ScriptModule):
+            return "belongs to a TorchScript module, whose class must stay"
         parameter = module._parameters[name]
         if parameter is None or not parameter.is_floating_point():
             return "not floating point"
@@ -77,6 +84,20 @@ class Selection:
         if parameter.dim() < 2 and _SMALL_SHARE * parameter.numel() < in_matrices:
             return "a vector, small beside its module's matrix"
         return None if is_selected(full_name, self.include, self.exclude) else "not selected"
+
+    def reason_against_tied(self, owned: Sequence[Owned]) -> str | None:
+        """The same of a parameter that several modules own, which stays one: all must be able to hold it packed.
+
+        It is selected by any of its names, unless one of them is excluded.
+        """
+        anywhere = replace(self, include=(), exclude=())
+        for full_name, module, name in owned:
+            reason = anywhere.reason_against(module, name, full_name)
+            if reason:
+                return reason if full_name == owned[0][0] else f"tied to {full_name}: {reason}"
+        names = [full_name for full_name, _, _ in owned]
+        included = any(is_selected(name, self.include, ()) for name in names)
+        return None if included and all(is_selected(name, (), self.exclude) for name in names) else "not selected"
 
 
 def _weights_in_matrices(module: nn.Module) -> int:
@@ -142,10 +163,11 @@ def compress(
     """
     refuse_offloaded(module)
     selection = Selection(min_weights, include, exclude)
-    owners = [owned for owned in unpacked(module) if selection.reason_against(*owned[1:], owned[0]) is None]
+    share_ties(module)
+    groups = [owned for owned in tied(list(unpacked(module))) if selection.reason_against_tied(owned) is None]
     if next(packed_parameters(module), None) is None:
-        _check_dtypes(owners)
-    for owned in tied(owners):
+        _check_dtypes([owned[0] for owned in groups])
+    for owned in groups:
         _pack_tied(owned)
     return report(module, selection)
 
@@ -157,6 +179,7 @@ def decompress(module: nn.Module) -> None:
         InputError: it is offloaded, or weights are on the meta device, where accelerate leaves those it offloads.
     """
     refuse_offloaded(module)
+    share_ties(module)
     groups = tied(list(packed_parameters(module)))
     for full_name, owner, name in (owned[0] for owned in groups):
         if any(stored.is_meta for stored in cast(PackedModule, owner).sb_data(name)):
@@ -181,7 +204,7 @@ def report(module: nn.Module, selection: Selection) -> Report:
         full_name, owner, name = owned[0]
         dtype = getattr(owner, name).dtype
         eligible = "packing does not make it smaller" if dtype == torch.bfloat16 else f"{dtype}, not bfloat16"
-        result.raw[full_name] = selection.reason_against(owner, name, full_name) or eligible
+        result.raw[full_name] = selection.reason_against_tied(owned) or eligible
     return result
 
 

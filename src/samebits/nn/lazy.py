@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,10 +15,15 @@ if TYPE_CHECKING:
     from samebits.nn.recipe import Recipe
 
 
+_ATEN = torch.ops.aten
 # Views of a whole weight, as products take them: autograd keeps them for the backward pass, so they stay packed.
 _VIEWS = frozenset(
-    getattr(torch.ops.aten, name).default for name in ("t", "permute", "view", "unsqueeze", "expand", "alias")
-) | {torch.ops.aten.transpose.int}
+    getattr(_ATEN, name).default for name in ("t", "permute", "view", "unsqueeze", "expand", "alias")
+) | {_ATEN.transpose.int}
+# Views of a part, which are decoded once.
+_PARTS = frozenset(
+    getattr(_ATEN, name).default for name in ("split_with_sizes", "diagonal", "unfold", "as_strided", "squeeze")
+) | {_ATEN.select.int, _ATEN.slice.Tensor, _ATEN.split.Tensor, _ATEN.unbind.int, _ATEN.squeeze.dim, _ATEN.squeeze.dims}
 
 
 class LazyTensor(torch.Tensor):
@@ -34,8 +40,14 @@ class LazyTensor(torch.Tensor):
         """The plain tensor."""
         raise NotImplementedError
 
-    def view_like(self, shadow: torch.Tensor) -> LazyTensor:
-        """The view of it that ``shadow`` is of a tensor of the same geometry."""
+    @property
+    def shadow(self) -> torch.Tensor:
+        """A tensor without memory, of the geometry that it has in what ``source`` gives."""
+        raise NotImplementedError
+
+    @property
+    def source(self) -> Callable[[], torch.Tensor]:
+        """Gives the plain tensor that this is, or is a view of."""
         raise NotImplementedError
 
     @classmethod
@@ -43,19 +55,42 @@ class LazyTensor(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.aten.detach.default:
-            return args[0].view_like(args[0])
+        if func is _ATEN.detach.default:
+            return args[0].copy()
         if func in _VIEWS:
-            shadow = torch.empty_strided(args[0].shape, args[0].stride(), dtype=args[0].dtype, device="meta")
-            return args[0].view_like(func(shadow, *args[1:], **kwargs))
+            return LazyView(args[0], args[0].source, func(args[0].shadow, *args[1:], **kwargs))
+        if func in _PARTS:
+            return _parts(func, *args, **kwargs)
         arguments = zip(func._schema.arguments, args, strict=False)
         written = [value for argument, value in arguments if argument.is_write]
         if any(isinstance(value, LazyTensor) for value in tree_leaves((written, kwargs.get("out")))):
             _refuse(func.__name__)
-        if func is torch.ops.aten._to_copy.default and isinstance(args[0], LazyWeight):
+        if func is _ATEN._to_copy.default and isinstance(args[0], LazyWeight):
             return func(args[0].decode_near(kwargs.get("device")), **kwargs)
         indexed = _indexed(func, args)
         return indexed if indexed is not None else func(*_decoded(args), **_decoded(kwargs))
+
+    def copy(self) -> LazyTensor:
+        """Another one of the same."""
+        raise NotImplementedError
+
+    def tolist(self) -> Any:
+        return self.decode().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.decode().numpy(force=force)
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.decode().__dlpack__(*args, **kwargs)
+
+    def untyped_storage(self) -> Any:
+        return _has_no_memory("untyped_storage")
+
+    def data_ptr(self) -> Any:
+        return _has_no_memory("data_ptr")
+
+    def share_memory_(self) -> Any:
+        return _has_no_memory("share_memory_")
 
     @property
     def data(self) -> LazyTensor:
@@ -82,6 +117,7 @@ class LazyWeight(LazyTensor):
     """Stands for a packed weight.
 
     Operations that take entries of it along the first dimension (embedding, weight[number], weight[ids]) decode these.
+    Views of a part, such as weight[number] or weight[:8], are lazy too, as nothing can be written to them either.
     It counts as an ``nn.Parameter``, as the weight that it stands for did.
 
     Attributes:
@@ -111,29 +147,58 @@ class LazyWeight(LazyTensor):
             return self.decode()
         return self.recipe.decode([stored.to(device) for stored in self.packed])
 
-    def view_like(self, shadow: torch.Tensor) -> LazyTensor:
-        return LazyWeight(self.recipe, self.packed) if shadow is self else LazyView(self, shadow)
+    @property
+    def shadow(self) -> torch.Tensor:
+        return torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
+
+    @property
+    def source(self) -> Callable[[], torch.Tensor]:
+        return self.decode
+
+    def copy(self) -> LazyWeight:
+        return LazyWeight(self.recipe, self.packed)
 
 
 class LazyView(LazyTensor):
-    """A view of a whole LazyWeight."""
+    """A view of a LazyWeight."""
 
-    weight: LazyWeight
+    _shadow: torch.Tensor
+    _source: Callable[[], torch.Tensor]
 
     @staticmethod
-    def __new__(cls, weight: LazyWeight, shadow: torch.Tensor) -> LazyView:
-        """Args: shadow: a tensor of the view's shape and strides."""
+    def __new__(cls, like: LazyTensor, source: Callable[[], torch.Tensor], shadow: torch.Tensor) -> LazyView:
+        """Args: like: of its dtype, on its device."""
         view: LazyView = torch.Tensor._make_wrapper_subclass(
-            cls, shadow.shape, strides=shadow.stride(), dtype=weight.dtype, device=weight.device
+            cls, shadow.shape, strides=shadow.stride(), dtype=like.dtype, device=like.device
         )
-        view.weight = weight
+        view._shadow, view._source = shadow, source
         return view
 
-    def decode(self) -> torch.Tensor:
-        return self.weight.decode().as_strided(self.shape, self.stride())
+    @property
+    def shadow(self) -> torch.Tensor:
+        return self._shadow
 
-    def view_like(self, shadow: torch.Tensor) -> LazyView:
-        return LazyView(self.weight, shadow)
+    @property
+    def source(self) -> Callable[[], torch.Tensor]:
+        return self._source
+
+    def decode(self) -> torch.Tensor:
+        return self._source().as_strided(self.shape, self.stride(), self._shadow.storage_offset())
+
+    def copy(self) -> LazyView:
+        return LazyView(self, self._source, self._shadow)
+
+
+def _parts(func: Any, whole: LazyTensor, *rest: Any, **kwargs: Any) -> LazyView | list[LazyView]:
+    """Views of a part: what they are views of is decoded once; of one entry of a weight, no more than that."""
+    shadows, decode = func(whole.shadow, *rest, **kwargs), whole.source
+    is_entry = func is _ATEN.select.int and rest[0] in (0, -whole.dim())
+    if isinstance(whole, LazyWeight) and is_entry and not whole.recipe.stride:
+        shadows, decode = torch.empty_like(shadows), partial(whole.recipe.entry, whole.packed, int(rest[1]))
+    source = cache(decode)
+    if isinstance(shadows, torch.Tensor):
+        return LazyView(whole, source, shadows)
+    return [LazyView(whole, source, shadow) for shadow in shadows]
 
 
 def _indexed(func: Any, args: Sequence[Any]) -> torch.Tensor | None:
@@ -142,14 +207,11 @@ def _indexed(func: Any, args: Sequence[Any]) -> torch.Tensor | None:
     if not isinstance(weight, LazyWeight) or not weight.dim():
         return None
     recipe, packed = weight.recipe, weight.packed
-    first, aten = (0, -weight.dim()), torch.ops.aten
-    if func is aten.embedding.default:
+    if func is _ATEN.embedding.default:
         return recipe.rows(packed, rest[0])
-    if func is aten.index_select.default and rest[0] in first and rest[1].dim() == 1:
+    if func is _ATEN.index_select.default and rest[0] in (0, -weight.dim()) and rest[1].dim() == 1:
         return recipe.rows(packed, rest[1])
-    if func is aten.select.int and rest[0] in first:
-        return recipe.entry(packed, rest[1])
-    if func is aten.index.Tensor and len(rest[0]) == 1 and rest[0][0].dtype in (torch.int32, torch.int64):
+    if func is _ATEN.index.Tensor and len(rest[0]) == 1 and rest[0][0].dtype in (torch.int32, torch.int64):
         ids = rest[0][0].to(weight.device)
         return recipe.rows(packed, torch.where(ids < 0, ids + len(weight), ids))
     return None
@@ -157,6 +219,11 @@ def _indexed(func: Any, args: Sequence[Any]) -> torch.Tensor | None:
 
 def _decoded(values: Any) -> Any:
     return tree_map_only(LazyTensor, lambda tensor: tensor.decode(), values)
+
+
+def _has_no_memory(what: str) -> Any:
+    mend = "take a copy of it first (weight.clone())"
+    raise InputError(f"a packed weight has no memory of its own ({what})", mend=mend)
 
 
 def _refuse(what: str) -> Any:

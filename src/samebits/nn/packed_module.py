@@ -17,10 +17,11 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 
-from samebits.errors import DtypeError, FormatError, InputError
+from samebits.digest import digest
+from samebits.errors import DigestError, DtypeError, FormatError, InputError
 from samebits.format.names import BARE, PACKED, WEIGHT
-from samebits.format.packed import PackedTensor
-from samebits.nn.lazy import LazyTensor, LazyWeight
+from samebits.format.packed import STORED_DIGEST_END, PackedTensor
+from samebits.nn.lazy import LazyWeight
 from samebits.nn.recipe import Piece, Recipe
 from samebits.plans import dispatch
 
@@ -57,19 +58,24 @@ class PackedModule(nn.Module):
 
     sb_base: type[nn.Module]
     sb_recipes: dict[str, Recipe]
-    sb_decoded: dict[str, torch.Tensor] | None = None
+    sb_versions: dict[str, tuple[int, int]]  # of a slot: the parameter in it, how often it had been written to
+    sb_decoded: _Decoded | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> nn.Module:  # type: ignore[misc]
         """A module that is made by ``type(module)(...)`` is of the original class: it has nothing packed."""
         return cls.sb_base(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, PackedModule):  # any more: whoever hooks into a module keeps the method that it had
+            return type(self).forward(self, *args, **kwargs)
         if torch.compiler.is_compiling():  # a graph keeps no more than it needs
             return super().forward(*args, **kwargs)
-        self.__dict__["sb_decoded"] = {}
+        decoded = self.__dict__["sb_decoded"] = _Decoded()
         try:
             with self._sb_hooks():
-                return super().forward(*args, **kwargs)
+                result = super().forward(*args, **kwargs)
+            decoded.refuse_changes(self)
+            return result
         finally:
             self.__dict__["sb_decoded"] = None
 
@@ -84,8 +90,8 @@ class PackedModule(nn.Module):
         )
 
     def _sb_saved(self, tensor: torch.Tensor) -> _Saved | None:
-        if isinstance(tensor, LazyTensor):  # a child's weight
-            return None
+        if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+            return None  # a child's weight, say
         for name, weight in (self.sb_decoded or {}).items():
             if tensor.dtype == weight.dtype and tensor.untyped_storage().data_ptr() == weight.data_ptr():
                 offset = int(tensor.storage_offset())
@@ -100,12 +106,26 @@ class PackedModule(nn.Module):
         if decoded is None or isinstance(self, nn.Embedding):
             return LazyWeight(self.sb_recipes[name], self.sb_data(name))
         if name not in decoded:
-            decoded[name] = self.sb_decode(name)
+            decoded[name] = weight = self.sb_decode(name)
+            decoded.versions[name] = _version(weight)
         return decoded[name]
 
     def sb_data(self, name: str) -> list[torch.Tensor]:
-        """The stored tensors of the weight ``name``, in the order of its recipe's pieces."""
-        return [self._parameters[slot] for slot in self.sb_recipes[name].slots]  # type: ignore[misc]
+        """The stored tensors of the weight ``name``, in the order of its recipe's pieces.
+
+        Raises:
+            DigestError: somebody took the bytes for numbers and changed them.
+        """
+        pieces = self.sb_recipes[name].pieces
+        data: list[Any] = [self._parameters[piece.slot] for piece in pieces]
+        if not torch.compiler.is_compiling():
+            for piece, stored in zip(pieces, data, strict=True):
+                known, now = self.sb_versions.get(piece.slot), (id(stored), _version(stored))
+                if known != now:
+                    if known and known[0] == now[0]:
+                        _refuse_other_bytes(piece, stored, f"{self.sb_base.__name__}.{name}")
+                    self.sb_versions[piece.slot] = now
+        return data
 
     def sb_decode(self, name: str) -> torch.Tensor:
         """The weight ``name``, decoded anew."""
@@ -123,6 +143,21 @@ class PackedModule(nn.Module):
     def sb_slots(self) -> set[str]:
         """Names of the parameters that hold packed weights."""
         return {slot for recipe in self.sb_recipes.values() for slot in recipe.slots}
+
+    def _replicate_for_data_parallel(self) -> Any:
+        """
+        Raises:
+            InputError: always. The copies that torch.nn.DataParallel makes of a module have no parameters.
+        """
+        mend = "use a process for each GPU, with torch.nn.parallel.DistributedDataParallel"
+        raise InputError("torch.nn.DataParallel cannot copy packed weights", mend=mend)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__.get("sb_recipes", ()):
+            unpack(self, name, None)
+            delattr(self, name)  # of the class that it is now
+        else:
+            super().__delattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in self.__dict__.get("sb_recipes", ()):
@@ -150,6 +185,7 @@ class PackedModule(nn.Module):
             pieces = tuple(self._prepare(piece, state_dict.get(prefix + piece.slot), prefix) for piece in recipe.pieces)
             self.sb_recipes[name] = replace(recipe, pieces=pieces)
         super()._load_from_state_dict(state_dict, prefix, *args)
+        self.sb_versions.clear()  # these were meant to change
 
     def _prepare(self, piece: Piece, data: torch.Tensor | None, prefix: str) -> Piece:
         if data is None or piece.header is None or data.device.type == "meta":
@@ -162,12 +198,54 @@ class PackedModule(nn.Module):
             raise FormatError(what, where=prefix + piece.slot, mend="load a state dict of the same model")
         old = self._parameters[piece.slot]
         assert old is not None
-        self._parameters[piece.slot] = nn.Parameter(torch.empty_like(data, device=old.device), requires_grad=False)
+        old.data = torch.empty_like(data, device=old.device)  # for all who share it
         return replace(piece, header=header)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """For pickle and deepcopy: the class is made, not found."""
-        return _new, (self.sb_base, tuple(self.sb_recipes)), self.__dict__
+        return _new, (self.sb_base, tuple(self.sb_recipes)), self.__getstate__()  # type: ignore[no-untyped-call]
+
+
+class _Decoded(dict[str, torch.Tensor]):
+    """The weights that are decoded while a module's forward runs.
+
+    Attributes:
+        versions: how often each had been written to when it was decoded.
+    """
+
+    def __init__(self) -> None:
+        self.versions: dict[str, int] = {}
+
+    def refuse_changes(self, module: PackedModule) -> None:
+        """
+        Raises:
+            InputError: the forward has written to one of its weights.
+        """
+        for name, version in self.versions.items():
+            if _version(self[name]) != version:
+                what = "its forward writes to this weight, which is packed: that would be lost"
+                mend = "call samebits.decompress, and exclude it from samebits.compress"
+                raise InputError(what, where=f"{module.sb_base.__name__}.{name}", mend=mend)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """How often it has been written to, as torch counts; 0 where torch does not."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _refuse_other_bytes(piece: Piece, stored: torch.Tensor, where: str) -> None:
+    """
+    Raises:
+        DigestError: packed bytes are others than they were.
+    """
+    if piece.header is None or stored.is_meta:
+        return
+    data, head = stored.detach().cpu(), piece.header.to_bytes()
+    is_whole = data.nbytes == piece.header.nbytes and data[: len(head)].numpy().tobytes() == head
+    if not is_whole or digest(data[STORED_DIGEST_END:]) != piece.header.stored_digest:
+        what = "its packed bytes were changed, by what takes all parameters for numbers"
+        mend = "load it again; call samebits.decompress before weights are averaged or trained"
+        raise DigestError(what, where=where, mend=mend)
 
 
 class _EmbeddingRows(nn.Embedding):
@@ -184,6 +262,8 @@ class PackedLinearModule(PackedModule):
     """For classes whose forward is nn.Linear's: on a GPU the product need not decode the weight first."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if not isinstance(self, PackedModule):
+            return type(self).forward(self, input)
         recipe, own = self.sb_recipes["weight"], self._parameters
         if not recipe.operands:
             return super().forward(input)  # type: ignore[no-any-return]
@@ -203,6 +283,7 @@ class PackedLinearModule(PackedModule):
             y: torch.Tensor = torch.ops.samebits.linear(rows, data, bias, numbers[:2], numbers[2:])
             return y if rows is input else y.unflatten(0, input.shape[:-1])
         assert recipe.matrix is not None
+        self.sb_data("weight")  # which looks at it
         return dispatch.linear_of_module(input, PackedTensor(recipe.matrix, data), bias)
 
 
@@ -294,6 +375,7 @@ def pack(module: nn.Module, name: str, recipe: Recipe, data: Sequence[torch.Tens
         name: of a parameter of ``module`` itself, packed already or not.
         data: what recipe.decode takes; tensors that are parameters stay shared with their other owners.
     """
+    _refuse_other_class(module)
     recipes = dict(module.sb_recipes) if isinstance(module, PackedModule) else {}
     old = recipes[name].slots if name in recipes else [name]
     if len(recipe.pieces) == 1:  # another module's recipe may name its slot otherwise
@@ -305,9 +387,20 @@ def pack(module: nn.Module, name: str, recipe: Recipe, data: Sequence[torch.Tens
 
 def unpack(module: PackedModule, name: str, parameter: nn.Parameter | None) -> None:
     """Replace a packed parameter by ``parameter``; a module without packed parameters gets its old class back."""
+    _refuse_other_class(module)
     recipes = dict(module.sb_recipes)
     _replace_parameters(module, recipes.pop(name).slots, {name: parameter})
     _become(module, recipes)
+
+
+def _refuse_other_class(module: nn.Module) -> None:
+    """
+    Raises:
+        InputError: its class was changed since it was packed, so that it cannot be changed back.
+    """
+    if isinstance(module, PackedModule) and type(module) is not packed_class(module.sb_base, tuple(module.sb_recipes)):
+        what = f"the class of a packed {module.sb_base.__name__} has become {type(module).__name__}"
+        raise InputError(what, mend="undo that first, such as a parametrization of its other parameters")
 
 
 def share_ties(model: nn.Module) -> None:
@@ -345,7 +438,8 @@ def _become(module: nn.Module, recipes: dict[str, Recipe]) -> None:
     base = module.sb_base if isinstance(module, PackedModule) else type(module)
     if recipes:
         module.__dict__["sb_recipes"] = recipes
+        module.__dict__["sb_versions"] = {}
         module.__class__ = packed_class(base, tuple(recipes))
     else:
-        del module.__dict__["sb_recipes"]
+        del module.__dict__["sb_recipes"], module.__dict__["sb_versions"]
         module.__class__ = base

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from samebits.api import decode
 from samebits.errors import FormatError, SamebitsError
 from samebits.format.packed import PackedTensor
-from samebits.nn.convert import Owned, tied, unpacked
+from samebits.nn.convert import Owned, Selection, tied, unpacked
 from samebits.nn.packed_module import pack, packed_parameters, slot_name, whole
+
+_HOLDS_ANY = Selection(min_weights=0)
 
 
 def load_state_dict(
@@ -19,7 +23,8 @@ def load_state_dict(
 ) -> Any:
     """``module.load_state_dict`` for the state dict of a compressed module: what is packed there becomes packed here.
 
-    Nothing is encoded or decoded. Parameters that are packed in both may have other bytes; those that are packed in
+    Nothing is encoded, and nothing decoded but buffers, and parameters that ``compress`` would leave as they are, such
+    as an embedding's with max_norm. Parameters that are packed in both may have other bytes; those that are packed in
     ``module`` alone are missing in the state dict.
 
     Args:
@@ -34,11 +39,15 @@ def load_state_dict(
         FormatError: a damaged packed tensor, or one of another shape; ``module`` is as it was then.
         RuntimeError: other keys or shapes that do not fit, as torch raises it.
     """
-    groups = [
-        [(full_name, owner, name) for full_name, owner, name in owned if _key(full_name, name) in state_dict]
-        for owned in tied(list(unpacked(module)))
-    ]
-    found = [(owned, _packed(owned[0], state_dict)) for owned in groups if owned]
+    found: list[tuple[list[Owned], PackedTensor]] = []
+    plain: list[tuple[list[Owned], PackedTensor]] = []
+    for owned in [*tied(list(unpacked(module))), *([buffer] for buffer in _buffers(module))]:
+        stored = [(full_name, owner, name) for full_name, owner, name in owned if _key(full_name, name) in state_dict]
+        if stored:
+            stays = stored[0][2] in stored[0][1]._buffers or _HOLDS_ANY.reason_against_tied(owned)
+            (plain if stays else found).append((stored, _packed(stored[0], state_dict)))
+    if plain:
+        state_dict = _with_plain(plain, state_dict)
     for owned, packed in found:
         _, first, first_name = owned[0]
         parameter = first._parameters[first_name]
@@ -65,6 +74,28 @@ def name_as_before(module: nn.Module, state: dict[str, Any], prefix: str, metada
 
 def _key(full_name: str, name: str) -> str:
     return full_name[: len(full_name) - len(name)] + slot_name(name)
+
+
+def _buffers(module: nn.Module) -> Iterator[Owned]:
+    for prefix, owner in module.named_modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None:
+                yield f"{prefix}.{name}" if prefix else name, owner, name
+
+
+def _with_plain(
+    groups: Sequence[tuple[Sequence[Owned], PackedTensor]], state_dict: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A state dict with what these hold packed decoded, under the names that it has then."""
+    result = OrderedDict(state_dict)
+    if hasattr(state_dict, "_metadata"):
+        result._metadata = state_dict._metadata  # type: ignore[attr-defined]
+    for owned, packed in groups:
+        tensor = decode(packed)
+        for full_name, _, name in owned:
+            del result[_key(full_name, name)]
+            result[full_name] = tensor
+    return result
 
 
 def _packed(owned: Owned, state_dict: Mapping[str, Any]) -> PackedTensor:

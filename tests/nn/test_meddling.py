@@ -1,0 +1,246 @@
+"""What others do with packed modules and their bytes works, or is refused: never a wrong weight without a word."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
+from torch import nn
+from torch.nn.utils.parametrize import register_parametrization
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import samebits
+from samebits.errors import DigestError, InputError
+from samebits.nn.packed_module import PackedModule
+from tests.nn.modules import INPUT, MIN_WEIGHTS, make, same_bits
+
+
+def packed_linear() -> tuple[nn.Linear, torch.Tensor]:
+    """A compressed layer, and what it gives for INPUT."""
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 96).to(torch.bfloat16)
+    expected = layer(INPUT)
+    samebits.compress(layer)
+    return layer, expected
+
+
+# -- Bytes that are parameters --
+
+
+@pytest.mark.parametrize("decay", [0.5, 0.9, 0.999])
+def test_averaged_bytes_are_refused(decay: float) -> None:
+    layer, expected = packed_linear()
+    average = AveragedModel(layer, multi_avg_fn=get_ema_multi_avg_fn(decay))
+    average.update_parameters(layer)
+    assert same_bits(average(INPUT), expected)
+    average.module.sb_packed.mul_(1)  # written, to no effect
+    assert same_bits(average(INPUT), expected)
+    average.update_parameters(layer)
+    if average.module.sb_packed.equal(layer.sb_packed):
+        assert same_bits(average(INPUT), expected)
+    else:
+        with pytest.raises(DigestError, match=r"^Linear\.weight: its packed bytes were changed.*samebits\.decompress"):
+            average(INPUT)
+    assert same_bits(layer(INPUT), expected)
+
+
+@pytest.mark.parametrize("place", [0, 20, 40, 70, 1000, -1])
+def test_a_byte_that_is_written_is_noticed(place: int) -> None:
+    layer, _ = packed_linear()
+    layer(INPUT)
+    with torch.no_grad():
+        layer.sb_packed[place] += 1
+    for ask in (lambda: layer(INPUT), lambda: layer.weight + 0, lambda: samebits.decompress(layer)):
+        with pytest.raises(DigestError, match=r"Linear\.weight: its packed bytes were changed"):
+            ask()
+
+
+def test_other_bytes_of_a_state_dict_are_meant() -> None:
+    module, call, _ = make("tied")
+    other = copy.deepcopy(module)
+    with torch.no_grad():
+        other.head.weight.mul_(3)
+        other.layers[0].weight.mul_(0.7)
+    expected = call(other)
+    for each in (module, other):
+        samebits.compress(each, min_weights=MIN_WEIGHTS)
+    call(module)
+    module.load_state_dict(other.state_dict())
+    assert module.head.sb_packed is module.embedding.sb_packed
+    assert same_bits(call(module), expected)
+
+
+# -- Weights that change while their module runs --
+
+
+class Codebook(nn.Module):
+    """Keeps an average of what it sees in its own weight, as vector quantizers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.code = nn.Parameter((torch.randn(96, 64) / 8).to(torch.bfloat16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.code.mul_(0.5)
+        return x @ self.code.T
+
+
+def test_a_forward_that_writes_to_its_weight() -> None:
+    module = Codebook().eval()
+    expected = module(INPUT)
+    samebits.compress(module)
+    assert same_bits(module(INPUT), expected)
+    module.train()
+    with pytest.raises(InputError, match=r"^Codebook\.code: its forward writes to this weight.*samebits\.decompress"):
+        module(INPUT)
+    assert same_bits(module.eval()(INPUT), expected)
+
+
+def test_a_packed_state_dict_for_weights_that_change() -> None:
+    plain, packed = nn.Embedding(200, 64, max_norm=1.0), nn.Embedding(200, 64)
+    packed.weight = plain.weight
+    plain, packed = plain.to(torch.bfloat16), copy.deepcopy(packed).to(torch.bfloat16)
+    samebits.compress(packed)
+    for assign in (False, True):
+        other = nn.Embedding(200, 64, max_norm=1.0, dtype=torch.bfloat16, device="meta" if assign else None)
+        samebits.load_state_dict(other, packed.state_dict(), assign=assign)
+        assert type(other) is nn.Embedding
+        assert same_bits(other(torch.arange(200)), copy.deepcopy(plain)(torch.arange(200)))
+
+
+def test_a_packed_state_dict_with_buffers() -> None:
+    """Files are packed without a look at the model: `samebits compress` knows no buffers."""
+    module = nn.BatchNorm1d(8192).to(torch.bfloat16).eval()
+    module.running_mean.copy_(torch.randn(8192))
+    state = module.state_dict()
+    for name in ("running_mean", "weight"):
+        state[f"sb_bare_{name}" if name != "weight" else "sb_packed"] = samebits.encode(state.pop(name)).data
+    other = nn.BatchNorm1d(8192).to(torch.bfloat16).eval()
+    samebits.load_state_dict(other, state)
+    x = torch.randn(2, 8192).to(torch.bfloat16)
+    assert same_bits(other(x), module(x))
+
+
+# -- Methods that are kept, classes that are changed --
+
+
+@pytest.mark.parametrize("undo", ["decompress", "assign"])
+@pytest.mark.parametrize("name", ["linear", "experts"])
+def test_decompressed_under_a_hook(name: str, undo: str) -> None:
+    module, call, expected_names = make(name)
+    expected = call(module)
+    plain = copy.deepcopy(module)
+    samebits.compress(module, min_weights=MIN_WEIGHTS)
+    add_hook_to_module(module, ModelHook())
+    assert same_bits(call(module), expected)
+    if undo == "decompress":
+        samebits.decompress(module)
+    else:
+        for weight in expected_names:
+            setattr(module, weight, getattr(plain, weight))
+    assert not isinstance(module, PackedModule)
+    assert same_bits(call(module), expected)
+
+
+def test_a_parametrization_of_another_parameter() -> None:
+    layer, expected = packed_linear()
+    register_parametrization(layer, "bias", nn.Identity())
+    assert same_bits(layer(INPUT), expected)
+    for change in (samebits.decompress, lambda m: setattr(m, "weight", nn.Parameter(torch.zeros(96, 64)))):
+        with pytest.raises(InputError, match="class of a packed Linear has become ParametrizedPackedLinear; undo that"):
+            change(layer)
+    assert same_bits(layer(INPUT), expected)
+
+
+def test_data_parallel_is_refused() -> None:
+    layer, expected = packed_linear()
+    with pytest.raises(
+        InputError, match=r"torch\.nn\.DataParallel cannot copy packed weights; .*DistributedDataParallel"
+    ):
+        layer._replicate_for_data_parallel()
+    assert same_bits(layer(INPUT), expected)
+
+
+class WithALock(nn.Linear):
+    """Can be copied because it says how."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in self.__dict__.items() if name != "lock"}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        super().__setstate__(state)
+        self.lock = threading.Lock()
+
+
+def test_a_copy_of_a_class_that_says_how() -> None:
+    module = WithALock(64, 96).to(torch.bfloat16)
+    expected = module(INPUT)
+    samebits.compress(module)
+    other = copy.deepcopy(module)
+    assert other.lock is not module.lock
+    assert same_bits(other(INPUT), expected)
+
+
+@pytest.mark.parametrize("take", [lambda p: p.pop("a"), lambda p: p.__delitem__("a"), lambda p: p.clear()])
+def test_taken_out_of_a_dict(take: Callable[[nn.ParameterDict], object]) -> None:
+    weight = (torch.randn(96, 64) / 8).to(torch.bfloat16)
+    module = nn.ParameterDict({"a": nn.Parameter(weight), "b": nn.Parameter(weight + 1)})
+    samebits.compress(module)
+    taken = take(module)
+    assert taken is None or same_bits(taken + 0, weight)
+    assert "a" not in module
+    assert not any(name.endswith("_a") for name in module.state_dict())
+
+
+def test_assigned_to_a_plain_module_then_compressed_or_not() -> None:
+    """torch takes the packed weight for a parameter."""
+    for finish in (samebits.compress, samebits.decompress):
+        module, call, _ = make("tied")
+        expected = call(module)
+        samebits.compress(module.embedding)
+        module.head.weight = module.embedding.weight
+        finish(module)
+        if finish is samebits.compress:
+            assert module.head.sb_packed is module.embedding.sb_packed
+        else:
+            assert type(module.head.weight) is nn.Parameter
+            assert module.head.weight is module.embedding.weight
+        assert same_bits(call(module), expected)
+
+
+# -- Tensors of other layouts --
+
+
+class SparseProduct(nn.Module):
+    """A graph layer: a sparse matrix times what a packed weight gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter((torch.randn(64, 96) / 8).to(torch.bfloat16))
+        self.b = nn.Parameter(torch.randn(96, dtype=torch.bfloat16))
+
+    def forward(self, adjacency: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return torch.sparse.mm(adjacency.float(), (x @ self.w + self.b).float())
+
+
+def test_sparse_tensors_beside_a_packed_weight() -> None:
+    module = SparseProduct()
+    plain = copy.deepcopy(module)
+    plain.w.requires_grad_(False)
+    samebits.compress(module)
+    adjacency, x = torch.eye(7).to_sparse().to(torch.bfloat16), INPUT.reshape(-1, 64)[:7]
+    results = [each(adjacency, x) for each in (module, plain)]
+    assert torch.equal(*(result.view(torch.int32) for result in results))
+    for result in results:
+        result.sum().backward()
+    assert same_bits(module.b.grad, plain.b.grad)
