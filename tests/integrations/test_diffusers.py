@@ -48,6 +48,7 @@ def test_compressed_while_loading(any_model: Reference, config: samebits.Samebit
     model = any_model.load(quantization_config=config)
     assert_all_packed(model, any_model)
     any_model.assert_same(model)
+    assert model.num_parameters() == any_model.model.num_parameters()
 
 
 def test_saved_and_loaded_again(any_model: Reference, config: samebits.SamebitsConfig, tmp_path: Path) -> None:

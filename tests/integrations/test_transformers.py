@@ -107,6 +107,14 @@ def test_compressed_in_place_and_saved(reference: Reference, tmp_path: Path) -> 
     reference.assert_same(reference.load(tmp_path))
 
 
+@pytest.mark.parametrize("options", [{}, {"exclude_embeddings": True}, {"only_trainable": True}], ids=str)
+def test_number_of_parameters(reference: Reference, config: samebits.SamebitsConfig, options: dict[str, bool]) -> None:
+    model, plain = reference.load(quantization_config=config), reference.load()
+    for name, parameter in plain.named_parameters():  # packed weights are frozen
+        parameter.requires_grad_(name in dict(model.named_parameters()))
+    assert model.num_parameters(**options) == plain.num_parameters(**options)
+
+
 def test_saved_with_a_state_dict(llama: Reference, llama_folder: Path, tmp_path: Path) -> None:
     """As Trainer saves: what is not packed is taken from it; packed weights must be the model's own."""
     model = llama.load(llama_folder)

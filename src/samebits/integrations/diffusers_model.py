@@ -25,6 +25,7 @@ from samebits.format.safetensors_file import SUFFIX
 from samebits.integrations.diffusers import compressed, is_compressed
 from samebits.integrations.transformers import SamebitsConfig
 from samebits.integrations.weight_files import publish, write_weights
+from samebits.nn.convert import counting_weights
 from samebits.nn.packed_module import check_dtype, packed_parameters
 
 _DTYPE = "get_parameter_dtype"  # a function that other modules of diffusers may have imported already
@@ -35,6 +36,7 @@ def register() -> None:
     if ModelMixin._apply is _apply:
         return
     ModelMixin._apply = _apply
+    ModelMixin.num_parameters = counting_weights(ModelMixin.num_parameters)
     ModelMixin.save_pretrained = _saving(ModelMixin.save_pretrained)
     ModelMixin.from_pretrained = classmethod(_loading(ModelMixin.from_pretrained.__func__))
     modeling_utils._fetch_index_file = _finding_index(modeling_utils._fetch_index_file, modeling_utils._get_model_file)

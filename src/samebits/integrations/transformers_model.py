@@ -21,6 +21,7 @@ from samebits.integrations.transformers import SamebitsConfig, SamebitsQuantizer
 from samebits.integrations.transformers_layout import KEEP_FORMAT
 from samebits.integrations.transformers_state import checkpoint_tensors
 from samebits.integrations.weight_files import publish, write_weights
+from samebits.nn.convert import counting_weights
 from samebits.nn.df11 import holds_units
 from samebits.nn.offload import offload
 from samebits.nn.packed_module import check_dtype, packed_parameters, share_ties
@@ -35,6 +36,7 @@ def register() -> None:
     PreTrainedModel._apply = _apply
     PreTrainedModel.dtype = _dtype(PreTrainedModel.dtype.fget)
     PreTrainedModel.tie_weights = _tying(PreTrainedModel.tie_weights)
+    PreTrainedModel.num_parameters = counting_weights(PreTrainedModel.num_parameters)
     PreTrainedModel.save_pretrained = _saving(PreTrainedModel.save_pretrained)
     PreTrainedModel.from_pretrained = classmethod(_loading(PreTrainedModel.from_pretrained.__func__))
     transformers_df11.register()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import wraps
 from typing import cast
 
 import torch
@@ -206,6 +207,21 @@ def report(module: nn.Module, selection: Selection) -> Report:
         eligible = "packing does not make it smaller" if dtype == torch.bfloat16 else f"{dtype}, not bfloat16"
         result.raw[full_name] = selection.reason_against_tied(owned) or eligible
     return result
+
+
+def counting_weights(original: Callable[..., int]) -> Callable[..., int]:
+    """``num_parameters`` of transformers' and diffusers' models, which counts weights for packed bytes too."""
+
+    @wraps(original)
+    def num_parameters(self: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        count = original(self, only_trainable=only_trainable, exclude_embeddings=exclude_embeddings)
+        for _, owner, name in () if only_trainable else (group[0] for group in tied(list(packed_parameters(self)))):
+            count -= sum(stored.numel() for stored in cast(PackedModule, owner).sb_data(name))
+            if not (exclude_embeddings and isinstance(owner, nn.Embedding)):
+                count += math.prod(cast(PackedModule, owner).sb_recipes[name].shape)
+        return count
+
+    return num_parameters
 
 
 def encode_parameter(weight: torch.Tensor, full_name: str) -> PackedTensor | None:
