@@ -106,8 +106,12 @@ def test_a_flipped_bit_of_a_packed_tensor(packed: Path, tmp_path: Path) -> None:
     assert mismatch
     assert (mismatch.tensor, mismatch.index) == (HEAD, None)
     assert mismatch.found.endswith("of the stored bytes")
+    plain = Checkpoint.open(tmp_path / "a.safetensors")
+    mismatch = verify_against(Checkpoint.open(packed), plain).mismatch
+    assert mismatch
+    assert (mismatch.tensor, mismatch.found) == (HEAD, "decoded words with another digest")
     with pytest.raises(DigestError, match=HEAD):
-        verify_against(Checkpoint.open(packed), Checkpoint.open(tmp_path / "a.safetensors"))
+        verify_against(plain, Checkpoint.open(packed))
 
 
 def test_a_flipped_bit_of_the_original_digest(packed: Path) -> None:

@@ -147,8 +147,12 @@ def _digest_mismatch(entry: Entry, device: str) -> Mismatch | None:
     try:
         original_bytes(entry, device)
     except DigestError:
-        return Mismatch(entry.name, None, "decoded words with another digest", f"{entry.digest:016x}")
+        return _damaged(entry)
     return None
+
+
+def _damaged(entry: Entry) -> Mismatch:
+    return Mismatch(entry.name, None, "decoded words with another digest", f"{entry.digest:016x}")
 
 
 def _differ(entry: Entry, found: int, expected: int | None, what: str) -> Mismatch | None:
@@ -163,7 +167,8 @@ def verify_against(
     """Compare every tensor of two checkpoints (either may be packed) byte by byte.
 
     Raises:
-        FormatError, DigestError: a damaged packed tensor.
+        FormatError: a tensor that is not even well formed.
+        DigestError: a damaged packed tensor of the original.
     """
     done, total = 0, _total(original)
     for name in sorted({*checkpoint.entries} ^ {*original.entries}):
@@ -183,7 +188,11 @@ def _compare(entry: Entry, expected: Entry, device: str) -> Mismatch | None:
     described, wanted = (f"{e.dtype} {list(e.shape)}" for e in (entry, expected))
     if described != wanted:
         return Mismatch(entry.name, None, described, wanted)
-    left, right = (original_bytes(e, device).numpy() for e in (entry, expected))
+    right = original_bytes(expected, device).numpy()
+    try:
+        left = original_bytes(entry, device).numpy()
+    except DigestError:
+        return _damaged(entry)
     first = first_difference(left, right)
     return None if first is None else _mismatch_at(entry, left, right, first)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -17,12 +18,13 @@ from safetensors.torch import save_file
 
 from samebits.cli import generate
 from samebits.cli.console import Lines, size
+from samebits.format import mapping
 from samebits.format.container import Checkpoint
 from samebits.jobs import job
 from samebits.jobs.estimate import SAMPLE_WORDS
 from tests.cli.conftest import Command
 from tests.jobs.checkpoints import files_of, stored, tensors, weights, write_file, write_folder
-from tests.jobs.test_jobs import GAINS
+from tests.jobs.test_jobs import GAINS, in_planes
 
 TOTAL = sum(tensor.nbytes for tensor in tensors().values())
 
@@ -89,6 +91,20 @@ def test_verify_finds_the_first_difference(samebits: Command, source: Path, pack
     assert (outcome.code, outcome.json["identical"], outcome.json["mismatch"]) == (1, False, mismatch)
 
 
+def test_a_damaged_file_is_reported_as_json(samebits: Command, source: Path, packed: Path) -> None:
+    """One that is damaged itself; a damaged original is unusable."""
+    entry = Checkpoint.open(packed).entries["lm_head.weight"]
+    data = bytearray(entry.file.path.read_bytes())
+    data[in_planes(entry)] ^= 4
+    entry.file.path.write_bytes(data)
+    outcome = samebits("verify", packed, "--against", source, "--json")
+    assert (outcome.code, outcome.json["identical"]) == (1, False)
+    assert outcome.json["mismatch"]["tensor"] == "lm_head.weight"
+    assert "not identical: lm_head.weight: decoded words with another digest" in outcome.error
+    outcome = samebits("verify", source, "--against", packed)
+    assert (outcome.code, f"{entry.where}: the decoded words differ from their digest; " in outcome.error) == (2, True)
+
+
 def test_verify_json(samebits: Command, source: Path, packed: Path) -> None:
     report = samebits("verify", packed, "--against", source, "--json").json
     assert (report["identical"], report["nbytes"], report["mismatch"]) == (True, TOTAL, None)
@@ -104,6 +120,8 @@ def test_inspect(samebits: Command, source: Path, packed: Path) -> None:
         assert report["total"]["original_bytes"] == TOTAL
     assert {tensor["name"] for tensor in compressed["tensors"] if tensor["packed"]} == GAINS
     assert "model.layers.*.q_proj.weight" in compressed["kinds"]
+    named = write_file(source.parent / "named.safetensors", {"x:smile:[red]y": weights(8)})
+    assert " x:smile:[red]y " in samebits("inspect", named, "--tensors").out
     for arguments in ((), ("--tensors",)):
         text = samebits("inspect", packed, *arguments).out
         assert f"{len(GAINS)} of {len(tensors())} tensors packed, 3 files" in text
@@ -136,6 +154,7 @@ def test_unusable_input_is_one_line_and_exit_code_2(
 ) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken.safetensors").write_bytes(b"\xff" * 40)
+    (tmp_path / "round").symlink_to("round")
     cases: list[tuple[tuple[object, ...], str]] = [
         (("compress", tmp_path / "nowhere", tmp_path / "b"), "nowhere: no such file or folder; check the path"),
         (("inspect", tmp_path / "empty"), "empty: no safetensors files in this folder; give a folder with"),
@@ -146,6 +165,10 @@ def test_unusable_input_is_one_line_and_exit_code_2(
         (("estimate", packed), "packed: already compressed by samebits; "),
         (("bench", tmp_path / "nowhere"), "nowhere: no such file or folder; check the path"),
         (("generate", tmp_path / "empty", "--prompt", "x"), "empty: transformers cannot load it"),
+        (("compress", source, tmp_path / "round"), "Too many levels of symbolic links; check the path"),
+        (("compress", "", tmp_path / "b"), "Invalid value for 'SRC': it is empty; see `samebits compress --help`"),
+        (("compress", source, ""), "Invalid value for 'DST': it is empty"),
+        (("verify", packed, "--against", ""), "Invalid value for '--against': it is empty"),
         (("compress", source), "Missing argument 'DST'; see `samebits compress --help`"),
         (("compress", source, tmp_path / "b", "--workers", 0), "Invalid value for '--workers'"),
         (("compress", source, tmp_path / "b", "--cast", "fp8"), "Invalid value for '--cast'"),
@@ -174,6 +197,15 @@ def test_operating_system_errors(
         outcome = samebits("inspect", source)
     assert outcome.code == 2
     assert outcome.error == f"samebits: {source}: Permission denied; check the path and its permissions\n"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(mapping, "SCRATCH_IN_MEMORY", 1000)
+            outcome = samebits("estimate", source, "--exact")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (outcome.code, "File too large; free some space, or raise the limit" in outcome.error) == (2, True)
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
         outcome = samebits("compress", source, source.parent / "packed")
@@ -182,6 +214,17 @@ def test_operating_system_errors(
         patch.setattr(job, "work", lambda _: (_ for _ in ()).throw(MemoryError))
         outcome = samebits("compress", source, source.parent / "packed")
     assert (outcome.code, "out of memory" in outcome.error) == (2, True)
+
+
+def test_a_defect_is_told_from_a_difference(
+    samebits: Command, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job, "work", lambda _: {}["nothing"])
+    outcome = samebits("compress", source, tmp_path / "packed")
+    assert outcome.code == 70
+    assert "Traceback" in outcome.err
+    assert outcome.err.endswith("KeyError: 'nothing'\nsamebits: a defect of samebits; report the lines above and the "
+                                "output of `samebits doctor`\n")  # fmt: skip
 
 
 def test_interrupts(samebits: Command, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,6 +250,26 @@ def test_a_closed_pipe(source: Path) -> None:
     assert process.stderr
     assert process.stderr.read() == b""
     assert process.wait() == 141
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_closed_streams(source: Path, packed: Path, closed: str) -> None:
+    command = [sys.executable, "-c", "from samebits.cli import main; main()", "verify", str(packed)]
+    done = subprocess.run(["sh", "-c", f'"$@" {closed}', "sh", *command, "--against", str(source)], capture_output=True)
+    assert done.returncode == 0
+    assert done.stderr == b""
+
+
+def test_streams_of_another_encoding(tmp_path: Path) -> None:
+    path = write_file(tmp_path / "\u0175.safetensors", {"\u0175": weights(8)})
+    command = [sys.executable, "-c", "from samebits.cli import main; main()"]
+    environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    done, failed = (
+        subprocess.run([*command, *arguments], env=environment, capture_output=True)
+        for arguments in (("inspect", path, "--tensors"), ("inspect", tmp_path / "\u0176"))
+    )
+    assert (done.returncode, done.stdout.count(b"\\u0175")) == (0, 2)
+    assert (failed.returncode, b"\\u0176: no such file" in failed.stderr) == (2, True)
 
 
 IMPORTS = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -119,7 +120,23 @@ def test_unusable_input(samebits: Command, example: Path, packed_example: Path, 
     assert "No such file" in samebits(*both, "--logits", "--text", tmp_path / "none").error
     assert "--text goes with --logits" in samebits(*both, "--text", tmp_path / "empty").error
     assert "--logits needs --against" in samebits("verify", packed_example, "--logits").error
+    (tmp_path / "model.safetensors").write_bytes((example / "model.safetensors").read_bytes())
     assert "cannot load it" in samebits("verify", packed_example, "--logits", "--against", tmp_path).error
+
+
+def test_a_model_that_was_rounded_is_not_compared(samebits: Command, example: Path, tmp_path: Path) -> None:
+    """Its original would be rounded as well when it is loaded, and give the same logits."""
+    wide, packed = tmp_path / "wide", tmp_path / "packed"
+    shutil.copytree(example, wide)
+    tensors = {name: tensor.float() * 1.001 for name, tensor in load_file(wide / "model.safetensors").items()}
+    save_file(tensors, wide / "model.safetensors", metadata={"format": "pt"})
+    assert samebits("compress", wide, packed, "--cast", "bf16").code == 0
+    outcome = samebits("verify", "--logits", packed, "--against", wide, "--device", "cpu")
+    assert outcome.code == 2
+    assert (
+        "samebits.safetensors: model.embed_tokens.weight: BF16 instead of F32, and both would run in BF16; "
+        in outcome.error
+    )
 
 
 def test_too_little_space(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,13 @@ def test_what_does_not_fit(samebits: Command, example: Path) -> None:
     assert "BF16 does not fit into 10MB; its weights alone are too large\n" in outcome.out
 
 
+def test_a_config_that_no_model_can_be_made_of(samebits: Command, config: Path) -> None:
+    path = config / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_attention_heads": 0}))
+    outcome = samebits("estimate", config, "--context", 9)
+    assert (outcome.code, f"{path}: its model cannot be made (" in outcome.error) == (2, True)
+
+
 def test_without_weights(samebits: Command, example: Path, config: Path) -> None:
     there, supposed = (samebits("estimate", path, "--context", 9, "--json").json for path in (example, config))
     assert supposed["peak_bytes"] == pytest.approx(there["peak_bytes"], rel=0.01)
@@ -63,7 +71,7 @@ def test_sizes(text: str, nbytes: int) -> None:
     assert parse_size(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "24", "GiB", "-1GB", "1e9B", "24Gi"])
+@pytest.mark.parametrize("text", ["", "24", "GiB", "-1GB", "1e9B", "24Gi", "9" * 400 + "B"])
 def test_sizes_that_are_none(text: str) -> None:
     with pytest.raises(InputError, match="is no size"):
         parse_size(text)

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from samebits.cli import bench
 from samebits.cli.generate import default_model
 from tests.cli.conftest import Command
 
 PROMPT = "And the king said"
+EXAMPLE = default_model()
 
 
 @pytest.fixture(scope="module")
 def example() -> Path:
-    return Path(default_model())
+    return Path(EXAMPLE)
 
 
 @pytest.fixture
@@ -60,6 +64,64 @@ def test_a_damaged_model_does_not_generate(samebits: Command, packed_example: Pa
     outcome = samebits("generate", packed_example, "--prompt", PROMPT)
     assert outcome.code == 2
     assert "not a valid safetensors file" in outcome.error or "cannot load it" in outcome.error
+
+
+@pytest.fixture
+def copied_example(example: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(example, tmp_path / "copied"))
+
+
+@pytest.fixture
+def without_a_norm(copied_example: Path) -> Path:
+    """The example without a weight that its class needs, and which transformers would make up."""
+    tensors = load_file(copied_example / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, copied_example / "model.safetensors", metadata={"format": "pt"})
+    return copied_example
+
+
+@pytest.mark.parametrize("command", [("generate",), ("verify", "--logits", "--against", EXAMPLE)])
+def test_weights_that_are_missing(samebits: Command, without_a_norm: Path, command: tuple[object, ...]) -> None:
+    outcome = samebits(*command, without_a_norm, "--device", "cpu")
+    assert outcome.code == 2
+    assert f"{without_a_norm}: LlamaForCausalLM needs weights that are missing: model.norm.weight; " in outcome.error
+
+
+def test_bench_of_what_cannot_run_measures_its_tensors(samebits: Command, without_a_norm: Path) -> None:
+    outcome = samebits("bench", without_a_norm, "--device", "cpu")
+    assert outcome.code == 0
+    assert "29 tensors measured, 10." in outcome.out
+    assert outcome.err.startswith(f"note: no model was run: {without_a_norm}: LlamaForCausalLM needs weights")
+
+
+def test_a_plain_model_that_is_cut_off(samebits: Command, copied_example: Path) -> None:
+    path = copied_example / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    outcome = samebits("generate", copied_example)
+    assert (outcome.code, f"{copied_example}: transformers cannot load it (" in outcome.error) == (2, True)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"num_attention_heads": 0}, {"hidden_size": "160"}, {"hidden_size": 640}, {"pad_token_id": 10**6}]
+)
+def test_a_config_that_does_not_fit(samebits: Command, copied_example: Path, wrong: dict[str, Any]) -> None:
+    path = copied_example / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | wrong))
+    outcome = samebits("generate", copied_example)
+    assert (outcome.code, f"{copied_example}: transformers cannot load it (" in outcome.error) == (2, True)
+
+
+def test_unusable_arguments(samebits: Command, example: Path) -> None:
+    cases: list[tuple[tuple[object, ...], str]] = [
+        ((example / "model.safetensors",), "model.safetensors: a file, not a model folder; give a folder"),
+        ((example, "--seed", 2**64), "Invalid value for '--seed'"),
+        ((example, "--prompt", "\udcff"), "--prompt: not a text in UTF-8; convert it"),
+        (("",), "it is empty"),
+    ]
+    for arguments, message in cases:
+        outcome = samebits("generate", *arguments)
+        assert (outcome.code, message in outcome.error) == (2, True), arguments
+    assert samebits("generate", example, "--seed", 2**64 - 1, "--max-new-tokens", 1, "--device", "cpu").code == 0
 
 
 @pytest.mark.parametrize("compressed", [True, False])

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from samebits import api
+from samebits.codecs.reference import digest_reference
 from samebits.errors import FormatError, InputError, SamebitsError, VersionError
 from samebits.format.container import Checkpoint, FileInfo
 from samebits.format.mapping import SCRATCH_IN_MEMORY, create_mapped, map_file, scratch
@@ -81,6 +82,14 @@ def test_hostile_tensor_entries_are_refused(tmp_path: Path, entry: dict[str, Any
     with pytest.raises(FormatError) as caught:
         Checkpoint.open(path)
     assert caught.value.where == str(path)
+
+
+def test_an_entry_that_is_a_list(tmp_path: Path) -> None:
+    """The library takes it."""
+    path = write_raw(tmp_path / "model.safetensors", json.dumps({"a": list(WORD.values())}), b"1234")
+    assert load_file(path)["a"].shape == (2,)
+    with pytest.raises(FormatError, match=r"model.safetensors: a: the header does not describe it by a JSON object"):
+        Checkpoint.open(path)
 
 
 def test_a_name_twice_in_one_header(tmp_path: Path) -> None:
@@ -163,6 +172,8 @@ def test_a_packed_tensor_cut_short(tmp_path: Path) -> None:
         ('{"version":1,"digests":[]}', FormatError),
         ('{"version":1,"digests":{"norm":"xyz"}}', FormatError),
         ('{"version":1,"digests":{"norm":5}}', FormatError),
+        ('{"version":1,"names":5}', FormatError),
+        ('{"version":1,"names":"0123"}', FormatError),
         ('{"version":1,"file":"../../etc/x.safetensors"}', FormatError),
         ('{"version":1,"file":"config.json"}', FormatError),
         ('{"version":1,"file":7}', FormatError),
@@ -178,7 +189,12 @@ def test_bad_file_metadata(tmp_path: Path, info: str, error: type[SamebitsError]
 @pytest.mark.clause("7.3")
 @pytest.mark.parametrize(
     "info",
-    [FileInfo(), FileInfo({}), FileInfo({"norm": 0xFEDCBA9876543210, "other": 0}, "model-00001-of-00002.safetensors")],
+    [
+        FileInfo(),
+        FileInfo({}),
+        FileInfo(names=7),
+        FileInfo({"norm": 0xFEDCBA9876543210, "other": 0}, "model-00001-of-00002.safetensors"),
+    ],
 )
 def test_file_metadata_round_trip(info: FileInfo) -> None:
     assert FileInfo.parse(info.to_json()) == info
@@ -197,6 +213,17 @@ def test_digests_are_those_of_the_unchanged_tensors(tmp_path: Path, names: tuple
     info = FileInfo(dict.fromkeys(names, 0)).to_json()
     path = write_container(tmp_path / "samebits.safetensors", info)
     with pytest.raises(FormatError, match=message):
+        Checkpoint.open(path)
+
+
+@pytest.mark.clause("7.3")
+def test_names_of_packed_tensors_have_a_digest(tmp_path: Path) -> None:
+    path = write_container(tmp_path / "samebits.safetensors")
+    names = Checkpoint.open(path).files[0].tensors
+    expected = digest_reference("".join(f"{name}\n" for name in sorted(names) if ".sb_" in name).encode())
+    Checkpoint.open(write_container(path, FileInfo(names=expected).to_json()))
+    write_container(path, FileInfo(names=expected ^ 1).to_json())
+    with pytest.raises(FormatError, match=r"samebits\.safetensors: packed tensors have other names than when it was"):
         Checkpoint.open(path)
 
 

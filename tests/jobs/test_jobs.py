@@ -285,7 +285,8 @@ def test_which_other_files_go_along(tmp_path: Path) -> None:
         "tokenizer.model": True, "merges.txt": True, "sub/model.safetensors": True, "special.bin": True,
         "consolidated.safetensors": False, "adapter_model.safetensors": False, "pytorch_model-00001-of-2.bin": False,
         "pytorch_model.bin.index.json": False, "flax_model.msgpack": False, "tf_model.h5": False, "model.gguf": False,
-        "onnx/model.onnx": False, "original/consolidated.00.pth": False, "original/params.json": True,
+        "voices/one.pt": True, "2_Dense/pytorch_model.bin": True, "original/params.json": True,
+        "original/consolidated.00.pth": False, "onnx/model.onnx": False, "sub/original/x.pt": True,
     }  # fmt: skip
     for name in [*names, ".git/config", ".cache/huggingface/x", ".samebits-job/lock"]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -293,6 +294,20 @@ def test_which_other_files_go_along(tmp_path: Path) -> None:
     copied, skipped = other_files(tmp_path, set())
     assert {str(path) for path in copied} == {name for name, goes in names.items() if goes}
     assert {str(path) for path in skipped} == {name for name, goes in names.items() if not goes}
+
+
+def test_linked_folders_go_along(tmp_path: Path) -> None:
+    """And one that leads back to a folder that it is in ends there."""
+    source, elsewhere = write_folder(tmp_path / "source"), tmp_path / "elsewhere"
+    (elsewhere / "deep").mkdir(parents=True)
+    (elsewhere / "deep" / "notes.txt").write_text("notes")
+    (elsewhere / "deep" / "back").symlink_to(source)
+    for name, target in {"one": elsewhere, "two": elsewhere, "itself": source, "above": tmp_path}.items():
+        (source / name).symlink_to(target)
+    compress(source, tmp_path / "packed")
+    others = {str(path.relative_to(tmp_path / "packed")) for path in (tmp_path / "packed").glob("*/**/*.txt")}
+    assert others == {"extra/notes.txt", "one/deep/notes.txt", "two/deep/notes.txt"}
+    assert not (tmp_path / "packed" / "one").is_symlink()
 
 
 def test_a_hub_id_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

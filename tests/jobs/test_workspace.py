@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from samebits.errors import InputError, ResourceError, SamebitsError
+from samebits.errors import FormatError, InputError, ResourceError, SamebitsError
 from samebits.format.container import Checkpoint
 from samebits.jobs import pieces
 from samebits.jobs.workers import Workers
@@ -151,6 +152,40 @@ def test_interrupted_while_overwriting(tmp_path: Path) -> None:
     assert not (destination / NAME).exists()
 
 
+def test_what_cannot_be_opened_is_not_published(tmp_path: Path) -> None:
+    """Here a folder of one file, whose name without packing says that there is a second one."""
+    shard = write_file(tmp_path / "model-00001-of-00002.safetensors")
+    compress(shard, tmp_path / "packed" / "samebits.safetensors")
+    destination = write_folder(tmp_path / "back")
+    before = files_of(destination)
+    with pytest.raises(FormatError, match=r"the shard model-00002-of-00002.safetensors is missing"):
+        decompress(tmp_path / "packed", destination, overwrite=True)
+    assert files_of(destination) == before
+    assert not (destination / NAME).exists()
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "samebits.safetensors", "config.json", "older.safetensors"])
+def test_a_folder_in_the_way(tmp_path: Path, name: str) -> None:
+    source, destination = write_folder(tmp_path / "source"), write_folder(tmp_path / "packed")
+    (destination / name).unlink(missing_ok=True)
+    (destination / name / "mine").mkdir(parents=True)
+    before = files_of(destination)
+    with pytest.raises(InputError, match=f"packed/{name}: a folder is in the way; remove it"):
+        compress(source, destination, overwrite=True)
+    assert files_of(destination) == before
+
+
+def test_a_file_in_the_way_of_a_folder(tmp_path: Path) -> None:
+    source, destination = write_folder(tmp_path / "source"), write_folder(tmp_path / "packed")
+    (destination / "extra" / "notes.txt").unlink()
+    (destination / "extra").rmdir()
+    (destination / "extra").write_text("mine")
+    before = files_of(destination)
+    with pytest.raises(InputError, match="packed/extra: a file is in the way; remove it"):
+        compress(source, destination, overwrite=True)
+    assert files_of(destination) == before
+
+
 def test_two_jobs_on_one_destination(tmp_path: Path) -> None:
     source, destination = write_folder(tmp_path / "source"), tmp_path / "packed"
     message = rf"another job \(process {os.getpid()}\) is writing here"
@@ -178,6 +213,32 @@ def test_disk_full_while_encoding(tmp_path: Path) -> None:
         compress_with(os, "posix_fallocate", fill_disk, source, destination)
     with pytest.raises(InputError):
         Checkpoint.open(destination)
+    compress(source, destination)
+    assert verify_against(Checkpoint.open(destination), Checkpoint.open(source)).identical
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_disk_that_is_full_from_the_start(tmp_path: Path, exists: bool) -> None:
+    source, destination = write_folder(tmp_path / "source"), tmp_path / "packed"
+    if exists:
+        destination.mkdir()
+    with pytest.raises(ResourceError, match="packed: no space left; free some"):
+        compress_with(os, "write", fill_disk, source, destination)
+    assert list(tmp_path.glob("packed*/*")) == []
+    assert destination.exists() is exists
+
+
+@pytest.mark.parametrize("nbytes", [0, 10_000])
+def test_a_file_larger_than_the_limit(tmp_path: Path, nbytes: int) -> None:
+    source, destination = write_folder(tmp_path / "source"), tmp_path / "packed"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        with pytest.raises(ResourceError, match="packed: a file would be larger than it may be; raise the limit"):
+            compress(source, destination)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert destination.exists() is bool(nbytes)  # there is something to go on from
     compress(source, destination)
     assert verify_against(Checkpoint.open(destination), Checkpoint.open(source)).identical
 
@@ -262,6 +323,47 @@ def test_workers_end_with_their_parent(tmp_path: Path) -> None:
     deadline = time.monotonic() + 30
     while any(is_alive(worker) for worker in workers) and time.monotonic() < deadline:
         time.sleep(0.05)
+    assert not any(is_alive(worker) for worker in workers)
+
+
+INTERRUPTED_TWICE = """
+import os, signal, time
+from concurrent.futures import ProcessPoolExecutor
+from samebits.jobs.workers import Workers
+
+def wait(number):
+    os.write(1, f"{os.getpid()}\\n".encode())
+    time.sleep(1000)
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+def interrupted(*arguments, **options):
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGINT)
+    shutdown(*arguments, **options)
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, interrupt)
+    shutdown, ProcessPoolExecutor.shutdown = ProcessPoolExecutor.shutdown, interrupted
+    with Workers(2) as workers:
+        list(workers.map(wait, range(2)))
+"""
+
+
+def test_signals_during_the_end_of_workers(tmp_path: Path) -> None:
+    """The first one ends them, whatever they are at; those that follow do not leave them behind."""
+    script = tmp_path / "twice.py"
+    script.write_text(INTERRUPTED_TWICE)
+    parent = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert parent.stdout
+    workers = [int(parent.stdout.readline()) for _ in range(2)]
+    parent.terminate()
+    try:
+        _, errors = parent.communicate(timeout=60)
+    finally:
+        parent.kill()
+    assert errors.endswith("KeyboardInterrupt\n")
     assert not any(is_alive(worker) for worker in workers)
 
 

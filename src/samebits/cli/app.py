@@ -38,11 +38,26 @@ class Device(StrEnum):
     CUDA = "cuda"
 
 
+def _given(text: str) -> str:
+    """Refuse an empty path, as an unset variable leaves one: it would be the folder at hand, or none."""
+    if not text:
+        raise typer.BadParameter("it is empty")
+    return text
+
+
+def _path(text: str) -> Path:
+    return Path(_given(text))
+
+
 Source = Annotated[
-    str, typer.Argument(metavar="SRC", help="Model folder, .safetensors file, or hub id.", show_default=False)
+    str,
+    typer.Argument(
+        metavar="SRC", parser=_given, help="Model folder, .safetensors file, or hub id.", show_default=False
+    ),
 ]
 Destination = Annotated[
-    Path, typer.Argument(metavar="DST", help="Folder for a folder, file for a file.", show_default=False)
+    Path,
+    typer.Argument(metavar="DST", parser=_path, help="Folder for a folder, file for a file.", show_default=False),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 On = Annotated[Device, typer.Option("--device", help="auto: a GPU if there is one.")]
@@ -56,9 +71,13 @@ To = Annotated[Format, typer.Option("--format", help="df11: the published layout
 Units = Annotated[
     str | None, typer.Option("--patterns", metavar="auto|FILE", help="With df11: which matrices are a unit.")
 ]
-Model = Annotated[str | None, typer.Argument(metavar="[PATH]", help="Default: the example model.", show_default=False)]
+Model = Annotated[
+    str | None,
+    typer.Argument(metavar="[PATH]", parser=_given, help="Default: the example model.", show_default=False),
+]
 
 _MIN_WEIGHTS = 4096
+_MAX_SEED = 2**64 - 1  # that torch takes
 
 
 @app.callback(invoke_without_command=True)
@@ -119,8 +138,12 @@ def decompress(
 
 @app.command()
 def verify(
-    destination: Annotated[str, typer.Argument(metavar="DST", help="Compressed folder or file.", show_default=False)],
-    against: Annotated[str | None, typer.Option(help="Its original: compare byte by byte.")] = None,
+    destination: Annotated[
+        str, typer.Argument(metavar="DST", parser=_given, help="Compressed folder or file.", show_default=False)
+    ],
+    against: Annotated[
+        str | None, typer.Option(metavar="SRC", parser=_given, help="Its original: compare byte by byte.")
+    ] = None,
     logits: Annotated[bool, typer.Option("--logits", help="Run both and compare every logit instead.")] = False,
     text: Annotated[
         Path | None, typer.Option(metavar="FILE", help="With --logits: over this text; default: random tokens.")
@@ -191,7 +214,7 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
     greedy: Annotated[bool, typer.Option("--greedy", help="Always the likeliest token; otherwise sample.")] = False,
     temperature: Annotated[float, typer.Option(min=0.01, help="For sampling.")] = 0.8,
-    seed: Annotated[int, typer.Option(min=0, help="For sampling.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=_MAX_SEED, help="For sampling.")] = 0,
     device: On = Device.AUTO,
     as_json: Json = False,
 ) -> None:

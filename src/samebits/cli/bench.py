@@ -13,8 +13,8 @@ import torch
 
 from samebits import api
 from samebits.cli.commands import open_source
-from samebits.cli.console import print_json, print_lines, print_table, size
-from samebits.cli.generate import Sampling, default_model, import_transformers, load, run_model
+from samebits.cli.console import note, print_json, print_lines, print_table, size
+from samebits.cli.generate import Sampling, default_model, import_transformers, load_model, run_model
 from samebits.errors import InputError, MismatchError
 from samebits.format.container import Checkpoint, Entry
 from samebits.format.folder import CONFIG
@@ -28,7 +28,6 @@ _REPEATS = 5
 _GENERATIONS = 3
 _NEW_TOKENS = 32
 _PROMPT_TOKENS = 16
-_CLASS = "AutoModelForCausalLM"
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ def bench(path: str | None, device: str, as_json: bool) -> None:
     checkpoint = open_source(path or default_model())
     source = checkpoint.path
     coding = measure_coding(checkpoint, device)
-    models = measure_models(checkpoint, device) if (source / CONFIG).exists() else {}
+    models = _measure_models(checkpoint, device) if (source / CONFIG).exists() else {}
     if as_json:
         running = {name: vars(model) for name, model in models.items()}
         print_json({"path": source, "device": device, "coding": vars(coding), "models": running})
@@ -67,6 +66,15 @@ def bench(path: str | None, device: str, as_json: bool) -> None:
     )
     if models:
         _print_models(models)
+
+
+def _measure_models(checkpoint: Checkpoint, device: str) -> dict[str, Running]:
+    """As measure_models; none if it is no causal language model."""
+    try:
+        return measure_models(checkpoint, device)
+    except InputError as error:
+        note(f"note: no model was run: {' '.join(str(error).split())}")
+        return {}
 
 
 def _print_models(models: dict[str, Running]) -> None:
@@ -139,6 +147,7 @@ def measure_models(checkpoint: Checkpoint, device: str) -> dict[str, Running]:
     """Load and run the model both ways.
 
     Raises:
+        InputError: it cannot be loaded.
         MismatchError: the two generate different tokens.
     """
     import_transformers()  # or it would count as loading
@@ -146,7 +155,7 @@ def measure_models(checkpoint: Checkpoint, device: str) -> dict[str, Running]:
 
     path = str(checkpoint.path)
     packing = {} if checkpoint.is_packed else {"quantization_config": SamebitsConfig()}
-    compressed, tokens = _run(lambda: load(_CLASS, path, dtype=torch.bfloat16, **packing), device)
+    compressed, tokens = _run(lambda: load_model(path, dtype=torch.bfloat16, **packing), device)
     plain, expected = _run(lambda: _load_plain(path, checkpoint.is_packed), device)
     if tokens != expected:
         raise MismatchError("the two models generated different tokens", where=path, mend="report it as a bug")
@@ -154,7 +163,7 @@ def measure_models(checkpoint: Checkpoint, device: str) -> dict[str, Running]:
 
 
 def _load_plain(path: str, is_packed: bool) -> Any:
-    model = load(_CLASS, path, dtype=torch.bfloat16)
+    model = load_model(path, dtype=torch.bfloat16)
     return model.dequantize() if is_packed else model
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from samebits.cli.console import note, print_json, print_lines, print_table, progress_bar, size
 from samebits.df11.checkpoint import Df11Checkpoint, open_checkpoint
 from samebits.df11.patterns import architecture_of, read_patterns
-from samebits.errors import DigestError, MismatchError
+from samebits.errors import MismatchError
 from samebits.format.container import Checkpoint, Entry
 from samebits.integrations.model_shapes import model_shapes
 from samebits.jobs import estimate as estimates
@@ -83,14 +83,11 @@ def verify(destination: str, against: str | None, device: str, as_json: bool) ->
     checkpoint = open_source(destination)
     original = open_source(against) if against else None
     device = resolve_device(device)
-    try:
-        with progress_bar("verify") as progress:
-            if original:
-                verdict = verify_against(checkpoint, original, device, progress)
-            else:
-                verdict = verify_digests(checkpoint, device, progress)
-    except DigestError as error:
-        raise MismatchError(error.what, where=error.where, mend=error.mend) from None
+    with progress_bar("verify") as progress:
+        if original:
+            verdict = verify_against(checkpoint, original, device, progress)
+        else:
+            verdict = verify_digests(checkpoint, device, progress)
     _report_verdict(verdict, checkpoint, against, as_json)
 
 

@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from samebits.cli.console import note, print_json, print_lines
 from samebits.errors import InputError
+from samebits.integrations.model_shapes import WRONG_CONFIG
 from samebits.jobs.device import resolve_device
 
 EXAMPLE = Path("examples/king-james/model")
+_MEND = "give a folder or hub id with the config, tokenizer and weights of a causal language model"
 
 
 @dataclass(frozen=True)
@@ -58,25 +61,50 @@ def import_transformers() -> Any:
     return transformers
 
 
-def load(auto_class: str, path: str, **options: Any) -> Any:
-    """``transformers.<auto_class>.from_pretrained(path)``.
+def load_tokenizer(path: str) -> Any:
+    """The tokenizer of a model folder or hub id.
 
     Raises:
         InputError: transformers is missing or cannot load it.
     """
+    return _load("AutoTokenizer", path)
+
+
+def load_model(path: str, **options: Any) -> Any:
+    """The causal language model of a folder or hub id, on the CPU.
+
+    Raises:
+        InputError: transformers is missing or cannot load it, or weights are missing, which would be random.
+    """
+    model, found = _load("AutoModelForCausalLM", path, output_loading_info=True, **options)
+    missing = sorted(found["missing_keys"])
+    if missing:
+        names = missing[0] + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
+        raise InputError(f"{type(model).__name__} needs weights that are missing: {names}", where=path, mend=_MEND)
+    return model
+
+
+def _load(auto_class: str, path: str, **options: Any) -> Any:
     factory = getattr(import_transformers(), auto_class)
+    if Path(path).is_file():
+        raise InputError("a file, not a model folder", where=path, mend=_MEND)
     try:
         return factory.from_pretrained(path, **options)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        mend = "give a folder or hub id with the config, tokenizer and weights of a causal language model"
-        raise InputError(f"transformers cannot load it ({error})", where=path, mend=mend) from None
+    except (*WRONG_CONFIG, SafetensorError) as error:
+        if "out of memory" in str(error):
+            raise
+        raise InputError(f"transformers cannot load it ({error})", where=path, mend=_MEND) from None
 
 
 def generate(path: str | None, prompt: str, sampling: Sampling, device: str, as_json: bool) -> None:
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise InputError("not a text in UTF-8", where="--prompt", mend="convert it") from None
     path = path or default_model()
     device = resolve_device(device)
-    tokenizer = load("AutoTokenizer", path)
-    model = load("AutoModelForCausalLM", path, dtype="auto").to(device).eval()
+    tokenizer = load_tokenizer(path)
+    model = load_model(path, dtype="auto").to(device).eval()
     inputs = tokenizer(prompt, return_tensors="pt").to(device)
     if inputs["input_ids"].shape[1] == 0:
         raise InputError("the prompt has no tokens", where=path, mend="give a longer --prompt")
@@ -96,6 +124,6 @@ def run_model(model: Any, inputs: Any, sampling: Sampling) -> list[int]:
     """Prompt and continuation as token ids."""
     torch.manual_seed(sampling.seed)
     names = ("input_ids", "attention_mask")
-    with torch.inference_mode():
+    with torch.no_grad():  # not inference_mode, in which products of one input are made one by one (docs/plans.md)
         output = model.generate(**{name: inputs[name] for name in names}, **sampling.options())
     return [int(token) for token in output[0]]

@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 
+from samebits.cli.commands import open_source
 from samebits.cli.console import print_json, print_lines, progress_bar, size
-from samebits.cli.generate import load
+from samebits.cli.generate import load_model, load_tokenizer
 from samebits.errors import InputError, MismatchError, ResourceError
 from samebits.format.mapping import scratch
+from samebits.format.safetensors_file import FLOATS
 from samebits.jobs.device import resolve_device
 from samebits.jobs.options import Progress
 from samebits.verify import first_difference, repeatable_attention
@@ -62,6 +64,7 @@ def verify_logits(path: str, against: str, text: Path | None, device: str, as_js
         ResourceError: no space for the logits.
     """
     device = resolve_device(device)
+    _check_dtypes(path, against)
     tokens = None if text is None else read_tokens(against, text)
     with progress_bar("verify") as progress:
         verdict = compare(path, against, tokens, device, progress)
@@ -78,6 +81,20 @@ def verify_logits(path: str, against: str, text: Path | None, device: str, as_js
         print_lines(f"{path}: the logits are identical to those of {against}, {what}")
 
 
+def _check_dtypes(path: str, against: str) -> None:
+    """Refuse a model that was rounded: the other one, loaded in BF16 as well, would give the same logits.
+
+    Raises:
+        InputError: a weight has another dtype in ``path`` than in ``against``.
+    """
+    entries = open_source(path).entries
+    for original in open_source(against):
+        entry = entries.get(original.name, original)
+        if original.dtype in FLOATS and entry.dtype != original.dtype:
+            what = f"{entry.dtype} instead of {original.dtype}, and both would run in BF16"
+            raise InputError(what, where=entry.where, mend="compare the weights instead: leave --logits out")
+
+
 def read_tokens(model: str, text: Path) -> torch.Tensor:
     """A text as the model's tokenizer cuts it: int64 [tokens].
 
@@ -88,7 +105,7 @@ def read_tokens(model: str, text: Path) -> torch.Tensor:
         words = text.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise InputError("not a text in UTF-8", where=str(text), mend="convert it") from None
-    tokens = torch.tensor(load("AutoTokenizer", model)(words, verbose=False)["input_ids"], dtype=torch.int64)
+    tokens = torch.tensor(load_tokenizer(model)(words, verbose=False)["input_ids"], dtype=torch.int64)
     if not len(tokens):
         raise InputError("the text has no tokens", where=str(text), mend="give a longer one")
     return tokens
@@ -126,7 +143,7 @@ def compare(path: str, against: str, tokens: torch.Tensor | None, device: str, p
 
 
 def _load(path: str, device: str) -> Any:
-    return load("AutoModelForCausalLM", path, dtype=torch.bfloat16).to(device).eval()
+    return load_model(path, dtype=torch.bfloat16).to(device).eval()
 
 
 def _logits(model: Any, windows: tuple[torch.Tensor, ...]) -> Iterator[torch.Tensor]:

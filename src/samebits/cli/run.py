@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import signal
 import sys
+import traceback
 from typing import NoReturn
 
 import typer
@@ -12,7 +15,7 @@ import typer
 from samebits.cli.app import app
 from samebits.errors import MismatchError, SamebitsError
 
-DONE, FAILED, UNUSABLE = 0, 1, 2
+DONE, FAILED, UNUSABLE, DEFECT = 0, 1, 2, 70  # the last as in sysexits.h
 INTERRUPTED, PIPE_CLOSED, TERMINATED = 130, 141, 143  # 128 + the signal's number, as shells have it
 _UsageError: type[Exception] = typer.BadParameter.__mro__[2]  # click's ClickException, wherever typer keeps click
 
@@ -21,8 +24,9 @@ def run(arguments: list[str]) -> int:
     """Run one command.
 
     Returns:
-        0 done, 1 a comparison failed, 2 unusable input; 128 + signal if a signal ended it.
+        0 done, 1 a comparison failed, 2 unusable input, 70 a defect of samebits; 128 + signal if a signal ended it.
     """
+    _open_streams()
     signal.signal(signal.SIGTERM, _terminate)
     command = typer.main.get_command(app)
     try:
@@ -45,14 +49,24 @@ def run(arguments: list[str]) -> int:
         return PIPE_CLOSED
     except OSError as error:
         return _fail(_describe(error), UNUSABLE)
-    except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "out of memory" not in str(error):
-            raise
-        return _fail("out of memory; close other programs, use fewer --workers, or --device cpu", UNUSABLE)
+    except Exception as error:
+        if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "out of memory" in str(error)):
+            return _fail("out of memory; close other programs, use fewer --workers, or --device cpu", UNUSABLE)
+        traceback.print_exc()
+        return _fail("a defect of samebits; report the lines above and the output of `samebits doctor`", DEFECT)
     except KeyboardInterrupt:
         return _fail(_interrupted(arguments), INTERRUPTED)
     except _Terminated:
         return _fail(_interrupted(arguments), TERMINATED)
+
+
+def _open_streams() -> None:
+    """A stream that is closed loses what is written to it; an open one takes every character, whatever its encoding."""
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 class _Terminated(BaseException):
@@ -76,4 +90,8 @@ def _fail(message: str, code: int) -> int:
 
 def _describe(error: OSError) -> str:
     reason = error.strerror or str(error)
-    return f"{error.filename}: {reason}; check the path and its permissions" if error.filename else reason
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        reason += "; free some space, or raise the limit"
+    elif error.filename:
+        reason += "; check the path and its permissions"
+    return f"{error.filename}: {reason}" if error.filename else reason

@@ -27,10 +27,12 @@ class FileInfo:
     Attributes:
         digests: of every unchanged tensor's bytes, by name; None if not recorded.
         original: name of the file that was compressed, None if unknown.
+        names: digest of the packed tensors' names (``digest_of_names``); None if not recorded.
     """
 
     digests: dict[str, int] | None = None
     original: str | None = None
+    names: int | None = None
 
     @classmethod
     def parse(cls, text: str) -> FileInfo:
@@ -46,7 +48,8 @@ class FileInfo:
         if not isinstance(info, dict):
             raise FormatError("its samebits metadata is not a JSON object", mend=DAMAGED)
         check_version(info.get("version"))
-        return cls(_digests(info.get("digests")), file_name_of(info.get("file")))
+        names = _digests(None if info.get("names") is None else {"": info["names"]})
+        return cls(_digests(info.get("digests")), file_name_of(info.get("file")), names[""] if names else None)
 
     def to_json(self) -> str:
         info: dict[str, Any] = {"version": VERSION}
@@ -54,7 +57,15 @@ class FileInfo:
             info["file"] = self.original
         if self.digests is not None:
             info["digests"] = {name: f"{value:016x}" for name, value in self.digests.items()}
+        if self.names is not None:
+            info["names"] = f"{self.names:016x}"
         return json.dumps(info, separators=(",", ":"))
+
+
+def digest_of_names(stored: Iterable[str]) -> int:
+    """FORMAT.md 7.3: of the names of the packed ones of these tensors of a file."""
+    packed = sorted(name for name in stored if original_name(name) is not None)
+    return digest("".join(f"{name}\n" for name in packed).encode())
 
 
 def _digests(table: object) -> dict[str, int] | None:
@@ -205,8 +216,8 @@ class Checkpoint:
         folder_files = Folder.scan(path) if path.is_dir() else Folder([single_file(path)], {}, {})
         files = tuple(SafetensorsFile.open(file) for file in folder_files.files)
         infos = {file.path: info for file in files if (info := _info(file)) is not None}
-        entries = _entries(files, infos)
         folder_files.check(files)
+        entries = _entries(files, infos)
         return cls(path, files, infos, entries, folder_files.index_metadata)
 
     @property
@@ -236,12 +247,15 @@ def _info(file: SafetensorsFile) -> FileInfo | None:
 
 
 def _check_names(file: SafetensorsFile, info: FileInfo) -> None:
-    """The table of digests lists the unchanged tensors, so that a damaged name cannot pass for one."""
+    """The table of digests lists the unchanged tensors, the packed ones' names have a digest: no name is damaged."""
     unchanged = {name for name in file.tensors if original_name(name) is None}
     if info.digests is not None:
         for name in sorted(unchanged ^ info.digests.keys()):
             what = "no digest is recorded for it" if name in unchanged else "a digest is recorded, but no such tensor"
             raise FormatError(what, where=f"{file.path}: {name}", mend=DAMAGED)
+    if info.names is not None and info.names != digest_of_names(file.tensors):
+        what = "packed tensors have other names than when it was written"
+        raise FormatError(what, where=str(file.path), mend=DAMAGED)
 
 
 def _entries(files: Iterable[SafetensorsFile], infos: dict[Path, FileInfo]) -> dict[str, Entry]:

@@ -81,11 +81,11 @@ class SafetensorsFile:
             text = file.read(length)
         try:
             header = json.loads(text, object_pairs_hook=_unique)
+            metadata = header.pop(METADATA, None) or {}
+            first = _LENGTH_BYTES + length
+            return cls(path, metadata, {name: _spec(name, entry, first) for name, entry in header.items()})
         except FormatError as error:
             raise error.at(str(path)) from None
-        metadata = header.pop(METADATA, None) or {}
-        first = _LENGTH_BYTES + length
-        return cls(path, metadata, {name: _spec(name, entry, first) for name, entry in header.items()})
 
     def data(self, spec: TensorSpec) -> torch.Tensor:
         """A tensor's bytes: uint8 [nbytes], mapped, read-only."""
@@ -109,7 +109,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _spec(name: str, entry: dict[str, Any], first: int) -> TensorSpec:
+def _spec(name: str, entry: object, first: int) -> TensorSpec:
+    if not isinstance(entry, dict):  # the library takes a list of the values, too
+        raise FormatError("the header does not describe it by a JSON object", where=name, mend=_DAMAGED)
     start, stop = entry["data_offsets"]
     return TensorSpec(name, entry["dtype"], tuple(entry["shape"]), first + start, first + stop)
 

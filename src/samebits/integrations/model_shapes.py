@@ -15,9 +15,10 @@ from samebits.df11.config import KEY
 from samebits.errors import InputError
 from samebits.format.folder import CONFIG, read_json
 
-_WRONG_CONFIG = (
-    StrictDataclassError, OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError,
-)  # fmt: skip
+WRONG_CONFIG = (
+    StrictDataclassError, OSError, ValueError, LookupError, ArithmeticError, TypeError, AttributeError, AssertionError,
+    ImportError, RuntimeError,
+)  # what libraries raise for one  # fmt: skip
 _MAX_LAYERS = 10_000  # of a model; a class with more would take forever to build
 
 
@@ -36,7 +37,7 @@ def model_shapes(folder: Path, names: Sequence[str]) -> Mapping[str, tuple[int, 
             return _of_transformers(folder, names)
         if config.get("_class_name") and find_spec("diffusers"):
             return _of_diffusers(config, names)
-    except _WRONG_CONFIG as error:
+    except WRONG_CONFIG as error:
         raise _unmade(error, folder) from None
     return {}
 
@@ -60,7 +61,7 @@ def meta_model(folder: Path) -> Any:
         raise InputError("transformers is not installed", mend="pip install 'samebits[transformers]'")
     try:
         return _meta_model(folder)
-    except _WRONG_CONFIG as error:
+    except WRONG_CONFIG as error:
         raise _unmade(error, folder) from None
 
 

@@ -12,7 +12,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 
 from samebits.digest import digest
-from samebits.format.container import FileInfo
+from samebits.format.container import FileInfo, digest_of_names
 from samebits.format.folder import CONFIG, INDEX_SUFFIX, KEY, STEM
 from samebits.format.names import original_name
 from samebits.format.safetensors_file import SUFFIX
@@ -37,7 +37,8 @@ def write_weights(tensors: Mapping[str, torch.Tensor], folder: Path, max_shard_s
 def _file_info(tensors: Mapping[str, torch.Tensor]) -> FileInfo:
     """FORMAT.md 7.3 for a file with these tensors."""
     unpacked = {name: tensor for name, tensor in tensors.items() if original_name(name) is None}
-    return FileInfo({name: digest(tensor.detach().cpu().contiguous()) for name, tensor in unpacked.items()})
+    digests = {name: digest(tensor.detach().cpu().contiguous()) for name, tensor in unpacked.items()}
+    return FileInfo(digests, names=digest_of_names(tensors))
 
 
 def publish(staging: Path, destination: Path) -> None:

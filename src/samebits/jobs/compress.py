@@ -11,7 +11,7 @@ from samebits.df11.checkpoint import Df11Checkpoint
 from samebits.df11.config import KEY as DF11_KEY
 from samebits.digest import digest
 from samebits.errors import DtypeError, FormatError, InputError
-from samebits.format.container import Checkpoint, Entry, FileInfo
+from samebits.format.container import Checkpoint, Entry, FileInfo, digest_of_names
 from samebits.format.folder import CONFIG, KEY, STEM, VERSION, read_json, shard_name
 from samebits.format.names import BARE, PACKED, stored_name
 from samebits.format.packed import align
@@ -79,7 +79,7 @@ class Compression(Job):
             for piece in sorted(unpacked, key=lambda piece: piece.width, reverse=True):
                 digests[piece.name] = digest(piece.data())
                 piece.append_to(writer)
-            writer.finish(names, _metadata(shard, digests))
+            writer.finish(names, _metadata(shard, digests, digest_of_names(names)))
 
     def convert_config(self, config: dict[str, Any]) -> dict[str, Any]:
         if self.options.cast:
@@ -97,8 +97,8 @@ def _with_dtype(config: dict[str, Any]) -> dict[str, Any]:
     return {**result, **{key: "bfloat16" for key in ("dtype", "torch_dtype") if isinstance(result.get(key), str)}}
 
 
-def _metadata(shard: Shard, digests: dict[str, int]) -> dict[str, str]:
-    return {**shard.metadata, KEY: FileInfo(digests, shard.plain).to_json()}
+def _metadata(shard: Shard, digests: dict[str, int], names: int = 0) -> dict[str, str]:
+    return {**shard.metadata, KEY: FileInfo(digests, shard.plain, names).to_json()}
 
 
 def _capacity(shard: Shard) -> int:

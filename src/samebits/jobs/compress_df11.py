@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from samebits.bf16 import words_of
+from samebits.df11.checkpoint import open_checkpoint
 from samebits.df11.config import KEY, Df11Config
 from samebits.df11.patterns import Patterns, auto_patterns, find_units
 from samebits.df11.unit import Unit, UnitPlan
@@ -164,10 +165,10 @@ class Df11Compression(Job):
     def stage_index(self, space: Workspace) -> None:
         """None: tensors are found by their names."""
 
-    def measure(self) -> tuple[Sizes, list[str], dict[str, str]]:
+    def measure(self, path: Path) -> tuple[Sizes, list[str], dict[str, str]]:
+        open_checkpoint(path)
         targets = [shard.target for shard in self.shards]
-        paths = [self.destination / target for target in targets] if self.is_folder else [self.destination]
-        files = [SafetensorsFile.open(path) for path in paths]
+        files = [SafetensorsFile.open(file) for file in ([path / t for t in targets] if self.is_folder else [path])]
         raw: dict[str, str] = {}
         for file in files:
             raw |= Unsaid.parse(file.metadata).raw

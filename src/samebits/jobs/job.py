@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from abc import ABC, abstractmethod
@@ -143,24 +144,30 @@ class Job(ABC):
             ResourceError: no space, a killed worker, another job at work on the destination.
         """
         start = time.monotonic()
-        with Workspace(self.destination, self.is_folder, self._identity(), self.run_options.overwrite) as space:
-            try:
+        try:
+            with Workspace(self.destination, self.is_folder, self._identity(), self.run_options.overwrite) as space:
                 resumed = self._run_in(space)
-            except OSError as error:
-                raise out_of_space(error, self.destination) or error from None
+                sizes, not_gained, raw_units = self.measure(space.staged)  # what cannot be opened is not published
+                space.publish()
+        except OSError as error:
+            raise out_of_space(error, self.destination) or error from None
         skipped = [str(path) for path in self.skipped if not path.name.endswith(INDEX_SUFFIX)]
-        sizes, not_gained, raw_units = self.measure()
         return JobReport(self.destination, sizes, not_gained, skipped, len(self.shards), resumed, self.device,
                          time.monotonic() - start, raw_units)  # fmt: skip
 
-    def measure(self) -> tuple[Sizes, list[str], dict[str, str]]:
-        """What JobReport says of the result: sizes, not_gained, raw_units."""
-        result = Checkpoint.open(self.destination)
+    def measure(self, path: Path) -> tuple[Sizes, list[str], dict[str, str]]:
+        """What JobReport says of the result, opened at ``path`` as readers do: sizes, not_gained, raw_units.
+
+        Raises:
+            FormatError: it cannot be opened.
+        """
+        result = Checkpoint.open(path)
         not_gained = [entry.name for entry in result if self.packs(entry) and not entry.is_packed]
         return Sizes.of(result if result.is_packed else self.checkpoint), not_gained, {}
 
     def _run_in(self, space: Workspace) -> int:
-        """All stages; how many shards an earlier run had finished."""
+        """All stages up to publishing; how many shards an earlier run had finished."""
+        space.check_places([*(Path(shard.target) for shard in self.shards), *self.others])
         pending = [shard for shard in self.shards if not space.is_finished(shard.target)]
         self._advance(self._total - sum(shard.nbytes for shard in pending))
         count = 1 if self.device == "cuda" else worker_count(self.run_options.workers, self._work(pending))
@@ -177,7 +184,6 @@ class Job(ABC):
                 recorded.result()
         if self.is_folder:
             self._stage_others(space)
-        space.publish()
         return len(self.shards) - len(pending)
 
     def _identity(self) -> dict[str, Any]:
@@ -230,7 +236,7 @@ class Job(ABC):
             self.stage_index(space)
 
     def stage_index(self, space: Workspace) -> None:
-        files = [SafetensorsFile.open(space.find(shard.target)) for shard in self.shards]
+        files = [SafetensorsFile.open(space.out / shard.target) for shard in self.shards]
         total = sum(spec.nbytes for file in files for spec in file.tensors.values())
         weight_map = {name: file.path.name for file in files for name in file.tensors}
         metadata = {**self.checkpoint.index_metadata, "total_size": total}
@@ -245,7 +251,7 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 def _check_places(source: Path, destination: Path, is_folder: bool) -> None:
     where = str(destination)
-    inner, outer = destination.resolve(), source.resolve()
+    inner, outer = (Path(os.path.realpath(path)) for path in (destination, source))  # resolve() fails if links go round
     if inner == outer or (is_folder and (inner in outer.parents or outer in inner.parents)):
         raise InputError("source and destination overlap", where=where, mend="choose a destination elsewhere")
     if not is_folder and (destination.is_dir() or destination.suffix != SUFFIX):

@@ -6,6 +6,7 @@ import os
 import re
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import NoReturn
 
 from samebits.errors import InputError
 from samebits.format.container import Checkpoint
@@ -17,6 +18,7 @@ OTHER_WEIGHTS = (
     "pytorch_model*", "*.pth", "*.pt", "*.ckpt", "*.gguf", "*.ggml", "*.onnx", "*.onnx_data", "*.h5", "*.msgpack",
     "*.tflite", "*.ot", "consolidated*", "*.mlmodel",
 )  # fmt: skip
+_EXPORTS = ("original", "onnx", "openvino", "coreml", "gguf")  # folders in which hubs keep a model's weights once more
 DIFFUSERS = "diffusion_pytorch_model"  # what diffusers calls its weights
 _HIDDEN = (".git", ".cache", "__pycache__")
 
@@ -60,13 +62,17 @@ def plain_names(checkpoint: Checkpoint) -> list[str]:
 def other_files(folder: Path, weights: set[Path]) -> tuple[list[Path], list[Path]]:
     """Files of a model folder besides its ``weights``, relative to it: those to copy, and those left behind.
 
-    Left behind are the same weights in other formats. Safetensors files in subfolders belong to other modules and are
-    copied; hidden caches are neither.
+    Left behind are the same weights in other formats, also those in folders by which hubs know these. What other
+    subfolders hold, linked ones too, belongs to other modules and is copied, but for links that lead back to a folder
+    that they are in; hidden caches are neither.
+
+    Raises:
+        OSError: a subfolder cannot be read.
     """
     copied: list[Path] = []
     skipped: list[Path] = []
-    for root, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if name not in _HIDDEN and not name.startswith(".samebits"))
+    for root, folders, names in os.walk(folder, onerror=_fail, followlinks=True):
+        folders[:] = sorted(name for name in folders if not _is_hidden(name) and not _leads_back(Path(root, name)))
         for path in (Path(root, name) for name in sorted(names)):
             if path not in weights:
                 relative = path.relative_to(folder)
@@ -74,8 +80,20 @@ def other_files(folder: Path, weights: set[Path]) -> tuple[list[Path], list[Path
     return copied, skipped
 
 
+def _fail(error: OSError) -> NoReturn:
+    raise error
+
+
+def _is_hidden(name: str) -> bool:
+    return name in _HIDDEN or name.startswith(".samebits")
+
+
+def _leads_back(folder: Path) -> bool:
+    return folder.is_symlink() and any(folder.samefile(parent) for parent in folder.absolute().parents)
+
+
 def _is_weights(relative: Path) -> bool:
-    at_top = len(relative.parts) == 1
-    if at_top and (relative.suffix == SUFFIX or relative.name.endswith(INDEX_SUFFIX)):
-        return True
-    return any(fnmatchcase(relative.name, pattern) for pattern in OTHER_WEIGHTS)
+    patterns: tuple[str, ...] = (f"*{SUFFIX}", f"*{INDEX_SUFFIX}", *OTHER_WEIGHTS)
+    if len(relative.parts) > 1:
+        patterns = OTHER_WEIGHTS if relative.parts[0] in _EXPORTS else ()
+    return any(fnmatchcase(relative.name, pattern) for pattern in patterns)

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from itertools import islice
 from typing import Self, TypeVar
 
@@ -45,9 +46,12 @@ class Workers:
             self._executor = ProcessPoolExecutor(self.count, context, _start_worker, (share,))
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if self._executor:
-            self._executor.shutdown(wait=True, cancel_futures=True)
+            with _no_signals():
+                if kind:
+                    _terminate(self._executor)  # nobody waits for what they are at
+                self._executor.shutdown(wait=True, cancel_futures=True)
 
     def map(self, function: Callable[[Task], Result], tasks: Iterable[Task]) -> Iterator[Result]:
         """``function`` of each task, in order; tasks are started as results are taken.
@@ -70,6 +74,26 @@ class Workers:
         except BrokenProcessPool:
             mend = "free memory or use fewer --workers, then run the same command again"
             raise ResourceError("a worker process was killed", mend=mend) from None
+
+
+@contextmanager
+def _no_signals() -> Iterator[None]:
+    """Meanwhile ignore Ctrl-C and SIGTERM, which would break off a shutdown and leave workers that wait for ever."""
+    if threading.current_thread() is not threading.main_thread():  # only that one gets signals
+        yield
+        return
+    numbers = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) is not None]
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _terminate(executor: ProcessPoolExecutor) -> None:
+    for process in list((executor._processes or {}).values()):
+        process.terminate()
 
 
 def _start_worker(share: int) -> None:

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -49,15 +50,15 @@ class Workspace:
             raise InputError("a file is in the way", where=str(self.destination), mend="give a folder")
         self._made_destination = self.is_folder and not self.destination.exists()
         fresh = not self.folder.exists()
-        self._take_lock()
         try:
+            self._take_lock()
             self._check_destination()
-        except SamebitsError:
-            if fresh:
+            self._prepare()
+        except (SamebitsError, OSError):
+            if fresh and self._lock:
                 self._discard()
             self._release()
             raise
-        self._prepare()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
@@ -77,10 +78,9 @@ class Workspace:
             if path.exists() and os.path.samestat(path.stat(), os.fstat(lock.fileno())):
                 break  # else the job that held it has just removed the file
             lock.close()
-        lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
         self._lock = lock
+        lock.truncate(0)
+        os.write(lock.fileno(), str(os.getpid()).encode())  # a buffer would be written again when the file is closed
 
     def _held_by(self, lock: IO[str]) -> ResourceError:
         lock.seek(0)
@@ -115,6 +115,14 @@ class Workspace:
         for path in self.folder.glob("spool*"):
             path.unlink()
         self.out.mkdir(exist_ok=True)
+        if self._publishing.exists():
+            self._take_back()
+
+    def _take_back(self) -> None:
+        """Into ``out`` again what an interrupted run has published, so that it is looked at as a whole."""
+        for name in (path.stem for path in self.folder.glob("*.done")):
+            if not (self.out / name).exists() and self._place(Path(name)).exists():
+                self._place(Path(name)).replace(self.out / name)
 
     def _empty(self) -> None:
         for path in self.folder.iterdir():
@@ -128,10 +136,10 @@ class Workspace:
         if self._made_destination and not any(self.destination.iterdir()):
             self.destination.rmdir()
 
-    def find(self, name: str) -> Path:
-        """Where the finished shard ``name`` is: in ``out``, or in its place already."""
-        staged = self.out / name
-        return staged if staged.exists() else self._place(Path(name))
+    @property
+    def staged(self) -> Path:
+        """What the destination is going to be: ``out``, or the file in it."""
+        return self.out if self.is_folder else self.out / self.destination.name
 
     def _place(self, relative: Path) -> Path:
         return self.destination / relative if self.is_folder else self.destination
@@ -147,12 +155,34 @@ class Workspace:
 
     def is_finished(self, name: str) -> bool:
         """Whether an earlier run completed the shard ``name``, and it is still what it was."""
-        path, file = self.folder / f"{name}.done", self.find(name)
+        path, file = self.folder / f"{name}.done", self.out / name
         return path.exists() and file.exists() and _fingerprint(file) == json.loads(path.read_text())
 
+    def check_places(self, files: Iterable[Path]) -> None:
+        """Refuse to publish ``files``, relative to ``out``, where that would fail half way.
+
+        Raises:
+            InputError: a folder stands where a file goes or weights are looked for, or a file where a folder goes.
+        """
+        if not self.is_folder:
+            return
+        files = list(files)
+        weights = [path for path in self.destination.iterdir() if _rank(Path(path.name))]
+        for place in (*weights, *map(self._place, files)):
+            if place.is_dir() and not place.is_symlink():
+                raise InputError("a folder is in the way", where=str(place), mend="remove it")
+        for folder in {self._place(parent) for file in files for parent in file.parents}:
+            if folder.exists() and not folder.is_dir():
+                raise InputError("a file is in the way", where=str(folder), mend="remove it")
+
     def publish(self) -> None:
-        """Move everything from ``out`` into its place, what makes it loadable last, and remove the workspace."""
+        """Move everything from ``out`` into its place, what makes it loadable last, and remove the workspace.
+
+        Raises:
+            InputError: as check_places; nothing has changed then.
+        """
         staged = sorted((path.relative_to(self.out) for path in self.out.rglob("*") if path.is_file()), key=_rank)
+        self.check_places(staged)
         self._publishing.touch()
         self._remove_old_weights()
         for relative in staged:
@@ -162,12 +192,11 @@ class Workspace:
         shutil.rmtree(self.folder)
 
     def _remove_old_weights(self) -> None:
-        """Remove weights, index and config of another model, not what an interrupted run of this job has moved."""
+        """Remove weights, index and config of another model."""
         if not self.is_folder:
             return
-        moved = {path.stem for path in self.folder.glob("*.done") if not (self.out / path.stem).exists()}
         for path in sorted(self.destination.iterdir(), key=lambda path: _rank(Path(path.name)), reverse=True):
-            if _rank(Path(path.name)) and path.name not in moved:
+            if _rank(Path(path.name)):
                 path.unlink()
 
 
@@ -197,7 +226,10 @@ def require_space(folder: Path, nbytes: int) -> None:
 
 
 def out_of_space(error: OSError, folder: Path) -> ResourceError | None:
-    """The disk is full, as one of our errors; None if ``error`` is another one."""
+    """The disk is full, or takes no file this large, as one of our errors; None if ``error`` is another one."""
+    if error.errno == errno.EFBIG:
+        mend = "raise the limit that `ulimit -f` shows, or choose another destination"
+        return ResourceError("a file would be larger than it may be", where=str(folder), mend=mend)
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return None
     mend = "free some and run the same command again: it goes on where it stopped"
