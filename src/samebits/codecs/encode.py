@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -83,14 +84,21 @@ class CpuCounter:
         """Of the words: known once the rows of a matrix are counted."""
         return digest(self.words) if self._digest is None else self._digest
 
+    @cached_property
+    def _summary(self) -> NDArray[np.int32]:
+        """Of each row of a matrix centre, lowest and highest (RowStatistics), and whether it has subnormals."""
+        rows, columns = self.geometry.rows, self.geometry.columns
+        summary = np.empty((4, rows), np.int32)
+        grain = -(-_grain(rows * columns, columns) // 4) * 4
+        sums = run_ranges(loops.summarize_rows, rows, grain, self.words, columns, *summary)
+        self._digest = digest_of_sums(self.words, sums)
+        return summary
+
     def rows(self, stride: int) -> RowStatistics:
         if self.layout is Layout.FLAT:
             return RowStatistics.of_flat(histogram_of_words(self.words), self._has_subnormals())
         rows, columns = self.geometry.rows, self.geometry.columns
-        centers, lowest, highest, subnormal = np.empty((4, rows), np.int32)
-        grain = -(-_grain(rows * columns, columns) // 4) * 4
-        sums = run_ranges(loops.summarize_rows, rows, grain, self.words, columns, centers, lowest, highest, subnormal)
-        self._digest = digest_of_sums(self.words, sums)
+        centers, lowest, highest, subnormal = self._summary
 
         def count(first: int, last: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
             histogram, pinned = np.zeros((2, EXPONENTS), np.int64)

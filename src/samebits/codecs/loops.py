@@ -121,28 +121,34 @@ def count_rows(
     aligned: NDArray[np.int64], pinned: NDArray[np.int64], first: int, last: int,
 ) -> None:  # fmt: skip
     """Add exponents of the sampled rows ``stride * [first, last)`` to the histograms of codecs.row_statistics."""
-    counts = np.zeros((4, 256), np.int64)
+    counts, total = np.zeros((4, 256), np.int64), np.empty(256, np.int64)
     for sample in range(first, last):
         row = sample * stride
         counts[:] = 0
         count_exponents(words, row * columns, (row + 1) * columns, counts)
-        center = centers[row]
+        for e in range(256):  # these loops are for vector units
+            total[e] = counts[0, e] + counts[1, e] + counts[2, e] + counts[3, e]
         for e in range(256):
-            number = counts[0, e] + counts[1, e] + counts[2, e] + counts[3, e]
-            histogram[e] += number
-            if center < 0 or e == 0:
-                pinned[e] += number
-            else:
-                aligned[center % 16, e - center // 16 + 256] += number
+            histogram[e] += total[e]
+        center = centers[row]
+        if center < 0:
+            for e in range(256):
+                pinned[e] += total[e]
+        else:
+            pinned[0] += total[0]
+            zero = 256 - center // 16
+            relative = aligned[center % 16, zero + 1 : zero + 256]
+            for e in range(255):
+                relative[e] += total[e + 1]
 
 
 @njit(cache=True, nogil=True)
 def any_subnormal(words: NDArray[np.uint16], first: int, last: int) -> bool:
     """Whether words[first:last] hold an exponent of 0 with a mantissa."""
-    found = 0
-    for i in range(first, last):
-        magnitude = words[i] & 0x7FFF
-        found += (magnitude < 0x80) & (magnitude > 0)
+    part, found = words[first:last], np.uint16(0)
+    for i in range(part.size):  # for vector units
+        is_low = np.uint16((part[i] & np.uint16(0x7F80)) == 0)
+        found |= is_low & np.uint16((part[i] & np.uint16(0x7F)) != 0)
     return found > 0
 
 
@@ -251,7 +257,7 @@ def encode_chunks(
                     patched = _encode_quads(quads, stage, window, table, nearest, common, symbols, codes, pairs, bits,
                                             patches, patched)  # fmt: skip
                 else:
-                    _encode_singles(quads, stage, table, pairs, bits)
+                    _encode_singles(values, stage, table, codes, pairs, bits)
                 stage += 1
         size = _write_coded(output, end, pairs, stage * (1 if quad else 4), bits, stage, patches, patched)
         if size == 0:
@@ -340,16 +346,20 @@ def quad_place(stream: int) -> int:
 
 @njit(cache=True, nogil=True)
 def _encode_singles(
-    values: NDArray[np.uint64], stage: int, table: NDArray[np.uint32], pairs: NDArray[np.uint32],
-    bits: NDArray[np.int64],
+    values: NDArray[np.uint16], stage: int, table: NDArray[np.uint32], codes: NDArray[np.uint32],
+    pairs: NDArray[np.uint32], bits: NDArray[np.int64],
 ) -> None:  # fmt: skip
-    """One stage: the eight codewords of each stream as four pairs."""
+    """One stage: the eight codewords of each stream as four pairs. Args: codes: as _encode_quads."""
+    firsts, seconds = codes[0], codes[1]
     for pair in range(4):
+        joined, offset = pairs[4 * stage + pair], 16 * (pair >> 1) + 2 * (pair & 1)
         for stream in range(64):
-            value = values[quad_place(stream) + 4 * (pair >> 1)] >> U64(32 * (pair & 1))
-            joined = _join(table[(value >> U64(7)) & U64(0xFF)], table[(value >> U64(23)) & U64(0xFF)])
-            pairs[4 * stage + pair, stream] = joined
-            bits[stream] += joined >> np.uint32(26)
+            word = 4 * quad_place(stream) + offset
+            firsts[stream] = table[(values[word] >> 7) & 0xFF]
+            seconds[stream] = table[(values[word + 1] >> 7) & 0xFF]
+        for stream in range(64):
+            joined[stream] = _join(firsts[stream], seconds[stream])
+            bits[stream] += joined[stream] >> np.uint32(26)
 
 
 @njit(cache=True, nogil=True)
