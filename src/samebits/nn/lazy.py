@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _ATEN = torch.ops.aten
 # Views of a whole weight, as products take them: autograd keeps them for the backward pass, so they stay packed.
 _VIEWS = frozenset(
-    getattr(_ATEN, name).default for name in ("t", "permute", "view", "unsqueeze", "expand", "alias")
+    getattr(_ATEN, name).default for name in ("t", "permute", "view", "unsqueeze", "expand", "alias", "detach")
 ) | {_ATEN.transpose.int}
 # Views of a part, which are decoded once.
 _PARTS = frozenset(
@@ -30,7 +30,14 @@ class LazyTensor(torch.Tensor):
     """Has the shape, strides, dtype and device of what ``decode`` gives, and decodes anew for each operation.
 
     It has no gradient and cannot be written to.
+
+    Attributes:
+        source: gives the plain tensor that this is, or is a view of.
+        shadow: a tensor without memory, of the geometry that this has in what ``source`` gives.
     """
+
+    source: Callable[[], torch.Tensor]
+    shadow: torch.Tensor
 
     # Operations arrive below, where torch chooses its kernels as for a plain tensor: some it does not use for a tensor
     # with a __torch_function__, and others round differently.
@@ -40,23 +47,13 @@ class LazyTensor(torch.Tensor):
         """The plain tensor."""
         raise NotImplementedError
 
-    @property
-    def shadow(self) -> torch.Tensor:
-        """A tensor without memory, of the geometry that it has in what ``source`` gives."""
-        raise NotImplementedError
-
-    @property
-    def source(self) -> Callable[[], torch.Tensor]:
-        """Gives the plain tensor that this is, or is a view of."""
-        raise NotImplementedError
-
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares no class method
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is _ATEN.detach.default:
-            return args[0].copy()
+        if func is _ATEN.detach.default and isinstance(args[0], LazyWeight):
+            return LazyWeight(args[0].recipe, args[0].packed)
         if func in _VIEWS:
             return LazyView(args[0], args[0].source, func(args[0].shadow, *args[1:], **kwargs))
         if func in _PARTS:
@@ -69,10 +66,6 @@ class LazyTensor(torch.Tensor):
             return func(args[0].decode_near(kwargs.get("device")), **kwargs)
         indexed = _indexed(func, args)
         return indexed if indexed is not None else func(*_decoded(args), **_decoded(kwargs))
-
-    def copy(self) -> LazyTensor:
-        """Another one of the same."""
-        raise NotImplementedError
 
     def tolist(self) -> Any:
         return self.decode().tolist()
@@ -148,22 +141,16 @@ class LazyWeight(LazyTensor):
         return self.recipe.decode([stored.to(device) for stored in self.packed])
 
     @property
-    def shadow(self) -> torch.Tensor:
-        return torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
-
-    @property
-    def source(self) -> Callable[[], torch.Tensor]:
+    def source(self) -> Callable[[], torch.Tensor]:  # type: ignore[override]  # made when it is asked for
         return self.decode
 
-    def copy(self) -> LazyWeight:
-        return LazyWeight(self.recipe, self.packed)
+    @property
+    def shadow(self) -> torch.Tensor:  # type: ignore[override]
+        return torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
 
 
 class LazyView(LazyTensor):
     """A view of a LazyWeight."""
-
-    _shadow: torch.Tensor
-    _source: Callable[[], torch.Tensor]
 
     @staticmethod
     def __new__(cls, like: LazyTensor, source: Callable[[], torch.Tensor], shadow: torch.Tensor) -> LazyView:
@@ -171,22 +158,11 @@ class LazyView(LazyTensor):
         view: LazyView = torch.Tensor._make_wrapper_subclass(
             cls, shadow.shape, strides=shadow.stride(), dtype=like.dtype, device=like.device
         )
-        view._shadow, view._source = shadow, source
+        view.shadow, view.source = shadow, source
         return view
 
-    @property
-    def shadow(self) -> torch.Tensor:
-        return self._shadow
-
-    @property
-    def source(self) -> Callable[[], torch.Tensor]:
-        return self._source
-
     def decode(self) -> torch.Tensor:
-        return self._source().as_strided(self.shape, self.stride(), self._shadow.storage_offset())
-
-    def copy(self) -> LazyView:
-        return LazyView(self, self._source, self._shadow)
+        return self.source().as_strided(self.shape, self.stride(), self.shadow.storage_offset())
 
 
 def _parts(func: Any, whole: LazyTensor, *rest: Any, **kwargs: Any) -> LazyView | list[LazyView]:
