@@ -21,8 +21,13 @@ def encode(tensor: torch.Tensor) -> PackedTensor:
 
     Raises:
         DtypeError: the tensor is not bfloat16.
-        InputError: it has no values in memory (meta, sparse, a quantized or other class).
+        InputError: its values are not all in memory (meta, sparse, a class of its own).
     """
+    if isinstance(tensor, torch.Tensor):
+        tensor = tensor.detach()
+        tensor = tensor if type(tensor) is torch.Tensor else tensor.clone()  # a class of its own may give a plain copy
+    if type(tensor) is not torch.Tensor:
+        raise InputError(f"{type(tensor).__name__} is no plain tensor", mend="make one of it first")
     if tensor.layout is not torch.strided or tensor.is_meta:
         what, mend = (
             ("is on the meta device", "load it") if tensor.is_meta else (f"is {tensor.layout}", "call to_dense()")

@@ -297,14 +297,16 @@ def test_which_other_files_go_along(tmp_path: Path) -> None:
 
 
 def test_linked_folders_go_along(tmp_path: Path) -> None:
-    """And one that leads back to a folder that it is in ends there."""
+    """And one that leads back to a folder that it is in ends there, as one that leads to the destination does."""
     source, elsewhere = write_folder(tmp_path / "source"), tmp_path / "elsewhere"
     (elsewhere / "deep").mkdir(parents=True)
     (elsewhere / "deep" / "notes.txt").write_text("notes")
     (elsewhere / "deep" / "back").symlink_to(source)
-    for name, target in {"one": elsewhere, "two": elsewhere, "itself": source, "above": tmp_path}.items():
+    places = {"one": elsewhere, "two": elsewhere, "itself": source, "above": tmp_path, "result": tmp_path / "packed"}
+    for name, target in places.items():
         (source / name).symlink_to(target)
-    compress(source, tmp_path / "packed")
+    for overwrite in (False, True):
+        compress(source, tmp_path / "packed", overwrite=overwrite)
     others = {str(path.relative_to(tmp_path / "packed")) for path in (tmp_path / "packed").glob("*/**/*.txt")}
     assert others == {"extra/notes.txt", "one/deep/notes.txt", "two/deep/notes.txt"}
     assert not (tmp_path / "packed" / "one").is_symlink()

@@ -31,16 +31,20 @@ def packed_linear() -> tuple[nn.Linear, torch.Tensor]:
 # -- Bytes that are parameters --
 
 
+@pytest.mark.parametrize("runs_between", [True, False])
 @pytest.mark.parametrize("decay", [0.5, 0.9, 0.999])
-def test_averaged_bytes_are_refused(decay: float) -> None:
+def test_averaged_bytes_are_refused(decay: float, runs_between: bool) -> None:
     layer, expected = packed_linear()
     average = AveragedModel(layer, multi_avg_fn=get_ema_multi_avg_fn(decay))
     average.update_parameters(layer)
-    assert same_bits(average(INPUT), expected)
+    if runs_between:
+        assert same_bits(average(INPUT), expected)
     average.module.sb_packed.mul_(1)  # written, to no effect
-    assert same_bits(average(INPUT), expected)
+    if runs_between:
+        assert same_bits(average(INPUT), expected)
     average.update_parameters(layer)
-    if average.module.sb_packed.equal(layer.sb_packed):
+    if decay != 0.9:  # only there are the bytes others than before
+        assert average.module.sb_packed.equal(layer.sb_packed)
         assert same_bits(average(INPUT), expected)
     else:
         with pytest.raises(DigestError, match=r"^Linear\.weight: its packed bytes were changed.*samebits\.decompress"):
@@ -72,6 +76,57 @@ def test_other_bytes_of_a_state_dict_are_meant() -> None:
     module.load_state_dict(other.state_dict())
     assert module.head.sb_packed is module.embedding.sb_packed
     assert same_bits(call(module), expected)
+
+
+@pytest.mark.parametrize("name", ["head", "embedding"])
+def test_one_name_of_a_tie_is_loaded(name: str) -> None:
+    """As safetensors' load_model does."""
+    module, call, _ = make("tied")
+    other = copy.deepcopy(module)
+    with torch.no_grad():
+        other.head.weight.mul_(torch.rand(100, 1).to(torch.bfloat16))
+    expected = call(other)
+    for each in (module, other):
+        samebits.compress(each, min_weights=MIN_WEIGHTS)
+    call(module)
+    state = other.state_dict()
+    del state["embedding.sb_packed" if name == "head" else "head.sb_packed"]
+    module.load_state_dict(state, strict=False)
+    assert module.head.sb_packed is module.embedding.sb_packed
+    assert module.head.sb_recipes["weight"].matrix == module.embedding.sb_recipes["weight"].matrix
+    assert same_bits(call(module), expected)
+
+
+def test_what_was_taken_before_other_bytes_came_stays() -> None:
+    layer, _ = packed_linear()
+    other = nn.Linear(64, 96).to(torch.bfloat16)
+    with torch.no_grad():
+        other.weight.mul_(torch.rand(96, 64).to(torch.bfloat16) ** 9)
+    samebits.compress(other)
+    x = INPUT.clone().requires_grad_()
+    held, weight, y = layer.weight, layer.weight + 0, layer(x)
+    layer.load_state_dict(other.state_dict())
+    y.backward(torch.ones_like(y))
+    assert same_bits(held + 0, weight)
+    assert same_bits(x.grad, torch.ones_like(y) @ weight)
+    assert same_bits(layer(INPUT), other(INPUT))
+
+
+@pytest.mark.parametrize("other", [torch.zeros(10, dtype=torch.uint8), torch.zeros(9000), torch.zeros(0)])
+def test_something_else_in_their_place(other: torch.Tensor) -> None:
+    layer, _ = packed_linear()
+    layer(INPUT)
+    layer.sb_packed.data = other
+    with pytest.raises(
+        DigestError, match=rf"Linear\.weight: {other.numel()} of {other.dtype} in the place of \d+ packed"
+    ):
+        layer(INPUT)
+
+
+def test_a_packed_weight_is_encoded_again() -> None:
+    layer, _ = packed_linear()
+    assert torch.equal(samebits.encode(layer.weight).data, layer.sb_packed)
+    assert not layer.weight.is_shared()
 
 
 # -- Weights that change while their module runs --

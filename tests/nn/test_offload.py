@@ -16,6 +16,7 @@ from torch import nn
 import samebits
 from samebits.errors import InputError
 from samebits.nn import offload as module
+from samebits.nn import packed_module
 from samebits.nn.offload import BUFFERS, Offloaded
 from tests.nn.modules import MIN_WEIGHTS, Experts, same_bits
 from tests.nn.test_streaming import LateLane
@@ -119,6 +120,21 @@ def test_copies_that_are_as_late_as_they_may(
         for number in range(3):
             assert same_bits(model(X), expected)
             assert lane.copies == BUFFERS + (number + 1) * streamed
+
+
+def test_bytes_that_come_are_meant(model: nn.Module, expected: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their digests are not compared at every pass, which would read them all."""
+    looked_at: list[str] = []
+    monkeypatch.setattr(packed_module, "_refuse_other_bytes", lambda piece, stored, where: looked_at.append(where))
+    offload(model)
+    with torch.no_grad():
+        for _ in range(2):
+            assert same_bits(model(X), expected)
+    assert not looked_at
+    model.blocks[0].attention.linear1.sb_packed.add_(0)
+    with torch.no_grad():
+        assert same_bits(model(X), expected)
+    assert looked_at == ["Linear.weight"]
 
 
 def test_what_lies_where(model: nn.Module) -> None:

@@ -16,7 +16,7 @@ from samebits.cli.console import print_json, print_lines, progress_bar, size
 from samebits.cli.generate import load_model, load_tokenizer
 from samebits.errors import InputError, MismatchError, ResourceError
 from samebits.format.mapping import scratch
-from samebits.format.safetensors_file import FLOATS
+from samebits.format.safetensors_file import FLOATS, SUFFIX
 from samebits.jobs.device import resolve_device
 from samebits.jobs.options import Progress
 from samebits.verify import first_difference, repeatable_attention
@@ -87,6 +87,8 @@ def _check_dtypes(path: str, against: str) -> None:
     Raises:
         InputError: a weight has another dtype in ``path`` than in ``against``.
     """
+    if Path(against).is_dir() and not any(Path(against).glob(f"*{SUFFIX}")):
+        return  # weights in another format, which transformers alone reads
     entries = open_source(path).entries
     for original in open_source(against):
         entry = entries.get(original.name, original)

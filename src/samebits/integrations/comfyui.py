@@ -34,6 +34,8 @@ class PatchableModule(PackedModule):
     sb_device: torch.device | None = None  # of the input, while forward runs
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, PackedModule):  # see PackedModule.forward
+            return type(self).forward(self, *args, **kwargs)
         if torch.compiler.is_compiling():
             return super().forward(*args, **kwargs)
         self.__dict__["sb_device"] = next((value.device for value in args if isinstance(value, torch.Tensor)), None)

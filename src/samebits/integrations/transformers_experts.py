@@ -27,6 +27,8 @@ class PackedExperts(PackedModule):
     """An experts module with packed weights."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, PackedModule):  # see PackedModule.forward
+            return type(self).forward(self, *args, **kwargs)
         read = self._sb_reader(args, kwargs)
         if read is None:
             return super().forward(*args, **kwargs)
@@ -34,7 +36,9 @@ class PackedExperts(PackedModule):
 
     def sb_weight(self, name: str) -> torch.Tensor:
         if self.sb_decoded is not None and self._sb_implementation() == "eager" and not torch.is_grad_enabled():
-            return LazyWeight(self.sb_recipes[name], self.sb_data(name))
+            weight = LazyWeight(self.sb_recipes[name], self.sb_data(name))
+            weight.is_read_by_entry = True
+            return weight
         return super().sb_weight(name)
 
     def _sb_implementation(self) -> str | None:

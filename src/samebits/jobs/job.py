@@ -95,6 +95,7 @@ class Job(ABC):
         self.shards = self.make_shards()
         weights = {file.path for file in checkpoint.files}
         self.others, self.skipped = other_files(checkpoint.path, weights) if self.is_folder else ([], [])
+        self.others = [path for path in self.others if not _is_within(checkpoint.path / path, destination)]
         self._progress, self._done = progress, 0
         self._total = sum(shard.nbytes for shard in self.shards)
 
@@ -247,6 +248,11 @@ class Job(ABC):
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """As transformers writes its JSON files, so that a round trip gives the same text back."""
     path.write_text(json.dumps(value, indent=2) + "\n")
+
+
+def _is_within(path: Path, folder: Path) -> bool:
+    """Wherever links lead: a link to the destination is not copied into it."""
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
 
 
 def _check_places(source: Path, destination: Path, is_folder: bool) -> None:

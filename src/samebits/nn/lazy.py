@@ -56,7 +56,7 @@ class LazyTensor(torch.Tensor):
             return LazyWeight(args[0].recipe, args[0].packed)
         if func in _VIEWS:
             return LazyView(args[0], args[0].source, func(args[0].shadow, *args[1:], **kwargs))
-        if func in _PARTS:
+        if func in _PARTS and not _is_entry_to_read(func, args):
             return _parts(func, *args, **kwargs)
         arguments = zip(func._schema.arguments, args, strict=False)
         written = [value for argument, value in arguments if argument.is_write]
@@ -76,14 +76,14 @@ class LazyTensor(torch.Tensor):
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
         return self.decode().__dlpack__(*args, **kwargs)
 
-    def untyped_storage(self) -> Any:
-        return _has_no_memory("untyped_storage")
-
     def data_ptr(self) -> Any:
         return _has_no_memory("data_ptr")
 
     def share_memory_(self) -> Any:
         return _has_no_memory("share_memory_")
+
+    def is_shared(self) -> bool:
+        return False
 
     @property
     def data(self) -> LazyTensor:
@@ -115,12 +115,14 @@ class LazyWeight(LazyTensor):
 
     Attributes:
         recipe, packed: the weight in packed form.
+        is_read_by_entry: weight[number] is a plain tensor, decoded at once, as whoever takes it only reads it.
     """
 
     _is_param = True  # isinstance(weight, nn.Parameter) asks for this
     _is_hf_initialized = True  # transformers initialises no parameter that has this
     recipe: Recipe
     packed: tuple[torch.Tensor, ...]
+    is_read_by_entry = False
 
     @staticmethod
     def __new__(cls, recipe: Recipe, data: Sequence[torch.Tensor]) -> LazyWeight:
@@ -177,6 +179,12 @@ def _parts(func: Any, whole: LazyTensor, *rest: Any, **kwargs: Any) -> LazyView 
     return [LazyView(whole, source, shadow) for shadow in shadows]
 
 
+def _is_entry_to_read(func: Any, args: Sequence[Any]) -> bool:
+    weight = args[0]
+    by_entry = func is _ATEN.select.int and isinstance(weight, LazyWeight) and weight.is_read_by_entry
+    return by_entry and args[1] in (0, -weight.dim())
+
+
 def _indexed(func: Any, args: Sequence[Any]) -> torch.Tensor | None:
     """What ``func`` gives if it only takes entries of a weight along its first dimension: no others are decoded."""
     weight, *rest = args
@@ -187,6 +195,8 @@ def _indexed(func: Any, args: Sequence[Any]) -> torch.Tensor | None:
         return recipe.rows(packed, rest[0])
     if func is _ATEN.index_select.default and rest[0] in (0, -weight.dim()) and rest[1].dim() == 1:
         return recipe.rows(packed, rest[1])
+    if _is_entry_to_read(func, args):
+        return recipe.entry(packed, int(rest[1]))
     if func is _ATEN.index.Tensor and len(rest[0]) == 1 and rest[0][0].dtype in (torch.int32, torch.int64):
         ids = rest[0][0].to(weight.device)
         return recipe.rows(packed, torch.where(ids < 0, ids + len(weight), ids))

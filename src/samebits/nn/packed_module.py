@@ -7,10 +7,11 @@ returns), and a LazyWeight elsewhere. An embedding's forward decodes the rows th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -121,11 +122,24 @@ class PackedModule(nn.Module):
         if not torch.compiler.is_compiling():
             for piece, stored in zip(pieces, data, strict=True):
                 known, now = self.sb_versions.get(piece.slot), (id(stored), _version(stored))
-                if known != now:
-                    if known and known[0] == now[0]:
-                        _refuse_other_bytes(piece, stored, f"{self.sb_base.__name__}.{name}")
+                if known != now and known is not None and known[0] == now[0]:
+                    _refuse_other_bytes(piece, stored, f"{self.sb_base.__name__}.{name}")
+                if known != now or (piece.header and stored.numel() != piece.header.nbytes):
+                    _refuse_other_length(piece, stored, f"{self.sb_base.__name__}.{name}")
                     self.sb_versions[piece.slot] = now
         return data
+
+    def sb_is_unchanged(self, slot: str) -> bool:
+        """Whether nothing has written to the bytes in a slot since they were last looked at."""
+        stored = self._parameters[slot]
+        return stored is not None and self.sb_versions.get(slot) == (id(stored), _version(stored))
+
+    def sb_accept(self, slots: Iterable[str]) -> None:
+        """That the bytes in these slots are those that are meant to be there."""
+        for slot in slots:
+            stored = self._parameters[slot]
+            if stored is not None:
+                self.sb_versions[slot] = (id(stored), _version(stored))
 
     def sb_decode(self, name: str) -> torch.Tensor:
         """The weight ``name``, decoded anew."""
@@ -181,29 +195,40 @@ class PackedModule(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         """Other bytes have another header, and often another length."""
-        for name, recipe in self.sb_recipes.items():
-            pieces = tuple(self._prepare(piece, state_dict.get(prefix + piece.slot), prefix) for piece in recipe.pieces)
-            self.sb_recipes[name] = replace(recipe, pieces=pieces)
+        for piece in [piece for recipe in self.sb_recipes.values() for piece in recipe.pieces]:
+            self._prepare(piece, state_dict.get(prefix + piece.slot), prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
-        self.sb_versions.clear()  # these were meant to change
+        self.sb_accept(self.sb_slots)
 
-    def _prepare(self, piece: Piece, data: torch.Tensor | None, prefix: str) -> Piece:
+    def _prepare(self, piece: Piece, data: torch.Tensor | None, prefix: str) -> None:
+        """Have all who share a packed tensor hold another one, not filled yet: who holds this one decodes this one."""
         if data is None or piece.header is None or data.device.type == "meta":
-            return piece
+            return
         header = PackedTensor.from_data(data).header
         if header == piece.header:
-            return piece
+            return
         if header.shape != piece.header.shape:
             what = f"shape {list(header.shape)} where the module has {list(piece.header.shape)}"
             raise FormatError(what, where=prefix + piece.slot, mend="load a state dict of the same model")
         old = self._parameters[piece.slot]
         assert old is not None
-        old.data = torch.empty_like(data, device=old.device)  # for all who share it
-        return replace(piece, header=header)
+        new = nn.Parameter(torch.empty_like(data, device=old.device), requires_grad=False)
+        for module in [module for module in _modules if isinstance(module, PackedModule)]:
+            slots = [slot for slot, held in module._parameters.items() if held is old]
+            module._parameters.update(dict.fromkeys(slots, new))
+            for name, recipe in module.sb_recipes.items() if slots else ():
+                pieces = (replace(own, header=header) if own.slot in slots else own for own in recipe.pieces)
+                module.sb_recipes[name] = replace(recipe, pieces=tuple(pieces))
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """For pickle and deepcopy: the class is made, not found."""
         return _new, (self.sb_base, tuple(self.sb_recipes)), self.__getstate__()  # type: ignore[no-untyped-call]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.__dict__["sb_versions"] = {}
+        self.sb_accept(self.sb_slots)
+        _modules.add(self)
 
 
 class _Decoded(dict[str, torch.Tensor]):
@@ -240,12 +265,24 @@ def _refuse_other_bytes(piece: Piece, stored: torch.Tensor, where: str) -> None:
     """
     if piece.header is None or stored.is_meta:
         return
+    if stored.is_cuda and torch.cuda.is_current_stream_capturing():  # nothing can be read now
+        return
     data, head = stored.detach().cpu(), piece.header.to_bytes()
     is_whole = data.nbytes == piece.header.nbytes and data[: len(head)].numpy().tobytes() == head
     if not is_whole or digest(data[STORED_DIGEST_END:]) != piece.header.stored_digest:
         what = "its packed bytes were changed, by what takes all parameters for numbers"
         mend = "load it again; call samebits.decompress before weights are averaged or trained"
         raise DigestError(what, where=where, mend=mend)
+
+
+def _refuse_other_length(piece: Piece, stored: torch.Tensor, where: str) -> None:
+    """
+    Raises:
+        DigestError: somebody put something else in the place of packed bytes, beyond whose end a decoder would read.
+    """
+    if piece.header and (stored.numel() != piece.header.nbytes or stored.dtype != torch.uint8):
+        what = f"{stored.numel()} of {stored.dtype} in the place of {piece.header.nbytes} packed bytes"
+        raise DigestError(what, where=where, mend="load it again")
 
 
 class _EmbeddingRows(nn.Embedding):
@@ -306,6 +343,7 @@ def _is_watched(is_traced: bool) -> bool:
     )
 
 
+_modules: WeakSet[nn.Module] = WeakSet()  # all packed ones, and some that were
 Kind = tuple[Callable[[type[nn.Module]], bool], type[PackedModule]]
 _CLASSES: dict[tuple[type[nn.Module], tuple[str, ...]], type[PackedModule]] = {}
 _KINDS: list[Kind] = []
@@ -440,6 +478,9 @@ def _become(module: nn.Module, recipes: dict[str, Recipe]) -> None:
         module.__dict__["sb_recipes"] = recipes
         module.__dict__["sb_versions"] = {}
         module.__class__ = packed_class(base, tuple(recipes))
+        packed = cast(PackedModule, module)
+        packed.sb_accept(packed.sb_slots)
+        _modules.add(packed)
     else:
         del module.__dict__["sb_recipes"], module.__dict__["sb_versions"]
         module.__class__ = base

@@ -27,6 +27,7 @@ from torch.autograd.graph import increment_version
 from samebits.errors import InputError, ResourceError
 from samebits.format.packed import align
 from samebits.kernels.pinned import PAGE, pin, unpin
+from samebits.nn.packed_module import PackedModule
 
 ALIGNMENT = 256  # of each weight in a block, in bytes
 _MEND = "call samebits.onload on the model first"
@@ -169,8 +170,12 @@ class Block:
         self._stagings += 1
         try:
             for place, view in zip(self._places, views, strict=True):
+                packed = ((owner, name) for owner, name in place.owners if isinstance(owner, PackedModule))
+                unchanged = [(owner, name) for owner, name in packed if owner.sb_is_unchanged(name)]
                 place.parameter.data = view
                 increment_version(place.parameter)  # other bytes: see kernels/residents.py
+                for owner, name in unchanged:
+                    owner.sb_accept([name])
             yield
         finally:
             for place in self._places:
