@@ -112,6 +112,20 @@ def test_what_was_taken_before_other_bytes_came_stays() -> None:
     assert same_bits(layer(INPUT), other(INPUT))
 
 
+def test_another_packed_tensor_is_written_in_their_place() -> None:
+    """Of the same form it is meant; another form would be decoded as this one."""
+    layer, _ = packed_linear()
+    layer(INPUT)
+    negative = nn.functional.linear(INPUT, -(layer.weight + 0), layer.bias)
+    layer.sb_packed.copy_(samebits.encode(-(layer.weight + 0)).data)
+    assert same_bits(layer(INPUT), negative)
+    other = samebits.encode((layer.weight + 0).reshape(48, 128)).data
+    layer.sb_packed.data = torch.cat([other, other])[: layer.sb_packed.numel()]
+    layer.sb_packed.mul_(1)
+    with pytest.raises(DigestError, match="its packed bytes were changed"):
+        layer(INPUT)
+
+
 @pytest.mark.parametrize("other", [torch.zeros(10, dtype=torch.uint8), torch.zeros(9000), torch.zeros(0)])
 def test_something_else_in_their_place(other: torch.Tensor) -> None:
     layer, _ = packed_linear()

@@ -19,9 +19,9 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 
 from samebits.digest import digest
-from samebits.errors import DigestError, DtypeError, FormatError, InputError
+from samebits.errors import DigestError, DtypeError, FormatError, InputError, SamebitsError
 from samebits.format.names import BARE, PACKED, WEIGHT
-from samebits.format.packed import STORED_DIGEST_END, PackedTensor
+from samebits.format.packed import STORED_DIGEST_END, Header, PackedTensor
 from samebits.nn.lazy import LazyWeight
 from samebits.nn.recipe import Piece, Recipe
 from samebits.plans import dispatch
@@ -261,18 +261,27 @@ def _version(tensor: torch.Tensor) -> int:
 def _refuse_other_bytes(piece: Piece, stored: torch.Tensor, where: str) -> None:
     """
     Raises:
-        DigestError: packed bytes are others than they were.
+        DigestError: packed bytes are others than they were, and not those of another tensor of the same form.
     """
     if piece.header is None or stored.is_meta:
         return
     if stored.is_cuda and torch.cuda.is_current_stream_capturing():  # nothing can be read now
         return
-    data, head = stored.detach().cpu(), piece.header.to_bytes()
-    is_whole = data.nbytes == piece.header.nbytes and data[: len(head)].numpy().tobytes() == head
-    if not is_whole or digest(data[STORED_DIGEST_END:]) != piece.header.stored_digest:
-        what = "its packed bytes were changed, by what takes all parameters for numbers"
-        mend = "load it again; call samebits.decompress before weights are averaged or trained"
-        raise DigestError(what, where=where, mend=mend)
+    try:
+        packed = PackedTensor.from_data(stored.detach().cpu())
+    except SamebitsError:
+        packed = None
+    is_like_it = packed is not None and _form(packed.header) == _form(piece.header)  # or a decoder would err
+    if packed and is_like_it and digest(packed.data[STORED_DIGEST_END:]) == packed.header.stored_digest:
+        return
+    what = "its packed bytes were changed, by what takes all parameters for numbers"
+    mend = "load it again; call samebits.decompress before weights are averaged or trained"
+    raise DigestError(what, where=where, mend=mend)
+
+
+def _form(header: Header) -> Header:
+    """All that a decoder asks of it."""
+    return replace(header, original_digest=0, stored_digest=0)
 
 
 def _refuse_other_length(piece: Piece, stored: torch.Tensor, where: str) -> None:
