@@ -43,7 +43,7 @@ def encode(tensor: torch.Tensor) -> PackedTensor:
     else:
         from samebits.codecs.encode import encode_cpu
 
-        packed = encode_cpu(tensor.detach().cpu())
+        packed = encode_cpu(tensor.cpu())
     return replace(packed, data=packed.data.clone()) if packed.is_raw else packed
 
 

@@ -23,11 +23,9 @@ from samebits.format.names import stored_name
 from samebits.format.safetensors_file import FLOATS
 from samebits.integrations.transformers_names import Claims, DecodingConverter, Names, arrange
 from samebits.integrations.transformers_parallel import local
-from samebits.nn.convert import Selection
+from samebits.nn.convert import HOLDS_ANY
 from samebits.nn.packed_module import pack, slot_name
 from samebits.nn.recipe import Piece, Recipe
-
-_HOLDS_ANY = Selection(min_weights=0)
 
 
 class Source(NamedTuple):
@@ -106,7 +104,7 @@ class _Preparation:
     def _pack(self, target: str, recipe: Recipe, sources: Sequence[Source]) -> bool:
         """Put packed parameters without bytes yet in the place of a dense one; False if its module cannot hold them."""
         found = find_parameter(self.model, target)
-        if found is None or _HOLDS_ANY.reason_against(found[0], found[1], target):
+        if found is None or HOLDS_ANY.reason_against(found[0], found[1], target):
             return False
         module, leaf, _ = found
         pack(module, leaf, recipe, [_without_bytes(source.entry) for source in sources])

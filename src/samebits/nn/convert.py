@@ -113,6 +113,9 @@ def _bias(attention: nn.Module) -> nn.Parameter | None:
     return attention._parameters["in_proj_bias" if isinstance(attention, nn.MultiheadAttention) else "bias"]
 
 
+HOLDS_ANY = Selection(min_weights=0)  # what a module can hold packed, if it were worth it
+
+
 @dataclass(frozen=True)
 class Size:
     """Of one packed parameter."""

@@ -56,7 +56,7 @@ class LazyTensor(torch.Tensor):
             return LazyWeight(args[0].recipe, args[0].packed)
         if func in _VIEWS:
             return LazyView(args[0], args[0].source, func(args[0].shadow, *args[1:], **kwargs))
-        if func in _PARTS and not _is_entry_to_read(func, args):
+        if func in _PARTS:
             return _parts(func, *args, **kwargs)
         arguments = zip(func._schema.arguments, args, strict=False)
         written = [value for argument, value in arguments if argument.is_write]
@@ -167,22 +167,19 @@ class LazyView(LazyTensor):
         return self.source().as_strided(self.shape, self.stride(), self.shadow.storage_offset())
 
 
-def _parts(func: Any, whole: LazyTensor, *rest: Any, **kwargs: Any) -> LazyView | list[LazyView]:
+def _parts(func: Any, whole: LazyTensor, *rest: Any, **kwargs: Any) -> torch.Tensor | list[LazyView]:
     """Views of a part: what they are views of is decoded once; of one entry of a weight, no more than that."""
-    shadows, decode = func(whole.shadow, *rest, **kwargs), whole.source
-    is_entry = func is _ATEN.select.int and rest[0] in (0, -whole.dim())
-    if isinstance(whole, LazyWeight) and is_entry and not whole.recipe.stride:
-        shadows, decode = torch.empty_like(shadows), partial(whole.recipe.entry, whole.packed, int(rest[1]))
-    source = cache(decode)
+    shadows = func(whole.shadow, *rest, **kwargs)
+    if func is _ATEN.select.int and isinstance(whole, LazyWeight) and rest[0] in (0, -whole.dim()):
+        entry = partial(whole.recipe.entry, whole.packed, int(rest[1]))
+        if whole.is_read_by_entry:
+            return entry()
+        if not whole.recipe.stride:
+            return LazyView(whole, cache(entry), torch.empty_like(shadows))
+    source = cache(whole.source)
     if isinstance(shadows, torch.Tensor):
         return LazyView(whole, source, shadows)
     return [LazyView(whole, source, shadow) for shadow in shadows]
-
-
-def _is_entry_to_read(func: Any, args: Sequence[Any]) -> bool:
-    weight = args[0]
-    by_entry = func is _ATEN.select.int and isinstance(weight, LazyWeight) and weight.is_read_by_entry
-    return by_entry and args[1] in (0, -weight.dim())
 
 
 def _indexed(func: Any, args: Sequence[Any]) -> torch.Tensor | None:
@@ -195,8 +192,6 @@ def _indexed(func: Any, args: Sequence[Any]) -> torch.Tensor | None:
         return recipe.rows(packed, rest[0])
     if func is _ATEN.index_select.default and rest[0] in (0, -weight.dim()) and rest[1].dim() == 1:
         return recipe.rows(packed, rest[1])
-    if _is_entry_to_read(func, args):
-        return recipe.entry(packed, int(rest[1]))
     if func is _ATEN.index.Tensor and len(rest[0]) == 1 and rest[0][0].dtype in (torch.int32, torch.int64):
         ids = rest[0][0].to(weight.device)
         return recipe.rows(packed, torch.where(ids < 0, ids + len(weight), ids))

@@ -121,7 +121,7 @@ class PackedModule(nn.Module):
         data: list[Any] = [self._parameters[piece.slot] for piece in pieces]
         if not torch.compiler.is_compiling():
             for piece, stored in zip(pieces, data, strict=True):
-                known, now = self.sb_versions.get(piece.slot), (id(stored), _version(stored))
+                known, now = self.sb_versions.get(piece.slot), _mark(stored)
                 if known != now and known is not None and known[0] == now[0]:
                     _refuse_other_bytes(piece, stored, f"{self.sb_base.__name__}.{name}")
                 if known != now or (piece.header and stored.numel() != piece.header.nbytes):
@@ -132,14 +132,14 @@ class PackedModule(nn.Module):
     def sb_is_unchanged(self, slot: str) -> bool:
         """Whether nothing has written to the bytes in a slot since they were last looked at."""
         stored = self._parameters[slot]
-        return stored is not None and self.sb_versions.get(slot) == (id(stored), _version(stored))
+        return stored is not None and self.sb_versions.get(slot) == _mark(stored)
 
     def sb_accept(self, slots: Iterable[str]) -> None:
         """That the bytes in these slots are those that are meant to be there."""
         for slot in slots:
             stored = self._parameters[slot]
             if stored is not None:
-                self.sb_versions[slot] = (id(stored), _version(stored))
+                self.sb_versions[slot] = _mark(stored)
 
     def sb_decode(self, name: str) -> torch.Tensor:
         """The weight ``name``, decoded anew."""
@@ -256,6 +256,11 @@ class _Decoded(dict[str, torch.Tensor]):
 def _version(tensor: torch.Tensor) -> int:
     """How often it has been written to, as torch counts; 0 where torch does not."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def _mark(stored: torch.Tensor) -> tuple[int, int]:
+    """Another one where a slot gets another parameter, or its parameter other bytes."""
+    return id(stored), _version(stored)
 
 
 def _refuse_other_bytes(piece: Piece, stored: torch.Tensor, where: str) -> None:

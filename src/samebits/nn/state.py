@@ -12,10 +12,8 @@ from torch import nn
 from samebits.api import decode
 from samebits.errors import FormatError, SamebitsError
 from samebits.format.packed import PackedTensor
-from samebits.nn.convert import Owned, Selection, tied, unpacked
+from samebits.nn.convert import HOLDS_ANY, Owned, tied, unpacked
 from samebits.nn.packed_module import pack, packed_parameters, slot_name, whole
-
-_HOLDS_ANY = Selection(min_weights=0)
 
 
 def load_state_dict(
@@ -44,7 +42,7 @@ def load_state_dict(
     for owned in [*tied(list(unpacked(module))), *([buffer] for buffer in _buffers(module))]:
         stored = [(full_name, owner, name) for full_name, owner, name in owned if _key(full_name, name) in state_dict]
         if stored:
-            stays = stored[0][2] in stored[0][1]._buffers or _HOLDS_ANY.reason_against_tied(owned)
+            stays = stored[0][2] in stored[0][1]._buffers or HOLDS_ANY.reason_against_tied(owned)
             (plain if stays else found).append((stored, _packed(stored[0], state_dict)))
     if plain:
         state_dict = _with_plain(plain, state_dict)
