@@ -118,7 +118,7 @@ def test_windows_of_several_codewords(lengths: list[int]) -> None:
                 break
             expected.append(int(symbol))
             used += int(length)
-        count, length = entry >> 40, entry >> 32 & 0xFF
+        count, length = entry >> 38, entry >> 32 & 0x3F
         assert (count, length) == (len(expected), used)
         assert [entry >> 8 * i & 0xFF for i in range(count)] == expected
         assert entry & 0xFFFFFFFF < 1 << 8 * count

@@ -124,21 +124,15 @@ def _arguments(packed: PackedTensor) -> tuple[Any, ...]:
     """What the loops take of a packed tensor."""
     header, geometry = packed.header, packed.header.geometry
     shifts = packed.array("row_shifts", "i1") if header.has_row_shifts else np.array([header.shift], np.int8)
-    return (geometry.rows, geometry.columns, geometry.chunk_stages, header.code is Code.QUAD, shifts,
+    return (geometry.rows, geometry.columns, geometry.chunk_stages, header.code is Code.QUAD, header.window, shifts,
             _table(packed), header.max_code_length, packed.array("offsets", "<u4"), packed.array("planes", "<u4"),
             packed.array("streams", "<u4"))  # fmt: skip
 
 
-def _table(packed: PackedTensor) -> NDArray[np.uint64]:
-    """uint64 [2 ** max_code_length]: ``length << 32`` and, below, a quad's four top7 bytes; or several exponents."""
+def _table(packed: PackedTensor) -> NDArray[np.uint16]:
+    """Of quads as CanonicalCode.decode_table; of single exponents as several_symbols, four items for each entry."""
     width = packed.header.max_code_length
-    entries = CanonicalCode.from_section(packed.array("code", "<u2")).decode_table(width)
+    table = CanonicalCode.from_section(packed.array("code", "<u2")).decode_table(width)
     if packed.code is Code.SINGLE:
-        table: NDArray[np.uint64] = decode_loops.several_symbols(entries, width)
-        return table
-    lengths, symbols = entries.astype(np.uint64) >> np.uint64(12), entries.astype(np.uint64) & np.uint64(0xFFF)
-    window = np.uint64(packed.header.window)
-    tops = np.zeros_like(symbols)
-    for i in range(4):
-        tops |= ((symbols >> np.uint64(3 * i) & np.uint64(7)) + window) << np.uint64(8 * i)
-    return lengths << np.uint64(32) | tops
+        return decode_loops.several_symbols(table, width).view(np.uint16)  # type: ignore[no-any-return]
+    return table

@@ -12,42 +12,40 @@ import numpy as np
 from numba import njit
 
 from samebits.codecs.loops import HEAD_WORDS, U64, chunk_extent
+from samebits.codecs.vectors import join_quad_row, join_single_row, load64, store32
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Room = tuple[
-        NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint16], NDArray[np.uint32], NDArray[np.uint32],
-        NDArray[np.int64], NDArray[np.uint64],
+        NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint16], NDArray[np.uint16], NDArray[np.uint64],
+        NDArray[np.uint16],
     ]  # fmt: skip
 
 SLACK = 512 * 13 // 32 + 4
-_FIELDS = U64(0x7F807F807F807F80)
-_WRAP = U64(0x8000800080008000)
-_EACH = U64(0x0001000100010001)
-_SIGNS = np.uint32(0x80808080)
-_LOW = U64(1)
+_EACH = np.uint32(0x01010101)
+_BEYOND = 24  # bytes behind a stream's exponents that look-ups may write
 
 
 @njit(cache=True, nogil=True)
 def decode_chunks(
-    output: NDArray[np.uint16], rows: int, columns: int, chunk_stages: int, quad: bool, shifts: NDArray[np.int8],
-    table: NDArray[np.uint64], width: int, offsets: NDArray[np.uint32], planes: NDArray[np.uint32],
-    streams: NDArray[np.uint32], first: int, last: int,
+    output: NDArray[np.uint16], rows: int, columns: int, chunk_stages: int, quad: bool, window: int,
+    shifts: NDArray[np.int8], table: NDArray[np.uint16], width: int, offsets: NDArray[np.uint32],
+    planes: NDArray[np.uint32], streams: NDArray[np.uint32], first: int, last: int,
 ) -> None:  # fmt: skip
     """Decode chunks [first, last) into ``output`` (the tensor's words, row-major)."""
     room = _room(chunk_stages)
     for chunk in range(first, last):
-        _decode_chunk(output, 0, chunk, rows, columns, chunk_stages, quad, shifts, table, width, offsets,
+        _decode_chunk(output, 0, chunk, rows, columns, chunk_stages, quad, window, shifts, table, width, offsets,
                       planes, streams, room)  # fmt: skip
 
 
 @njit(cache=True, nogil=True)
 def decode_entries(
     output: NDArray[np.uint16], entries: NDArray[np.int64], places: NDArray[np.int64], entry_words: int,
-    chunks_per_entry: int, rows: int, columns: int, chunk_stages: int, quad: bool, shifts: NDArray[np.int8],
-    table: NDArray[np.uint64], width: int, offsets: NDArray[np.uint32], planes: NDArray[np.uint32],
-    streams: NDArray[np.uint32], first: int, last: int,
+    chunks_per_entry: int, rows: int, columns: int, chunk_stages: int, quad: bool, window: int,
+    shifts: NDArray[np.int8], table: NDArray[np.uint16], width: int, offsets: NDArray[np.uint32],
+    planes: NDArray[np.uint32], streams: NDArray[np.uint32], first: int, last: int,
 ) -> None:  # fmt: skip
     """Decode runs of ``entry_words`` words, number ``entries[i]`` of the tensor to ``output`` from ``places[i]`` on.
 
@@ -62,7 +60,7 @@ def decode_entries(
         end = _chunk_of(begin + entry_words - 1, columns, stages, chunk_stages) + max(1, -(-stages // chunk_stages))
         if chunk < end:
             into = output[places[run] : places[run] + entry_words]
-            _decode_chunk(into, begin, chunk, rows, columns, chunk_stages, quad, shifts, table, width, offsets,
+            _decode_chunk(into, begin, chunk, rows, columns, chunk_stages, quad, window, shifts, table, width, offsets,
                           planes, streams, room)  # fmt: skip
 
 
@@ -77,28 +75,26 @@ def _chunk_of(word: int, columns: int, stages: int, chunk_stages: int) -> int:
 
 @njit(cache=True, nogil=True)
 def _room(chunk_stages: int) -> Room:
-    """For one chunk: its words; its top7 values or exponents, four bytes per quad; a stage's words, their lower and
-    upper bytes; where streams start; what takes the shifts of a row group off."""
+    """For one chunk: its words; its top7 values or exponents, four bytes per quad; its quads' entries of the table, or
+    its exponents stream by stream; a stage's words; where streams start; what takes the shifts of a row group off."""
     return (
         np.empty(1 + 128 * chunk_stages + SLACK, np.uint32),
-        np.empty(chunk_stages * 128, np.uint32),
+        np.empty(128 * chunk_stages, np.uint32),
+        np.empty(32 * (8 * chunk_stages + _BEYOND), np.uint16),
         np.empty(8 * 64, np.uint16),
-        np.empty(128, np.uint32),
-        np.empty(128, np.uint32),
-        np.empty(64, np.int64),
-        np.empty(8, np.uint64),
+        np.empty(64, np.uint64),
+        np.empty(8, np.uint16),
     )
 
 
 @njit(cache=True, nogil=True)
 def _decode_chunk(
     output: NDArray[np.uint16], begin: int, chunk: int, rows: int, columns: int, chunk_stages: int, quad: bool,
-    shifts: NDArray[np.int8], table: NDArray[np.uint64], width: int, offsets: NDArray[np.uint32],
-    planes: NDArray[np.uint32], streams: NDArray[np.uint32],
-    room: Room,
+    window: int, shifts: NDArray[np.int8], table: NDArray[np.uint16], width: int, offsets: NDArray[np.uint32],
+    planes: NDArray[np.uint32], streams: NDArray[np.uint32], room: Room,
 ) -> None:  # fmt: skip
     """Of a chunk what lies in ``output``: the tensor's words from ``begin`` on."""
-    buffer, tops, row_words, low, high, starts, changes = room
+    buffer, tops, found, row_words, starts, changes = room
     row_groups, stages = (rows + 7) // 8, (columns + 63) // 64
     group, groups, stage_from, stage_count = chunk_extent(chunk, row_groups, stages, chunk_stages)
     size = min(np.int64(offsets[chunk + 1]) - np.int64(offsets[chunk]), buffer.size - SLACK)
@@ -106,25 +102,31 @@ def _decode_chunk(
     for i in range(size):  # one array assigned to another takes seconds to compile, for what it says if they differ
         buffer[i] = streams[start + i]
     buffer[size : size + SLACK] = 0
-    _decode_tops(buffer, size, groups * stage_count, quad, table, width, tops, starts)
-    stage = np.int64(0)  # not a literal, for which _assemble would be compiled once more
+    _decode_tops(buffer, size, groups * stage_count, quad, window, table, width, tops, found, starts)
+    stage = np.int64(0)  # not a literal, for which _join would be compiled once more
     for row_group in range(group, group + groups):
-        if 8 * (row_group + 1) * columns <= begin or 8 * row_group * columns >= begin + output.size:
+        row = 8 * row_group
+        if (row + 8) * columns <= begin or row * columns >= begin + output.size:
             stage += stage_count
             continue
         for r in range(8):
-            shift = np.int64(shifts[min(8 * row_group + r, shifts.size - 1)])
-            changes[r] = U64((-shift & 255) << 7) * _EACH
+            shift = np.int64(shifts[min(row + r, shifts.size - 1)])
+            changes[r] = (-shift & 255) << 7
         for s in range(stage_from, stage_from + stage_count):
-            _assemble(row_words, tops, stage, planes, row_group, s, stages, quad, changes, low, high)
-            _store(output, begin, row_words, rows, columns, 8 * row_group, 64 * s)
+            first = row * columns + 64 * s - begin
+            inside = first >= 0 and first + 7 * columns + 64 <= output.size
+            if inside and row + 8 <= rows and 64 * s + 64 <= columns:
+                _join(output, first, columns, tops, stage, planes, row_group, s, stages, quad, changes)
+            else:
+                _join(row_words, np.int64(0), np.int64(64), tops, stage, planes, row_group, s, stages, quad, changes)
+                _store(output, begin, row_words, rows, columns, row, 64 * s)
             stage += 1
 
 
 @njit(cache=True, nogil=True)
 def _decode_tops(
-    buffer: NDArray[np.uint32], size: int, stages: int, quad: bool, table: NDArray[np.uint64], width: int,
-    tops: NDArray[np.uint32], starts: NDArray[np.int64],
+    buffer: NDArray[np.uint32], size: int, stages: int, quad: bool, window: int, table: NDArray[np.uint16], width: int,
+    tops: NDArray[np.uint32], found: NDArray[np.uint16], starts: NDArray[np.uint64],
 ) -> None:  # fmt: skip
     """FORMAT.md 6.2 to 6.5: one chunk's top7 values (quad) or shifted exponents (single)."""
     head = np.int64(buffer[0])
@@ -139,57 +141,55 @@ def _decode_tops(
         nibble = np.int64(buffer[1 + (stream >> 3)] >> np.uint32(4 * (stream & 7))) & 15
         starts[stream] = min(position, end)
         position += base + unit * nibble
+    mask = (U64(1) << U64(width)) - U64(1)
     if quad:
-        for stream in range(0, 64, 4):
-            _decode_quads(buffer, starts[stream : stream + 4], stages, table, width, tops, 2 * stream)
-    else:
-        for stream in range(64):
-            _decode_singles(buffer, starts[stream], stages, table, width, tops, 2 * stream)
-    if quad:
+        _decode_quads(buffer, starts, stages, table, mask, found)
+        for i in range(128 * stages):  # a loop for vector units
+            classes = np.uint32(found[i])
+            low = (classes & np.uint32(0o7)) | ((classes & np.uint32(0o70)) << np.uint32(5))
+            high = ((classes & np.uint32(0o700)) << np.uint32(10)) | ((classes & np.uint32(0o7000)) << np.uint32(15))
+            tops[i] = (low | high) + np.uint32(window) * _EACH
         _apply_patches(buffer, max(size - patches, HEAD_WORDS), size, stages, tops)
+    else:
+        _decode_singles(buffer, starts, stages, table, mask, found, tops)
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _peek(buffer: NDArray[np.uint32], position: int) -> int:
-    """At least 33 bits from ``position`` on."""
-    word = position >> 5
-    return (U64(buffer[word]) | (U64(buffer[word + 1]) << U64(32))) >> U64(position & 31)
+def _look(buffer: NDArray[np.uint32], position: int) -> int:
+    """At least 57 bits from ``position`` on."""
+    return load64(buffer, position >> U64(3)) >> (position & U64(7))
 
 
 @njit(cache=True, nogil=True)
 def _decode_quads(
-    buffer: NDArray[np.uint32], starts: NDArray[np.int64], stages: int, table: NDArray[np.uint64], width: int,
-    tops: NDArray[np.uint32], place: int,
+    buffer: NDArray[np.uint32], starts: NDArray[np.uint64], stages: int, table: NDArray[np.uint16], mask: int,
+    found: NDArray[np.uint16],
 ) -> None:  # fmt: skip
-    """Four streams' quads in turns: each waits for its own look-ups, not for the others'."""
-    mask = (_LOW << U64(width)) - _LOW
-    first, second, third, fourth = starts[0], starts[1], starts[2], starts[3]
-    for _ in range(stages):
-        first += _decode_two(buffer, first, table, mask, tops, place)
-        second += _decode_two(buffer, second, table, mask, tops, place + 2)
-        third += _decode_two(buffer, third, table, mask, tops, place + 4)
-        fourth += _decode_two(buffer, fourth, table, mask, tops, place + 6)
-        place += 128
-
-
-@njit(cache=True, nogil=True, inline="always")
-def _decode_two(
-    buffer: NDArray[np.uint32], position: int, table: NDArray[np.uint64], mask: int, tops: NDArray[np.uint32],
-    place: int,
-) -> int:  # fmt: skip
-    """Of a stream a stage's quads, and their bits: two codewords of at most 13 fit one look at the buffer."""
-    bits = _peek(buffer, position)
-    entry = table[bits & mask]
-    length = entry >> U64(32)
-    behind = table[(bits >> length) & mask]
-    tops[place] = np.uint32(entry & U64(0xFFFFFFFF))
-    tops[place + 1] = np.uint32(behind & U64(0xFFFFFFFF))
-    return np.int64(length) + np.int64(behind >> U64(32))
+    """Every quad's entry of the table. Four streams in turns: each waits for its own look-ups, not for the others'."""
+    for stream in range(0, 64, 4):
+        start1, start2, start3, start4 = starts[stream], starts[stream + 1], starts[stream + 2], starts[stream + 3]
+        place, left = U64(2 * stream), stages
+        while left > 0:
+            bits1, bits2 = _look(buffer, start1), _look(buffer, start2)
+            bits3, bits4 = _look(buffer, start3), _look(buffer, start4)
+            for _ in range(min(left, 2)):  # stages: their four codewords of at most 13 bits fit a look
+                for i in range(2):
+                    entry1, entry2 = table[bits1 & mask], table[bits2 & mask]
+                    entry3, entry4 = table[bits3 & mask], table[bits4 & mask]
+                    found[place + U64(i)], found[place + U64(i + 2)] = entry1, entry2
+                    found[place + U64(i + 4)], found[place + U64(i + 6)] = entry3, entry4
+                    length1, length2 = U64(entry1) >> U64(12), U64(entry2) >> U64(12)
+                    length3, length4 = U64(entry3) >> U64(12), U64(entry4) >> U64(12)
+                    bits1, bits2, bits3, bits4 = bits1 >> length1, bits2 >> length2, bits3 >> length3, bits4 >> length4
+                    start1, start2 = start1 + length1, start2 + length2
+                    start3, start4 = start3 + length3, start4 + length4
+                place += U64(128)
+                left -= 1
 
 
 @njit(cache=True, nogil=True)
 def several_symbols(table: NDArray[np.uint16], width: int) -> NDArray[np.uint64]:
-    """What a window of ``width`` bits holds of whole codewords, up to four: ``count << 40 | length << 32 | exponents``.
+    """What a window of ``width`` bits holds of whole codewords, up to four: ``count << 38 | length << 32 | exponents``.
 
     Args:
         table: of single codewords, ``length << 12 | exponent``.
@@ -204,34 +204,57 @@ def several_symbols(table: NDArray[np.uint16], width: int) -> NDArray[np.uint64]
             exponents |= (entry & 0xFF) << (8 * count)
             length += entry >> 12
             count += 1
-        several[window] = count << 40 | length << 32 | exponents
+        several[window] = count << 38 | length << 32 | exponents
     return several
 
 
 @njit(cache=True, nogil=True)
 def _decode_singles(
-    buffer: NDArray[np.uint32], position: int, stages: int, table: NDArray[np.uint64], width: int,
-    tops: NDArray[np.uint32], place: int,
+    buffer: NDArray[np.uint32], starts: NDArray[np.uint64], stages: int, table: NDArray[np.uint16], mask: int,
+    found: NDArray[np.uint16], tops: NDArray[np.uint32],
 ) -> None:  # fmt: skip
-    """A stream's exponents, two words of four for each stage; words are written until they are full."""
-    mask = (_LOW << U64(width)) - _LOW
-    exponents, held, word = U64(0), U64(0), 0  # held: exponents that are not in a full word
-    while word < 2 * stages:
-        bits = _peek(buffer, position)
-        for _ in range(2):  # of at most 12 bits
-            entry = table[bits & mask]
-            length = (entry >> U64(32)) & U64(0xFF)
-            exponents |= (entry & U64(0xFFFFFFFF)) << (U64(8) * held)
-            held += entry >> U64(40)
-            tops[place + 128 * (word >> 1) + (word & 1)] = np.uint32(exponents & U64(0xFFFFFFFF))
-            is_full = held >> U64(2)  # at most seven are held
-            exponents >>= U64(32) * is_full
-            held &= U64(3)
-            word += np.int64(is_full)
-            bits >>= length
-            position += np.int64(length)
-            if word >= 2 * stages:
-                break
+    """Four streams in turns, each to a range of its own, in which four exponents are written wherever one is due.
+
+    Four look-ups of at most 12 bits fit a look at the buffer. They find four exponents at least and 16 at most, so a
+    stream takes no more than 2 stages looks, as many as it would need of codewords of 12 bits. One that is
+    complete goes on behind its last exponent until the others are.
+    """
+    several, size = table.view(np.uint64), U64(8 * stages)
+    pitch = size + U64(_BEYOND)
+    for stream in range(0, 64, 4):
+        start1, start2, start3, start4 = starts[stream], starts[stream + 1], starts[stream + 2], starts[stream + 3]
+        range1 = U64(stream) * pitch
+        range2, range3, range4 = range1 + pitch, range1 + U64(2) * pitch, range1 + U64(3) * pitch
+        done1, done2, done3, done4 = U64(0), U64(0), U64(0), U64(0)
+        while min(min(done1, done2), min(done3, done4)) < size:
+            bits1, bits2 = _look(buffer, start1), _look(buffer, start2)
+            bits3, bits4 = _look(buffer, start3), _look(buffer, start4)
+            sum1, sum2, sum3, sum4 = U64(0), U64(0), U64(0), U64(0)  # lengths below, counts above
+            place1, place2, place3, place4 = range1 + done1, range2 + done2, range3 + done3, range4 + done4
+            for _ in range(4):
+                entry1, entry2 = several[bits1 & mask], several[bits2 & mask]
+                entry3, entry4 = several[bits3 & mask], several[bits4 & mask]
+                store32(found, place1 + (sum1 >> U64(6)), entry1)
+                store32(found, place2 + (sum2 >> U64(6)), entry2)
+                store32(found, place3 + (sum3 >> U64(6)), entry3)
+                store32(found, place4 + (sum4 >> U64(6)), entry4)
+                entry1, entry2, entry3, entry4 = (
+                    entry1 >> U64(32),
+                    entry2 >> U64(32),
+                    entry3 >> U64(32),
+                    entry4 >> U64(32),
+                )
+                bits1, bits2 = bits1 >> (entry1 & U64(63)), bits2 >> (entry2 & U64(63))
+                bits3, bits4 = bits3 >> (entry3 & U64(63)), bits4 >> (entry4 & U64(63))
+                sum1, sum2, sum3, sum4 = sum1 + entry1, sum2 + entry2, sum3 + entry3, sum4 + entry4
+            start1, start2 = start1 + (sum1 & U64(63)), start2 + (sum2 & U64(63))
+            start3, start4 = start3 + (sum3 & U64(63)), start4 + (sum4 & U64(63))
+            done1, done2 = min(done1 + (sum1 >> U64(6)), size), min(done2 + (sum2 >> U64(6)), size)
+            done3, done4 = min(done3 + (sum3 >> U64(6)), size), min(done4 + (sum4 >> U64(6)), size)
+    pairs = tops.view(np.uint64)
+    for stage in range(stages):
+        for stream in range(64):
+            pairs[64 * stage + stream] = load64(found, U64(stream) * pitch + U64(8 * stage))
 
 
 @njit(cache=True, nogil=True)
@@ -246,31 +269,26 @@ def _apply_patches(buffer: NDArray[np.uint32], first: int, last: int, stages: in
 
 
 @njit(cache=True, nogil=True)
-def _assemble(
-    row_words: NDArray[np.uint16], tops: NDArray[np.uint32], stage: int, planes: NDArray[np.uint32], row_group: int,
-    s: int, stages: int, quad: bool, changes: NDArray[np.uint64], low: NDArray[np.uint32], high: NDArray[np.uint32],
+def _join(
+    output: NDArray[np.uint16], first: int, pitch: int, tops: NDArray[np.uint32], stage: int,
+    planes: NDArray[np.uint32], row_group: int, s: int, stages: int, quad: bool, changes: NDArray[np.uint16],
 ) -> None:  # fmt: skip
-    """The words of one stage, 8 rows of 64, from top7 (or exponents), raw bytes and signs (FORMAT.md section 5)."""
-    slab = row_group * (stages // 2 * 288 + stages % 2 * 160) + (s >> 1) * 288
-    raw = slab + 32 + 128 * (s & 1) if quad else (row_group * stages + s) * 128
-    for lane in range(32):
-        sign = planes[slab + lane] << np.uint32(4 * (s & 1)) if quad else np.uint32(0)
-        for step in range(4):
-            place = 16 * (lane >> 2) + 4 * step + (lane & 3)  # in the order of rows and columns
-            low[place] = planes[raw + 4 * lane + step]
-            high[place] = tops[128 * stage + 4 * lane + step] | (sign << np.uint32(step)) & _SIGNS
-    lows, highs = low.view(np.uint8), high.view(np.uint8)
-    if quad:
-        for i in range(512):  # these loops are for vector units
-            row_words[i] = np.uint16(lows[i]) | np.uint16(highs[i]) << 8
-    else:
-        for i in range(512):
-            row_words[i] = np.uint16(lows[i] & 0x7F) | np.uint16(lows[i] & 0x80) << 8 | np.uint16(highs[i]) << 7
-    quads = row_words.view(np.uint64)
+    """The words of one stage, 8 rows of 64, from top7 (or exponents), raw bytes and signs (FORMAT.md section 5).
+
+    Args:
+        first, pitch: where the rows begin in ``output``, and how far apart, in words.
+    """
+    slab = U64(4 * (row_group * (stages // 2 * 288 + stages % 2 * 160) + (s >> 1) * 288))
+    half = s & 1
+    raw = slab + U64(128 + 512 * half) if quad else U64(512 * (row_group * stages + s))
     for r in range(8):
-        change = changes[r]
-        for i in range(16 * r, 16 * r + 16):
-            quads[i] = _unshift(quads[i], change)
+        out, of_row, change = U64(2 * (first + r * pitch)), U64(64 * r), changes[r]
+        top = U64(512 * stage) + of_row
+        if quad:
+            sign = slab + U64(16 * r)
+            join_quad_row(output, out, tops, top, planes, raw + of_row, sign, np.uint32(4 * half), change)
+        else:
+            join_single_row(output, out, tops, top, planes, raw + of_row, change)
 
 
 @njit(cache=True, nogil=True)
@@ -290,16 +308,3 @@ def _store(
         else:
             for i in range(count):
                 output[start + skipped + i] = row_words[64 * r + skipped + i]
-
-
-@njit(cache=True, nogil=True, inline="always")
-def _unshift(quad: int, change: int) -> int:
-    """FORMAT.md 4.3 for four words: no field carries into the next, whatever the contents.
-
-    Args:
-        change: what each exponent that is not zero gets, modulo 256.
-    """
-    fields = quad & _FIELDS
-    nonzero = ((fields + _FIELDS) & _WRAP) >> U64(15)
-    moved = (fields + (((nonzero << U64(16)) - nonzero) & change)) & _FIELDS
-    return (quad & ~_FIELDS) | moved
