@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import pickle
 from collections.abc import Callable
 
@@ -138,6 +139,39 @@ def test_it_has_no_memory_to_share(layer: nn.Linear, ask: str) -> None:
     for weight in (layer.weight, layer.weight[2:]):
         with pytest.raises(InputError, match=rf"no memory of its own \({ask}\); take a copy"):
             getattr(weight, ask)()
+
+
+def test_kernels_of_others_get_no_address_of_nothing(layer: nn.Linear) -> None:
+    """As they ask in C++, where the method of Python is not called."""
+    for weight in (layer.weight, layer.weight[2:], layer.weight.t()):
+        with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+            torch.Tensor.data_ptr(weight)
+
+
+VIEWS_OF_A_CONVOLUTION: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "squeezed": lambda t: t.squeeze(1),
+    "viewed": lambda t: t.view(t.size(0), t.size(2)),
+    "rows": lambda t: t[16:48],
+    "rows of a squeezed": lambda t: t.squeeze(1)[3:7],
+    "transposed": lambda t: t.squeeze(1).t(),
+    "chunk": lambda t: t.squeeze(1).chunk(2)[1],
+}
+
+
+@pytest.mark.parametrize("view", VIEWS_OF_A_CONVOLUTION)
+def test_a_parent_hands_the_weight_of_a_convolution_to_a_kernel(view: str) -> None:
+    """As Mamba does: the kernel reads memory."""
+    layer = nn.Conv1d(2048, 2048, 4, groups=2048, dtype=torch.bfloat16)
+    expected = VIEWS_OF_A_CONVOLUTION[view](layer.weight.detach().clone())
+    assert samebits.compress(layer).packed
+    result = VIEWS_OF_A_CONVOLUTION[view](layer.weight)
+    assert (result.shape, result.stride()) == (expected.shape, expected.stride())
+    assert torch.Tensor.data_ptr(result) == result.data_ptr()
+    size = expected.nbytes if expected.is_contiguous() else expected.t().nbytes
+    assert ctypes.string_at(result.data_ptr(), size) == ctypes.string_at(expected.data_ptr(), size)
+    assert torch.equal((result + 0).view(torch.int16), expected.view(torch.int16))
+    with torch.no_grad(), pytest.raises(InputError, match=r"cannot be changed.*samebits\.decompress"):
+        result.zero_()
 
 
 def test_dlpack_gives_a_copy(layer: nn.Linear, plain: torch.Tensor) -> None:

@@ -15,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import samebits
 from samebits.errors import DigestError, InputError
+from samebits.nn import packed_module
 from samebits.nn.packed_module import PackedModule
 from tests.nn.modules import INPUT, MIN_WEIGHTS, make, same_bits
 
@@ -75,6 +76,16 @@ def test_other_bytes_of_a_state_dict_are_meant() -> None:
     call(module)
     module.load_state_dict(other.state_dict())
     assert module.head.sb_packed is module.embedding.sb_packed
+    assert same_bits(call(module), expected)
+
+
+def test_what_a_load_brought_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for any of those who share it."""
+    module, call, _ = make("tied")
+    samebits.compress(module, min_weights=MIN_WEIGHTS)
+    expected = call(module)
+    module.load_state_dict(module.state_dict())
+    monkeypatch.setattr(packed_module, "_refuse_other_bytes", lambda *_: pytest.fail("the bytes were read"))
     assert same_bits(call(module), expected)
 
 

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -350,3 +351,32 @@ def test_threads() -> None:
     assert all(same_bits(result, expected) for result in results)
     assert all(m.sb_decoded is None for m in module.modules() if isinstance(m, PackedModule))
     assert TOKENS.shape == expected.shape[:2]
+
+
+def test_threads_have_decoded_weights_of_their_own() -> None:
+    """Each decodes on a stream of its own, which no other waits for."""
+
+    class Slow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(64, 64).to(torch.bfloat16))
+
+        def forward(self, is_first: bool) -> list[torch.Tensor]:
+            read = [self.weight]
+            both_have_read.wait(60)
+            read.append(self.weight)
+            if not is_first:  # and forward ends, while the other's goes on
+                return read
+            has_ended.wait(60)
+            return [*read, self.weight]
+
+    both_have_read, has_ended = Barrier(2), Barrier(2)
+    module = Slow()
+    samebits.compress(module, min_weights=MIN_WEIGHTS)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.submit(module, True), pool.submit(module, False)
+        reads = [second.result(60), (has_ended.wait(60), first.result(60))[1]]
+    assert [len(read) for read in reads] == [2, 3]
+    assert all(tensor is read[0] for read in reads for tensor in read)
+    assert reads[0][0] is not reads[1][0]
+    assert not isinstance(reads[0][0], LazyTensor)

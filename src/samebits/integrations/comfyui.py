@@ -31,22 +31,12 @@ class PatchableModule(PackedModule):
     packed weight of before.
     """
 
-    sb_device: torch.device | None = None  # of the input, while forward runs
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(self, PackedModule):  # see PackedModule.forward
-            return type(self).forward(self, *args, **kwargs)
-        if torch.compiler.is_compiling():
-            return super().forward(*args, **kwargs)
-        self.__dict__["sb_device"] = next((value.device for value in args if isinstance(value, torch.Tensor)), None)
-        try:
-            return super().forward(*args, **kwargs)
-        finally:
-            self.__dict__["sb_device"] = None
-
     def sb_data(self, name: str) -> list[torch.Tensor]:
-        data = super().sb_data(name)
-        return data if self.sb_device is None else [stored.to(self.sb_device) for stored in data]
+        data, decoded = super().sb_data(name), None if torch.compiler.is_compiling() else self.sb_decoded
+        inputs = (
+            [value for value in decoded.arguments if isinstance(value, torch.Tensor)] if decoded is not None else []
+        )
+        return [stored.to(inputs[0].device) for stored in data] if inputs else data
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

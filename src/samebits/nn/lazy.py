@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from samebits.errors import InputError
 
@@ -25,6 +25,9 @@ _PARTS = frozenset(
     getattr(_ATEN, name).default for name in ("split_with_sizes", "diagonal", "unfold", "as_strided", "squeeze")
 ) | {_ATEN.select.int, _ATEN.slice.Tensor, _ATEN.split.Tensor, _ATEN.unbind.int, _ATEN.squeeze.dim, _ATEN.squeeze.dims}
 
+# Weights of convolutions up to this many words: a parent may hand a view of one to a kernel that reads its memory.
+_SMALL = 1 << 19
+
 
 class LazyTensor(torch.Tensor):
     """Has the shape, strides, dtype and device of what ``decode`` gives, and decodes anew for each operation.
@@ -38,6 +41,7 @@ class LazyTensor(torch.Tensor):
 
     source: Callable[[], torch.Tensor]
     shadow: torch.Tensor
+    has_small_views = False
 
     # Operations arrive below, where torch chooses its kernels as for a plain tensor: some it does not use for a tensor
     # with a __torch_function__, and others round differently.
@@ -54,6 +58,8 @@ class LazyTensor(torch.Tensor):
         kwargs = kwargs or {}
         if func is _ATEN.detach.default and isinstance(args[0], LazyWeight):
             return LazyWeight(args[0].recipe, args[0].packed)
+        if func in _VIEWS | _PARTS and args[0].has_small_views and not _is_entry(func, *args):
+            return tree_map(HeldView, func(args[0].decode(), *args[1:], **kwargs))
         if func in _VIEWS:
             return LazyView(args[0], args[0].source, func(args[0].shadow, *args[1:], **kwargs))
         if func in _PARTS:
@@ -130,7 +136,9 @@ class LazyWeight(LazyTensor):
         weight: LazyWeight = torch.Tensor._make_wrapper_subclass(
             cls, recipe.shape, strides=recipe.stride or None, dtype=recipe.dtype, device=data[0].device
         )
+        torch._C._set_throw_on_mutable_data_ptr(weight)  # kernels that would read at address 0
         weight.recipe, weight.packed = recipe, tuple(data)
+        weight.has_small_views = weight.dim() > 2 and weight.numel() <= _SMALL
         return weight
 
     def decode(self) -> torch.Tensor:
@@ -160,6 +168,7 @@ class LazyView(LazyTensor):
         view: LazyView = torch.Tensor._make_wrapper_subclass(
             cls, shadow.shape, strides=shadow.stride(), dtype=like.dtype, device=like.device
         )
+        torch._C._set_throw_on_mutable_data_ptr(view)
         view.shadow, view.source = shadow, source
         return view
 
@@ -167,16 +176,61 @@ class LazyView(LazyTensor):
         return self.source().as_strided(self.shape, self.stride(), self.shadow.storage_offset())
 
 
+class HeldView(LazyTensor):
+    """A view of a small weight, which was decoded for it: it has memory, but cannot be written to either."""
+
+    has_small_views = True
+
+    @staticmethod
+    def __new__(cls, plain: torch.Tensor) -> HeldView:
+        view: HeldView = torch.Tensor._make_subclass(cls, plain)
+        view.plain = plain
+        return view
+
+    plain: torch.Tensor
+
+    def decode(self) -> torch.Tensor:
+        return self.plain
+
+    def data_ptr(self) -> int:
+        return self.plain.data_ptr()
+
+
+class _Once:
+    """What ``decode`` gives, kept; not what is recorded while a graph is captured, nor what another stream made."""
+
+    def __init__(self, decode: Callable[[], torch.Tensor]) -> None:
+        self._decode = decode
+        self._kept: tuple[torch.Tensor, Any] | None = None
+
+    def __call__(self) -> torch.Tensor:
+        if self._kept is not None and self._kept[1] == _stream(self._kept[0]):
+            return self._kept[0]
+        decoded = self._decode()
+        if not (decoded.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self._kept = decoded, _stream(decoded)
+        return decoded
+
+
+def _stream(tensor: torch.Tensor) -> Any:
+    return torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
+
+
+def _is_entry(func: Any, whole: LazyTensor, *rest: Any) -> bool:
+    """Whether a view is one entry of a weight."""
+    return func is _ATEN.select.int and isinstance(whole, LazyWeight) and rest[0] in (0, -whole.dim())
+
+
 def _parts(func: Any, whole: LazyTensor, *rest: Any, **kwargs: Any) -> torch.Tensor | list[LazyView]:
     """Views of a part: what they are views of is decoded once; of one entry of a weight, no more than that."""
     shadows = func(whole.shadow, *rest, **kwargs)
-    if func is _ATEN.select.int and isinstance(whole, LazyWeight) and rest[0] in (0, -whole.dim()):
+    if isinstance(whole, LazyWeight) and _is_entry(func, whole, *rest):
         entry = partial(whole.recipe.entry, whole.packed, int(rest[1]))
         if whole.is_read_by_entry:
             return entry()
         if not whole.recipe.stride:
-            return LazyView(whole, cache(entry), torch.empty_like(shadows))
-    source = cache(whole.source)
+            return LazyView(whole, _Once(entry), torch.empty_like(shadows))
+    source = _Once(whole.source)
     if isinstance(shadows, torch.Tensor):
         return LazyView(whole, source, shadows)
     return [LazyView(whole, source, shadow) for shadow in shadows]

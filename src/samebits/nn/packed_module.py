@@ -7,6 +7,7 @@ returns), and a LazyWeight elsewhere. An embedding's forward decodes the rows th
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.weak import WeakIdKeyDictionary
 
 from samebits.digest import digest
 from samebits.errors import DigestError, DtypeError, FormatError, InputError, SamebitsError
@@ -60,7 +62,6 @@ class PackedModule(nn.Module):
     sb_base: type[nn.Module]
     sb_recipes: dict[str, Recipe]
     sb_versions: dict[str, tuple[int, int]]  # of a slot: the parameter in it, how often it had been written to
-    sb_decoded: _Decoded | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> nn.Module:  # type: ignore[misc]
         """A module that is made by ``type(module)(...)`` is of the original class: it has nothing packed."""
@@ -71,14 +72,23 @@ class PackedModule(nn.Module):
             return type(self).forward(self, *args, **kwargs)
         if torch.compiler.is_compiling():  # a graph keeps no more than it needs
             return super().forward(*args, **kwargs)
-        decoded = self.__dict__["sb_decoded"] = _Decoded()
+        running, before = _running.of_module, self.sb_decoded
+        decoded = running[id(self)] = _Decoded(args)
         try:
             with self._sb_hooks():
                 result = super().forward(*args, **kwargs)
             decoded.refuse_changes(self)
             return result
         finally:
-            self.__dict__["sb_decoded"] = None
+            if before is None:
+                del running[id(self)]
+            else:
+                running[id(self)] = before
+
+    @property
+    def sb_decoded(self) -> _Decoded | None:
+        """What is decoded for the forward that this thread runs, if it runs one."""
+        return _running.of_module.get(id(self))
 
     def _sb_hooks(self) -> AbstractContextManager[object]:
         """Has autograd keep packed what it wants to keep of the weights; not in torch.func, which has no such hooks."""
@@ -122,7 +132,7 @@ class PackedModule(nn.Module):
         if not torch.compiler.is_compiling():
             for piece, stored in zip(pieces, data, strict=True):
                 known, now = self.sb_versions.get(piece.slot), _mark(stored)
-                if known != now and known is not None and known[0] == now[0]:
+                if known != now and known is not None and known[0] == now[0] and not _is_accepted(stored):
                     _refuse_other_bytes(piece, stored, f"{self.sb_base.__name__}.{name}")
                 if known != now or (piece.header and stored.numel() != piece.header.nbytes):
                     _refuse_other_length(piece, stored, f"{self.sb_base.__name__}.{name}")
@@ -140,6 +150,7 @@ class PackedModule(nn.Module):
             stored = self._parameters[slot]
             if stored is not None:
                 self.sb_versions[slot] = _mark(stored)
+                _accepted[stored] = _version(stored)
 
     def sb_decode(self, name: str) -> torch.Tensor:
         """The weight ``name``, decoded anew."""
@@ -235,10 +246,12 @@ class _Decoded(dict[str, torch.Tensor]):
     """The weights that are decoded while a module's forward runs.
 
     Attributes:
+        arguments: those of the forward that have no name.
         versions: how often each had been written to when it was decoded.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, arguments: tuple[Any, ...]) -> None:
+        self.arguments = arguments
         self.versions: dict[str, int] = {}
 
     def refuse_changes(self, module: PackedModule) -> None:
@@ -251,6 +264,27 @@ class _Decoded(dict[str, torch.Tensor]):
                 what = "its forward writes to this weight, which is packed: that would be lost"
                 mend = "call samebits.decompress, and exclude it from samebits.compress"
                 raise InputError(what, where=f"{module.sb_base.__name__}.{name}", mend=mend)
+
+
+class _Running(threading.local):
+    """A thread's own: others run the same modules with weights that are decoded on streams of theirs.
+
+    Attributes:
+        of_module: by a module's id.
+    """
+
+    def __init__(self) -> None:
+        self.of_module: dict[int, _Decoded] = {}
+
+
+_running = _Running()
+_accepted: WeakIdKeyDictionary = (
+    WeakIdKeyDictionary()
+)  # of bytes that were accepted for one of those who share them: their version
+
+
+def _is_accepted(stored: torch.Tensor) -> bool:
+    return bool(_accepted.get(stored) == _version(stored))
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -267,11 +301,13 @@ def _refuse_other_bytes(piece: Piece, stored: torch.Tensor, where: str) -> None:
     """
     Raises:
         DigestError: packed bytes are others than they were, and not those of another tensor of the same form.
+        InputError: they are others, and cannot be read now.
     """
     if piece.header is None or stored.is_meta:
         return
-    if stored.is_cuda and torch.cuda.is_current_stream_capturing():  # nothing can be read now
-        return
+    if stored.is_cuda and torch.cuda.is_current_stream_capturing():
+        what = "its packed bytes were written to, and a graph is being captured"
+        raise InputError(what, where=where, mend="run the module once before it is captured")
     try:
         packed = PackedTensor.from_data(stored.detach().cpu())
     except SamebitsError:
