@@ -63,15 +63,6 @@ class CompactCode:
         symbols = np.repeat(np.arange(self.frequencies.size), self.frequencies)
         return _REVERSED[np.lexsort((_REVERSED, symbols))]
 
-    def decode_table(self) -> NDArray[np.uint32]:
-        """uint32 [256]: ``symbol << 16 | n << 8 | 2 ** n * y - 256`` for each state."""
-        symbols = np.repeat(np.arange(self.frequencies.size), self.frequencies)
-        y = self.frequencies[symbols] + np.arange(STATES) - self.starts[symbols]
-        bits = 9 - np.frexp(np.minimum(y, STATES))[1]  # the least n with 2 ** n * y >= 256
-        table = np.empty(STATES, np.uint32)
-        table[self.states] = symbols << 16 | bits << 8 | (y << bits) - STATES
-        return table
-
 
 @dataclass(frozen=True)
 class CompactWords:
@@ -108,8 +99,10 @@ class CompactWords:
 
 def decode_compact(packed: PackedTensor, output: NDArray[np.uint16]) -> None:
     """Decode a validated packed tensor into ``output``, the tensor's words."""
-    table = CompactCode(frequencies_of(packed.array("code", "u1"))).decode_table()
+    table = compact_loops.decode_table(frequencies_of(packed.array("code", "u1")))
+    streams = np.zeros(packed.header.stream_words + compact_loops.SLACK, np.uint32)
+    streams[: packed.header.stream_words] = packed.array("streams", "<u4")
     lengths = packed.array("offsets", "<u2").astype(np.int64)
     starts = np.cumsum(lengths) - lengths
     run_ranges(compact_loops.decode_runs, starts.size, _TASK_RUNS, output, table, starts, packed.array("planes", "u1"),
-               packed.array("streams", "<u4"))  # fmt: skip
+               streams)  # fmt: skip

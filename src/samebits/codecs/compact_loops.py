@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numba import njit
 
+from samebits.codecs.vectors import load_bits
 from samebits.format.geometry import RUN_WORDS
 from samebits.format.packed import ESCAPE, STATES
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 U64 = np.uint64
+SLACK = RUN_WORDS // 2 + 4  # words behind the streams that a run of 8 + 16 bits for each of its words may reach
 _MAX_FREQUENCY = 255  # what a byte of the code section holds
 
 
@@ -110,30 +112,86 @@ def _put(output: NDArray[np.uint32], position: int, value: int, bits: int) -> in
 
 
 @njit(cache=True, nogil=True)
+def decode_table(frequencies: NDArray[np.int64]) -> NDArray[np.uint32]:
+    """uint32 [256]: ``symbol << 16 | 2 ** n * y - 256 << 8 | n`` for each state (FORMAT.md 3.7)."""
+    table, symbols, following = np.empty(STATES, np.uint32), np.empty(STATES, np.int64), frequencies.copy()
+    first = 0
+    for symbol in range(frequencies.size):
+        for number in range(first, first + frequencies[symbol]):
+            symbols[number] = symbol
+        first += frequencies[symbol]
+    for state in range(STATES):
+        number, bits = 0, 0
+        for i in range(8):
+            number |= (state >> i & 1) << (7 - i)
+        symbol = symbols[number]
+        y = following[symbol]
+        following[symbol] += 1
+        while y << bits < STATES:
+            bits += 1
+        table[state] = symbol << 16 | (y << bits) - STATES << 8 | bits
+    return table
+
+
+@njit(cache=True, nogil=True)
 def decode_runs(
     output: NDArray[np.uint16], table: NDArray[np.uint32], starts: NDArray[np.int64], raw: NDArray[np.uint8],
     streams: NDArray[np.uint32], first: int, last: int,
 ) -> None:  # fmt: skip
-    """Decode runs [first, last), whose ``starts`` are bits of the streams, into ``output``."""
-    for run in range(first, last):
-        state = _peek(streams, starts[run]) & 255
-        position = starts[run] + 8
-        for i in range(RUN_WORDS * run, min(RUN_WORDS * (run + 1), output.size)):
-            entry = np.int64(table[state])
-            window = _peek(streams, position)
-            exponent, bits = entry >> 16, entry >> 8 & 15
-            if exponent == ESCAPE:
-                exponent = window & 255
-                window >>= 8
-                position += 8
-            state = (entry & 255) + (window & ((1 << bits) - 1))
-            position += bits
-            output[i] = (raw[i] & 0x80) << 8 | exponent << 7 | raw[i] & 0x7F
+    """Decode runs [first, last), whose ``starts`` are bits of the streams, into ``output``.
+
+    Args:
+        streams: with SLACK words more than there are.
+    """
+    run = first
+    while run + 4 <= last and RUN_WORDS * (run + 4) <= output.size:
+        _four_runs(output, table, starts, run, streams)
+        run += 4
+    for rest in range(run, last):
+        position, state = _begin(streams, starts[rest])
+        for i in range(RUN_WORDS * rest, min(RUN_WORDS * (rest + 1), output.size)):
+            output[i], state, used = _step(table, state, load_bits(streams, position))
+            position += used
+    for i in range(RUN_WORDS * first, min(RUN_WORDS * last, output.size)):  # for vector units
+        low = np.uint16(raw[i])
+        output[i] = np.uint16((low & 0x80) << 8) | np.uint16(output[i] << 7) | np.uint16(low & 0x7F)
+
+
+@njit(cache=True, nogil=True)
+def _four_runs(
+    output: NDArray[np.uint16], table: NDArray[np.uint32], starts: NDArray[np.int64], run: int,
+    streams: NDArray[np.uint32],
+) -> None:  # fmt: skip
+    """The exponents of four whole runs in turns: each waits for its own states, not for the others'."""
+    position1, state1 = _begin(streams, starts[run])
+    position2, state2 = _begin(streams, starts[run + 1])
+    position3, state3 = _begin(streams, starts[run + 2])
+    position4, state4 = _begin(streams, starts[run + 3])
+    first = U64(RUN_WORDS * run)
+    for place in range(first, first + U64(RUN_WORDS)):
+        output[place], state1, used1 = _step(table, state1, load_bits(streams, position1))
+        output[place + U64(RUN_WORDS)], state2, used2 = _step(table, state2, load_bits(streams, position2))
+        output[place + U64(2 * RUN_WORDS)], state3, used3 = _step(table, state3, load_bits(streams, position3))
+        output[place + U64(3 * RUN_WORDS)], state4, used4 = _step(table, state4, load_bits(streams, position4))
+        position1, position2 = position1 + used1, position2 + used2
+        position3, position4 = position3 + used3, position4 + used4
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _peek(streams: NDArray[np.uint32], position: int) -> int:
-    """At least 16 bits from ``position`` on; behind the end, what is there last."""
-    word, last = position >> 5, streams.size - 1
-    wide = U64(streams[min(word, last)]) | U64(streams[min(word + 1, last)]) << U64(32)
-    return np.int64((wide >> U64(position & 31)) & U64(0xFFFFFFFF))
+def _begin(streams: NDArray[np.uint32], start: int) -> tuple[int, int]:
+    """Where a run goes on behind its first state, and that."""
+    position = U64(start)
+    return position + U64(8), load_bits(streams, position) & U64(255)
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _step(table: NDArray[np.uint32], state: int, bits: int) -> tuple[int, int, int]:
+    """The exponent in a state, the state behind it, and how many of the bits these took."""
+    entry = U64(table[state])
+    exponent, used = entry >> U64(16), U64(0)
+    if exponent == U64(ESCAPE):
+        exponent = bits & U64(255)
+        bits >>= U64(8)
+        used = U64(8)
+    count = entry & U64(255)
+    return exponent, (entry >> U64(8) & U64(255)) + (bits & ((U64(1) << count) - U64(1))), used + count

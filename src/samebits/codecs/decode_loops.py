@@ -12,7 +12,7 @@ import numpy as np
 from numba import njit
 
 from samebits.codecs.loops import HEAD_WORDS, U64, chunk_extent
-from samebits.codecs.vectors import join_quad_row, join_single_row, load64, store32
+from samebits.codecs.vectors import join_quad_row, join_single_row, load64, load_bits, store32
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -154,12 +154,6 @@ def _decode_tops(
         _decode_singles(buffer, starts, stages, table, mask, found, tops)
 
 
-@njit(cache=True, nogil=True, inline="always")
-def _look(buffer: NDArray[np.uint32], position: int) -> int:
-    """At least 57 bits from ``position`` on."""
-    return load64(buffer, position >> U64(3)) >> (position & U64(7))
-
-
 @njit(cache=True, nogil=True)
 def _decode_quads(
     buffer: NDArray[np.uint32], starts: NDArray[np.uint64], stages: int, table: NDArray[np.uint16], mask: int,
@@ -170,8 +164,8 @@ def _decode_quads(
         start1, start2, start3, start4 = starts[stream], starts[stream + 1], starts[stream + 2], starts[stream + 3]
         place, left = U64(2 * stream), stages
         while left > 0:
-            bits1, bits2 = _look(buffer, start1), _look(buffer, start2)
-            bits3, bits4 = _look(buffer, start3), _look(buffer, start4)
+            bits1, bits2 = load_bits(buffer, start1), load_bits(buffer, start2)
+            bits3, bits4 = load_bits(buffer, start3), load_bits(buffer, start4)
             for _ in range(min(left, 2)):  # stages: their four codewords of at most 13 bits fit a look
                 for i in range(2):
                     entry1, entry2 = table[bits1 & mask], table[bits2 & mask]
@@ -227,8 +221,8 @@ def _decode_singles(
         range2, range3, range4 = range1 + pitch, range1 + U64(2) * pitch, range1 + U64(3) * pitch
         done1, done2, done3, done4 = U64(0), U64(0), U64(0), U64(0)
         while min(min(done1, done2), min(done3, done4)) < size:
-            bits1, bits2 = _look(buffer, start1), _look(buffer, start2)
-            bits3, bits4 = _look(buffer, start3), _look(buffer, start4)
+            bits1, bits2 = load_bits(buffer, start1), load_bits(buffer, start2)
+            bits3, bits4 = load_bits(buffer, start3), load_bits(buffer, start4)
             sum1, sum2, sum3, sum4 = U64(0), U64(0), U64(0), U64(0)  # lengths below, counts above
             place1, place2, place3, place4 = range1 + done1, range2 + done2, range3 + done3, range4 + done4
             for _ in range(4):

@@ -6,14 +6,18 @@ instructions where the processor has the width, and a few times as many where it
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from llvmlite import ir
 from llvmlite.ir import IRBuilder, Value
-from numba import types
+from numba import njit, types
 from numba.core.base import BaseContext
 from numba.core.typing.templates import Signature
 from numba.extending import intrinsic
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _ROW = 64  # words of a stage in a row
@@ -27,6 +31,13 @@ def load64(typing: Any, array: types.Array, byte: types.Integer) -> Any:
         return _load(context, builder, signature.args[0], arguments[0], arguments[1], _I64)
 
     return types.uint64(array, types.uint64), generate
+
+
+@njit(nogil=True, inline="always")
+def load_bits(array: NDArray[np.uint32], position: int) -> int:
+    """At least 57 bits of ``array`` from bit ``position`` on."""
+    bits: int = load64(array, position >> np.uint64(3)) >> (position & np.uint64(7))
+    return bits
 
 
 @intrinsic
