@@ -9,6 +9,7 @@ import torch
 from numba import njit
 
 from samebits.parallel import run_ranges
+from samebits.vectors import DIGESTED, mix_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -27,8 +28,11 @@ _GRAIN = 1 << 17  # 64-bit words per task
 @njit(cache=True, nogil=True)
 def sum_words(words: NDArray[np.uint64], first: int, last: int) -> np.uint64:
     """What words [first, last) of a whole add to its digest."""
-    total = _WORD(0)
-    for i in range(first, last):
+    total, start = _WORD(0), _WORD(first)
+    while start + _WORD(DIGESTED) <= _WORD(last):
+        total += mix_words(words, start)
+        start += _WORD(DIGESTED)
+    for i in range(start, _WORD(last)):
         z = words[i] + _WORD(i + 1) * _GOLDEN
         z ^= z >> _WORD(30)
         z *= _FIRST

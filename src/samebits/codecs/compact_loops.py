@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numba import njit
 
-from samebits.codecs.vectors import load_bits
 from samebits.format.geometry import RUN_WORDS
 from samebits.format.packed import ESCAPE, STATES
+from samebits.vectors import load_bits
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

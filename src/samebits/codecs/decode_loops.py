@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numba import njit
 
-from samebits.codecs.loops import HEAD_WORDS, U64, chunk_extent
-from samebits.codecs.vectors import join_quad_row, join_single_row, load64, load_bits, store32
+from samebits.codecs.loops import HEAD_WORDS, U64, chunk_extent, plane_places
+from samebits.vectors import join_quad_row, join_single_row, load64, load_bits, store32
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -272,15 +272,13 @@ def _join(
     Args:
         first, pitch: where the rows begin in ``output``, and how far apart, in words.
     """
-    slab = U64(4 * (row_group * (stages // 2 * 288 + stages % 2 * 160) + (s >> 1) * 288))
-    half = s & 1
-    raw = slab + U64(128 + 512 * half) if quad else U64(512 * (row_group * stages + s))
+    raw, signs = plane_places(row_group, s, stages, quad)
     for r in range(8):
         out, of_row, change = U64(2 * (first + r * pitch)), U64(64 * r), changes[r]
         top = U64(512 * stage) + of_row
         if quad:
-            sign = slab + U64(16 * r)
-            join_quad_row(output, out, tops, top, planes, raw + of_row, sign, np.uint32(4 * half), change)
+            sign = signs + U64(16 * r)
+            join_quad_row(output, out, tops, top, planes, raw + of_row, sign, np.uint32(4 * (s & 1)), change)
         else:
             join_single_row(output, out, tops, top, planes, raw + of_row, change)
 

@@ -13,14 +13,15 @@ from numba import njit
 from samebits.bf16 import count_exponents
 from samebits.digest import sum_words
 from samebits.format.packed import QUAD_SYMBOLS
+from samebits.vectors import exponents_of_row, quad_symbols_of_row, split_quad_row, split_single_row
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 U64 = np.uint64
-_SIGNS = U64(0x8000800080008000)
 _LOW_BYTES = U64(0x00FF00FF00FF00FF)
 _TOP7 = U64(0x007F007F007F007F)
+_NO_CHANGE = np.zeros(1, np.uint16)
 _ZERO = np.int64(0)  # where a count begins; for a literal 0 what takes it would be compiled once more
 _ONES = U64(0x0001000100010001)
 _NO_CLASS = U64(0xFFF8FFF8FFF8FFF8)
@@ -31,14 +32,6 @@ MAX_UNIT = 63
 MAX_BASE = 8191
 MAX_PATCHES = 8191
 HEAD_WORDS = 9  # a coded chunk's first word and its 32 length bytes
-
-
-@njit(cache=True, nogil=True, inline="always")
-def pack_bytes(fields: int) -> int:
-    """The low bytes of four fields as 32 bits."""
-    low = fields & _LOW_BYTES
-    low = (low | (low >> U64(8))) & U64(0x0000FFFF0000FFFF)
-    return (low | (low >> U64(16))) & U64(0xFFFFFFFF)
 
 
 @njit(cache=True, nogil=True, inline="always")
@@ -235,7 +228,11 @@ def encode_chunks(
     window: int, table: NDArray[np.uint32], nearest: NDArray[np.int16], first_symbol: int, sizes: NDArray[np.int64],
     first: int, last: int,
 ) -> NDArray[np.uint32]:  # fmt: skip
-    """Encode chunks [first, last) (FORMAT.md section 6): their words one after the other, and ``sizes`` of each."""
+    """Encode chunks [first, last) (FORMAT.md section 6): their words one after the other, and ``sizes`` of each.
+
+    Args:
+        changes: of each row or of all: its shift where a word has the exponent, modulo 2^16.
+    """
     row_groups, stages = (rows + 7) // 8, (columns + 63) // 64
     output = np.empty((last - first) * (1 + 128 * chunk_stages) + 2, np.uint32)
     pairs = np.empty((chunk_stages * (1 if quad else 4), 64), np.uint32)
@@ -243,8 +240,7 @@ def encode_chunks(
     patches = np.empty(chunk_stages * 512, np.uint32)
     padding = padding_quad(quad, window, first_symbol)
     common = common_class(table) if quad else 0
-    values, symbols, codes = np.empty(512, np.uint16), np.empty(128, np.uint16), np.empty((2, 64), np.uint32)
-    quads = values.view(np.uint64)
+    values, symbols, codes = np.empty(512, np.uint16), np.empty(256, np.uint16), np.empty(512, np.uint32)
     end = _ZERO
     for chunk in range(first, last):
         group, groups, stage_from, stage_count = chunk_extent(chunk, row_groups, stages, chunk_stages)
@@ -252,12 +248,18 @@ def encode_chunks(
         patched = stage = _ZERO
         for row_group in range(group, group + groups):
             for s in range(stage_from, stage_from + stage_count):
-                load_stage(values, words, 8 * row_group, 64 * s, rows, columns, changes, padding)
-                if quad:
-                    patched = _encode_quads(quads, stage, window, table, nearest, common, symbols, codes, pairs, bits,
-                                            patches, patched)  # fmt: skip
+                row, column = 8 * row_group, 64 * s
+                if is_whole(row, column, rows, columns, words):
+                    _find_symbols(words, row * columns + column, columns, changes, row, quad, window, symbols)
                 else:
-                    _encode_singles(values, stage, table, codes, pairs, bits)
+                    load_stage(values, words, row, column, rows, columns, changes, padding)
+                    _find_symbols(values, _ZERO, 64, _NO_CHANGE, _ZERO, quad, window, symbols)
+                if not quad:
+                    _encode_singles(symbols, table, codes, pairs[4 * stage : 4 * stage + 4], bits)
+                elif not _encode_quads(symbols, table, codes, pairs[stage], bits):
+                    load_stage(values, words, row, column, rows, columns, changes, padding)
+                    patched = _encode_others(values.view(np.uint64), stage, window, table, nearest, common, codes,
+                                             pairs[stage], bits, patches, patched)  # fmt: skip
                 stage += 1
         size = _write_coded(output, end, pairs, stage * (1 if quad else 4), bits, stage, patches, patched)
         if size == 0:
@@ -270,6 +272,12 @@ def encode_chunks(
     return output[:end].copy()
 
 
+@njit(cache=True, nogil=True, inline="always")
+def is_whole(row: int, column: int, rows: int, columns: int, words: NDArray[np.uint16]) -> bool:
+    """Whether the stage whose corner is (row, column) has no padding."""
+    return row + 8 <= rows and column + 64 <= columns and (row + 7) * columns + column + 64 <= words.size
+
+
 @njit(cache=True, nogil=True)
 def load_stage(
     values: NDArray[np.uint16], words: NDArray[np.uint16], row: int, column: int, rows: int, columns: int,
@@ -278,15 +286,11 @@ def load_stage(
     """The shifted words of the stage whose corner is (row, column): uint16 [512], row-major (64 a row).
 
     Args:
-        changes: of each row or of all: its shift where a word has the exponent, modulo 2^16.
         padding: four words, of which those outside the tensor are made (FORMAT.md 5.4).
     """
     for r in range(8):
         start = (row + r) * columns + column
         change = changes[min(row + r, changes.size - 1)]
-        if row + r < rows and column + 64 <= columns and start + 64 <= words.size:
-            shift_words(values[64 * r : 64 * r + 64], words[start : start + 64], change)
-            continue
         inside = max(0, min(64, columns - column, words.size - start)) if row + r < rows else 0
         shift_words(values[64 * r :], words[start : start + inside], change)
         for i in range(inside, 64):
@@ -294,47 +298,77 @@ def load_stage(
 
 
 @njit(cache=True, nogil=True)
+def _find_symbols(
+    words: NDArray[np.uint16], start: int, pitch: int, changes: NDArray[np.uint16], row: int, quad: bool, window: int,
+    symbols: NDArray[np.uint16],
+) -> None:  # fmt: skip
+    """Of a stage whose rows begin at word ``start``, ``pitch`` apart: the symbols of its quads, uint16 [128], or its
+    exponents, uint8 [512], in the order of the streams: ``4 lane + step``."""
+    for r in range(8):
+        word, change = U64(2 * (start + r * pitch)), changes[min(row + r, changes.size - 1)]
+        if quad:
+            quad_symbols_of_row(symbols, U64(32 * r), words, word, change, np.uint16(window), np.uint16(OUTSIDE))
+        else:
+            exponents_of_row(symbols, U64(64 * r), words, word, change)
+
+
+@njit(cache=True, nogil=True)
 def _encode_quads(
-    values: NDArray[np.uint64], stage: int, window: int, table: NDArray[np.uint32], nearest: NDArray[np.int16],
-    common: int, symbols: NDArray[np.uint16], codes: NDArray[np.uint32], pairs: NDArray[np.uint32],
-    bits: NDArray[np.int64], patches: NDArray[np.uint32], patched: int,
-) -> int:  # fmt: skip
-    """One stage: the two codewords of each stream as one pair ``length << 26 | bits``; the number of patches.
+    symbols: NDArray[np.uint16], table: NDArray[np.uint32], codes: NDArray[np.uint32], pairs: NDArray[np.uint32],
+    bits: NDArray[np.int64],
+) -> bool:  # fmt: skip
+    """One stage: the two codewords of each stream as one pair ``length << 26 | bits``; whether there is one for each.
 
     Args:
-        table: a length of 0 where there is no codeword; of OUTSIDE, too.
-        symbols: room for the quads', 128.
-        codes: room for [2, 64], the streams' first codewords and their second ones.
+        table: 0 where there is no codeword; of OUTSIDE, too.
+        codes: room for all of them.
     """
-    for place in range(128):  # this loop and the last one are for vector units
-        symbols[place] = quad_symbol(classify(values[place], window))
-    firsts, seconds, joined = codes[0], codes[1], pairs[stage]
-    missing = False
-    for stream in range(64):
-        place = quad_place(stream)
-        firsts[stream], seconds[stream] = table[symbols[place]], table[symbols[place + 4]]
-        missing |= (firsts[stream] == 0) | (seconds[stream] == 0)
-    if missing:
-        for half in range(2):
-            for stream in range(64):
-                if codes[half, stream] == 0:
-                    value = values[quad_place(stream) + 4 * half]
-                    coded = _substitute(classify(value, window), nearest, common)
-                    where = (stage << 16) | ((2 * (stream & 1) + half) << 14) | ((stream >> 1) << 9)
-                    patched = _patch(value, coded, window, where, patches, patched)
-                    codes[half, stream] = table[coded]
-    for stream in range(64):
-        joined[stream] = _join(firsts[stream], seconds[stream])
-        bits[stream] += joined[stream] >> np.uint32(26)
+    for i in range(128):
+        codes[i] = table[symbols[i]]
+    missing = np.uint32(0)
+    for i in range(128):  # for vector units
+        missing |= np.uint32(codes[i] == 0)
+    _join(codes, 0, 1, pairs, bits)
+    return missing == 0
+
+
+@njit(cache=True, nogil=True)
+def _encode_others(
+    values: NDArray[np.uint64], stage: int, window: int, table: NDArray[np.uint32], nearest: NDArray[np.int16],
+    common: int, codes: NDArray[np.uint32], pairs: NDArray[np.uint32], bits: NDArray[np.int64],
+    patches: NDArray[np.uint32], patched: int,
+) -> int:  # fmt: skip
+    """After _encode_quads: other codewords for quads that have none, and patches; the number of these."""
+    for i in range(64):
+        bits[i] -= pairs[i] >> np.uint32(26)
+    for half in range(2):
+        for stream in range(64):
+            if codes[2 * stream + half] == 0:
+                value = values[quad_place(stream) + 4 * half]
+                coded = _substitute(classify(value, window), nearest, common)
+                where = (stage << 16) | ((2 * (stream & 1) + half) << 14) | ((stream >> 1) << 9)
+                patched = _patch(value, coded, window, where, patches, patched)
+                codes[2 * stream + half] = table[coded]
+    _join(codes, 0, 1, pairs, bits)
     return patched
 
 
-@njit(cache=True, nogil=True, inline="always")
-def _join(first: int, second: int) -> int:
-    """Two entries of the table, ``length << 16 | bits``, as ``length << 26 | bits``."""
-    length = first >> np.uint32(16)
-    total = length + (second >> np.uint32(16))
-    return (total << np.uint32(26)) | ((second & np.uint32(0xFFFF)) << length) | (first & np.uint32(0xFFFF))
+@njit(cache=True, nogil=True)
+def _join(codes: NDArray[np.uint32], first: int, step: int, pairs: NDArray[np.uint32], bits: NDArray[np.int64]) -> None:
+    """Of each stream two entries of the table, ``length << 16 | bits``, as ``length << 26 | bits``.
+
+    Args:
+        codes: a stream's two follow each other, ``2 step`` after those of the stream before.
+    """
+    two = codes.view(np.uint64)
+    for stream in range(64):  # for vector units
+        both = two[first + step * stream]
+        low, high = np.uint32(both & U64(0xFFFFFFFF)), np.uint32(both >> U64(32))
+        length = low >> np.uint32(16)
+        total = length + (high >> np.uint32(16))
+        pair = (total << np.uint32(26)) | ((high & np.uint32(0xFFFF)) << length) | (low & np.uint32(0xFFFF))
+        pairs[stream] = pair
+        bits[stream] += total
 
 
 @njit(cache=True, nogil=True, inline="always")
@@ -346,20 +380,15 @@ def quad_place(stream: int) -> int:
 
 @njit(cache=True, nogil=True)
 def _encode_singles(
-    values: NDArray[np.uint16], stage: int, table: NDArray[np.uint32], codes: NDArray[np.uint32],
-    pairs: NDArray[np.uint32], bits: NDArray[np.int64],
+    symbols: NDArray[np.uint16], table: NDArray[np.uint32], codes: NDArray[np.uint32], pairs: NDArray[np.uint32],
+    bits: NDArray[np.int64],
 ) -> None:  # fmt: skip
-    """One stage: the eight codewords of each stream as four pairs. Args: codes: as _encode_quads."""
-    firsts, seconds = codes[0], codes[1]
+    """One stage: the eight codewords of each stream as four pairs. Args: as of _encode_quads."""
+    exponents = symbols.view(np.uint8)
+    for i in range(512):
+        codes[i] = table[exponents[i]]
     for pair in range(4):
-        joined, offset = pairs[4 * stage + pair], 16 * (pair >> 1) + 2 * (pair & 1)
-        for stream in range(64):
-            word = 4 * quad_place(stream) + offset
-            firsts[stream] = table[(values[word] >> 7) & 0xFF]
-            seconds[stream] = table[(values[word + 1] >> 7) & 0xFF]
-        for stream in range(64):
-            joined[stream] = _join(firsts[stream], seconds[stream])
-            bits[stream] += joined[stream] >> np.uint32(26)
+        _join(codes, pair, 4, pairs[pair], bits)
 
 
 @njit(cache=True, nogil=True)
@@ -466,12 +495,12 @@ def _write_raw(
             load_stage(values, words, 8 * row_group, 64 * s, rows, columns, changes, padding)
             for i in range(512):
                 tops[i] = (values[i] >> 8) & 0x7F if quad else (values[i] >> 7) & 0xFF
-            write_by_lanes(output[start : start + 128], tops.view(np.uint32))
+            _write_by_lanes(output[start : start + 128], tops.view(np.uint32))
             start += 128
 
 
 @njit(cache=True, nogil=True)
-def write_by_lanes(target: NDArray[np.uint32], bytes_of_quads: NDArray[np.uint32]) -> None:
+def _write_by_lanes(target: NDArray[np.uint32], bytes_of_quads: NDArray[np.uint32]) -> None:
     """A stage's quads, in the order of rows and columns, to where lanes have them: ``4 * lane + step``."""
     for r in range(8):
         for t in range(4):
@@ -484,36 +513,39 @@ def write_planes(
     words: NDArray[np.uint16], rows: int, columns: int, quad: bool, changes: NDArray[np.uint16],
     planes: NDArray[np.uint32], first: int, last: int,
 ) -> None:  # fmt: skip
-    """Write the planes (FORMAT.md section 5) of row groups [first, last) as 32-bit words."""
+    """Write the planes (FORMAT.md section 5) of row groups [first, last)."""
     stages = (columns + 63) // 64
-    group_words = (stages // 2 * 288 + stages % 2 * 160) if quad else stages * 128
-    values, low = np.empty(512, np.uint16), np.empty(512, np.uint8)
+    values = np.empty(512, np.uint16)
     for row_group in range(first, last):
         for s in range(stages):
-            load_stage(values, words, 8 * row_group, 64 * s, rows, columns, changes, U64(0))
-            if quad:
-                for i in range(512):
-                    low[i] = values[i] & 0xFF
-                slab = row_group * group_words + (s >> 1) * 288
-                raw = slab + 32 + 128 * (s & 1)
-                _write_signs(planes[slab : slab + 32], values.view(np.uint64), s & 1)
+            row, column = 8 * row_group, 64 * s
+            if is_whole(row, column, rows, columns, words):
+                start = row * columns + column
+                _split_stage(words, start, columns, changes, row, planes, row_group, s, stages, quad)
             else:
-                for i in range(512):
-                    low[i] = (values[i] & 0x7F) | (values[i] >> 8 & 0x80)
-                raw = row_group * group_words + 128 * s
-            write_by_lanes(planes[raw : raw + 128], low.view(np.uint32))
+                load_stage(values, words, row, column, rows, columns, changes, U64(0))
+                _split_stage(values, _ZERO, 64, _NO_CHANGE, _ZERO, planes, row_group, s, stages, quad)
 
 
 @njit(cache=True, nogil=True)
-def _write_signs(target: NDArray[np.uint32], values: NDArray[np.uint64], odd: int) -> None:
-    """One stage's half of a slab's sign words (FORMAT.md 5.2)."""
-    for lane in range(32):
-        place = quad_place(2 * lane)
-        signs = values[place] & _SIGNS
-        for step in range(1, 4):
-            signs |= (values[place + 4 * step] & _SIGNS) >> U64(step)
-        packed = pack_bytes(signs >> U64(8))
-        if odd:
-            target[lane] |= np.uint32(packed >> U64(4))
+def _split_stage(
+    words: NDArray[np.uint16], start: int, pitch: int, changes: NDArray[np.uint16], row: int,
+    planes: NDArray[np.uint32], row_group: int, s: int, stages: int, quad: bool,
+) -> None:  # fmt: skip
+    """Of a stage whose rows begin at word ``start``, ``pitch`` apart, what the planes have."""
+    raw, signs = plane_places(row_group, s, stages, quad)
+    for r in range(8):
+        word, change = U64(2 * (start + r * pitch)), changes[min(row + r, changes.size - 1)]
+        of_row, sign = raw + U64(64 * r), signs + U64(16 * r)
+        if quad:
+            split_quad_row(planes, of_row, sign, np.uint32(4 * (s & 1)), words, word, change)
         else:
-            target[lane] = np.uint32(packed)
+            split_single_row(planes, of_row, words, word, change)
+
+
+@njit(cache=True, nogil=True, inline="always")
+def plane_places(row_group: int, s: int, stages: int, quad: bool) -> tuple[int, int]:
+    """Where a stage's raw bytes begin in the planes, and its sign words (FORMAT.md 5.3)."""
+    slab = 4 * (row_group * (stages // 2 * 288 + stages % 2 * 160) + (s >> 1) * 288)
+    raw = slab + 128 + 512 * (s & 1) if quad else 512 * (row_group * stages + s)
+    return U64(raw), U64(slab)
