@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 U64 = np.uint64
 _LOW_BYTES = U64(0x00FF00FF00FF00FF)
 _TOP7 = U64(0x007F007F007F007F)
-_NO_CHANGE = np.zeros(1, np.uint16)
 _ZERO = np.int64(0)  # where a count begins; for a literal 0 what takes it would be compiled once more
 _ONES = U64(0x0001000100010001)
 _NO_CLASS = U64(0xFFF8FFF8FFF8FFF8)
@@ -241,6 +240,7 @@ def encode_chunks(
     padding = padding_quad(quad, window, first_symbol)
     common = common_class(table) if quad else 0
     values, symbols, codes = np.empty(512, np.uint16), np.empty(256, np.uint16), np.empty(512, np.uint32)
+    no_change = np.zeros(1, np.uint16)
     end = _ZERO
     for chunk in range(first, last):
         group, groups, stage_from, stage_count = chunk_extent(chunk, row_groups, stages, chunk_stages)
@@ -253,7 +253,7 @@ def encode_chunks(
                     _find_symbols(words, row * columns + column, columns, changes, row, quad, window, symbols)
                 else:
                     load_stage(values, words, row, column, rows, columns, changes, padding)
-                    _find_symbols(values, _ZERO, 64, _NO_CHANGE, _ZERO, quad, window, symbols)
+                    _find_symbols(values, _ZERO, 64, no_change, _ZERO, quad, window, symbols)
                 if not quad:
                     _encode_singles(symbols, table, codes, pairs[4 * stage : 4 * stage + 4], bits)
                 elif not _encode_quads(symbols, table, codes, pairs[stage], bits):
@@ -515,7 +515,7 @@ def write_planes(
 ) -> None:  # fmt: skip
     """Write the planes (FORMAT.md section 5) of row groups [first, last)."""
     stages = (columns + 63) // 64
-    values = np.empty(512, np.uint16)
+    values, no_change = np.empty(512, np.uint16), np.zeros(1, np.uint16)
     for row_group in range(first, last):
         for s in range(stages):
             row, column = 8 * row_group, 64 * s
@@ -524,7 +524,7 @@ def write_planes(
                 _split_stage(words, start, columns, changes, row, planes, row_group, s, stages, quad)
             else:
                 load_stage(values, words, row, column, rows, columns, changes, U64(0))
-                _split_stage(values, _ZERO, 64, _NO_CHANGE, _ZERO, planes, row_group, s, stages, quad)
+                _split_stage(values, _ZERO, 64, no_change, _ZERO, planes, row_group, s, stages, quad)
 
 
 @njit(cache=True, nogil=True)
