@@ -148,6 +148,17 @@ def store32(typing: Any, array: types.Array, byte: types.Integer, value: types.I
 
 
 @intrinsic
+def store64(typing: Any, array: types.Array, byte: types.Integer, value: types.Integer) -> Any:
+    """Write ``value`` to the eight bytes of ``array`` from ``byte`` on."""
+
+    def make(code: _Code) -> None:
+        _, byte, value = code.arguments
+        code.store(value, 0, byte)
+
+    return _function((array, _BYTE, types.uint64), make)
+
+
+@intrinsic
 def mix_words(typing: Any, words: types.Array, first: types.Integer) -> Any:
     """What DIGESTED words from ``first`` on add to the digest of ``words`` (FORMAT.md 2.3)."""
 

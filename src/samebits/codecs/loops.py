@@ -13,7 +13,7 @@ from numba import njit
 from samebits.bf16 import count_exponents
 from samebits.digest import sum_words
 from samebits.format.packed import QUAD_SYMBOLS
-from samebits.vectors import exponents_of_row, quad_symbols_of_row, split_quad_row, split_single_row
+from samebits.vectors import exponents_of_row, load64, quad_symbols_of_row, split_quad_row, split_single_row, store64
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -234,7 +234,7 @@ def encode_chunks(
     """
     row_groups, stages = (rows + 7) // 8, (columns + 63) // 64
     output = np.empty((last - first) * (1 + 128 * chunk_stages) + 2, np.uint32)
-    pairs = np.empty((chunk_stages * (1 if quad else 4), 64), np.uint32)
+    pairs = np.empty((chunk_stages, 64 if quad else 256), np.uint32)
     bits = np.empty(64, np.int64)
     patches = np.empty(chunk_stages * 512, np.uint32)
     padding = padding_quad(quad, window, first_symbol)
@@ -250,18 +250,15 @@ def encode_chunks(
             for s in range(stage_from, stage_from + stage_count):
                 row, column = 8 * row_group, 64 * s
                 if is_whole(row, column, rows, columns, words):
-                    _find_symbols(words, row * columns + column, columns, changes, row, quad, window, symbols)
+                    start = row * columns + column
+                    patched = _encode_stage(words, start, columns, changes, row, quad, window, table, nearest, common,
+                                            stage, symbols, codes, pairs, bits, patches, patched)  # fmt: skip
                 else:
                     load_stage(values, words, row, column, rows, columns, changes, padding)
-                    _find_symbols(values, _ZERO, 64, no_change, _ZERO, quad, window, symbols)
-                if not quad:
-                    _encode_singles(symbols, table, codes, pairs[4 * stage : 4 * stage + 4], bits)
-                elif not _encode_quads(symbols, table, codes, pairs[stage], bits):
-                    load_stage(values, words, row, column, rows, columns, changes, padding)
-                    patched = _encode_others(values.view(np.uint64), stage, window, table, nearest, common, codes,
-                                             pairs[stage], bits, patches, patched)  # fmt: skip
+                    patched = _encode_stage(values, _ZERO, 64, no_change, _ZERO, quad, window, table, nearest, common,
+                                            stage, symbols, codes, pairs, bits, patches, patched)  # fmt: skip
                 stage += 1
-        size = _write_coded(output, end, pairs, stage * (1 if quad else 4), bits, stage, patches, patched)
+        size = _write_coded(output, end, pairs, stage, bits, patches, patched)
         if size == 0:
             size = 1 + 128 * stage
             output[end] = 0
@@ -298,97 +295,83 @@ def load_stage(
 
 
 @njit(cache=True, nogil=True)
-def _find_symbols(
+def _encode_stage(
     words: NDArray[np.uint16], start: int, pitch: int, changes: NDArray[np.uint16], row: int, quad: bool, window: int,
-    symbols: NDArray[np.uint16],
-) -> None:  # fmt: skip
-    """Of a stage whose rows begin at word ``start``, ``pitch`` apart: the symbols of its quads, uint16 [128], or its
-    exponents, uint8 [512], in the order of the streams: ``4 lane + step``."""
+    table: NDArray[np.uint32], nearest: NDArray[np.int16], common: int, stage: int, symbols: NDArray[np.uint16],
+    codes: NDArray[np.uint32], pairs: NDArray[np.uint32], bits: NDArray[np.int64], patches: NDArray[np.uint32],
+    patched: int,
+) -> int:  # fmt: skip
+    """The codewords of a stage whose rows begin at word ``start``, ``pitch`` apart; the number of patches.
+
+    Args:
+        table: ``length << 16 | bits``; 0 where there is no codeword; of OUTSIDE, too.
+        stage: its number in the chunk.
+        symbols: room for those of its quads, uint16 [128], or its exponents, uint8 [512], in the order of the streams:
+            ``4 lane + step``.
+        codes: room for all codewords.
+        pairs: get a stage's codewords in pairs, ``length << 26 | bits``, stream by stream.
+        bits: the streams' lengths so far.
+    """
     for r in range(8):
         word, change = U64(2 * (start + r * pitch)), changes[min(row + r, changes.size - 1)]
         if quad:
             quad_symbols_of_row(symbols, U64(32 * r), words, word, change, np.uint16(window), np.uint16(OUTSIDE))
         else:
             exponents_of_row(symbols, U64(64 * r), words, word, change)
-
-
-@njit(cache=True, nogil=True)
-def _encode_quads(
-    symbols: NDArray[np.uint16], table: NDArray[np.uint32], codes: NDArray[np.uint32], pairs: NDArray[np.uint32],
-    bits: NDArray[np.int64],
-) -> bool:  # fmt: skip
-    """One stage: the two codewords of each stream as one pair ``length << 26 | bits``; whether there is one for each.
-
-    Args:
-        table: 0 where there is no codeword; of OUTSIDE, too.
-        codes: room for all of them.
-    """
+    if not quad:
+        exponents = symbols.view(np.uint8)
+        for i in range(512):
+            codes[i] = table[exponents[i]]
+        _join(codes, pairs[stage])
+        for stream in range(64):  # for vector units
+            total = U64(0)
+            for pair in range(4 * stream, 4 * stream + 4):
+                total += pairs[stage, pair] >> np.uint32(26)
+            bits[stream] += total
+        return patched
     for i in range(128):
         codes[i] = table[symbols[i]]
     missing = np.uint32(0)
     for i in range(128):  # for vector units
         missing |= np.uint32(codes[i] == 0)
-    _join(codes, 0, 1, pairs, bits)
-    return missing == 0
-
-
-@njit(cache=True, nogil=True)
-def _encode_others(
-    values: NDArray[np.uint64], stage: int, window: int, table: NDArray[np.uint32], nearest: NDArray[np.int16],
-    common: int, codes: NDArray[np.uint32], pairs: NDArray[np.uint32], bits: NDArray[np.int64],
-    patches: NDArray[np.uint32], patched: int,
-) -> int:  # fmt: skip
-    """After _encode_quads: other codewords for quads that have none, and patches; the number of these."""
-    for i in range(64):
-        bits[i] -= pairs[i] >> np.uint32(26)
-    for half in range(2):
-        for stream in range(64):
-            if codes[2 * stream + half] == 0:
-                value = values[quad_place(stream) + 4 * half]
+    if missing:
+        for i in range(128):
+            if codes[i] == 0:
+                lane, step = i >> 2, i & 3
+                r = lane >> 2
+                value = load64(words, U64(2 * (start + r * pitch + 16 * step + 4 * (lane & 3))))
+                value = _shifted(value, changes[min(row + r, changes.size - 1)])
                 coded = _substitute(classify(value, window), nearest, common)
-                where = (stage << 16) | ((2 * (stream & 1) + half) << 14) | ((stream >> 1) << 9)
+                where = (stage << 16) | (step << 14) | (lane << 9)
                 patched = _patch(value, coded, window, where, patches, patched)
-                codes[2 * stream + half] = table[coded]
-    _join(codes, 0, 1, pairs, bits)
+                codes[i] = table[coded]
+    _join(codes, pairs[stage])
+    for stream in range(64):
+        bits[stream] += pairs[stage, stream] >> np.uint32(26)
     return patched
 
 
 @njit(cache=True, nogil=True)
-def _join(codes: NDArray[np.uint32], first: int, step: int, pairs: NDArray[np.uint32], bits: NDArray[np.int64]) -> None:
-    """Of each stream two entries of the table, ``length << 16 | bits``, as ``length << 26 | bits``.
-
-    Args:
-        codes: a stream's two follow each other, ``2 step`` after those of the stream before.
-    """
-    two = codes.view(np.uint64)
-    for stream in range(64):  # for vector units
-        both = two[first + step * stream]
-        low, high = np.uint32(both & U64(0xFFFFFFFF)), np.uint32(both >> U64(32))
-        length = low >> np.uint32(16)
-        total = length + (high >> np.uint32(16))
-        pair = (total << np.uint32(26)) | ((high & np.uint32(0xFFFF)) << length) | (low & np.uint32(0xFFFF))
-        pairs[stream] = pair
-        bits[stream] += total
-
-
-@njit(cache=True, nogil=True, inline="always")
-def quad_place(stream: int) -> int:
-    """Where in load_stage's order a stream's first quad of a stage is; its second is 4 further on."""
-    lane = stream >> 1
-    return 16 * (lane >> 2) + 8 * (stream & 1) + (lane & 3)
+def _shifted(quad: int, change: int) -> int:
+    """As shift_words, of four words."""
+    result = U64(0)
+    for i in range(0, 64, 16):
+        word = quad >> U64(i) & U64(0xFFFF)
+        moved = word + (U64(change) if word & U64(0x7FFF) else U64(0))
+        result |= (moved & U64(0xFFFF)) << U64(i)
+    return result
 
 
 @njit(cache=True, nogil=True)
-def _encode_singles(
-    symbols: NDArray[np.uint16], table: NDArray[np.uint32], codes: NDArray[np.uint32], pairs: NDArray[np.uint32],
-    bits: NDArray[np.int64],
-) -> None:  # fmt: skip
-    """One stage: the eight codewords of each stream as four pairs. Args: as of _encode_quads."""
-    exponents = symbols.view(np.uint8)
-    for i in range(512):
-        codes[i] = table[exponents[i]]
-    for pair in range(4):
-        _join(codes, pair, 4, pairs[pair], bits)
+def _join(codes: NDArray[np.uint32], pairs: NDArray[np.uint32]) -> None:
+    """Two codewords after the other as a pair."""
+    two = codes.view(np.uint64)
+    for i in range(pairs.size):  # for vector units
+        both = two[i]
+        low, high = np.uint32(both & U64(0xFFFFFFFF)), np.uint32(both >> U64(32))
+        length = low >> np.uint32(16)
+        total = length + (high >> np.uint32(16))
+        pairs[i] = (total << np.uint32(26)) | ((high & np.uint32(0xFFFF)) << length) | (low & np.uint32(0xFFFF))
 
 
 @njit(cache=True, nogil=True)
@@ -429,7 +412,7 @@ def _patch(value: int, coded: int, window: int, where: int, patches: NDArray[np.
 
 @njit(cache=True, nogil=True)
 def _write_coded(
-    output: NDArray[np.uint32], start: int, pairs: NDArray[np.uint32], count: int, bits: NDArray[np.int64], stages: int,
+    output: NDArray[np.uint32], start: int, pairs: NDArray[np.uint32], stages: int, bits: NDArray[np.int64],
     patches: NDArray[np.uint32], patched: int,
 ) -> int:  # fmt: skip
     """Write a coded chunk at ``start`` (FORMAT.md 6.2 to 6.4): its length in words, or 0 if it must be a raw one."""
@@ -447,7 +430,7 @@ def _write_coded(
     for stream in range(64):
         steps = (bits[stream] - base + unit - 1) // unit
         output[start + 1 + (stream >> 3)] |= np.uint32(steps << (4 * (stream & 7)))
-        _write_stream(output, position, pairs, stream, count)
+        _write_stream(output, position, pairs, stages, stream)
         position += base + steps * unit
     _write_patches(output, start + size - patched, patches, patched)
     return size
@@ -466,21 +449,30 @@ def _write_patches(output: NDArray[np.uint32], start: int, patches: NDArray[np.u
 
 @njit(cache=True, nogil=True)
 def _write_stream(
-    output: NDArray[np.uint32], position: int, pairs: NDArray[np.uint32], stream: int, count: int
+    output: NDArray[np.uint32], position: int, pairs: NDArray[np.uint32], stages: int, stream: int
 ) -> None:
-    """Write ``count`` pairs of codewords from bit ``position`` on; the bits from there on are still zero."""
-    word, offset = position >> 5, U64(position & 31)
-    pending = U64(output[word])
-    for i in range(count):
-        pair = pairs[i, stream]
-        pending |= U64(pair & np.uint32(0x3FFFFFF)) << offset
-        offset += U64(pair >> np.uint32(26))
-        output[word] = np.uint32(pending & U64(0xFFFFFFFF))
-        full = offset >> U64(5)
-        pending >>= full << U64(5)
-        word += np.int64(full)
-        offset &= U64(31)
-    output[word] = np.uint32(pending)
+    """Write a stream from bit ``position`` on; the bits from there on are still zero.
+
+    Two pairs, 52 bits at most, are written at a time, with the bits before them in their byte, to eight bytes.
+    """
+    byte, used = U64(position >> 3), U64(position & 7)
+    pending = load64(output, byte)
+    each = U64(pairs.shape[1] // 64)  # pairs of a stream in a stage
+    for stage in range(U64(0), U64(stages), U64(1) if each > U64(1) else U64(2)):
+        for pair in range(each * U64(stream), each * U64(stream + 1), U64(2)):
+            first, second = U64(pairs[stage, pair]), U64(0)
+            if each > U64(1):
+                second = U64(pairs[stage, pair + U64(1)])
+            elif stage + U64(1) < U64(stages):
+                second = U64(pairs[stage + U64(1), pair])
+            length = first >> U64(26)
+            both = (first & U64(0x3FFFFFF)) | ((second & U64(0x3FFFFFF)) << length)
+            pending |= both << used
+            store64(output, byte, pending)
+            used += length + (second >> U64(26))
+            pending >>= used & U64(56)
+            byte += used >> U64(3)
+            used &= U64(7)
 
 
 @njit(cache=True, nogil=True)
