@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import samebits
+from samebits.errors import DigestError, InputError
 
 pytestmark = pytest.mark.gpu
 
@@ -45,6 +46,29 @@ def test_same_output(pair: tuple[nn.Sequential, nn.Sequential], shape: tuple[int
     dense, packed = pair
     tokens = torch.randint(0, 512, shape, device="cuda")
     assert_same(packed(tokens), dense(tokens))
+
+
+@torch.no_grad()
+def test_bytes_that_were_written_to_are_not_captured_unread(pair: tuple[nn.Sequential, nn.Sequential]) -> None:
+    layer = pair[1][1]
+    x = torch.randn(1, 256, device="cuda").to(torch.bfloat16)
+    layer(x)
+    layer.sb_packed[70] += 1
+    with pytest.raises(InputError, match=r"written to.*run the module once"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        layer(x)
+    with pytest.raises(DigestError, match="its packed bytes were changed"):
+        layer(x)
+
+
+@torch.no_grad()
+def test_a_parent_hands_a_view_of_a_weight_to_a_kernel() -> None:
+    """Which reads memory, as Triton's and others do."""
+    layer = nn.Conv1d(2048, 2048, 4, groups=2048, device="cuda", dtype=torch.bfloat16)
+    expected = layer.weight.squeeze(1).clone()
+    assert samebits.compress(layer).packed
+    view = layer.weight.squeeze(1)
+    assert torch.Tensor.data_ptr(view) == view.data_ptr() != 0
+    assert_same(view + 0, expected)
 
 
 def test_memory_is_packed(pair: tuple[nn.Sequential, nn.Sequential]) -> None:
