@@ -320,9 +320,20 @@ def test_checkpointed_gradients(reentrant: bool) -> None:
 TRANSFORMS: dict[str, Callable[[nn.Module], torch.Tensor]] = {
     "grad": lambda module: torch.func.grad(lambda x: module(x).float().square().sum())(INPUT),
     "vjp": lambda module: torch.func.vjp(module, INPUT)[1](torch.ones(2, 9, 96, dtype=torch.bfloat16))[0],
+    "jvp": lambda module: torch.func.jvp(module, (INPUT,), (INPUT,))[1],
+    "jacfwd": lambda module: torch.func.jacfwd(module)(INPUT[0, 0]),
     "jacrev": lambda module: torch.func.jacrev(module)(INPUT[0, 0]),
     "grad of each": lambda module: torch.vmap(torch.func.grad(lambda x: module(x).float().square().sum()))(INPUT),
 }
+
+
+def test_tangents_of_layers_whose_biases_are_trained() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 64)).to(torch.bfloat16)
+    module = copy.deepcopy(plain)
+    samebits.compress(module, min_weights=MIN_WEIGHTS)
+    assert same_bits(torch.func.jvp(module, (INPUT,), (INPUT,))[1], torch.func.jvp(plain, (INPUT,), (INPUT,))[1])
+    assert same_bits(torch.func.jacfwd(module)(INPUT[0, 0]), torch.func.jacfwd(plain)(INPUT[0, 0]))
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
@@ -341,6 +352,45 @@ def test_compiled(name: str) -> None:
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
     with torch.no_grad():
         assert same_bits(call(compiled), expected)
+
+
+def test_a_part_of_a_tie_is_decompressed() -> None:
+    """As errors about its weight say to do: who shares it goes on sharing it."""
+    module, call, _ = make("tied")
+    samebits.compress(module, min_weights=MIN_WEIGHTS)
+    samebits.decompress(module.embedding)
+    assert module.head.weight is module.embedding.weight
+    assert not isinstance(module.head, PackedModule)
+    other = make("tied")[0]
+    with torch.no_grad():
+        for each in (module, other):
+            each.embedding.weight.mul_(1.5)
+    assert same_bits(call(module), call(other))
+
+
+def test_a_class_without_subclasses_is_left_as_it_is() -> None:
+    class Registered(nn.Linear):
+        def __init_subclass__(cls, *, tag: str) -> None:
+            super().__init_subclass__()
+
+    class Mine(Registered, tag="x"):
+        pass
+
+    module = Mine(64, 96).to(torch.bfloat16)
+    expected = module(INPUT)
+    with pytest.raises(InputError, match=r"no subclass of Mine.*tag.*exclude it"):
+        samebits.compress(module)
+    assert type(module) is Mine
+    assert list(module._parameters) == ["weight", "bias"]
+    assert same_bits(module(INPUT), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
+def test_bytes_are_not_converted(dtype: torch.dtype) -> None:
+    module, call, expected = compressed("linear")
+    with pytest.raises(DtypeError, match="packed bytes"):
+        module.type(dtype)
+    assert same_bits(call(module), expected)
 
 
 def test_threads() -> None:

@@ -18,7 +18,7 @@ from samebits.errors import DtypeError, InputError, SamebitsError
 from samebits.format.names import is_selected
 from samebits.format.packed import PackedTensor
 from samebits.nn.offload import refuse_offloaded
-from samebits.nn.packed_module import PackedModule, pack, packed_parameters, share_ties, unpack, whole
+from samebits.nn.packed_module import PackedModule, pack, packed_parameters, share_ties, sharers, unpack, whole
 
 MIN_WEIGHTS = 4096
 Owned = tuple[str, nn.Module, str]  # full name of a parameter, the module that owns it, its name there
@@ -179,6 +179,8 @@ def compress(
 def decompress(module: nn.Module) -> None:
     """Undo compress, or the loading of a compressed model: plain parameters again, and the original classes.
 
+    Who shares a packed weight with ``module`` has the plain one afterwards too, so that ties stay.
+
     Raises:
         InputError: it is offloaded, or weights are on the meta device, where accelerate leaves those it offloads.
     """
@@ -189,12 +191,13 @@ def decompress(module: nn.Module) -> None:
         if any(stored.is_meta for stored in cast(PackedModule, owner).sb_data(name)):
             mend = "load the model without offloading it before decompressing"
             raise InputError("on the meta device there are no bytes to decode", where=full_name, mend=mend)
+    everywhere = sharers()
     for owned in groups:
         first, first_name = cast(PackedModule, owned[0][1]), owned[0][2]
         recipe = first.sb_recipes[first_name]
         weight = nn.Parameter(first.sb_decode(first_name), requires_grad=recipe.requires_grad)
-        for _, owner, name in owned:
-            unpack(cast(PackedModule, owner), name, weight)
+        for owner, name in everywhere[tuple(id(first._parameters[slot]) for slot in recipe.slots)]:
+            unpack(owner, name, weight)
 
 
 def report(module: nn.Module, selection: Selection) -> Report:

@@ -104,6 +104,8 @@ class PackedModule(nn.Module):
         if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
             return None  # a child's weight, say
         for name, weight in (self.sb_decoded or {}).items():
+            if torch._C._functorch.is_functorch_wrapped_tensor(weight):  # which has no memory of its own
+                continue
             if tensor.dtype == weight.dtype and tensor.untyped_storage().data_ptr() == weight.data_ptr():
                 offset = int(tensor.storage_offset())
                 return _Saved(self.sb_recipes[name], self.sb_data(name), tensor.shape, tensor.stride(), offset)
@@ -436,9 +438,9 @@ def check_dtype(convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
         DtypeError: ``convert`` does.
     """
     dtype = convert(torch.empty(0, dtype=torch.bfloat16)).dtype
-    if dtype != torch.bfloat16:
+    if dtype != torch.bfloat16 or convert(torch.empty(0, dtype=torch.uint8)).dtype != torch.uint8:
         mend = "call samebits.decompress on it first, or model.dequantize()"
-        raise DtypeError(f"a compressed model is bfloat16 and cannot become {dtype}", mend=mend)
+        raise DtypeError(f"a compressed model, which is bfloat16 and packed bytes, cannot become {dtype}", mend=mend)
 
 
 def slot_name(name: str, piece: int | None = None) -> str:
@@ -462,6 +464,9 @@ def pack(module: nn.Module, name: str, recipe: Recipe, data: Sequence[torch.Tens
     Args:
         name: of a parameter of ``module`` itself, packed already or not.
         data: what recipe.decode takes; tensors that are parameters stay shared with their other owners.
+
+    Raises:
+        InputError: no subclass can be made of the module's class; the module is as it was.
     """
     _refuse_other_class(module)
     recipes = dict(module.sb_recipes) if isinstance(module, PackedModule) else {}
@@ -469,8 +474,14 @@ def pack(module: nn.Module, name: str, recipe: Recipe, data: Sequence[torch.Tens
     if len(recipe.pieces) == 1:  # another module's recipe may name its slot otherwise
         recipe = replace(recipe, pieces=(replace(recipe.pieces[0], slot=slot_name(name)),))
     slots = {slot: _parameter(stored) for slot, stored in zip(recipe.slots, data, strict=True)}
+    recipes[name] = recipe
+    try:
+        packed_class(_base_of(module), tuple(recipes))
+    except TypeError as error:
+        what = f"no subclass of {_base_of(module).__name__} can be made ({error})"
+        raise InputError(what, mend="exclude it from samebits.compress") from None
     _replace_parameters(module, old, slots)
-    _become(module, {**recipes, name: recipe})
+    _become(module, recipes)
 
 
 def unpack(module: PackedModule, name: str, parameter: nn.Parameter | None) -> None:
@@ -479,6 +490,10 @@ def unpack(module: PackedModule, name: str, parameter: nn.Parameter | None) -> N
     recipes = dict(module.sb_recipes)
     _replace_parameters(module, recipes.pop(name).slots, {name: parameter})
     _become(module, recipes)
+
+
+def _base_of(module: nn.Module) -> type[nn.Module]:
+    return module.sb_base if isinstance(module, PackedModule) else type(module)
 
 
 def _refuse_other_class(module: nn.Module) -> None:
@@ -497,6 +512,17 @@ def share_ties(model: nn.Module) -> None:
         for name, value in list(module._parameters.items()):
             if isinstance(value, LazyWeight):
                 pack(module, name, value.recipe, value.packed)
+
+
+def sharers() -> dict[tuple[int, ...], list[tuple[PackedModule, str]]]:
+    """All packed weights there are, also outside of a module at hand: by the ids of the parameters that hold them."""
+    found: dict[tuple[int, ...], list[tuple[PackedModule, str]]] = {}
+    for module in [module for module in _modules if isinstance(module, PackedModule)]:
+        for name, recipe in module.sb_recipes.items():
+            found.setdefault(tuple(id(module._parameters.get(slot)) for slot in recipe.slots), []).append(
+                (module, name)
+            )
+    return found
 
 
 def packed_parameters(model: nn.Module) -> Iterator[tuple[str, PackedModule, str]]:
@@ -523,7 +549,7 @@ def _replace_parameters(module: nn.Module, old: Sequence[str], new: Mapping[str,
 
 
 def _become(module: nn.Module, recipes: dict[str, Recipe]) -> None:
-    base = module.sb_base if isinstance(module, PackedModule) else type(module)
+    base = _base_of(module)
     if recipes:
         module.__dict__["sb_recipes"] = recipes
         module.__dict__["sb_versions"] = {}
