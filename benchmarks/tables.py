@@ -20,6 +20,7 @@ from common import read_results
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("families", "language-models", "offload", "parallel", "plans")
 PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{page}.md" for page in DOCUMENTS))
+SCRIPTS = {"h200": "gpu", "memory": "memory_compress", "profile": "token_profile"}  # of results named otherwise
 MARKED = re.compile(r"(<!-- table: (\S+)\.(\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 PLOT = re.compile(r"(<!-- plot: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
@@ -384,7 +385,8 @@ def table_text(name: str, table: str, root: str = "") -> str:
     lines += [[cell_text(cell, row) for cell in columns.values()] for row in rows]
     versions = ", ".join(f"{package} {number}" for package, number in results["versions"].items())
     file = f"benchmarks/results/{name}.json"
-    source = f"<sub>[{file}]({root}{file}): {results['device']}; {versions}; {results['date']}</sub>"
+    made = f"`python benchmarks/{SCRIPTS.get(name, name)}.py`"
+    source = f"<sub>[{file}]({root}{file}), made by {made}: {results['device']}; {versions}; {results['date']}</sub>"
     caption = CAPTIONS.get(f"{name}.{table}")
     markdown = "".join(f"| {' | '.join(line)} |\n" for line in lines)
     return (f"{caption}\n\n" if caption else "") + f"{markdown}\n{source}\n"
