@@ -8,6 +8,7 @@ ComfyUI's own nodes for LoRA go on top of the loader: see README.md.
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -39,7 +40,9 @@ class SamebitsLoader:
 
     def load(self, file: str, keep_packed: bool = True) -> tuple[Any]:
         source = samebits.SingleFile(folder_paths.get_full_path_or_raise(MODELS, file))
-        model = comfy.sd.load_diffusion_model_state_dict(source.state_dict())
+        load = comfy.sd.load_diffusion_model_state_dict
+        takes_metadata = "metadata" in inspect.signature(load).parameters  # only newer versions of ComfyUI do
+        model = load(source.state_dict(), **({"metadata": source.metadata} if takes_metadata else {}))
         if model is None:
             raise ValueError(f"{file}: ComfyUI knows no model with these tensors")
         if keep_packed:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import copy
+import runpy
+import sys
 from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from samebits.errors import InputError
@@ -15,6 +21,7 @@ from samebits.nn.lazy import LazyWeight
 from samebits.nn.packed_module import packed_parameters
 from tests import comfyui as comfy
 
+NODES = Path(__file__).resolve().parents[2] / "examples" / "comfyui" / "__init__.py"
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LAYERS = ("patchify", "qkv", "blocks.0.0", "blocks.1.0")
 MEMORY = 40_000  # bytes: enough for the same layers, of both models
@@ -209,6 +216,31 @@ def test_writing_into_a_weight_is_refused(pair: Pair) -> None:
     with pytest.raises(InputError, match="a packed weight cannot be changed"):
         weight.data.copy_(torch.zeros(192, 64))
     pair.assert_base()
+
+
+@pytest.mark.parametrize("takes", [True, False])
+def test_metadata_of_the_file(takes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ComfyUI recognizes some models by it; older versions have no argument for it."""
+    file, seen = tmp_path / "model.safetensors", []
+    save_file({"weight": torch.zeros(3)}, file, {"config": "{}"})
+
+    def load(sd: dict[str, torch.Tensor], model_options: Any = None) -> str:
+        seen.append((set(sd), None))
+        return "model"
+
+    def load_with_metadata(sd: dict[str, torch.Tensor], model_options: Any = None, metadata: Any = None) -> str:
+        seen.append((set(sd), metadata))
+        return "model"
+
+    paths, package, sd = ModuleType("folder_paths"), ModuleType("comfy"), ModuleType("comfy.sd")
+    paths.get_full_path_or_raise = lambda kind, name: str(tmp_path / name)  # type: ignore[attr-defined]
+    sd.load_diffusion_model_state_dict = load_with_metadata if takes else load  # type: ignore[attr-defined]
+    package.sd = sd  # type: ignore[attr-defined]
+    for module in (paths, package, sd):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    loader = runpy.run_path(str(NODES))["SamebitsLoader"]
+    assert loader().load("model.safetensors", keep_packed=False) == ("model",)
+    assert seen == [({"weight"}, {"config": "{}"} if takes else None)]
 
 
 @pytest.mark.gpu

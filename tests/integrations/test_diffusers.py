@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 pytest.importorskip("diffusers")
+import diffusers
+
 import samebits
+from samebits.cli.run import run
 from samebits.errors import DigestError, DtypeError, FormatError, InputError
 from samebits.format.container import Checkpoint
 from tests.integrations.diffusers_models import ARCHITECTURES, Reference, assert_same_bytes, eligible, make, output
@@ -215,6 +220,92 @@ def test_other_dtypes_are_refused(flux: Reference, flux_folder: Path) -> None:
     flux.assert_same(model.to("cpu"))
     with pytest.raises(DtypeError, match=r"cannot be loaded as torch.float64"):
         flux.load(flux_folder, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("loaded", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ["flux", "wan"])
+def test_to_bf16(make_once, config: samebits.SamebitsConfig, name: str, loaded: torch.dtype) -> None:
+    """Also what a model keeps in FP32, and one that was loaded in another dtype: as the plain model does."""
+    reference = make_once(name)
+    plain, packed = (reference.load(dtype=loaded, **options) for options in ({}, {"quantization_config": config}))
+    for model in (plain, packed):
+        assert model.to("cpu", torch.bfloat16).to(dtype=torch.bfloat16) is model
+    assert_all_packed(packed, reference)
+    assert packed.is_quantized
+    dtypes = [{name: tensor.dtype for name, tensor in model.named_buffers()} for model in (plain, packed)]
+    assert dtypes[0] == dtypes[1]
+    assert {weight.dtype for weight in packed.parameters()} == {torch.bfloat16, torch.uint8}
+    assert_same_bytes(output(name, packed), output(name, plain))
+    with pytest.raises(ValueError, match="dtype"):
+        packed.to("cpu", torch.float16)
+
+
+def test_layerwise_casting_is_refused(flux: Reference, flux_folder: Path) -> None:
+    """Before any layer is cast."""
+    model = flux.load(flux_folder)
+    with pytest.raises(InputError, match=r"cannot be cast.*samebits\.decompress"):
+        model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.bfloat16)
+    flux.assert_same(model)
+    flux.load().enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.bfloat16)
+
+
+CONTROLS = {
+    "sdxl": lambda unet: diffusers.ControlNetModel.from_unet(unet),
+    "flux": lambda transformer: diffusers.FluxControlNetModel.from_transformer(transformer, 1, 1, 16, 4),
+    "sd3": lambda transformer: diffusers.SD3ControlNetModel.from_transformer(transformer, num_layers=1),
+}
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_control_nets(make_once, config: samebits.SamebitsConfig, name: str) -> None:
+    """A copy is plain, and what it was made from stays packed; some layers of a ControlNet begin at random."""
+    reference = make_once(name)
+    packed = reference.load(quantization_config=config)
+    names, states = set(packed.state_dict()), []
+    for model in (reference.model, packed):
+        torch.manual_seed(2)
+        copied = CONTROLS[name](model)
+        assert "quantization_config" not in copied.config
+        states.append(copied.state_dict())
+    assert states[0].keys() == states[1].keys()
+    for key, tensor in states[0].items():
+        assert_same_bytes(states[1][key], tensor)
+    assert set(packed.state_dict()) == names
+    reference.assert_same(packed)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["wan", "flux", "sdxl"])
+@pytest.mark.parametrize("source", ["plain", "packed"])
+def test_single_file_as_without_compression(
+    make_once, config: samebits.SamebitsConfig, name: str, dtype: torch.dtype, source: str, tmp_path: Path
+) -> None:
+    """Other parameters stay in FP32 than from_pretrained keeps so. A compressed file alone gives a plain model."""
+    reference = make_once(name)
+    file = reference.folder / "diffusion_pytorch_model.safetensors"
+    model_class, options = type(reference.model), {"config": str(reference.folder), "dtype": dtype}
+    plain = model_class.from_single_file(str(file), **options)
+    if source == "packed":
+        file = tmp_path / "packed.safetensors"
+        run(["compress", str(reference.folder / "diffusion_pytorch_model.safetensors"), str(file)])
+        alone = model_class.from_single_file(str(file), **options)
+        assert not list(packed_parameters(alone))
+        assert_same_bytes(output(name, alone), output(name, plain))
+    packed = model_class.from_single_file(str(file), **options, quantization_config=config)
+    assert_all_packed(packed, reference)
+    assert packed.dtype == plain.dtype
+    assert_same_bytes(output(name, packed), output(name, plain))
+
+
+def test_damaged_single_file(flux: Reference, tmp_path: Path) -> None:
+    file = tmp_path / "packed.safetensors"
+    run(["compress", str(flux.folder / "diffusion_pytorch_model.safetensors"), str(file), "--min-weights", "1024"])
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith(".sb_packed"))
+    tensors[name][:8] = 0
+    save_file(tensors, file)
+    with pytest.raises(FormatError, match=rf"packed.safetensors: {re.escape(name)}: "):
+        type(flux.model).from_single_file(str(file), config=str(flux.folder), dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("options", [{"variant": "fp16"}, {"safe_serialization": False}])

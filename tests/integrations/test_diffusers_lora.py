@@ -8,7 +8,7 @@ import pytest
 import torch
 
 pytest.importorskip("diffusers")
-from diffusers import DiffusionPipeline, PipelineQuantizationConfig
+from diffusers import DiffusionPipeline, FluxControlPipeline, PipelineQuantizationConfig
 from examples.diffusion_pipeline import tiny_pipeline
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
@@ -19,6 +19,7 @@ from tests.integrations.diffusers_models import assert_same_bytes, make, output
 from tests.integrations.models import MIN_WEIGHTS, packed_parameters
 from tests.integrations.test_diffusers_pipeline import drawn, load
 
+IMAGE_PARTS = ("image_encoder", "feature_extractor")  # not of a control pipeline
 PARTS = ("transformer", "text_encoder")
 LAYERS = {"transformer": ["to_q", "to_v", "proj_mlp", "context_embedder"], "text_encoder": ["q_proj", "v_proj", "fc1"]}
 
@@ -66,6 +67,37 @@ def test_load_lora_weights(device: str, folder: Path) -> None:
     packed.unload_lora_weights()
     assert_same_bytes(drawn(packed), seen[0])
     assert len({tuple(tensor.tolist()) for tensor in seen}) == 3
+
+
+def control_lora(folder: Path) -> dict[str, torch.Tensor]:
+    """A LoRA for a transformer that takes a picture beside the latents: its first layer is wider."""
+    transformer = load(folder / "plain").transformer
+    transformer.x_embedder = torch.nn.Linear(32, transformer.x_embedder.out_features).to(torch.bfloat16)
+    torch.manual_seed(0)
+    targets = ["x_embedder", "to_q", "context_embedder"]
+    transformer.add_adapter(LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
+    return {f"transformer.{name}": tensor for name, tensor in get_peft_model_state_dict(transformer).items()}
+
+
+def test_control_lora(folder: Path) -> None:
+    """The layer that diffusers makes wider for it is packed again once it is unloaded."""
+    plain, packed = pair(folder)
+    expected, names = drawn(plain), {name for name, _, _ in packed_parameters(packed.transformer)}
+    layers = control_lora(folder)
+    assert "x_embedder.weight" in names
+    for _ in range(2):
+        states = []
+        for pipeline in (plain, packed):
+            parts = {name: part for name, part in pipeline.components.items() if name not in IMAGE_PARTS}
+            control = FluxControlPipeline(**parts)
+            control.load_lora_weights(dict(layers))
+            assert pipeline.transformer.x_embedder.in_features == 32
+            states.append(pipeline.transformer.x_embedder.base_layer.weight)
+            control.unload_lora_weights(reset_to_overwritten_params=True)
+            assert pipeline.transformer.config.in_channels == 16
+            assert_same_bytes(drawn(pipeline), expected)
+        assert_same_bytes(*states)
+        assert {name for name, _, _ in packed_parameters(packed.transformer)} == names
 
 
 FUSES = {

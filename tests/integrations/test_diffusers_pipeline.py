@@ -90,6 +90,14 @@ def test_compressed_transformer_in_a_plain_pipeline(plain: Path) -> None:
     assert_same_bytes(drawn(load(plain, transformer=transformer)), drawn(load(plain)))
 
 
+def test_conversions_to_bf16(plain: Path) -> None:
+    """Of a whole pipeline, and while another is made from it."""
+    packed = load(plain, quantization_config=PipelineQuantizationConfig(**CONFIGS["by name"]))
+    assert_same_bytes(drawn(packed.to("cpu", torch.bfloat16)), drawn(load(plain)))
+    other = diffusers.FluxImg2ImgPipeline.from_pipe(packed, torch_dtype=torch.bfloat16)
+    assert list(packed_parameters(other.transformer))
+
+
 # name: pipeline class, the name of its denoiser in it, its autoencoder
 KL = ("AutoencoderKL", {"block_out_channels": (16,), "latent_channels": 4, "norm_num_groups": 2, "shift_factor": 0.1})
 WAN = {"base_dim": 4, "z_dim": 4, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}

@@ -32,6 +32,8 @@ from samebits.nn.recipe import Piece, Recipe
 
 # Whether the model that is being loaded is a compressed one.
 compressed: ContextVar[bool] = ContextVar("samebits_compressed", default=False)
+# Whether from_single_file loads it.
+single_file: ContextVar[bool] = ContextVar("samebits_single_file", default=False)
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _WORDS = {torch.float16: torch.int16, torch.float32: torch.int32}
@@ -87,7 +89,6 @@ class SamebitsQuantizer(DiffusersQuantizer):  # type: ignore[misc]
     """
 
     pre_quantized: bool
-    use_keep_in_fp32_modules = True  # as without a quantizer
     supports_parallel_loading = False  # a module's weight and bias may be in different files
     is_serializable = True
     is_trainable = True  # adapters on top
@@ -107,6 +108,17 @@ class SamebitsQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         self._rounded: dict[str, str] = {}  # reasons by name
 
     # Before the model exists
+
+    @property
+    def use_keep_in_fp32_modules(self) -> bool:
+        """As without a quantizer. from_single_file asks whether there is such an attribute, not for its value.
+
+        Raises:
+            AttributeError: from_single_file asks.
+        """
+        if single_file.get():
+            raise AttributeError("use_keep_in_fp32_modules")
+        return True
 
     def validate_environment(self, device_map: Any = None, **kwargs: Any) -> None:
         if not self.pre_quantized and isinstance(device_map, dict) and "disk" in device_map.values():
@@ -224,6 +236,8 @@ class SamebitsQuantizer(DiffusersQuantizer):  # type: ignore[misc]
                 "%d weights of %s stay as they are (%s: %s): %s", count, type(model).__name__, name, reason, mend
             )
         self._files, self._keys, self._slots, self._rounded = [], [], {}, {}
+        if single_file.get():
+            convert(model, self._dtype)
         align(model)
         return model
 
@@ -237,6 +251,20 @@ class SamebitsQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         decompress(model)
         forget(model)
         return model
+
+
+def convert(model: nn.Module, dtype: torch.dtype) -> None:
+    """As ``model.to(dtype)`` of a plain model does: all that is floating point, buffers too."""
+    for _, owner, name in packed_parameters(model):
+        owner.sb_recipes[name] = replace(owner.sb_recipes[name], dtype=dtype)
+    slots = {id(data) for _, owner, name in packed_parameters(model) for data in owner.sb_data(name)}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter.is_floating_point() and id(parameter) not in slots:
+                parameter.data = parameter.data.to(dtype)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                module._buffers[name] = buffer.to(dtype)
 
 
 def forget(model: Any) -> None:

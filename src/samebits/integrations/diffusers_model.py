@@ -6,6 +6,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,6 +23,7 @@ from samebits.errors import InputError, SamebitsError
 from samebits.format.folder import INDEX_SUFFIX, STEM
 from samebits.format.names import stored_name
 from samebits.format.safetensors_file import SUFFIX
+from samebits.integrations import diffusers_copies, diffusers_single_file
 from samebits.integrations.diffusers import compressed, is_compressed
 from samebits.integrations.transformers import SamebitsConfig
 from samebits.integrations.weight_files import publish, write_weights
@@ -36,6 +38,8 @@ def register() -> None:
     if ModelMixin._apply is _apply:
         return
     ModelMixin._apply = _apply
+    ModelMixin.to = _converting(ModelMixin.to)
+    ModelMixin.enable_layerwise_casting = _refusing(ModelMixin.enable_layerwise_casting)
     ModelMixin.num_parameters = counting_weights(ModelMixin.num_parameters)
     ModelMixin.save_pretrained = _saving(ModelMixin.save_pretrained)
     ModelMixin.from_pretrained = classmethod(_loading(ModelMixin.from_pretrained.__func__))
@@ -46,13 +50,50 @@ def register() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("diffusers.") and vars(module).get(_DTYPE) is original:
             setattr(module, _DTYPE, wrapped)
+    diffusers_copies.register()
+    diffusers_single_file.register()
 
 
 def _apply(self: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-    """Refuse another dtype before any part of the model is converted to it."""
+    """Refuse another dtype before any part of the model is converted to it. BF16 is none, whatever it was loaded as."""
     if next(packed_parameters(self), None) is not None:
         check_dtype(fn)
+        if fn(torch.empty(0, dtype=torch.float32)).dtype == torch.bfloat16:
+            for _, module, name in packed_parameters(self):
+                module.sb_recipes[name] = replace(module.sb_recipes[name], dtype=torch.bfloat16)
     return super(ModelMixin, self)._apply(fn, recurse)
+
+
+def _converting(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """diffusers refuses any dtype for a quantized model: BF16 is what a compressed one can become."""
+        is_bf16 = any(value is torch.bfloat16 for value in (*args, kwargs.get("dtype")))
+        if not is_bf16 or next(packed_parameters(self), None) is None or not getattr(self, "is_quantized", False):
+            return original(self, *args, **kwargs)
+        self.is_quantized = False
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            self.is_quantized = True
+
+    return to
+
+
+def _refusing(original: Callable[..., None]) -> Callable[..., None]:
+    @wraps(original)
+    def enable_layerwise_casting(self: Any, *args: Any, **kwargs: Any) -> None:
+        """Before any layer is cast.
+
+        Raises:
+            InputError: the model is compressed.
+        """
+        if next(packed_parameters(self), None) is not None:
+            mend = "leave it compressed without casting, or call samebits.decompress on it first"
+            raise InputError("a compressed model's layers cannot be cast to another dtype", mend=mend)
+        original(self, *args, **kwargs)
+
+    return enable_layerwise_casting
 
 
 def _of_dtype(original: Callable[..., torch.dtype]) -> Callable[..., torch.dtype]:

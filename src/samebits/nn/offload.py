@@ -107,7 +107,8 @@ def offload(module: nn.Module, gpu_memory: int | str, *, device: torch.device | 
     """Move a module to a device whose memory it does not fit into; its outputs stay the same, bit for bit.
 
     For inference: no parameter has a gradient afterwards. Its state dict and its saving are what they were. A module
-    that is offloaded already is offloaded anew; it is not offloaded if that fails. Where all of it fits it is only moved.
+    that is offloaded already is offloaded anew; it is not offloaded if that fails. Where all of it fits it is only
+    moved.
 
     Args:
         module: of any class, packed or not, on any device. Weights are packed before: see ``compress``.

@@ -1,0 +1,69 @@
+"""diffusers' from_single_file: of compressed files, and with the bits of the same call without compression."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from diffusers.loaders import single_file_model, single_file_utils
+
+from samebits.api import decode
+from samebits.errors import SamebitsError
+from samebits.format.names import original_name
+from samebits.format.packed import PackedTensor
+from samebits.integrations.diffusers import single_file
+
+_READS = "load_single_file_checkpoint"  # a function that other modules of diffusers may have imported already
+
+
+def register() -> None:
+    """Wrap the two functions."""
+    mixin = single_file_model.FromOriginalModelMixin
+    mixin.from_single_file = classmethod(_loading(mixin.from_single_file.__func__))
+    original = single_file_utils.load_single_file_checkpoint
+    wrapped = _reading(original)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("diffusers.") and vars(module).get(_READS) is original:
+            setattr(module, _READS, wrapped)
+
+
+def _loading(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def from_single_file(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        token = single_file.set(True)
+        try:
+            return original(cls, *args, **kwargs)
+        finally:
+            single_file.reset(token)
+
+    return from_single_file
+
+
+def _reading(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def load_single_file_checkpoint(pretrained_model_link_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """diffusers knows models by their tensors' names and shapes, and converts both: a compressed file is decoded.
+
+        Raises:
+            FormatError: a damaged packed tensor.
+        """
+        checkpoint = original(pretrained_model_link_or_path, *args, **kwargs)
+        try:
+            return dict(_plain(*item) for item in checkpoint.items())
+        except SamebitsError as error:
+            raise error.at(str(pretrained_model_link_or_path)) from None
+
+    return load_single_file_checkpoint
+
+
+def _plain(name: str, tensor: Any) -> tuple[str, Any]:
+    original = original_name(name)
+    if original is None or not isinstance(tensor, torch.Tensor):
+        return name, tensor
+    try:
+        return original, decode(PackedTensor.from_data(tensor))
+    except SamebitsError as error:
+        raise error.at(name) from None
