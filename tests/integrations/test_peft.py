@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from peft import LoHaConfig, LoraConfig, PeftModel, PromptTuningConfig, TrainableTokensConfig, get_peft_model
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 import samebits
@@ -37,12 +37,33 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+SIZES: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    **EAGER,
+}
+
+
 @pytest.fixture(scope="module")
 def base() -> LlamaForCausalLM:
     torch.manual_seed(0)
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, **heads, **EAGER)
-    return LlamaForCausalLM(config).to(torch.bfloat16)
+    return LlamaForCausalLM(LlamaConfig(**SIZES)).to(torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def tied() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)).to(torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def mixture() -> MixtralForCausalLM:
+    torch.manual_seed(0)
+    return MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4)).to(torch.bfloat16)
 
 
 def pair(base: LlamaForCausalLM, device: str = "cpu") -> tuple[nn.Module, nn.Module]:
@@ -83,18 +104,22 @@ def assert_same(left: torch.Tensor, right: torch.Tensor) -> None:
     assert torch.equal(left.detach().contiguous().view(torch.uint8), right.detach().contiguous().view(torch.uint8))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", OPTIONS)
-def test_training(name: str, device: str, base: LlamaForCausalLM, tmp_path: Path) -> None:
-    dense, packed = (adapted(model, **OPTIONS[name]) for model in pair(base, device))
-    for model in (dense, packed):
-        train(model)
+def assert_trained_alike(dense: nn.Module, packed: nn.Module) -> None:
     expected, found = trainable(dense), trainable(packed)
     assert expected.keys() == found.keys()
     for key, parameter in found.items():
         assert_same(parameter.grad, expected[key].grad)
         assert_same(parameter, expected[key])
     assert_same(logits(packed), logits(dense))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_training(name: str, device: str, base: LlamaForCausalLM, tmp_path: Path) -> None:
+    dense, packed = (adapted(model, **OPTIONS[name]) for model in pair(base, device))
+    for model in (dense, packed):
+        train(model)
+    assert_trained_alike(dense, packed)
     with packed.disable_adapter(), dense.disable_adapter():
         assert_same(logits(packed), logits(dense))
 
@@ -102,6 +127,46 @@ def test_training(name: str, device: str, base: LlamaForCausalLM, tmp_path: Path
     for model in pair(base, device):
         loaded = PeftModel.from_pretrained(model, tmp_path)
         assert_same(logits(loaded), logits(dense))
+
+
+TIED: dict[str, Callable[[], Any]] = {
+    "trained tokens": lambda: LoraConfig(target_modules=["q_proj"], trainable_token_indices=[3, 5]),
+    "trained tokens of both": lambda: LoraConfig(
+        target_modules=["q_proj"], trainable_token_indices={"embed_tokens": [3, 5], "lm_head": [3, 5]}
+    ),
+    "nothing but trained tokens": lambda: TrainableTokensConfig(token_indices=[3, 5]),
+    "a kept tie of copies": lambda: LoraConfig(
+        target_modules=["q_proj"], modules_to_save=["embed_tokens"], ensure_weight_tying=True
+    ),
+    "a kept tie of adapters": lambda: LoraConfig(target_modules=["lm_head", "q_proj"], ensure_weight_tying=True),
+}
+
+
+def kinds(model: nn.Module) -> list[tuple[str, str]]:
+    """Names and classes of all modules, the packed ones' as if they were plain."""
+    modules = model.named_modules(remove_duplicate=False)
+    return [(name, type(module).__name__.removeprefix("Packed")) for name, module in modules]
+
+
+@pytest.mark.parametrize("name", TIED)
+def test_ties_of_embedding_and_head(name: str, tied: LlamaForCausalLM, tmp_path: Path) -> None:
+    """PEFT adapts one as it adapts the other."""
+    compressed = copy.deepcopy(tied)
+    samebits.compress(compressed, min_weights=MIN_WEIGHTS)
+    assert compressed.lm_head.sb_packed is compressed.model.embed_tokens.sb_packed
+    models = []
+    for model in (copy.deepcopy(tied), copy.deepcopy(compressed)):
+        torch.manual_seed(2)
+        models.append(get_peft_model(model, TIED[name]()))
+        train(models[-1])
+        assert "named_parameters" not in vars(model)
+    dense, packed = models
+    assert kinds(packed) == kinds(dense)
+    assert_trained_alike(dense, packed)
+
+    packed.save_pretrained(tmp_path)
+    for model in (copy.deepcopy(tied), compressed):
+        assert_same(logits(PeftModel.from_pretrained(model, tmp_path)), logits(dense))
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -152,6 +217,25 @@ def test_merging_is_refused(name: str, merge: str, base: LlamaForCausalLM) -> No
     with pytest.raises(InputError, match=r"layers\.1\..*: an adapter cannot be merged.*samebits\.decompress"):
         MERGES[merge](model)
     assert_same(logits(model), expected)
+
+
+@pytest.mark.parametrize("merge", MERGES)
+def test_merging_of_mixed_adapters_is_refused(merge: str, base: LlamaForCausalLM) -> None:
+    """Before anything is merged, as with adapters of one kind."""
+    packed = copy.deepcopy(base)
+    samebits.compress(packed, min_weights=MIN_WEIGHTS, exclude=["model.layers.0.*"])
+    torch.manual_seed(2)
+    config = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    model = get_peft_model(packed, config, adapter_name="first", mixed=True)
+    model.add_adapter("second", LoHaConfig(r=4, target_modules=["v_proj"], init_weights=False))
+    model.set_adapter(["first", "second"])
+    expected = logits(model)
+    with pytest.raises(InputError, match=r"layers\.1\..*: an adapter cannot be merged.*samebits\.decompress"):
+        MERGES[merge](model)
+    assert_same(logits(model), expected)
+    attention = model.unload().model.layers[1].self_attn
+    assert isinstance(attention.q_proj, PackedModule)
+    assert isinstance(attention.v_proj, PackedModule)
 
 
 def test_merging_and_unmerging_of_single_layers_are_refused(base: LlamaForCausalLM) -> None:
@@ -232,6 +316,58 @@ def test_adapters_of_packed_parameters_are_refused(base: LlamaForCausalLM) -> No
     left, right = (adapted(model, init_lora_weights=False, **options) for model in (dense, partly))
     assert trainable(left).keys() == trainable(right).keys()
     assert_same(logits(right), logits(left))
+
+
+EXPERTS: dict[str, Any] = {
+    "all layers": "all-linear",
+    "by name": ["q_proj", "w1", "w2", "w3"],
+    "by pattern": r".*\.(q_proj|w1|w2|w3)",
+}
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_adapters_of_packed_experts_are_refused(name: str, mixture: MixtralForCausalLM) -> None:
+    """PEFT makes parameters of these targets; the error names what to exclude, and model and targets are as before."""
+    packed = copy.deepcopy(mixture)
+    samebits.compress(packed, min_weights=MIN_WEIGHTS)
+    expected, config = logits(packed), LoraConfig(r=4, target_modules=EXPERTS[name])
+    before = copy.deepcopy((config.target_modules, config.target_parameters, config.rank_pattern, config.alpha_pattern))
+    what = r"layers\.0\.mlp\.experts\.down_proj: PEFT cannot put an adapter on a packed parameter"
+    mend = r"exclude=\['\*\.down_proj', '\*\.gate_up_proj'\]\), or list other target_modules"
+    with pytest.raises(InputError, match=f"{what}; .*{mend}"):
+        get_peft_model(packed, config)
+    assert before == (config.target_modules, config.target_parameters, config.rank_pattern, config.alpha_pattern)
+    assert not [key for key, _ in packed.named_modules() if "lora" in key]
+    assert "named_parameters" not in vars(packed)
+    assert_same(logits(packed), expected)
+
+    partly = copy.deepcopy(mixture)
+    samebits.compress(partly, min_weights=MIN_WEIGHTS, exclude=["*.down_proj", "*.gate_up_proj"])
+    assert isinstance(partly.model.layers[0].self_attn.q_proj, PackedModule)
+    models = [adapted(model, target_modules=EXPERTS[name]) for model in (copy.deepcopy(mixture), partly)]
+    for model in models:
+        train(model)
+    assert_trained_alike(*models)
+
+
+def test_adapters_beside_packed_experts(mixture: MixtralForCausalLM) -> None:
+    packed = copy.deepcopy(mixture)
+    samebits.compress(packed, min_weights=MIN_WEIGHTS)
+    assert isinstance(packed.model.layers[0].mlp.experts, PackedModule)
+    models = [adapted(model, target_modules=["q_proj", "v_proj"]) for model in (copy.deepcopy(mixture), packed)]
+    for model in models:
+        train(model)
+    assert_trained_alike(*models)
+
+
+def test_a_second_adapter_of_packed_experts_is_refused(mixture: MixtralForCausalLM) -> None:
+    """Below the first, which is on a plain parameter of the same module."""
+    partly = copy.deepcopy(mixture)
+    samebits.compress(partly, min_weights=MIN_WEIGHTS, exclude=["*.gate_up_proj"])
+    model = adapted(partly, target_modules=["q_proj"], target_parameters=["experts.gate_up_proj"])
+    with pytest.raises(InputError, match=r"experts\.base_layer\.down_proj: PEFT cannot put an adapter on a packed"):
+        model.add_adapter("other", LoraConfig(target_modules=["q_proj"], target_parameters=["experts.down_proj"]))
+    assert list(model.peft_config) == ["default"]
 
 
 def test_prompt_tuning(base: LlamaForCausalLM) -> None:

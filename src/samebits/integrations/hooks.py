@@ -28,7 +28,7 @@ INTEGRATIONS = {
 
 
 # Older versions are left alone.
-MINIMUM = {"transformers": (5, 17), "diffusers": (0, 42)}
+MINIMUM = {"transformers": (5, 17), "diffusers": (0, 42), "peft": (0, 21)}
 NEEDED = {"diffusers": "transformers"}  # by the integration, which is left out without it
 
 

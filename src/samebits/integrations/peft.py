@@ -2,7 +2,7 @@
 
 Adapters call the layers below them, and read weights, as ever. A packed weight cannot be written to, so merging and
 unmerging are refused, before anything has changed. Some things PEFT does to parameters do not reach packed ones:
-freezing, training a copy of a whole module, transposing them for DoRA, looking for one of the vocabulary's size.
+freezing, training a copy of a whole module, transposing them for DoRA, looking for one by its name or its size.
 """
 
 from __future__ import annotations
@@ -10,15 +10,20 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
 from typing import Any
 
 import torch
 from peft import PeftModel
+from peft.import_utils import is_transformers_ge_v5
+from peft.tuners import tuners_utils
 from peft.tuners.lora import dora
 from peft.tuners.lora.layer import MultiheadAttention
+from peft.tuners.mixed import MixedModel
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from peft.utils import other
 from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 
@@ -26,7 +31,7 @@ from samebits.errors import InputError
 from samebits.nn.convert import decompress
 from samebits.nn.df11 import holds_units
 from samebits.nn.lazy import LazyTensor
-from samebits.nn.packed_module import packed_parameters
+from samebits.nn.packed_module import PackedModule, packed_parameters
 
 
 def register() -> None:
@@ -35,6 +40,7 @@ def register() -> None:
         return
     BaseTuner.inject_adapter = _freezing(BaseTuner.inject_adapter)
     BaseTuner._check_merge_allowed = _refusing(BaseTuner._check_merge_allowed)
+    MixedModel._unload_and_optionally_merge = _checking_first(MixedModel._unload_and_optionally_merge)
     for layer in _subclasses(BaseTunerLayer):
         if "unmerge" in layer.__dict__:
             layer.unmerge = _keeping_merged(layer.unmerge)
@@ -42,6 +48,12 @@ def register() -> None:
     ModulesToSaveWrapper.update = _with_plain_copies(ModulesToSaveWrapper.update)
     MultiheadAttention.__init__ = _of_plain_modules(MultiheadAttention.__init__)
     dora.transpose = _also_of_packed(dora.transpose)
+    other._get_module_names_tied_with_embedding = tied = _knowing_ties(other._get_module_names_tied_with_embedding)
+    tuners_utils._get_module_names_tied_with_embedding = tied
+    if is_transformers_ge_v5:  # with others PEFT does without, and it cannot be imported
+        from peft.utils import transformers_weight_conversion as weights
+
+        weights.convert_peft_config_for_transformers = _knowing_targets(weights.convert_peft_config_for_transformers)
 
 
 def _freezing(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,12 +80,71 @@ def _freezing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refuse_targets(config: Any, model: nn.Module) -> None:
-    """Adapters of parameters, not of modules, are put on them as parametrizations."""
-    targets = getattr(config, "target_parameters", None) or ()
+    """Adapters of parameters, not of modules, are put on them as parametrizations.
+
+    Raises:
+        InputError: ``config`` is for packed ones.
+    """
+    found: dict[str, str] = {}
     for full_name, _, _ in packed_parameters(model):
-        if any(full_name == target or full_name.endswith(f".{target}") for target in targets):
-            mend = "load the model with it excluded (SamebitsConfig(exclude=...)), or give target_modules"
-            raise InputError("PEFT cannot put an adapter on a packed parameter", where=full_name, mend=mend)
+        name = full_name.replace(".base_layer", "")  # PEFT too looks below the adapters that are there already
+        for target in getattr(config, "target_parameters", None) or ():
+            if name == target or name.endswith(f".{target}"):
+                found.setdefault(target if name == target else f"*.{target}", full_name)
+    if found:
+        patterns = sorted(found)
+        others = "list other target_modules, such as those of attention"
+        mend = f"load the model with SamebitsConfig(exclude={patterns}), or {others}"
+        raise InputError("PEFT cannot put an adapter on a packed parameter", where=found[patterns[0]], mend=mend)
+
+
+def _knowing_targets(original: Callable[..., None]) -> Callable[..., None]:
+    @wraps(original)
+    def convert_peft_config_for_transformers(peft_config: Any, model: Any, conversions: Any) -> None:
+        """Modules that a model no longer has, such as each expert's, become ``target_parameters`` here.
+
+        Raises:
+            InputError: one of these is packed; ``peft_config`` is as it was.
+        """
+        if next(packed_parameters(model), None) is None:
+            original(peft_config, model, conversions)
+            return
+        with _plain_names(model):
+            converted = copy.deepcopy(peft_config)
+            original(converted, model, conversions)
+            _refuse_targets(converted, model)
+            original(peft_config, model, conversions)
+
+    return convert_peft_config_for_transformers
+
+
+def _knowing_ties(original: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    @wraps(original)
+    def _get_module_names_tied_with_embedding(model: Any) -> list[str]:
+        """PEFT looks for the names of tied weights among those of parameters."""
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        base = base.model if hasattr(base, "tuner_layer_cls") else base
+        if next(packed_parameters(base), None) is None:
+            return original(model)
+        with _plain_names(base):
+            return original(model)
+
+    return _get_module_names_tied_with_embedding
+
+
+@contextmanager
+def _plain_names(model: Any) -> Iterator[None]:
+    """Within, ``model`` calls its packed parameters what they are called in a plain one."""
+    names: dict[str, str] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, recipe in module.sb_recipes.items() if isinstance(module, PackedModule) else ():
+            names |= {f"{prefix}.{slot}".lstrip("."): f"{prefix}.{name}".lstrip(".") for slot in recipe.slots}
+    find = model.named_parameters
+    model.named_parameters = lambda **kwargs: ((names.get(name, name), data) for name, data in find(**kwargs))
+    try:
+        yield
+    finally:
+        del model.named_parameters
 
 
 def _knowing_embeddings(original: Callable[..., None]) -> Callable[..., None]:
@@ -103,6 +174,17 @@ def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
         refuse_merging(self.model)
 
     return _check_merge_allowed
+
+
+def _checking_first(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def _unload_and_optionally_merge(self: Any, merge: bool = True, *args: Any, **kwargs: Any) -> Any:
+        """Adapters of several kinds are merged without PEFT asking whether they may be."""
+        if merge:
+            refuse_merging(self.model)
+        return original(self, merge, *args, **kwargs)
+
+    return _unload_and_optionally_merge
 
 
 def refuse_merging(model: nn.Module) -> None:
