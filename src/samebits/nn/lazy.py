@@ -58,7 +58,8 @@ class LazyTensor(torch.Tensor):
         kwargs = kwargs or {}
         if func is _ATEN.detach.default and isinstance(args[0], LazyWeight):
             return LazyWeight(args[0].recipe, args[0].packed)
-        if func in _VIEWS | _PARTS and args[0].has_small_views and not _is_entry(func, *args):
+        is_view = func in _VIEWS or func in _PARTS
+        if is_view and args[0].has_small_views and not _is_entry(func, *args):
             return tree_map(HeldView, func(args[0].decode(), *args[1:], **kwargs))
         if func in _VIEWS:
             return LazyView(args[0], args[0].source, func(args[0].shadow, *args[1:], **kwargs))
@@ -179,6 +180,7 @@ class LazyView(LazyTensor):
 class HeldView(LazyTensor):
     """A view of a small weight, which was decoded for it: it has memory, but cannot be written to either."""
 
+    plain: torch.Tensor
     has_small_views = True
 
     @staticmethod
@@ -186,8 +188,6 @@ class HeldView(LazyTensor):
         view: HeldView = torch.Tensor._make_subclass(cls, plain)
         view.plain = plain
         return view
-
-    plain: torch.Tensor
 
     def decode(self) -> torch.Tensor:
         return self.plain
@@ -197,23 +197,20 @@ class HeldView(LazyTensor):
 
 
 class _Once:
-    """What ``decode`` gives, kept; not what is recorded while a graph is captured, nor what another stream made."""
+    """What ``decode`` gives, kept for the stream that made it; a graph that is captured decodes anew in each replay."""
 
-    def __init__(self, decode: Callable[[], torch.Tensor]) -> None:
+    def __init__(self, decode: Callable[[], torch.Tensor], device: torch.device) -> None:
         self._decode = decode
+        self._device = device
         self._kept: tuple[torch.Tensor, Any] | None = None
 
     def __call__(self) -> torch.Tensor:
-        if self._kept is not None and self._kept[1] == _stream(self._kept[0]):
-            return self._kept[0]
-        decoded = self._decode()
-        if not (decoded.is_cuda and torch.cuda.is_current_stream_capturing()):
-            self._kept = decoded, _stream(decoded)
-        return decoded
-
-
-def _stream(tensor: torch.Tensor) -> Any:
-    return torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
+        stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+        if stream is not None and torch.cuda.is_current_stream_capturing():
+            return self._decode()
+        if self._kept is None or self._kept[1] != stream:
+            self._kept = self._decode(), stream
+        return self._kept[0]
 
 
 def _is_entry(func: Any, whole: LazyTensor, *rest: Any) -> bool:
@@ -229,8 +226,8 @@ def _parts(func: Any, whole: LazyTensor, *rest: Any, **kwargs: Any) -> torch.Ten
         if whole.is_read_by_entry:
             return entry()
         if not whole.recipe.stride:
-            return LazyView(whole, _Once(entry), torch.empty_like(shadows))
-    source = _Once(whole.source)
+            return LazyView(whole, _Once(entry, whole.device), torch.empty_like(shadows))
+    source = _Once(whole.source, whole.device)
     if isinstance(shadows, torch.Tensor):
         return LazyView(whole, source, shadows)
     return [LazyView(whole, source, shadow) for shadow in shadows]

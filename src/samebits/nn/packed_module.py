@@ -280,9 +280,8 @@ class _Running(threading.local):
 
 
 _running = _Running()
-_accepted: WeakIdKeyDictionary = (
-    WeakIdKeyDictionary()
-)  # of bytes that were accepted for one of those who share them: their version
+# Of bytes that were accepted for one of those who share them: their version.
+_accepted: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def _is_accepted(stored: torch.Tensor) -> bool:
