@@ -9,7 +9,7 @@ import torch
 from numba import njit
 
 from samebits.parallel import run_ranges
-from samebits.vectors import DIGESTED, mix_words
+from samebits.vectors import DIGESTED, FIRST, GOLDEN, SECOND, mix_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 _WORD = np.uint64
-_GOLDEN = _WORD(0x9E3779B97F4A7C15)
-_FIRST = _WORD(0xBF58476D1CE4E5B9)
-_SECOND = _WORD(0x94D049BB133111EB)
+_GOLDEN, _FIRST, _SECOND = _WORD(GOLDEN), _WORD(FIRST), _WORD(SECOND)
 _MASK = 0xFFFFFFFFFFFFFFFF
 _GRAIN = 1 << 17  # 64-bit words per task
 

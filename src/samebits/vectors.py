@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 ROW = 64  # words
 DIGESTED = 64  # 64-bit words
+GOLDEN, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # FORMAT.md 2.3
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _BYTE, _FIELD = types.uint64, types.uint16  # a place; a word's part
 # From a row's quads as lanes have them, 4 lane + step, to the order of columns; and back, which is the same.
 _TRANSPOSED = [4 * (i % 4) + i // 4 for i in range(16)]
-_GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # FORMAT.md 2.3
 
 
 @dataclass(frozen=True)
@@ -165,10 +165,10 @@ def mix_words(typing: Any, words: types.Array, first: types.Integer) -> Any:
     def make(code: _Code) -> Value:
         builder, (_, first) = code.builder, code.arguments
         z = code.load(0, builder.mul(first, ir.Constant(_I64, 8)), _I64, DIGESTED)
-        places = builder.mul(first, ir.Constant(_I64, _GOLDEN))
-        z = builder.add(z, code.constant(_I64, [(i + 1) * _GOLDEN % (1 << 64) for i in range(DIGESTED)]))
+        places = builder.mul(first, ir.Constant(_I64, GOLDEN))
+        z = builder.add(z, code.constant(_I64, [(i + 1) * GOLDEN % (1 << 64) for i in range(DIGESTED)]))
         z = builder.add(z, code.fill(z, places))
-        for bits, factor in ((30, _FIRST), (27, _SECOND)):
+        for bits, factor in ((30, FIRST), (27, SECOND)):
             z = builder.mul(builder.xor(z, code.right(z, bits)), code.fill(z, factor))
         z = builder.xor(z, code.right(z, 31))
         while z.type.count > 1:
