@@ -124,6 +124,8 @@ def test_header_of_the_compact_code() -> None:
 
 @pytest.mark.clause("1.6", "2.2")
 def test_the_compact_code_has_an_end() -> None:
+    with pytest.raises(FormatError, match="no streams"):
+        Header.parse(Header.of_compact((7, 601), 15, 0, 0).to_bytes())
     most = Header.of_compact((1 << 20,), 15, 345, 0)
     assert Header.parse(most.to_bytes()) == most
     with pytest.raises(FormatError, match="1048577 words in the compact code"):

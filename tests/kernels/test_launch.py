@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -223,6 +224,32 @@ def test_x_as_it_is_with_memory_for_sums(monkeypatch: pytest.MonkeyPatch, launch
     assert (ready.tokens, ready.done_count) == (0, 6)
     assert product.job.x == x.data_ptr()
     assert product.job.done == ready.done == product.job.parts + 4096
+
+
+def test_scratch_memory_is_held_until_the_product_is_launched(
+    monkeypatch: pytest.MonkeyPatch, launches: list[Launch]
+) -> None:
+    """Another thread's launches on the stream might come in between, and would get it."""
+    made: list[weakref.ref[torch.Tensor]] = []
+    alive: list[bool] = []
+
+    class Input(torch.Tensor):
+        def new_empty(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
+            memory = torch.empty(*args, dtype=kwargs.get("dtype", self.dtype))
+            if memory.dtype is torch.uint8:
+                made.append(weakref.ref(memory))
+            return memory
+
+    def launcher(*arguments: Any) -> Any:
+        return lambda pointers: alive.append(made[0]() is not None)
+
+    prepared = linear_job.Arrangement(5, 1024, 8, 1 << 14, (6,), (4096,), part_steps=4)
+    launch = linear_job.Launch("f.cu", "kernel", 132, 8, 1000, (JOB,), prepared)
+    monkeypatch.setattr(nvrtc, "launcher", launcher)
+    x = torch.zeros(5, 1024, dtype=torch.bfloat16).as_subclass(Input)
+    Products(launch)(x, None, lambda: [Operands(packed_matrix(31), None, LinearPlan(1))])
+    assert alive == [True, True]  # while x is arranged, while it is multiplied
+    assert made[0]() is None
 
 
 def test_a_tensor_map_goes_with_the_job(monkeypatch: pytest.MonkeyPatch, launches: list[Launch]) -> None:

@@ -12,6 +12,7 @@ from samebits.format.geometry import Code, Layout
 from samebits.format.packed import Header
 from samebits.kernels import nvrtc
 from samebits.kernels.decode import STATIC_SHARED, staging_words
+from samebits.kernels.linear import is_supported
 from samebits.kernels.linear_job import CHUNK_STAGES, Kernel, Launch, magic
 from samebits.kernels.linear_launch import (
     MAX_HOPPER_TOKENS,
@@ -290,6 +291,22 @@ def test_relays_cover_a_weight(shape: tuple[int, int], chunk_words: int, tokens:
         firsts = list(dict.fromkeys(group // groups // job["batches"] for group, _ in units))
         assert firsts == sorted(firsts)  # what is multiplied side by side is decoded before what is multiplied behind
     assert (found > 0) == (hopper and tokens > TILE_TOKENS)
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 300, 5000])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_one_multiprocessor(shape: tuple[int, int], tokens: int, hopper: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where clusters do not fit there is no launch of them."""
+    monkeypatch.setattr(nvrtc, "multiprocessors", lambda device: 1)
+    launches = [launch_of(header_of(shape, 470), tokens, 1, number, 0) for number in range(len(VARIANTS))]
+    assert all(launch.grid == 1 for launch in launches if launch)
+    assert any(launches) or not hopper or tokens > 64
+    launch_of.cache_clear()
+
+
+def test_no_more_columns_than_kernels_count(hopper: bool) -> None:
+    assert is_supported(header_of((8, 1 << 22), 470), 1, 0)
+    assert not is_supported(header_of((8, (1 << 22) + 64), 470), 1, 0)
 
 
 def item_at(job: dict[str, Any], tiles: int, index: int) -> tuple[int, int]:

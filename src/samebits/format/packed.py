@@ -209,6 +209,7 @@ class Header:
         expected = Header.of_compact(self.shape, self.symbol_count, self.stream_words, self.original_digest)
         _need(replace(expected, stored_digest=self.stored_digest) == self, "fields that the compact code does not have")
         _need(self.words <= MAX_COMPACT_WORDS, f"{self.words} words in the compact code")
+        _need(self.stream_words >= 1, "no streams")
 
     def _check_geometry(self) -> None:
         _need(self.layout is Layout.FLAT or len(self.shape) >= 2, f"matrix layout with shape {self.shape}")

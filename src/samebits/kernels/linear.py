@@ -34,6 +34,8 @@ from samebits.kernels.structures import (
 )
 from samebits.kernels.tables import decode_table
 
+_MAX_COLUMNS = 1 << 22  # kernels number what they read in 32 bits
+
 
 @dataclass(frozen=True)
 class LinearPlan:
@@ -63,6 +65,7 @@ def is_supported(header: Header, m: int, device: int) -> bool:
         and geometry.rows % ROW_GROUP == 0
         and geometry.columns % STAGE == 0
         and 4 * header.stream_words >= CHUNK_STAGES // 2 * SLAB_BYTES  # loads ahead may pass the planes' end by a chunk
+        and geometry.columns <= _MAX_COLUMNS
         and geometry.rows * geometry.columns < 1 << 40
     )
 
@@ -180,11 +183,11 @@ class Products:
                 job.x, job.y = address, y.data_ptr()
             if bias is not None:
                 arguments.jobs[0].bias = bias.data_ptr()
-            stream = nvrtc.current_stream(device)
-            if self.launch.arrangement:
-                self._arrange(x, self.launch.arrangement, stream, device)
+            stream, to = nvrtc.current_stream(device), self.launch.arrangement
+            scratch = self._arrange(x, to, stream, device) if to else None
             launcher = self._launchers.get((stream, early)) or self._launcher(stream, early, device)
             launcher(arguments.pointers)
+            del scratch  # not before, or another thread's launches on this stream may get it in between
         return made
 
     def repeat(self, x: torch.Tensor, bias: torch.Tensor | None) -> Repeat | None:
@@ -217,9 +220,10 @@ class Products:
         sizes = tuple((*x.shape[:-1], rows) for rows in self._rows)
         return Repeat(sizes, to.total_bytes if to else 0, bytes(room), tuple(patches), tuple(steps))
 
-    def _arrange(self, x: torch.Tensor, to: Arrangement, stream: int, device: int) -> None:
-        """Has x arranged, and memory ready, for the launch that follows; once that is made, the memory may be freed."""
-        address, structure = x.new_empty(to.total_bytes, dtype=torch.uint8).data_ptr(), _arguments.arrangement
+    def _arrange(self, x: torch.Tensor, to: Arrangement, stream: int, device: int) -> torch.Tensor:
+        """Has x arranged, and memory ready, for the launch that follows; to be held until that is made."""
+        scratch, structure = x.new_empty(to.total_bytes, dtype=torch.uint8), _arguments.arrangement
+        address = scratch.data_ptr()
         for job, parts, done in zip(_arguments.jobs, to.parts, to.done, strict=False):
             job.parts, job.done = address + parts, address + done
             if to.tokens:
@@ -230,6 +234,7 @@ class Products:
         function = nvrtc.kernel("arrange.cu", "arrange", device)
         launcher = nvrtc.launcher(function, to.grid, to.threads, 0, stream, True, device)
         launcher(_arguments.arrangement_pointers)
+        return scratch
 
     def _tell(self, operands: Sequence[Operands]) -> tuple[bytes, bool]:
         """And whether the launch may start early; from then on all of it stays."""

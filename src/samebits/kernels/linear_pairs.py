@@ -141,10 +141,10 @@ def warpgroups(header: Header, m: int, split: int, device: int, warps: int) -> L
     planner = _Planner(header, m, split, device)
     wide = next((wide for wide in WGMMA_WIDTHS if wide >= m), max(WGMMA_WIDTHS))
     way = _Way(Kernel.WARPGROUPS, wide)
-    if m > MAX_WGMMA_TOKENS or not nvrtc.has_wgmma(device) or not _Memory.of(way, [planner], warps).ring:
+    most = nvrtc.multiprocessors(device) // way.cluster
+    if m > MAX_WGMMA_TOKENS or not nvrtc.has_wgmma(device) or not most or not _Memory.of(way, [planner], warps).ring:
         return None
-    blocks = nvrtc.multiprocessors(device) // way.cluster
-    clusters = min(planner.units(way, warps), blocks)
+    clusters = min(planner.units(way, warps), most)
     return _launch(way, warps, [planner], [way.cluster * clusters])
 
 

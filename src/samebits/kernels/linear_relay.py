@@ -68,9 +68,10 @@ def relay(header: Header, m: int, split: int, device: int, rank: int) -> Launch 
 
     None as launch_of.
     """
-    if not nvrtc.has_wgmma(device) or split > 1 or m <= TILE_TOKENS:
+    multiprocessors = nvrtc.multiprocessors(device)
+    if not nvrtc.has_wgmma(device) or multiprocessors < CLUSTER or split > 1 or m <= TILE_TOKENS:
         return None
-    planner = _Planner(header, m, split, device, nvrtc.multiprocessors(device))
+    planner = _Planner(header, m, split, device, multiprocessors)
     fitting = sorted((tile for tile in TILES if planner.slots(tile)), key=planner.expected)
     return planner.launch(fitting[rank]) if rank < len(fitting) else None
 

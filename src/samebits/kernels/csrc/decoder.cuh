@@ -218,7 +218,7 @@ __device__ __forceinline__ void decode_tasks(const Geometry& geometry, const Pac
         if (task < count) {
             const int index = tasks.chunk(task);
             const u32 start = min(offsets[index], packed.stream_words), stop = min(offsets[index + 1], packed.stream_words);
-            size = min(stop > start ? int(stop - start) : 0, packed.max_chunk_words);
+            size = stop > start ? int(min(stop - start, u32(packed.max_chunk_words))) : 0;
             begin = start & 3;
             const u32 shared_address = u32(__cvta_generic_to_shared(buffers + slot * division.buffer_words));
             const int units = (begin + size + 3) >> 2;

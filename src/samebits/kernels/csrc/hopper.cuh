@@ -87,6 +87,13 @@ __device__ __forceinline__ void await_cluster() {
                  "barrier.cluster.wait.aligned;" ::: "memory");
 }
 
+// Before a block ends: until nothing comes from the others of its cluster any longer, nor goes to them.
+__device__ __forceinline__ void leave_cluster() {
+    __syncwarp();
+    asm volatile("barrier.cluster.arrive.release.aligned;\n"
+                 "barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
 // What this thread wrote to shared memory, for wgmma.
 __device__ __forceinline__ void show_to_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

@@ -249,7 +249,7 @@ struct StreamUnits {
         start = min(start, packed.stream_words);
         stop = min(stop, packed.stream_words);
         place.begin = start & 3;
-        place.size = min(stop > start ? int(stop - start) : 0, packed.max_chunk_words);
+        place.size = stop > start ? int(min(stop - start, u32(packed.max_chunk_words))) : 0;
         units = (place.begin + place.size + 3) >> 2;
         source = reinterpret_cast<const u32*>(packed.data + packed.streams) + (start - place.begin);
     }

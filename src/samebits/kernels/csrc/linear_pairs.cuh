@@ -408,7 +408,7 @@ struct Supply {
     __device__ __forceinline__ void bring_slabs(const Unit& unit, int pair, int slot) const {
         const int first = unit.tile * block.rows.block_groups, count = min(block.rows.block_groups, block.geometry.row_groups - first);
         const size_t group_bytes = slab_offset(block.geometry.stages, 1, 0);
-        const u8* source = block.packed.data + block.packed.planes + first * group_bytes + pair * kSlabBytes + 16 * lane;
+        const u8* source = block.packed.data + block.packed.planes + first * group_bytes + size_t(pair) * kSlabBytes + 16 * lane;
         u32 target = block.at.pairs + slot * block.at.pair_bytes + (Way::wgmma ? 0 : 2 * stage_bytes<Way>()) + 16 * lane;
 #pragma unroll 4
         for (int i = 0; i < count; ++i, source += group_bytes, target += kSlabBytes) {
@@ -778,9 +778,8 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
         if (warp == warps) supply.run();
         else if (opener >= 0) chunks.run(at.scratch + opener * dealing_bytes<Way>());
         else if constexpr (Way::wgmma) supply.run_x();
-        __syncwarp();
     }
-    if constexpr (Way::cluster > 1) await_cluster();   // nothing comes from the others any longer
+    if constexpr (Way::cluster > 1) leave_cluster();
 }
 
 #define PAIRS_KERNEL(name, Argument, Way, tokens)                                                                                               \

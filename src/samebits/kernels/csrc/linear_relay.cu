@@ -410,8 +410,7 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
         if (packed.shift || packed.has_row_shifts) decoder.template run<true>(first_unit + decoding);
         else decoder.template run<false>(first_unit + decoding);
     }
-    __syncwarp();
-    await_cluster();   // nothing comes from the other block any longer
+    leave_cluster();
 }
 
 // As many warps decode as leave each thread the registers that the sums need.
