@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import samebits
@@ -46,6 +49,27 @@ def test_same_output(pair: tuple[nn.Sequential, nn.Sequential], shape: tuple[int
     dense, packed = pair
     tokens = torch.randint(0, 512, shape, device="cuda")
     assert_same(packed(tokens), dense(tokens))
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(1024, 1024), (4096, 4096), (32000, 4096)], ids=str)
+def test_inputs_with_gaps(
+    shape: tuple[int, int], bias: bool, mode: Callable[[], AbstractContextManager[None]], trained: bool
+) -> None:
+    """torch multiplies these in another way if the weight has requires_grad, as from_pretrained makes it."""
+    torch.manual_seed(1)
+    rows, columns = shape
+    dense = nn.Linear(columns, rows, bias=bias, device="cuda", dtype=torch.bfloat16).requires_grad_(trained)
+    packed = copy.deepcopy(dense)
+    samebits.compress(packed)
+    h = torch.randn(5, 12, columns, device="cuda").to(torch.bfloat16)
+    with mode():
+        for x in (h[:, -1:], h[:1, -1:], h.transpose(0, 1), h[:, ::2], h[..., None, :].transpose(0, 1), h):
+            for _ in range(3):
+                assert_same(packed(x), dense(x))
+            assert_same(F.linear(x, packed.weight), F.linear(x, dense.weight))
 
 
 @torch.no_grad()
@@ -225,22 +249,26 @@ def test_modules_of_all_kinds_compiled(modules: tuple[nn.ModuleDict, nn.ModuleDi
         assert_same(result, expected)
 
 
+@pytest.mark.parametrize("own_streams", [True, False])
 @torch.no_grad()
-def test_products_in_threads_with_their_own_streams() -> None:
-    """Of few tokens, which need no decoded weight, and of many."""
+def test_products_in_threads(own_streams: bool) -> None:
+    """Of few tokens, which need no decoded weight, and of many; on streams of their own, or all on one."""
     torch.manual_seed(0)
     dense = nn.Sequential(nn.Linear(2048, 4096), nn.GELU(), nn.Linear(4096, 2048)).to("cuda", torch.bfloat16)
     packed = copy.deepcopy(dense)
     samebits.compress(packed)
-    inputs = [torch.randn(tokens, 2048, device="cuda").to(torch.bfloat16) for tokens in (1, 2, 1, 8, 256, 1, 16, 3)]
+    inputs = [
+        torch.randn(tokens, 2048, device="cuda").to(torch.bfloat16)
+        for tokens in (1, 64, 2, 1, 8, 256, 1, 64, 16, 3, 300)
+    ]
     expected = [dense(x) for x in inputs]
     torch.cuda.synchronize()
 
     @torch.no_grad()
     def call(x: torch.Tensor) -> torch.Tensor:
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream() if own_streams else torch.cuda.current_stream()
         with torch.cuda.stream(stream):
-            outputs = [packed(x) for _ in range(5)]
+            outputs = [packed(x) for _ in range(20)]
         stream.synchronize()
         assert all(torch.equal(outputs[0], output) for output in outputs)
         return outputs[-1]

@@ -189,7 +189,7 @@ WRITES: dict[str, Callable[[nn.Module], object]] = {
     "init": lambda m: nn.init.normal_(m.weight),
     "foreach": lambda m: torch._foreach_add_([m.weight], 1),
     "training": lambda m: m.weight.requires_grad_(),
-    "resize": lambda m: m.weight.resize_(3),
+    "resize": lambda m: m.weight.detach().resize_(3),
     "row": lambda m: m.weight[0].zero_(),
     "row of data": lambda m: m.weight.data[5].zero_(),
     "rows": lambda m: m.weight[:3].fill_(1),

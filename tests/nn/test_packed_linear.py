@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.autograd import forward_ad
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import samebits
@@ -31,10 +39,12 @@ class Doubled(nn.Linear):
         return super().forward(input) * 2
 
 
-def make(kind: Callable[..., nn.Module] = nn.Linear, **options: object) -> tuple[nn.Module, nn.Module]:
-    """A dense module without gradients, and a packed copy of it."""
+def make(
+    kind: Callable[..., nn.Module] = nn.Linear, requires_grad: bool = False, **options: object
+) -> tuple[nn.Module, nn.Module]:
+    """A dense module, and a packed copy of it."""
     torch.manual_seed(0)
-    dense = kind(64, 96, **options).to(torch.bfloat16).requires_grad_(False)
+    dense = kind(64, 96, **options).to(torch.bfloat16).requires_grad_(requires_grad)
     packed = copy.deepcopy(dense)
     samebits.compress(packed)
     assert isinstance(packed, PackedModule)
@@ -99,8 +109,6 @@ def test_a_packed_bias_is_left_alone(products: list[torch.Tensor]) -> None:
 
 def test_float32_is_left_alone(products: list[torch.Tensor]) -> None:
     """A model may ask for more than the stored bfloat16."""
-    from dataclasses import replace
-
     dense, packed = make(bias=False)
     packed.sb_recipes["weight"] = replace(packed.sb_recipes["weight"], dtype=torch.float32)
     assert torch.equal(packed(INPUT.float()), dense.float()(INPUT.float()))
@@ -262,6 +270,109 @@ def test_compiled_transformations(
     torch.compiler.reset()
     with torch.no_grad():
         assert same_bits(torch.compile(transform(packed), backend="aot_eager")(INPUT), transform(dense)(INPUT))
+
+
+def _normal(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(5)).to(torch.bfloat16)
+
+
+# Inputs with gaps, as torch sees them: these it multiplies as one matrix if the weight has requires_grad, else as a
+# batch of matrices.
+GAPS: dict[str, Callable[[], torch.Tensor]] = {
+    "the last of each sequence": lambda: _normal(3, 5, 64)[:, -1:],
+    "the last of one sequence": lambda: _normal(1, 5, 64)[:, -1:],
+    "transposed": lambda: _normal(3, 5, 64).transpose(0, 1),
+    "four dimensions": lambda: _normal(2, 4, 3, 64)[:, ::2],
+    "none": lambda: _normal(3, 5, 64),
+}
+
+
+def products_of(call: Callable[[], object]) -> list[str]:
+    """By which of its routines torch multiplies in a call, and what it adds then."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        call()
+    return sorted(event.key for event in profile.key_averages() if event.key[6:] in {"addmm", "mm", "bmm", "add_"})
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("gaps", GAPS)
+@pytest.mark.parametrize("kind", [nn.Linear, Doubled])
+@pytest.mark.parametrize("bias", [True, False])
+def test_torch_multiplies_as_with_the_plain_weight(
+    products: list[torch.Tensor], kind: type[nn.Module], gaps: str, mode: Callable[[], AbstractContextManager[None]],
+    bias: bool, trained: bool,
+) -> None:  # fmt: skip
+    dense, packed = make(kind, bias=bias, requires_grad=trained)
+    x = GAPS[gaps]()
+    with mode():
+        assert products_of(lambda: packed(x)) == products_of(lambda: dense(x))
+        assert products_of(lambda: F.linear(x, packed.weight)) == products_of(lambda: F.linear(x, dense.weight))
+        assert same_bits(packed(x), dense(x))
+        assert same_bits(F.linear(x, packed.weight), F.linear(x, dense.weight))
+    assert len(products) == (2 if gaps == "none" and kind is nn.Linear else 0)
+    with mode():
+        ways = {tuple(products_of(partial(F.linear, x, make(requires_grad=each)[1].weight))) for each in (False, True)}
+    assert len(ways) == (1 if gaps == "none" else 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_autocast_copies_it_does_not_keep(dtype: torch.dtype) -> None:
+    """As it keeps the copies of float32 parameters, until it ends."""
+    dense, packed = make(requires_grad=True)
+    packed.sb_recipes["weight"] = replace(packed.sb_recipes["weight"], dtype=dtype)
+    copies: list[weakref.ref[torch.Tensor]] = []
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            result = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten._to_copy.default and result.dtype is torch.float16:
+                copies.append(weakref.ref(result))
+            return result
+
+    x = GAPS["transposed"]().to(torch.float16)
+    with torch.no_grad(), torch.autocast("cpu", torch.float16):
+        expected = dense.to(dtype)(x)
+        with Copies():
+            made = packed(x)
+        assert copies
+        assert all(copy() is None for copy in copies)
+    assert same_bits(made, expected)
+
+
+@pytest.mark.parametrize("is_fused", [True, False])
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("gaps", GAPS)
+@pytest.mark.parametrize("bias", [True, False])
+def test_traced_as_with_the_plain_weight(
+    gaps: str, bias: bool, trained: bool, is_fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dense, packed = make(bias=bias, requires_grad=trained)
+    x = GAPS[gaps]()
+    monkeypatch.setattr(packed_module, "_is_plain", lambda tensor: is_fused)
+    ways: list[list[str]] = []
+
+    def note(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
+        names = {"samebits.linear.default": "linear"}
+        ways.append([])
+        for node in graph.graph.nodes:
+            name = names.get(str(node.target), str(node.target).removeprefix("aten.").removesuffix(".default"))
+            if name == "linear":
+                name = "addmm" if node.args[2] is not None else "bmm" if node.args[0].meta["val"].dim() > 2 else "mm"
+            if name in {"addmm", "mm", "bmm", "add.Tensor"}:
+                ways[-1].append(name)
+        return make_boxed_func(graph.forward)
+
+    made = []
+    for module in (dense, packed):
+        torch.compiler.reset()
+        with torch.no_grad():
+            made.append(torch.compile(module, backend=aot_autograd(fw_compiler=note), fullgraph=True)(x))
+    if is_fused and not x.is_contiguous() and not trained:
+        assert ways[1] == (["addmm"] if bias else ["bmm"])  # the operator asks torch for what a frozen weight gets
+    else:
+        assert ways[1] == ways[0]
+    assert same_bits(*made)
 
 
 def test_hooks_run(products: list[torch.Tensor]) -> None:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.overrides import enable_reentrant_dispatch
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from samebits.errors import InputError
@@ -32,7 +33,7 @@ _SMALL = 1 << 19
 class LazyTensor(torch.Tensor):
     """Has the shape, strides, dtype and device of what ``decode`` gives, and decodes anew for each operation.
 
-    It has no gradient and cannot be written to.
+    It gets no gradient and cannot be written to.
 
     Attributes:
         source: gives the plain tensor that this is, or is a view of.
@@ -57,14 +58,10 @@ class LazyTensor(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func is _ATEN.detach.default and isinstance(args[0], LazyWeight):
-            return LazyWeight(args[0].recipe, args[0].packed)
-        is_view = func in _VIEWS or func in _PARTS
-        if is_view and args[0].has_small_views and not _is_entry(func, *args):
-            return tree_map(HeldView, func(args[0].decode(), *args[1:], **kwargs))
-        if func in _VIEWS:
-            return LazyView(args[0], args[0].source, func(args[0].shadow, *args[1:], **kwargs))
-        if func in _PARTS:
-            return _parts(func, *args, **kwargs)
+            return LazyWeight(args[0].recipe, args[0].packed, requires_grad=False)
+        if func in _VIEWS or func in _PARTS:
+            with torch.inference_mode(False):  # made as what they are views of
+                return _view(func, *args, **kwargs)
         arguments = zip(func._schema.arguments, args, strict=False)
         written = [value for argument, value in arguments if argument.is_write]
         if any(isinstance(value, LazyTensor) for value in tree_leaves((written, kwargs.get("out")))):
@@ -72,7 +69,7 @@ class LazyTensor(torch.Tensor):
         if func is _ATEN._to_copy.default and isinstance(args[0], LazyWeight):
             return func(args[0].decode_near(kwargs.get("device")), **kwargs)
         indexed = _indexed(func, args)
-        return indexed if indexed is not None else func(*_decoded(args), **_decoded(kwargs))
+        return indexed if indexed is not None else _run(func, args, kwargs)
 
     def tolist(self) -> Any:
         return self.decode().tolist()
@@ -118,7 +115,8 @@ class LazyWeight(LazyTensor):
 
     Operations that take entries of it along the first dimension (embedding, weight[number], weight[ids]) decode these.
     Views of a part, such as weight[number] or weight[:8], are lazy too, as nothing can be written to them either.
-    It counts as an ``nn.Parameter``, as the weight that it stands for did.
+    It counts as an ``nn.Parameter``, as the weight that it stands for did, and has its ``requires_grad`` where no
+    gradients are recorded (Recipe.shows_requires_grad).
 
     Attributes:
         recipe, packed: the weight in packed form.
@@ -132,11 +130,14 @@ class LazyWeight(LazyTensor):
     is_read_by_entry = False
 
     @staticmethod
-    def __new__(cls, recipe: Recipe, data: Sequence[torch.Tensor]) -> LazyWeight:
+    def __new__(cls, recipe: Recipe, data: Sequence[torch.Tensor], *, requires_grad: bool | None = None) -> LazyWeight:
         """Args: what Recipe.decode takes."""
-        weight: LazyWeight = torch.Tensor._make_wrapper_subclass(
-            cls, recipe.shape, strides=recipe.stride or None, dtype=recipe.dtype, device=data[0].device
-        )
+        shows = recipe.shows_requires_grad(data[0].device) if requires_grad is None else requires_grad
+        with torch.inference_mode(False):  # see Recipe.weight
+            weight: LazyWeight = torch.Tensor._make_wrapper_subclass(
+                cls, recipe.shape, strides=recipe.stride or None, dtype=recipe.dtype, device=data[0].device,
+                requires_grad=shows,
+            )  # fmt: skip
         torch._C._set_throw_on_mutable_data_ptr(weight)  # kernels that would read at address 0
         weight.recipe, weight.packed = recipe, tuple(data)
         weight.has_small_views = weight.dim() > 2 and weight.numel() <= _SMALL
@@ -209,13 +210,22 @@ class _Once:
         if stream is not None and torch.cuda.is_current_stream_capturing():
             return self._decode()
         if self._kept is None or self._kept[1] != stream:
-            self._kept = self._decode(), stream
+            with torch.inference_mode(False):  # it outlives that mode
+                self._kept = self._decode(), stream
         return self._kept[0]
 
 
 def _is_entry(func: Any, whole: LazyTensor, *rest: Any) -> bool:
     """Whether a view is one entry of a weight."""
     return func is _ATEN.select.int and isinstance(whole, LazyWeight) and rest[0] in (0, -whole.dim())
+
+
+def _view(func: Any, whole: LazyTensor, *rest: Any, **kwargs: Any) -> Any:
+    if whole.has_small_views and not _is_entry(func, whole, *rest):
+        return tree_map(HeldView, func(whole.decode(), *rest, **kwargs))
+    if func in _VIEWS:
+        return LazyView(whole, whole.source, func(whole.shadow, *rest, **kwargs))
+    return _parts(func, whole, *rest, **kwargs)
 
 
 def _parts(func: Any, whole: LazyTensor, *rest: Any, **kwargs: Any) -> torch.Tensor | list[LazyView]:
@@ -251,6 +261,24 @@ def _indexed(func: Any, args: Sequence[Any]) -> torch.Tensor | None:
 
 def _decoded(values: Any) -> Any:
     return tree_map_only(LazyTensor, lambda tensor: tensor.decode(), values)
+
+
+def _run(func: Any, args: Any, kwargs: Any) -> Any:
+    """With plain tensors.
+
+    In inference mode products arrive here undivided. So that torch divides them as ever, their operands have
+    requires_grad as what they stand for has, and what torch does above its kernels is done again.
+    """
+    if not torch.is_inference_mode_enabled():
+        return func(*_decoded(args), **_decoded(kwargs))
+    with torch.inference_mode(False):
+        args, kwargs = tree_map_only(LazyTensor, _marked, (args, kwargs))
+    with enable_reentrant_dispatch():
+        return func(*args, **kwargs)
+
+
+def _marked(tensor: LazyTensor) -> torch.Tensor:
+    return tensor.decode().detach().requires_grad_(tensor.requires_grad)
 
 
 def _has_no_memory(what: str) -> Any:

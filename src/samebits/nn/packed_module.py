@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
 from torch.utils.weak import WeakIdKeyDictionary
 
 from samebits.digest import digest
@@ -27,6 +28,7 @@ from samebits.format.packed import STORED_DIGEST_END, Header, PackedTensor
 from samebits.nn.lazy import LazyWeight
 from samebits.nn.recipe import Piece, Recipe
 from samebits.plans import dispatch
+from samebits.plans.key import is_gapless
 
 
 class _Saved(NamedTuple):
@@ -119,7 +121,7 @@ class PackedModule(nn.Module):
         if decoded is None or isinstance(self, nn.Embedding):
             return LazyWeight(self.sb_recipes[name], self.sb_data(name))
         if name not in decoded:
-            decoded[name] = weight = self.sb_decode(name)
+            decoded[name] = weight = self.sb_recipes[name].weight(self.sb_data(name))
             decoded.versions[name] = _version(weight)
         return decoded[name]
 
@@ -357,22 +359,39 @@ class PackedLinearModule(PackedModule):
             return super().forward(input)  # type: ignore[no-any-return]
         data: Any = own[_DATA]
         bias: Any = own["bias"] if "bias" in own else self.bias  # noqa: SIM401 - the first way takes less time
-        is_traced = torch.compiler.is_compiling()
-        if not is_traced:
-            made: torch.Tensor | None = dispatch.product_again(input, data, bias)
-            if made is not None:
-                return made
-        if _is_watched(is_traced) or not _is_plain(input) or not (bias is None or _is_plain(bias)):
+        if torch.compiler.is_compiling():
+            return self._sb_traced(input, data, bias)
+        made: torch.Tensor | None = dispatch.product_again(input, data, bias)
+        if made is not None:
+            return made
+        if not _is_fusible(input, bias) or (input.dim() > 2 and not is_gapless(input)):  # torch looks at requires_grad
             return super().forward(input)  # type: ignore[no-any-return]
-        if is_traced:
-            numbers = [int(number) for number in recipe.operands.split()]
-            # In traces torch makes such products of two dimensions, whatever strides a dimension of 1 will have.
-            rows = input.flatten(0, -2) if input.dim() > 2 and input.is_contiguous() else input
-            y: torch.Tensor = torch.ops.samebits.linear(rows, data, bias, numbers[:2], numbers[2:])
-            return y if rows is input else y.unflatten(0, input.shape[:-1])
         assert recipe.matrix is not None
         self.sb_data("weight")  # which looks at it
         return dispatch.linear_of_module(input, PackedTensor(recipe.matrix, data), bias)
+
+    def _sb_traced(self, input: torch.Tensor, data: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """As torch multiplies in traces.
+
+        Inputs without gaps it multiplies in two dimensions, whatever strides a dimension of 1 will have; others too,
+        where the weight has requires_grad, but adds the bias then.
+        """
+        recipe, is_fused, is_whole = self.sb_recipes["weight"], _is_fusible(input, bias), input.is_contiguous()
+        is_folded = input.dim() > 2 and (is_fused if is_whole else recipe.shows_requires_grad(input.device))
+        rows = input.flatten(0, -2) if is_folded else input
+        addend = None if is_folded and not is_whole else bias
+        if is_fused:
+            numbers = [int(number) for number in recipe.operands.split()]
+            y = torch.ops.samebits.linear(rows, data, addend, numbers[:2], numbers[2:])
+        else:
+            y = F.linear(rows, self.sb_decode("weight"), addend)
+        y = y.unflatten(0, input.shape[:-1]) if is_folded else y
+        return y if addend is bias else y + bias  # type: ignore[no-any-return]
+
+
+def _is_fusible(input: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Whether nothing but the values of a product is asked for."""
+    return not _is_watched() and _is_plain(input) and (bias is None or _is_plain(bias))
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -381,11 +400,11 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return is_own and tensor.is_cuda and not (tensor.requires_grad and torch.is_grad_enabled())
 
 
-def _is_watched(is_traced: bool) -> bool:
+def _is_watched() -> bool:
     """Whether more than values is asked for: by autocast, forward-mode differentiation, torch.func, a mode, a trace."""
     if torch.is_autocast_enabled("cuda") or forward_ad._current_level >= 0:
         return True
-    if is_traced:  # the graph has the operator, which knows torch.vmap
+    if torch.compiler.is_compiling():  # the graph has the operator, which knows torch.vmap
         return False
     return (
         torch._C._functorch.peek_interpreter_stack() is not None

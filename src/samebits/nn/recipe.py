@@ -63,6 +63,24 @@ class Recipe:
     def slots(self) -> list[str]:
         return [piece.slot for piece in self.pieces]
 
+    def shows_requires_grad(self, device: torch.device) -> bool:
+        """Whether the weight is to have requires_grad now, as the parameter had.
+
+        Where gradients are recorded, a packed weight has none. Elsewhere that says only how torch multiplies: inputs
+        [batch, length, K] with gaps as one matrix, else as a batch, which may round otherwise (should_fold in ATen's
+        LinearAlgebra.cpp). Autocast to another dtype multiplies with a copy, which has none; some it would keep.
+        """
+        if not self.requires_grad or torch.is_grad_enabled():
+            return False
+        return not torch.is_autocast_enabled(device.type) or torch.get_autocast_dtype(device.type) is self.dtype
+
+    def weight(self, data: Sequence[torch.Tensor]) -> torch.Tensor:
+        """``decode(data)``, with requires_grad where it is to show."""
+        if not self.shows_requires_grad(data[0].device):
+            return self.decode(data)
+        with torch.inference_mode(False):  # as parameters are made: views of other tensors show nothing
+            return self.decode(data).detach().requires_grad_()
+
     def decode(self, data: Sequence[torch.Tensor], entries: Container[int] | None = None) -> torch.Tensor:
         """The weight, a new tensor.
 

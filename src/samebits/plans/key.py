@@ -59,6 +59,16 @@ def key_of(x: torch.Tensor, weight_shape: Sequence[int], bias: torch.Tensor | No
     return None if state is None else PlanKey(rows, columns, tokens, bias is not None, state)
 
 
+def is_gapless(x: torch.Tensor) -> bool:
+    """Whether its strides are those of a new tensor of its shape, also where a dimension is 1."""
+    width = 1
+    for size, stride in zip(reversed(x.shape), reversed(x.stride()), strict=True):
+        if stride != width:
+            return False
+        width *= size
+    return True
+
+
 def _is_plain(bias: torch.Tensor, rows: int, x: torch.Tensor) -> bool:
     return (
         bias.dtype is torch.bfloat16
