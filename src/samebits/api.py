@@ -34,7 +34,10 @@ def encode(tensor: torch.Tensor) -> PackedTensor:
         )
         raise InputError(f"a tensor {what}, so its values are not all in memory", mend=f"{mend} first")
     if tensor.dtype != torch.bfloat16:
-        mend = "convert it explicitly with .to(torch.bfloat16), which loses bits"
+        from samebits.bf16 import is_bf16
+
+        effect = "changes no value" if is_bf16(tensor) else "loses bits"
+        mend = f"convert it explicitly with .to(torch.bfloat16), which {effect}"
         raise DtypeError(f"only bfloat16 can be packed, not {tensor.dtype}", mend=mend)
     if tensor.device.type == "cuda":
         from samebits.kernels.encode import encode_cuda

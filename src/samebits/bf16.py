@@ -14,11 +14,25 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _GRAIN = 1 << 20  # words per task
+# Of the other dtypes that can hold values of BF16: integers of their width, to compare bits.
+_WORDS = {torch.float16: torch.int16, torch.float32: torch.int32, torch.float64: torch.int64}
+_VALUES_AT_ONCE = 1 << 24  # that are compared, so that copies of them stay small
 
 
 def words_of(tensor: torch.Tensor) -> NDArray[np.uint16]:
     """The words of a BF16 CPU tensor, row-major (a view where the tensor is contiguous)."""
     return tensor.detach().contiguous().reshape(-1).view(torch.int16).numpy().view(np.uint16)
+
+
+def is_bf16(tensor: torch.Tensor) -> bool:
+    """Whether BF16 has every value of a tensor, whatever floating point dtype it is stored in; compared as bits."""
+    if tensor.dtype == torch.bfloat16:
+        return True
+    words = _WORDS.get(tensor.dtype)
+    return words is not None and all(
+        torch.equal(values.to(torch.bfloat16).to(values.dtype).view(words), values.view(words))
+        for values in tensor.detach().reshape(-1).split(_VALUES_AT_ONCE)
+    )
 
 
 @njit(cache=True, nogil=True)

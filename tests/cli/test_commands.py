@@ -63,16 +63,27 @@ def test_options_reach_the_job(samebits: Command, source: Path, tmp_path: Path) 
 
 
 def test_cast_is_called_lossy(samebits: Command, tmp_path: Path) -> None:
-    save_file({"a": weights(64, 64).float()}, tmp_path / "a.safetensors")
+    save_file({"b": weights(64, 64).float(), "a": torch.randn(64, 64)}, tmp_path / "a.safetensors")
     refused = samebits("compress", tmp_path / "a.safetensors", tmp_path / "b.safetensors")
     assert refused.code == 2
     assert "a.safetensors: a: the weights are F32" in refused.error
-    assert "--cast bf16" in refused.error
+    assert "--cast bf16 to round it to BF16 first, which loses bits" in refused.error
     done = samebits("compress", tmp_path / "a.safetensors", tmp_path / "b.safetensors", "--cast", "bf16")
-    assert (done.code, "not lossless" in done.err) == (0, True)
+    assert (done.code, "rounds weights (a for one), which is not lossless" in done.err) == (0, True)
     different = samebits("verify", tmp_path / "b.safetensors", "--against", tmp_path / "a.safetensors")
     assert different.code == 1
     assert "not identical: a: BF16 [64, 64] instead of F32 [64, 64]" in different.error
+
+
+def test_cast_that_changes_nothing_is_called_so(samebits: Command, tmp_path: Path) -> None:
+    source = tmp_path / "a.safetensors"
+    save_file({"a": weights(64, 64).to(torch.float16)}, source)
+    for command in (("compress", source, tmp_path / "b.safetensors"), ("estimate", source)):
+        refused = samebits(*command)
+        assert (refused.code, "but BF16 has all their values; add --cast bf16" in refused.error) == (2, True)
+        assert "loses bits" not in refused.error
+        done = samebits(*command, "--cast", "bf16")
+        assert (done.code, done.err) == (0, "note: --cast bf16 changes no value\n")
 
 
 def test_verify_finds_the_first_difference(samebits: Command, source: Path, packed: Path) -> None:

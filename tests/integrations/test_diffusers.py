@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 pytest.importorskip("diffusers")
 import diffusers
+from diffusers.hooks import apply_layerwise_casting
 
 import samebits
 from samebits.cli.run import run
@@ -19,6 +20,7 @@ from samebits.errors import DigestError, DtypeError, FormatError, InputError
 from samebits.format.container import Checkpoint
 from tests.integrations.diffusers_models import ARCHITECTURES, Reference, assert_same_bytes, eligible, make, output
 from tests.integrations.models import assert_same_checkpoint, compress_folder, files, packed_parameters
+from tests.integrations.test_hooks import run_python
 
 
 @pytest.fixture(scope="module")
@@ -240,13 +242,50 @@ def test_to_bf16(make_once, config: samebits.SamebitsConfig, name: str, loaded: 
         packed.to("cpu", torch.float16)
 
 
-def test_layerwise_casting_is_refused(flux: Reference, flux_folder: Path) -> None:
+DTYPES = {"storage_dtype": torch.float8_e4m3fn, "compute_dtype": torch.bfloat16}
+CASTS = {
+    "by the model": lambda model: model.enable_layerwise_casting(**DTYPES),
+    "by itself": lambda model: apply_layerwise_casting(model, **DTYPES),
+    "of a part": lambda model: apply_layerwise_casting(model.transformer_blocks, **DTYPES),
+    "as a whole": lambda model: apply_layerwise_casting(model, **DTYPES, skip_modules_pattern=None),
+    "of a part as a whole": lambda model: apply_layerwise_casting(
+        model.transformer_blocks, **DTYPES, skip_modules_pattern=None
+    ),
+}
+
+
+@pytest.mark.parametrize("way", CASTS)
+def test_layerwise_casting_is_refused(flux: Reference, flux_folder: Path, way: str) -> None:
     """Before any layer is cast."""
     model = flux.load(flux_folder)
     with pytest.raises(InputError, match=r"cannot be cast.*samebits\.decompress"):
-        model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.bfloat16)
+        CASTS[way](model)
+    assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16, torch.uint8}
+    assert not any(hasattr(module, "_diffusers_hook") for module in model.modules())
     flux.assert_same(model)
-    flux.load().enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.bfloat16)
+    plain = flux.load()
+    CASTS[way](plain)
+    assert torch.float8_e4m3fn in {weight.dtype for weight in plain.parameters()}
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import samebits; from diffusers.hooks import apply_layerwise_casting",
+        "from diffusers.hooks import apply_layerwise_casting; import samebits",
+        "import samebits; from diffusers import FluxTransformer2DModel",
+        "from diffusers import FluxTransformer2DModel; import samebits",
+        "import samebits, diffusers.models.attention; from diffusers import FluxTransformer2DModel",
+    ],
+)
+def test_layerwise_casting_is_wrapped_in_either_order(imports: str) -> None:
+    run_python(f"""
+{imports}
+from diffusers import FluxTransformer2DModel
+from diffusers.hooks import layerwise_casting
+for function in (layerwise_casting._apply_layerwise_casting, layerwise_casting.apply_layerwise_casting_hook):
+    assert hasattr(function, "__wrapped__") and not hasattr(function.__wrapped__, "__wrapped__")
+""")
 
 
 CONTROLS = {

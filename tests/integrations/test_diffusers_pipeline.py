@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from inspect import signature
@@ -17,6 +18,7 @@ from diffusers.pipelines import pipeline_loading_utils, pipeline_utils
 from examples.diffusion_pipeline import tiny_pipeline
 
 import samebits
+from samebits.errors import DtypeError
 from tests.integrations.diffusers_models import ARCHITECTURES, assert_same_bytes
 from tests.integrations.models import MIN_WEIGHTS, files, packed_parameters
 from tests.integrations.test_hooks import run_python
@@ -72,6 +74,56 @@ def test_pipeline(plain: Path, way: str, tmp_path: Path) -> None:
         assert not list(packed_parameters(pipeline.vae))
         assert not hasattr(pipeline.vae, "hf_quantizer")
     assert "diffusion_pytorch_model.safetensors" in files(tmp_path / "vae")
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One text encoder in FP16, one in FP32; the weights are of a variant."""
+    pipeline = tiny_pipeline()
+    pipeline.text_encoder.half()
+    pipeline.text_encoder_2.float()
+    folder = tmp_path_factory.mktemp("pipeline") / "mixed"
+    pipeline.save_pretrained(folder, variant="fp16")
+    return folder
+
+
+@pytest.mark.parametrize("way", CONFIGS)
+def test_parts_that_are_not_bf16(mixed: Path, way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They stay what they are without compression, and are named; the others are packed."""
+    expected = drawn(load(mixed, variant="fp16"))
+    config = PipelineQuantizationConfig(**CONFIGS[way])
+    packed = load(mixed, variant="fp16", quantization_config=config)
+    assert_same_bytes(drawn(packed), expected)
+    packed.save_pretrained(tmp_path)
+    again = load(tmp_path)
+    assert_same_bytes(drawn(again), expected)
+    for pipeline in (packed, again):
+        assert len(list(packed_parameters(pipeline.transformer))) > 10
+        assert not list(packed_parameters(pipeline.text_encoder))
+        assert not list(packed_parameters(pipeline.text_encoder_2))
+    for name, dtype in (("text_encoder", torch.float16), ("text_encoder_2", torch.float32)):
+        message = rf"^{name} of the pipeline is not compressed: .*{name}/model.fp16.*\({dtype}\): only BF16 weights"
+        assert sum(bool(re.match(message, record.getMessage())) for record in caplog.records) == 1
+        assert name not in config.config_mapping
+    assert "transformer" in config.config_mapping
+
+
+def test_a_pipeline_in_another_dtype(plain: Path) -> None:
+    """Its denoiser computes in FP16 with packed weights, which text encoders do not."""
+    config = PipelineQuantizationConfig(**CONFIGS["by name"])
+    packed = load(plain, dtype=torch.float16, quantization_config=config)
+    assert_same_bytes(drawn(packed), drawn(load(plain, dtype=torch.float16)))
+    assert list(packed_parameters(packed.transformer))
+    assert not list(packed_parameters(packed.text_encoder))
+    assert packed.text_encoder_2.dtype == torch.float16
+
+
+def test_a_compressed_part_in_another_dtype_is_refused(plain: Path, tmp_path: Path) -> None:
+    config = PipelineQuantizationConfig(**CONFIGS["by name"])
+    load(plain, quantization_config=config).save_pretrained(tmp_path)
+    for options in ({}, {"quantization_config": config}):
+        with pytest.raises(DtypeError, match=r"text_encoder(_2)?: the model is to be loaded as torch\.float16"):
+            load(tmp_path, dtype=torch.float16, **options)
 
 
 def test_autoencoder_by_name(plain: Path) -> None:

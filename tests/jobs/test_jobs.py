@@ -166,6 +166,28 @@ def test_other_dtypes_are_refused_unless_cast(tmp_path: Path, dtype: torch.dtype
     assert changed == {"dtype": "bfloat16", "text_config": {"torch_dtype": "bfloat16"}, "size": 3}
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_bf16_in_disguise(tmp_path: Path, dtype: torch.dtype) -> None:
+    """All values are BF16's, also zeros with a sign, infinities and what is subnormal in FP16."""
+    content = {name: tensor.to(torch.float16).to(dtype) for name, tensor in shards()[0].items()}
+    content["edges"] = torch.tensor([-0.0, 0.0, float("inf"), float("-inf"), 2**-24, -3 * 2**-24, 65280.0], dtype=dtype)
+    source = write_file(tmp_path / "a.safetensors", content)
+    with pytest.raises(DtypeError, match=r"BF16 has all their values; add --cast bf16 .* changes no value"):
+        compress(source, tmp_path / "b.safetensors")
+    compress(source, tmp_path / "b.safetensors", CompressOptions(cast=True))
+    decompress(tmp_path / "b.safetensors", tmp_path / "c.safetensors")
+    words = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    for name, tensor in load_file(tmp_path / "c.safetensors").items():
+        assert tensor.dtype == torch.bfloat16
+        assert torch.equal(tensor.to(dtype).view(words), content[name].view(words)), name
+    content["edges"][-1] = 1 + 2**-10
+    write_file(source, content)
+    with pytest.raises(DtypeError, match=r"a\.safetensors: edges: .*--cast bf16 .* loses bits"):
+        compress(source, tmp_path / "d.safetensors")
+    with pytest.raises(DtypeError, match="changes no value"):
+        compress(source, tmp_path / "d.safetensors", CompressOptions(exclude=("edges",)))
+
+
 def test_a_cast_tensor_that_does_not_gain_is_stored_cast(tmp_path: Path) -> None:
     finite = random_words(8192).nan_to_num()
     save_file({"a": weights(64, 64).float(), "b": finite.float()}, tmp_path / "a.safetensors")

@@ -13,6 +13,8 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import samebits
+from samebits import bf16
+from samebits.bf16 import is_bf16
 from samebits.errors import DeviceError, DtypeError, InputError
 from samebits.nn import convert
 from samebits.nn.packed_module import PackedLinearModule, PackedModule, packed_parameters
@@ -76,6 +78,49 @@ def test_a_tie_is_selected_by_any_name_and_excluded_by_any(name: str) -> None:
     samebits.compress(module, min_weights=MIN_WEIGHTS, include=iter([f"{name}.*"]))  # type: ignore[arg-type]
     assert module.head.sb_packed is module.embedding.sb_packed
     assert same_bits(call(module), expected)
+
+
+@pytest.mark.parametrize("part", ["head", "embedding"])
+def test_a_tie_to_a_module_outside_stays(part: str) -> None:
+    """As what is shared with it could not be packed for both."""
+    module, call, _ = make("tied")
+    module.other = nn.Linear(64, 64).to(torch.bfloat16)
+    expected = call(module)
+    parts = nn.ModuleList([module.get_submodule(part), module.other])
+    for _ in range(2):
+        report = samebits.compress(parts, min_weights=MIN_WEIGHTS)
+        assert report.raw["0.weight"] == "tied to a weight of a module outside"
+        assert report.packed.keys() == {"1.weight"}
+        assert module.head.weight is module.embedding.weight
+        assert same_bits(call(module), expected)
+    samebits.compress(module, min_weights=MIN_WEIGHTS)
+    assert module.head.sb_packed is module.embedding.sb_packed
+    samebits.decompress(module.embedding)
+    assert samebits.compress(module.head).raw == {"weight": "tied to a weight of a module outside"}
+    assert module.head.weight is module.embedding.weight
+    assert same_bits(call(module), expected)
+
+
+def test_who_else_has_a_weight_may_not_be_a_module() -> None:
+    """Lists, optimizers, a second name in one module, and modules that are gone keep nothing plain."""
+    module, call, _ = make("tied")
+    expected = call(module)
+    module.head.register_parameter("again", module.head.weight)
+    gone = nn.Linear(64, 200, bias=False)
+    gone.weight, gone.itself = module.head.weight, gone.forward  # a cycle
+    del gone
+    held = [list(module.parameters()), torch.optim.SGD(module.parameters()), module.state_dict(keep_vars=True)]
+    report = samebits.compress(module, min_weights=MIN_WEIGHTS)
+    assert "embedding.weight" in report.packed
+    assert module.head.sb_packed is module.embedding.sb_packed
+    assert same_bits(call(module), expected)
+    assert held
+
+
+def test_all_objects_are_looked_at_only_where_they_must_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = [make(name)[0] for name in CASES]
+    monkeypatch.setattr(convert.gc, "get_objects", lambda: pytest.fail("they were"))
+    assert sum(len(samebits.compress(module, min_weights=MIN_WEIGHTS).packed) for module in modules) > len(CASES)
 
 
 def test_a_tie_to_a_weight_that_changes() -> None:
@@ -189,6 +234,38 @@ def test_bad_arguments() -> None:
 def test_other_dtypes_are_refused(dtype: torch.dtype) -> None:
     with pytest.raises(DtypeError, match=rf"embedding\.weight: the weights are {dtype}"):
         samebits.compress(Tied().to(dtype))
+
+
+def test_bf16_in_disguise() -> None:
+    """Refused too, as the module computes in another dtype; but nothing is lost by converting it."""
+    module = Tied().to(torch.bfloat16).to(torch.float32)
+    with pytest.raises(DtypeError, match=r"\.to\(torch\.bfloat16\), which changes none of those to be packed"):
+        samebits.compress(module)
+    with torch.no_grad():
+        module.head.weight[-1, -1] = 1 + 2**-20
+    for lossy in (module, module.to("meta")):
+        with pytest.raises(DtypeError, match=r"\.to\(torch\.bfloat16\), which loses bits"):
+            samebits.compress(lossy)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_which_values_are_bf16(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bf16, "_VALUES_AT_ONCE", 100)
+    values = torch.randn(7, 50).to(torch.bfloat16).to(dtype)
+    values[0, :3] = torch.tensor([-0.0, float("inf"), 2**-24])
+    assert is_bf16(values)
+    assert is_bf16(values.t())
+    assert is_bf16(values[:0])
+    values[-1, -1] = 1 + 2**-10
+    assert not is_bf16(values)
+    assert not is_bf16(torch.tensor([1.0, 1 + 2**-23]))
+    assert not is_bf16(torch.ones(4, dtype=torch.int64))
+
+
+def test_nans_with_another_payload_are_not_bf16() -> None:
+    """Converted they would get that which torch gives."""
+    for word in (0x7F800001, 0x7F810000):
+        assert not is_bf16(torch.tensor([word], dtype=torch.int32).view(torch.float32))
 
 
 def test_compressing_twice_changes_nothing() -> None:

@@ -180,6 +180,28 @@ def test_offloaded_again_with_more(model: nn.Module, expected: torch.Tensor) -> 
         assert same_bits(copy.deepcopy(model)(X), expected)
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("size", [1, "much"])
+def test_offloaded_again_with_what_cannot_be(
+    model: nn.Module, expected: torch.Tensor, size: int | str, wrapped: bool
+) -> None:
+    """It stays as it is, also inside of a module that is to be offloaded as a whole."""
+    offload(model)
+    state, forwards = model.sb_offloaded, [block.forward for block in model.blocks]
+    pointers = [parameter.data_ptr() for parameter in model.parameters()]
+    outer = nn.Sequential(model) if wrapped else model
+    with pytest.raises(InputError, match=r"gpu_memory is 1 bytes|'much' is no size"):
+        samebits.offload(outer, size, device="cpu")
+    assert model.sb_offloaded is state
+    assert [block.forward for block in model.blocks] == forwards
+    assert [parameter.data_ptr() for parameter in model.parameters()] == pointers
+    with torch.no_grad():
+        assert same_bits(outer(X), expected)
+        offload(outer)
+        assert same_bits(outer(X), expected)
+    assert ("sb_offloaded" in vars(model)) is not wrapped
+
+
 def test_onload_undoes_it(model: nn.Module, expected: torch.Tensor) -> None:
     keys = vars(model).keys() | vars(model.blocks[0]).keys()
     offload(model)

@@ -66,7 +66,10 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace weights th
 MinWeights = Annotated[int, typer.Option("--min-weights", min=1, help="Smaller tensors are stored unchanged.")]
 Include = Annotated[list[str], typer.Option("--include", metavar="PATTERN", help="Pack only such names; repeatable.")]
 Exclude = Annotated[list[str], typer.Option("--exclude", metavar="PATTERN", help="Leave such names; repeatable.")]
-CastTo = Annotated[Cast | None, typer.Option("--cast", help="Round FP32 and FP16 weights first: LOSES BITS.")]
+CastTo = Annotated[
+    Cast | None,
+    typer.Option("--cast", help="Round FP32 and FP16 weights first: LOSES BITS unless BF16 has all values."),
+]
 To = Annotated[Format, typer.Option("--format", help="df11: the published layout of DFloat11.")]
 Units = Annotated[
     str | None, typer.Option("--patterns", metavar="auto|FILE", help="With df11: which matrices are a unit.")

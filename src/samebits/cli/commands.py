@@ -12,7 +12,7 @@ from samebits.errors import MismatchError
 from samebits.format.container import Checkpoint, Entry
 from samebits.integrations.model_shapes import model_shapes
 from samebits.jobs import estimate as estimates
-from samebits.jobs.compress import Compression
+from samebits.jobs.compress import Compression, first_rounded
 from samebits.jobs.compress_df11 import Df11Compression, config_of
 from samebits.jobs.decompress import Decompression
 from samebits.jobs.device import resolve_device
@@ -32,9 +32,15 @@ def compress(source: str, destination: Path, options: CompressOptions, run: RunO
     checkpoint = open_source(source)
     with progress_bar("compress") as progress:
         report = Compression(checkpoint, destination, options, run, progress).run()
-    if options.cast:
-        note("note: --cast bf16 rounded the weights, which is not lossless")
+    _note_cast(checkpoint, options)
     _report(report, as_json)
+
+
+def _note_cast(checkpoint: Checkpoint, options: CompressOptions) -> None:
+    if options.cast:
+        rounded = first_rounded(checkpoint, options)
+        effect = f"rounds weights ({rounded.name} for one), which is not lossless" if rounded else "changes no value"
+        note(f"note: --cast bf16 {effect}")
 
 
 def compress_df11(source: str, destination: Path, patterns: str | None, run: RunOptions, as_json: bool) -> None:
@@ -169,6 +175,7 @@ def estimate(source: str, options: CompressOptions, exact: bool, as_json: bool) 
     checkpoint = open_source(source)
     with progress_bar("estimate") as progress:
         result = estimates.estimate(checkpoint, options, exact=exact, progress=progress)
+    _note_cast(checkpoint, options)
     if as_json:
         names = ("original_bytes", "stored_bytes", "ratio", "bits_per_weight", "entropy", "exact")
         totals = {name: getattr(result, name) for name in names}

@@ -36,7 +36,6 @@ compressed: ContextVar[bool] = ContextVar("samebits_compressed", default=False)
 single_file: ContextVar[bool] = ContextVar("samebits_single_file", default=False)
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_WORDS = {torch.float16: torch.int16, torch.float32: torch.int32}
 _NOT_BF16 = "has values that are not BF16"
 _log = logging.getLogger(__name__)
 
@@ -69,16 +68,6 @@ def select(model: nn.Module, selection: Selection) -> ModelSelection:
 def _embeds_time(name: str) -> bool:
     owners = name.split(".")[:-1]
     return any(("time" in owner and "embed" in owner) or owner == "delta_embedder" for owner in owners)
-
-
-def as_bf16(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The same values in BF16, None if some would change; compared as bits."""
-    if tensor.dtype == torch.bfloat16:
-        return tensor
-    if tensor.dtype not in _WORDS:
-        return None
-    rounded, words = tensor.to(torch.bfloat16), _WORDS[tensor.dtype]
-    return rounded if torch.equal(rounded.to(tensor.dtype).view(words), tensor.view(words)) else None
 
 
 class SamebitsQuantizer(DiffusersQuantizer):  # type: ignore[misc]
@@ -211,11 +200,13 @@ class SamebitsQuantizer(DiffusersQuantizer):  # type: ignore[misc]
             param_value: converted to the model's dtype already.
             state_dict: of the checkpoint.
         """
+        from samebits.bf16 import is_bf16
+
         stored = state_dict[param_name].to(target_device)
         module, leaf, parameter = cast("tuple[nn.Module, str, nn.Parameter]", find_parameter(model, param_name))
-        exact = as_bf16(stored)
-        packed = None if exact is None else encode_parameter(exact, param_name)
-        if exact is None:
+        exact = is_bf16(stored)
+        packed = encode_parameter(stored.to(torch.bfloat16), param_name) if exact else None
+        if not exact:
             self._rounded[param_name] = f"{stored.dtype}, {_NOT_BF16}"
         if packed is None:
             module._parameters[leaf] = nn.Parameter(param_value.to(target_device), parameter.requires_grad)

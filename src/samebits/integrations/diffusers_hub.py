@@ -9,16 +9,18 @@ from typing import Any
 from diffusers.pipelines import pipeline_loading_utils, pipeline_utils
 
 from samebits.format.folder import KEY, STEM
+from samebits.integrations import diffusers_parts
 
 
 def register() -> None:
-    """Wrap the two functions that go by names; again is no change."""
+    """Wrap the two functions that go by names, and what else there is of pipelines; again is no change."""
     if hasattr(pipeline_utils.variant_compatible_siblings, KEY):
         return
     pipeline_utils.variant_compatible_siblings = _choosing(pipeline_utils.variant_compatible_siblings)
     setattr(pipeline_utils.variant_compatible_siblings, KEY, True)
     checking = _checking(pipeline_loading_utils.is_safetensors_compatible)
     pipeline_loading_utils.is_safetensors_compatible = checking
+    diffusers_parts.register()
 
 
 def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -39,7 +39,6 @@ def register() -> None:
         return
     ModelMixin._apply = _apply
     ModelMixin.to = _converting(ModelMixin.to)
-    ModelMixin.enable_layerwise_casting = _refusing(ModelMixin.enable_layerwise_casting)
     ModelMixin.num_parameters = counting_weights(ModelMixin.num_parameters)
     ModelMixin.save_pretrained = _saving(ModelMixin.save_pretrained)
     ModelMixin.from_pretrained = classmethod(_loading(ModelMixin.from_pretrained.__func__))
@@ -78,22 +77,6 @@ def _converting(original: Callable[..., Any]) -> Callable[..., Any]:
             self.is_quantized = True
 
     return to
-
-
-def _refusing(original: Callable[..., None]) -> Callable[..., None]:
-    @wraps(original)
-    def enable_layerwise_casting(self: Any, *args: Any, **kwargs: Any) -> None:
-        """Before any layer is cast.
-
-        Raises:
-            InputError: the model is compressed.
-        """
-        if next(packed_parameters(self), None) is not None:
-            mend = "leave it compressed without casting, or call samebits.decompress on it first"
-            raise InputError("a compressed model's layers cannot be cast to another dtype", mend=mend)
-        original(self, *args, **kwargs)
-
-    return enable_layerwise_casting
 
 
 def _of_dtype(original: Callable[..., torch.dtype]) -> Callable[..., torch.dtype]:

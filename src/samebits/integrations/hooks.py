@@ -21,6 +21,7 @@ INTEGRATIONS = {
     "transformers.modeling_utils": "samebits.integrations.transformers_model",
     "diffusers.quantizers.auto": "samebits.integrations.diffusers",
     "diffusers.models.modeling_utils": "samebits.integrations.diffusers_model",
+    "diffusers.hooks.layerwise_casting": "samebits.integrations.diffusers_casting",
     "diffusers.loaders.peft": "samebits.integrations.diffusers_fuse",
     "diffusers.loaders.lora_pipeline": "samebits.integrations.diffusers_lora",
     "diffusers.pipelines.pipeline_utils": "samebits.integrations.diffusers_hub",

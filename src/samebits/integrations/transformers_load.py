@@ -178,5 +178,5 @@ def check_dtypes(
                 words[tensor.dtype == torch.bfloat16] += tensor.numel()
                 where = where if tensor.dtype == torch.bfloat16 else f"{file}: {name} ({tensor.dtype})"
     if words[False] > words[True]:
-        mend = "`samebits compress --cast bf16` rounds them to BF16, which loses bits"
+        mend = "`samebits compress --cast bf16` converts them to BF16, and says whether that loses bits"
         raise DtypeError("only BF16 weights can be packed without loss", where=where, mend=mend)

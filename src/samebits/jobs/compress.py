@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from samebits.bf16 import is_bf16
 from samebits.df11.checkpoint import Df11Checkpoint
 from samebits.df11.config import KEY as DF11_KEY
 from samebits.digest import digest
@@ -30,7 +31,7 @@ class Compression(Job):
 
     Raises:
         InputError: the source is compressed or quantized already, or holds reserved names.
-        DtypeError: most of its weights are not BF16, and casting was not asked for.
+        DtypeError: most of its weights are not BF16, and casting was not asked for; says if that would lose bits.
     """
 
     command = "compress"
@@ -124,9 +125,22 @@ def check_source(checkpoint: Checkpoint, options: CompressOptions) -> None:
     large = [entry for entry in checkpoint if options.is_large(entry) and entry.dtype in FLOATS]
     other = [entry for entry in large if not options.packs(entry)]
     if 2 * sum(entry.words for entry in other) > sum(entry.words for entry in large):
-        what = f"the weights are {other[0].dtype}, only BF16 can be packed without loss"
-        mend = "add --cast bf16 to round it to BF16 first, which loses bits"
-        raise DtypeError(what, where=other[0].where, mend=mend)
+        raise _other_dtype(first_rounded(checkpoint, options), other[0])
+
+
+def first_rounded(checkpoint: Checkpoint, options: CompressOptions) -> Entry | None:
+    """The first tensor of which casting would change a value. None: all are BF16, if stored in another dtype."""
+    casting = replace(options, cast=True)
+    return next((entry for entry in checkpoint if casting.casts(entry) and not is_bf16(entry.tensor())), None)
+
+
+def _other_dtype(rounded: Entry | None, example: Entry) -> DtypeError:
+    if rounded is None:
+        what, mend = "BF16 has all their values", "add --cast bf16 to store them as BF16, which changes no value"
+        return DtypeError(f"the weights are {example.dtype}, but {what}", where=example.where, mend=mend)
+    what = f"the weights are {rounded.dtype}, only BF16 can be packed without loss"
+    mend = "add --cast bf16 to round it to BF16 first, which loses bits"
+    return DtypeError(what, where=rounded.where, mend=mend)
 
 
 def _check_names(checkpoint: Checkpoint) -> None:

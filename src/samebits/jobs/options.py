@@ -26,7 +26,7 @@ class CompressOptions:
         min_weights: smaller tensors are stored unchanged.
         include: shell patterns of original names; empty: all.
         exclude: shell patterns of names to leave unchanged.
-        cast: first round F64, F32 and F16 tensors to BF16, which loses bits.
+        cast: first round F64, F32 and F16 tensors to BF16, which loses bits unless BF16 has all their values.
     """
 
     min_weights: int = MIN_WEIGHTS

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import wraps
@@ -152,6 +154,8 @@ def compress(
 ) -> Report:
     """Pack the weights of a module and its submodules in place; its outputs stay the same, bit for bit.
 
+    A weight that a module outside shares stays plain, so that it stays shared.
+
     Args:
         module: any torch module with bfloat16 weights, on the CPU or a CUDA device.
         min_weights: smaller parameters stay as they are.
@@ -171,9 +175,13 @@ def compress(
     groups = [owned for owned in tied(list(unpacked(module))) if selection.reason_against_tied(owned) is None]
     if next(packed_parameters(module), None) is None:
         _check_dtypes([owned[0] for owned in groups])
+    shared = _shared_outside(module, groups)
     for owned in groups:
-        _pack_tied(owned)
-    return report(module, selection)
+        if owned not in shared:
+            _pack_tied(owned)
+    result = report(module, selection)
+    result.raw.update({owned[0][0]: "tied to a weight of a module outside" for owned in shared})
+    return result
 
 
 def decompress(module: nn.Module) -> None:
@@ -256,7 +264,12 @@ def unpacked(module: nn.Module) -> Iterator[Owned]:
 def _check_dtypes(owners: Sequence[Owned]) -> None:
     dtypes = {getattr(owner, name).dtype for _, owner, name in owners}
     if dtypes and torch.bfloat16 not in dtypes:
-        mend = "convert it explicitly with .to(torch.bfloat16), which loses bits"
+        from samebits.bf16 import is_bf16
+
+        weights: Iterator[nn.Parameter] = (getattr(owner, name) for _, owner, name in owners)
+        is_exact = all(not weight.is_meta and is_bf16(weight) for weight in weights)
+        effect = "changes none of those to be packed: BF16 has all their values" if is_exact else "loses bits"
+        mend = f"convert it explicitly with .to(torch.bfloat16), which {effect}"
         raise DtypeError(f"the weights are {dtypes.pop()}, only bfloat16 can be packed", where=owners[0][0], mend=mend)
 
 
@@ -268,6 +281,27 @@ def tied(owners: Sequence[Owned]) -> list[list[Owned]]:
         slots = cast(PackedModule, owner).sb_recipes[name].slots if packed else [name]
         groups.setdefault(tuple(id(owner._parameters[slot]) for slot in slots), []).append((full_name, owner, name))
     return list(groups.values())
+
+
+def _shared_outside(module: nn.Module, groups: Sequence[list[Owned]]) -> list[list[Owned]]:
+    """Those of a module's parameters that other modules own, too.
+
+    All objects there are have to be looked at for that, unless no parameter has more references than known owners.
+    """
+    suspects = {id(owned[0][1]._parameters[owned[0][2]]): owned for owned in groups if _has_more_references(owned)}
+    if not suspects:
+        return []
+    gc.collect()  # modules that are gone own nothing
+    inside = {id(owner) for owner in module.modules()}
+    modules = (found for found in gc.get_objects() if issubclass(type(found), nn.Module) and id(found) not in inside)
+    parameters = (parameter for outside in modules for parameter in vars(outside).get("_parameters", {}).values())
+    return [suspects[key] for key in suspects.keys() & set(map(id, parameters))]
+
+
+def _has_more_references(owned: Sequence[Owned]) -> bool:
+    _, first, name = owned[0]
+    argument = 1  # that of getrefcount itself
+    return sys.getrefcount(first._parameters[name]) - argument > len(owned)
 
 
 def _pack_tied(owned: list[Owned]) -> None:

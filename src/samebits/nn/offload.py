@@ -8,7 +8,7 @@ there is. Their matrices are streamed (see streaming.py), a third less than in B
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,7 +107,7 @@ def offload(module: nn.Module, gpu_memory: int | str, *, device: torch.device | 
     """Move a module to a device whose memory it does not fit into; its outputs stay the same, bit for bit.
 
     For inference: no parameter has a gradient afterwards. Its state dict and its saving are what they were. A module
-    that is offloaded already is offloaded anew; it is not offloaded if that fails. Where all of it fits it is only
+    that is offloaded already is offloaded anew; if that is refused, it stays as it is. Where all of it fits it is only
     moved.
 
     Args:
@@ -119,15 +119,16 @@ def offload(module: nn.Module, gpu_memory: int | str, *, device: torch.device | 
     Raises:
         InputError: it does not fit even with every block streamed; or its weights are not in memory, or are moved by
             accelerate, or in DFloat11's own layout.
-        ResourceError: main memory cannot be pinned.
+        ResourceError: main memory cannot be pinned; the module is not offloaded then.
     """
     budget = parse_size(gpu_memory) if isinstance(gpu_memory, str) else gpu_memory
-    onload(module)
+    device = _full(device)
     _check(module)
     found = _Blocks(module)
     chosen = _choose(found, budget)
+    onload(module)
     with torch.inference_mode(False), torch.no_grad():
-        return _offload(module, found, chosen, _full(device))
+        return _offload(module, found, chosen, device)
 
 
 def onload(module: nn.Module) -> None:
@@ -142,8 +143,12 @@ def onload(module: nn.Module) -> None:
 
 def streaming_device(module: nn.Module) -> torch.device | None:
     """The device that computes, if blocks in ``module`` are streamed."""
-    forwards = (owner.__dict__.get("forward") for owner in module.modules())
-    return next((found.streamer.device for found in forwards if isinstance(found, _StreamedForward)), None)
+    return next((forward.streamer.device for forward in _forwards(module)), None)
+
+
+def _forwards(module: nn.Module) -> Iterator[_StreamedForward]:
+    found = (owner.__dict__.get("forward") for owner in module.modules())
+    return (forward for forward in found if isinstance(forward, _StreamedForward))
 
 
 def refuse_offloaded(module: nn.Module) -> None:
@@ -156,12 +161,15 @@ def refuse_offloaded(module: nn.Module) -> None:
 
 
 def _check(module: nn.Module) -> None:
-    if streaming_device(module) is not None:
+    """Whether it can be offloaded once ``onload`` was called."""
+    own = {forward for owner in module.modules() if STATE in vars(owner) for forward in vars(owner)[STATE].forwards}
+    if not own.issuperset(_forwards(module)):
         raise InputError("part of an offloaded model", mend=_MEND)
     if holds_units(module):
         mend = "load the checkpoint without keep_format"
         raise InputError("a model that keeps DFloat11's layout cannot be offloaded", mend=mend)
-    if any(len(set(getattr(owner, _MAP, {}).values())) > 1 for owner in module.modules()):
+    others = (owner for owner in module.modules() if STATE not in vars(owner))
+    if any(len(set(getattr(owner, _MAP, {}).values())) > 1 for owner in others):
         raise InputError("accelerate has placed this model on several devices", mend="load it without device_map")
     for name, parameter in module.named_parameters():
         if parameter.is_meta:

@@ -70,7 +70,7 @@ class Recipe:
         [batch, length, K] with gaps as one matrix, else as a batch, which may round otherwise (should_fold in ATen's
         LinearAlgebra.cpp). Autocast to another dtype multiplies with a copy, which has none; some it would keep.
         """
-        if not self.requires_grad or torch.is_grad_enabled():
+        if not self.requires_grad or torch.is_grad_enabled() or device.type == "meta":
             return False
         return not torch.is_autocast_enabled(device.type) or torch.get_autocast_dtype(device.type) is self.dtype
 
