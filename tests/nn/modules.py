@@ -16,6 +16,13 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     return same_kind and torch.equal(left.contiguous().view(torch.int16), right.contiguous().view(torch.int16))
 
 
+def products_of(call: Callable[[], object]) -> list[str]:
+    """By which of its routines torch multiplies in a call, and what it adds then."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        call()
+    return sorted(event.key for event in profile.key_averages() if event.key[6:] in {"addmm", "mm", "bmm", "add_"})
+
+
 class Experts(nn.Module):
     """Bare parameters with three dimensions, read once for each expert."""
 

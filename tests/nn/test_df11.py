@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from samebits.nn.df11 import DecodingMemory, attach_unit
 from tests.codecs.tensors import words_of
 from tests.df11.test_unit import FOLDER, NAMES, TENSORS, matrices_of, unit_of
 from tests.integrations.models import assert_same_bits, outputs
+from tests.nn.modules import products_of
 
 LAYER = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
          "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]  # fmt: skip
@@ -89,10 +92,11 @@ def test_copies_and_pickles_run_on_their_own() -> None:
         packed = copied
 
 
-def pair(shapes: list[tuple[int, int]]) -> tuple[nn.Sequential, nn.Sequential, DecodingMemory]:
+def pair(shapes: list[tuple[int, int]], trained: bool = True) -> tuple[nn.Sequential, nn.Sequential, DecodingMemory]:
     """Linear layers as one unit."""
     torch.manual_seed(1)
     model = nn.Sequential(*(nn.Linear(columns, rows, bias=False) for rows, columns in shapes)).to(torch.bfloat16)
+    model.requires_grad_(trained)
     packed, memory = copy.deepcopy(model), DecodingMemory()
     unit = encoded([layer.weight.detach() for layer in model])
     attach_unit(packed, tensors_of(unit), [str(number) for number in range(len(shapes))], memory)
@@ -127,6 +131,20 @@ def test_inference_mode_and_others_in_turn() -> None:
     for mode in (torch.inference_mode(), torch.no_grad(), torch.enable_grad(), torch.inference_mode()):
         with mode:
             assert_same_bits(packed(x).detach(), model(x).detach())
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_torch_multiplies_as_with_the_plain_weight(
+    mode: Callable[[], AbstractContextManager[None]], trained: bool
+) -> None:
+    """It looks at requires_grad, if the input has gaps. Where gradients are recorded, the weights count as frozen."""
+    model, packed, _ = pair([(16, 8), (7, 16), (8, 7)], trained)
+    x = torch.randn(3, 5, 8, dtype=torch.bfloat16)[:, -1:]
+    with mode():
+        model.requires_grad_(trained and not torch.is_grad_enabled())
+        assert products_of(lambda: packed(x)) == products_of(lambda: model(x))
+        assert_same_bits(packed(x), model(x))
 
 
 def test_compiled() -> None:

@@ -25,7 +25,7 @@ from samebits.kernels.ops import decode_packed
 from samebits.nn import packed_module
 from samebits.nn.packed_module import PackedLinearModule, PackedModule
 from samebits.plans import dispatch
-from tests.nn.modules import INPUT, same_bits
+from tests.nn.modules import INPUT, products_of, same_bits
 
 
 class Subclass(nn.Linear):
@@ -287,13 +287,6 @@ GAPS: dict[str, Callable[[], torch.Tensor]] = {
 }
 
 
-def products_of(call: Callable[[], object]) -> list[str]:
-    """By which of its routines torch multiplies in a call, and what it adds then."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        call()
-    return sorted(event.key for event in profile.key_averages() if event.key[6:] in {"addmm", "mm", "bmm", "add_"})
-
-
 @pytest.mark.parametrize("trained", [True, False])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("gaps", GAPS)
@@ -340,16 +333,21 @@ def test_what_autocast_copies_it_does_not_keep(dtype: torch.dtype) -> None:
     assert same_bits(made, expected)
 
 
-@pytest.mark.parametrize("is_fused", [True, False])
+@pytest.mark.parametrize("way", ["fused", "decoded", "float32"])
 @pytest.mark.parametrize("trained", [True, False])
 @pytest.mark.parametrize("gaps", GAPS)
 @pytest.mark.parametrize("bias", [True, False])
 def test_traced_as_with_the_plain_weight(
-    gaps: str, bias: bool, trained: bool, is_fused: bool, monkeypatch: pytest.MonkeyPatch
+    gaps: str, bias: bool, trained: bool, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dense, packed = make(bias=bias, requires_grad=trained)
-    x = GAPS[gaps]()
+    x, is_fused = GAPS[gaps](), way == "fused"
     monkeypatch.setattr(packed_module, "_is_plain", lambda tensor: is_fused)
+    if way == "float32":
+        packed.sb_recipes["weight"] = replace(packed.sb_recipes["weight"], dtype=torch.float32)
+        for name, parameter in packed.named_parameters():
+            parameter.data = parameter.data.float() if name == "bias" else parameter.data
+        x, dense = x.float(), dense.float()
     ways: list[list[str]] = []
 
     def note(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:

@@ -8,7 +8,8 @@ are decoded in the same memory, one after the other; in a graph of torch.compile
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from torch.autograd.graph import increment_version
 
 from samebits.df11.operator import LAYOUT, check_outcome, check_unit
 from samebits.errors import FormatError
+from samebits.nn.recipe import shows_requires_grad
 
 _NAMES = (*LAYOUT, "split_positions")
 _MEND = "load it into the model that it was made from"
@@ -84,18 +86,18 @@ def attach_unit(
     unit = check_unit({name: tensors[name] for name in _NAMES})
     try:
         owners = [module.get_submodule(attribute) for attribute in attributes] or [module]
-        shapes = [owner.get_parameter("weight").shape for owner in owners]
+        weights = [_Weight.of(owner) for owner in owners]
     except AttributeError as error:
         raise FormatError(f"a unit for weights that the model does not have ({error})", mend=_MEND) from error
-    if unit.sizes != [shape.numel() for shape in shapes]:
-        what = f"a unit of {unit.sizes} weights for matrices {[list(shape) for shape in shapes]}"
+    if unit.sizes != [weight.shape.numel() for weight in weights]:
+        what = f"a unit of {unit.sizes} weights for matrices {[list(weight.shape) for weight in weights]}"
         raise FormatError(what, mend=_MEND)
     for owner in owners:
         del owner.weight
     for name in _NAMES:
         module.register_buffer(name, tensors[name])
     memory.reserve(unit.words)
-    _hook(module, _AttachedUnit(module, list(zip(owners, shapes, strict=True)), memory))
+    _hook(module, _AttachedUnit(module, weights, memory))
 
 
 def share_unit(holder: nn.Module, reader: nn.Module, memory: DecodingMemory) -> None:
@@ -104,11 +106,11 @@ def share_unit(holder: nn.Module, reader: nn.Module, memory: DecodingMemory) -> 
     Raises:
         FormatError: it is no unit of that size.
     """
-    shape, stored = reader.get_parameter("weight").shape, holder._buffers.get("sign_mantissa")
-    if stored is None or shape.numel() != stored.numel():
-        raise FormatError(f"a tied matrix {list(shape)} that is not a unit of its own", mend=_MEND)
+    weight, stored = _Weight.of(reader), holder._buffers.get("sign_mantissa")
+    if stored is None or weight.shape.numel() != stored.numel():
+        raise FormatError(f"a tied matrix {list(weight.shape)} that is not a unit of its own", mend=_MEND)
     del reader.weight
-    _hook(reader, _AttachedUnit(holder, [(reader, shape)], memory))
+    _hook(reader, _AttachedUnit(holder, [weight], memory))
 
 
 def holds_units(model: nn.Module) -> bool:
@@ -121,10 +123,27 @@ def _hook(module: nn.Module, attached: _AttachedUnit) -> None:
     module.register_forward_hook(attached.hide, always_call=True)
 
 
+class _Weight(NamedTuple):
+    """One that a unit holds, as the parameter was."""
+
+    owner: nn.Module
+    shape: torch.Size
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, owner: nn.Module) -> _Weight:
+        """
+        Raises:
+            AttributeError: it has no weight.
+        """
+        parameter = owner.get_parameter("weight")
+        return cls(owner, parameter.shape, parameter.requires_grad)
+
+
 class _AttachedUnit:
     """The hooks of a module that runs with the weights of a unit, whose tensors ``holder`` has."""
 
-    def __init__(self, holder: nn.Module, weights: list[tuple[nn.Module, torch.Size]], memory: DecodingMemory) -> None:
+    def __init__(self, holder: nn.Module, weights: list[_Weight], memory: DecodingMemory) -> None:
         self._holder = holder
         self._weights = weights
         self._memory = memory
@@ -139,7 +158,7 @@ class _AttachedUnit:
         """
         layout = [self._holder.get_buffer(name) for name in LAYOUT]
         if torch.compiler.is_compiling():
-            self._set(_decoded_in_a_graph(layout))
+            self._set(_decoded_in_a_graph(layout), shows=False)
             return
         stored = layout[2]
         output, malformed = self._memory.borrow(stored.numel(), stored.device), self._memory.malformed(stored.device)
@@ -153,25 +172,29 @@ class _AttachedUnit:
         if check:
             check_outcome(malformed)
         self._checked |= check
-        self._set(output)
+        shows = shows_requires_grad(output.dtype, output.device)
+        with torch.inference_mode(False) if shows else nullcontext():  # as parameters are made
+            self._set(output, shows)
 
-    def _set(self, output: torch.Tensor) -> None:
+    def _set(self, output: torch.Tensor, shows: bool) -> None:
+        """Args: shows: whether weights are to have requires_grad as the parameters had."""
         start = 0
-        for owner, shape in self._weights:
+        for owner, shape, requires_grad in self._weights:
             weight = output[start : start + shape.numel()].view(shape)
-            owner.__dict__["weight"] = weight.clone() if start % _ALIGNED_WORDS else weight
+            weight = weight.clone() if start % _ALIGNED_WORDS else weight
+            owner.__dict__["weight"] = weight.detach().requires_grad_() if shows and requires_grad else weight
             start += shape.numel()
 
     def hide(self, *_: Any) -> None:
         """Take the weights away again."""
         if torch.compiler.is_compiling():
-            for owner, _ in self._weights:
-                del owner.__dict__["weight"]
+            for weight in self._weights:
+                del weight.owner.__dict__["weight"]
             return
         if self._lent:  # else decoding failed
             self._memory.give_back(self._lent.pop())
-        for owner, _ in [] if self._lent else self._weights:
-            owner.__dict__.pop("weight", None)
+        for weight in [] if self._lent else self._weights:
+            weight.owner.__dict__.pop("weight", None)
 
 
 def _decoded_in_a_graph(layout: Sequence[torch.Tensor]) -> torch.Tensor:

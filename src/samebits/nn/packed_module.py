@@ -355,12 +355,12 @@ class PackedLinearModule(PackedModule):
         if not isinstance(self, PackedModule):
             return type(self).forward(self, input)
         recipe, own = self.sb_recipes["weight"], self._parameters
+        bias: Any = own["bias"] if "bias" in own else self.bias  # noqa: SIM401 - the first way takes less time
+        if torch.compiler.is_compiling():
+            return self._sb_traced(input, bias)
         if not recipe.operands:
             return super().forward(input)  # type: ignore[no-any-return]
         data: Any = own[_DATA]
-        bias: Any = own["bias"] if "bias" in own else self.bias  # noqa: SIM401 - the first way takes less time
-        if torch.compiler.is_compiling():
-            return self._sb_traced(input, data, bias)
         made: torch.Tensor | None = dispatch.product_again(input, data, bias)
         if made is not None:
             return made
@@ -370,19 +370,20 @@ class PackedLinearModule(PackedModule):
         self.sb_data("weight")  # which looks at it
         return dispatch.linear_of_module(input, PackedTensor(recipe.matrix, data), bias)
 
-    def _sb_traced(self, input: torch.Tensor, data: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def _sb_traced(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """As torch multiplies in traces.
 
         Inputs without gaps it multiplies in two dimensions, whatever strides a dimension of 1 will have; others too,
         where the weight has requires_grad, but adds the bias then.
         """
-        recipe, is_fused, is_whole = self.sb_recipes["weight"], _is_fusible(input, bias), input.is_contiguous()
+        recipe, is_whole = self.sb_recipes["weight"], input.is_contiguous()
+        is_fused = bool(recipe.operands) and _is_fusible(input, bias)
         is_folded = input.dim() > 2 and (is_fused if is_whole else recipe.shows_requires_grad(input.device))
         rows = input.flatten(0, -2) if is_folded else input
         addend = None if is_folded and not is_whole else bias
         if is_fused:
             numbers = [int(number) for number in recipe.operands.split()]
-            y = torch.ops.samebits.linear(rows, data, addend, numbers[:2], numbers[2:])
+            y = torch.ops.samebits.linear(rows, self._parameters[_DATA], addend, numbers[:2], numbers[2:])
         else:
             y = F.linear(rows, self.sb_decode("weight"), addend)
         y = y.unflatten(0, input.shape[:-1]) if is_folded else y

@@ -64,15 +64,8 @@ class Recipe:
         return [piece.slot for piece in self.pieces]
 
     def shows_requires_grad(self, device: torch.device) -> bool:
-        """Whether the weight is to have requires_grad now, as the parameter had.
-
-        Where gradients are recorded, a packed weight has none. Elsewhere that says only how torch multiplies: inputs
-        [batch, length, K] with gaps as one matrix, else as a batch, which may round otherwise (should_fold in ATen's
-        LinearAlgebra.cpp). Autocast to another dtype multiplies with a copy, which has none; some it would keep.
-        """
-        if not self.requires_grad or torch.is_grad_enabled() or device.type == "meta":
-            return False
-        return not torch.is_autocast_enabled(device.type) or torch.get_autocast_dtype(device.type) is self.dtype
+        """Whether the weight is to have requires_grad now: see shows_requires_grad below."""
+        return self.requires_grad and shows_requires_grad(self.dtype, device)
 
     def weight(self, data: Sequence[torch.Tensor]) -> torch.Tensor:
         """``decode(data)``, with requires_grad where it is to show."""
@@ -158,6 +151,18 @@ class Recipe:
         if piece.header is None or self.stride:
             return self.decode(data)
         return decode_experts(PackedTensor(piece.header, data[0]), ids).to(self.dtype)
+
+
+def shows_requires_grad(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether decoded weights are to have requires_grad now, if the parameters had it.
+
+    Where gradients are recorded, they have none. Elsewhere that says only how torch multiplies: inputs [batch, length,
+    K] with gaps as one matrix, else as a batch, which may round otherwise (should_fold in ATen's LinearAlgebra.cpp).
+    Autocast to another dtype multiplies with a copy, which has none; some it would keep.
+    """
+    if torch.is_grad_enabled() or device.type == "meta":
+        return False
+    return not torch.is_autocast_enabled(device.type) or torch.get_autocast_dtype(device.type) is dtype
 
 
 def _values(ids: torch.Tensor, size: int) -> Container[int] | None:
