@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from samebits.cli import console
 from samebits.cli.run import run
 from tests.jobs.checkpoints import write_folder
 
@@ -43,8 +44,9 @@ Command = Callable[..., Outcome]
 
 
 @pytest.fixture
-def samebits(capsys: pytest.CaptureFixture[str]) -> Iterator[Command]:
-    """``samebits(*arguments)`` runs the command line."""
+def samebits(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
+    """``samebits(*arguments)`` runs the command line, without lines of progress, however slow the machine is."""
+    monkeypatch.setattr(console, "_SECONDS_BETWEEN_LINES", float("inf"))
 
     def call(*arguments: object) -> Outcome:
         capsys.readouterr()

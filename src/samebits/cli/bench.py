@@ -13,7 +13,7 @@ import torch
 
 from samebits import api
 from samebits.cli.commands import open_source
-from samebits.cli.console import note, print_json, print_lines, print_table, size
+from samebits.cli.console import compilation_noted, note, print_json, print_lines, print_table, size
 from samebits.cli.generate import Sampling, default_model, import_transformers, load_model, run_model
 from samebits.errors import InputError, MismatchError
 from samebits.format.container import Checkpoint, Entry
@@ -50,6 +50,7 @@ class Running:
     tokens_per_second: float
 
 
+@compilation_noted()
 def bench(path: str | None, device: str, as_json: bool) -> None:
     device = resolve_device(device)
     checkpoint = open_source(path or default_model())

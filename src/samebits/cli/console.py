@@ -67,9 +67,29 @@ def progress_bar(label: str) -> Iterator[Progress]:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar, compilation_noted():
         task = bar.add_task(label, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextmanager
+def compilation_noted() -> Iterator[None]:
+    """Say on a terminal, once, if meanwhile this process compiles the CPU codec instead of finding it compiled."""
+    from numba.core.event import Event, Listener, install_listener
+
+    class FirstCompilation(Listener):  # type: ignore[misc]
+        is_noted = not sys.stderr.isatty()
+
+        def on_start(self, event: Event) -> None:
+            if not self.is_noted:
+                self.is_noted = True
+                note("note: compiling the CPU codec, which takes up to half a minute the first time")
+
+        def on_end(self, event: Event) -> None:
+            pass
+
+    with install_listener("numba:compile", FirstCompilation()):
+        yield
 
 
 class Lines:

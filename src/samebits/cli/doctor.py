@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from samebits import __version__, api
-from samebits.cli.console import print_json, print_lines
+from samebits.cli.console import compilation_noted, print_json, print_lines
 from samebits.errors import MismatchError, SamebitsError
 from samebits.jobs.device import can_build_kernels
 from samebits.parallel import threads
@@ -35,6 +35,7 @@ class Finding:
     mend: str = ""
 
 
+@compilation_noted()
 def doctor(as_json: bool) -> None:
     findings = list(examine())
     if as_json:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from samebits.cli.console import note, print_json, print_lines
+from samebits.cli.console import compilation_noted, note, print_json, print_lines
 from samebits.errors import InputError
 from samebits.integrations.model_shapes import WRONG_CONFIG
 from samebits.jobs.device import resolve_device
@@ -96,6 +96,7 @@ def _load(auto_class: str, path: str, **options: Any) -> Any:
         raise InputError(f"transformers cannot load it ({error})", where=path, mend=_MEND) from None
 
 
+@compilation_noted()
 def generate(path: str | None, prompt: str, sampling: Sampling, device: str, as_json: bool) -> None:
     try:
         prompt.encode()

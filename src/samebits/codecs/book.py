@@ -66,7 +66,7 @@ def _best_book(
             is_tight[i] = True
             continue
         weights = ascending[counts.size - sizes[i] :]
-        lengths = package_merge(weights, MAX_CODE_LENGTH)
+        lengths = package_merge(weights, np.int64(MAX_CODE_LENGTH))  # for a literal it would be compiled once more
         coded = 0
         for symbol in range(weights.size):
             coded += lengths[symbol] * weights[symbol]

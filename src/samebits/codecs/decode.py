@@ -39,8 +39,8 @@ def decode_cpu(packed: PackedTensor, out: torch.Tensor | None = None) -> torch.T
     if packed.code is Code.COMPACT:
         decode_compact(packed, _words(out))
         return out
-    geometry = packed.header.geometry
-    run_ranges(decode_loops.decode_chunks, geometry.chunks, _grain(packed), _words(out), *_arguments(packed))
+    whole = np.zeros(1, np.int64)  # all words as one entry, so that there is one loop to compile
+    _decode_entries(packed, out, math.prod(packed.shape), whole, whole)
     return out
 
 
@@ -58,7 +58,8 @@ def decode_rows_cpu(packed: PackedTensor, ids: torch.Tensor) -> torch.Tensor:
         return decode_cpu(packed).index_select(0, ids.reshape(-1)).view(shape)
     out = _empty(shape)
     entries = _checked(packed.header, ids)
-    _decode_entries(packed, out, entries, np.arange(len(entries)) * packed.header.entry_words)
+    words = packed.header.entry_words
+    _decode_entries(packed, out, words, entries, np.arange(len(entries)) * words)
     return out
 
 
@@ -78,7 +79,8 @@ def decode_experts_cpu(packed: PackedTensor, routed: torch.Tensor) -> torch.Tens
     if not packed.header.is_chunked:
         return decode_cpu(packed)
     out = _empty(packed.shape)
-    _decode_entries(packed, out, entries, entries * packed.header.entry_words)
+    words = packed.header.entry_words
+    _decode_entries(packed, out, words, entries, entries * words)
     return out
 
 
@@ -98,10 +100,9 @@ def _checked(header: Header, ids: torch.Tensor) -> NDArray[np.int64]:
 
 
 def _decode_entries(
-    packed: PackedTensor, out: torch.Tensor, entries: NDArray[np.int64], places: NDArray[np.int64]
+    packed: PackedTensor, out: torch.Tensor, words: int, entries: NDArray[np.int64], places: NDArray[np.int64]
 ) -> None:
-    """Decode entries of the first dimension to ``out``, each from one of ``places`` on (in words)."""
-    words = packed.header.entry_words
+    """Decode entries of ``words`` words to ``out``, each from one of ``places`` on (in words)."""
     chunks = packed.header.geometry.chunks_of_runs(words)
     run_ranges(decode_loops.decode_entries, len(entries) * chunks, _grain(packed), _words(out), entries, places, words,
                chunks, *_arguments(packed))  # fmt: skip

@@ -28,19 +28,6 @@ _BEYOND = 24  # bytes behind a stream's exponents that look-ups may write
 
 
 @njit(cache=True, nogil=True)
-def decode_chunks(
-    output: NDArray[np.uint16], rows: int, columns: int, chunk_stages: int, quad: bool, window: int,
-    shifts: NDArray[np.int8], table: NDArray[np.uint16], width: int, offsets: NDArray[np.uint32],
-    planes: NDArray[np.uint32], streams: NDArray[np.uint32], first: int, last: int,
-) -> None:  # fmt: skip
-    """Decode chunks [first, last) into ``output`` (the tensor's words, row-major)."""
-    room = _room(chunk_stages)
-    for chunk in range(first, last):
-        _decode_chunk(output, 0, chunk, rows, columns, chunk_stages, quad, window, shifts, table, width, offsets,
-                      planes, streams, room)  # fmt: skip
-
-
-@njit(cache=True, nogil=True)
 def decode_entries(
     output: NDArray[np.uint16], entries: NDArray[np.int64], places: NDArray[np.int64], entry_words: int,
     chunks_per_entry: int, rows: int, columns: int, chunk_stages: int, quad: bool, window: int,

@@ -85,7 +85,8 @@ class CanonicalCode:
 
     @classmethod
     def from_lengths(cls, symbols: NDArray[np.int64], lengths: NDArray[np.int64]) -> CanonicalCode:
-        return cls(*_by_length(symbols, lengths))
+        by_length = symbols[np.lexsort((symbols, lengths))]
+        return cls(np.bincount(lengths, minlength=COUNTS).astype(np.uint16), by_length.astype(np.uint16))
 
     @classmethod
     def from_section(cls, section: NDArray[np.uint16]) -> CanonicalCode:
@@ -108,23 +109,6 @@ class CanonicalCode:
         """uint16 [2 ** width]: ``length << 12 | symbol`` for every window of ``width`` bits, the first bit lowest."""
         table: NDArray[np.uint16] = _decode_table(self.counts, self.symbols, width)
         return table
-
-
-@njit(cache=True, nogil=True)
-def _by_length(symbols: NDArray[np.int64], lengths: NDArray[np.int64]) -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
-    """How many codewords have each length, and the symbols by length, then value."""
-    counts, length_of = np.zeros(COUNTS, np.uint16), np.zeros(symbols.max() + 1, np.int64)
-    for i in range(symbols.size):
-        counts[lengths[i]] += 1
-        length_of[symbols[i]] = lengths[i]
-    places = np.cumsum(counts) - counts
-    ordered = np.empty(symbols.size, np.uint16)
-    for symbol in range(length_of.size):
-        length = length_of[symbol]
-        if length > 0:
-            ordered[places[length]] = symbol
-            places[length] += 1
-    return counts, ordered
 
 
 @njit(cache=True, nogil=True)

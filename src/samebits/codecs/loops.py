@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 U64 = np.uint64
 _LOW_BYTES = U64(0x00FF00FF00FF00FF)
 _TOP7 = U64(0x007F007F007F007F)
-_ZERO = np.int64(0)  # where a count begins; for a literal 0 what takes it would be compiled once more
+_ZERO, _WIDTH = np.int64(0), np.int64(64)  # for a literal what takes it would be compiled once more
 _ONES = U64(0x0001000100010001)
 _NO_CLASS = U64(0xFFF8FFF8FFF8FFF8)
 _INSIDE = U64(0x0080008000800080)  # where a class of 0 to 7 lands once the window is taken off
@@ -255,8 +255,8 @@ def encode_chunks(
                                             stage, symbols, codes, pairs, bits, patches, patched)  # fmt: skip
                 else:
                     load_stage(values, words, row, column, rows, columns, changes, padding)
-                    patched = _encode_stage(values, _ZERO, 64, no_change, _ZERO, quad, window, table, nearest, common,
-                                            stage, symbols, codes, pairs, bits, patches, patched)  # fmt: skip
+                    patched = _encode_stage(values, _ZERO, _WIDTH, no_change, _ZERO, quad, window, table, nearest,
+                                            common, stage, symbols, codes, pairs, bits, patches, patched)  # fmt: skip
                 stage += 1
         size = _write_coded(output, end, pairs, stage, bits, patches, patched)
         if size == 0:
@@ -516,7 +516,7 @@ def write_planes(
                 _split_stage(words, start, columns, changes, row, planes, row_group, s, stages, quad)
             else:
                 load_stage(values, words, row, column, rows, columns, changes, U64(0))
-                _split_stage(values, _ZERO, 64, no_change, _ZERO, planes, row_group, s, stages, quad)
+                _split_stage(values, _ZERO, _WIDTH, no_change, _ZERO, planes, row_group, s, stages, quad)
 
 
 @njit(cache=True, nogil=True)

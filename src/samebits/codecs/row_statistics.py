@@ -81,8 +81,8 @@ class RowStatistics:
     @cached_property
     def extent(self) -> tuple[int, int]:
         """The columns [first, last) of ``aligned`` that are in use."""
-        extent: tuple[int, int] = _extent(self.aligned)
-        return extent
+        used = np.flatnonzero(self.aligned.sum(axis=0))
+        return (int(used[0]), int(used[-1]) + 1) if used.size else (0, 0)
 
     @cached_property
     def entropy(self) -> float:
@@ -92,21 +92,8 @@ class RowStatistics:
     @cached_property
     def center(self) -> int:
         """The median centre of the rows that may be shifted; 0 if there are none."""
-        return int(_median_center(self.centers))
-
-
-@njit(cache=True, nogil=True)
-def _extent(aligned: NDArray[np.int64]) -> tuple[int, int]:
-    total = np.zeros(ALIGNED, np.int64)
-    for fraction in range(FRACTIONS):
-        for i in range(ALIGNED):
-            total[i] += aligned[fraction, i]
-    first, last = 0, ALIGNED
-    while first < last and total[first] == 0:
-        first += 1
-    while first < last and total[last - 1] == 0:
-        last -= 1
-    return first, last
+        centers = np.sort(self.centers[self.centers != PINNED])
+        return int(centers[centers.size // 2]) if centers.size else 0
 
 
 @njit(cache=True, nogil=True)
@@ -122,31 +109,16 @@ def shift_histogram(
     return result
 
 
-@njit(cache=True, nogil=True)
 def _align(histogram: NDArray[np.int64], is_free: bool) -> tuple[int, NDArray[np.int64], NDArray[np.int64]]:
     """Centre, ``aligned`` and ``pinned`` (RowStatistics) of one row."""
-    aligned, pinned = np.zeros((FRACTIONS, ALIGNED), np.int64), histogram.copy()
-    nonzero, weighted = 0, 0
-    for e in range(1, histogram.size):
-        nonzero += histogram[e]
-        weighted += e * histogram[e]
-    if nonzero == 0 or not is_free:
+    aligned, pinned, nonzero = np.zeros((FRACTIONS, ALIGNED), np.int64), histogram.copy(), histogram[1:]
+    if not is_free or not nonzero.any():
         return PINNED, aligned, pinned
-    center = FRACTIONS * weighted // nonzero
-    for e in range(1, histogram.size):
-        aligned[center % FRACTIONS, e - center // FRACTIONS + ALIGNED_ZERO] = histogram[e]
-        pinned[e] = 0
+    center = int(FRACTIONS * (np.arange(1, EXPONENTS) @ nonzero) // nonzero.sum())
+    first = ALIGNED_ZERO + 1 - center // FRACTIONS
+    aligned[center % FRACTIONS, first : first + nonzero.size] = nonzero
+    pinned[1:] = 0
     return center, aligned, pinned
-
-
-@njit(cache=True, nogil=True)
-def _median_center(centers: NDArray[np.int32]) -> int:
-    counts = np.zeros(FRACTIONS * EXPONENTS, np.int64)
-    for center in centers:
-        if center != PINNED:
-            counts[center] += 1
-    below = np.cumsum(counts)
-    return np.searchsorted(below, below[-1] // 2, side="right") if below[-1] > 0 else 0
 
 
 @njit(cache=True, nogil=True)

@@ -147,8 +147,8 @@ def _load_windows(stream: NDArray[np.uint8], windows: NDArray[np.uint64]) -> Non
     """The windows at the front of a stream, as numbers; zeros where it ends."""
     content = windows.view(np.uint8)
     size = min(stream.size, content.size)
-    content[:size] = stream[:size]
-    content[size:] = 0
+    for i in range(content.size):  # assigning slices takes longer to compile
+        content[i] = stream[i] if i < size else 0
     for i in range(windows.size):
         windows[i] = byte_swapped(windows[i])
 

@@ -1,0 +1,46 @@
+"""What users of a terminal see beside results."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from numba import njit
+
+from samebits.cli import console
+from samebits.cli.console import compilation_noted
+
+
+def test_a_terminal_hears_of_compilation_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    double = njit(lambda value: 2 * value)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with compilation_noted():
+        assert [double(1), double(1.0), double(2)] == [2, 2.0, 4]  # two signatures
+    assert capsys.readouterr().err.count("compiling the CPU codec") == 1
+    with compilation_noted():
+        double(3)
+    assert capsys.readouterr().err == ""
+
+
+def test_nothing_else_does(capsys: pytest.CaptureFixture[str]) -> None:
+    halve = njit(lambda value: value / 2)
+    with compilation_noted():
+        assert halve(3.0) == 1.5
+    assert capsys.readouterr().err == ""
+
+
+def test_progress_without_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line every five seconds, with the speed since something was done first."""
+    now = [100.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+    lines = console.Lines("compress")
+    for seconds, done in ((9, 0), (10, 1000), (14, 2000), (14.5, 2500), (16, 3000), (20, 6000), (21, 10000)):
+        now[0] = 100 + seconds
+        lines.show(done, 10000)
+    assert capsys.readouterr().err.splitlines() == [
+        "compress: 10 % (1.00 kB of 10.00 kB)",
+        "compress: 30 % (3.00 kB of 10.00 kB), 333 B/s, 21 s left",
+        "compress: 100 % (10.00 kB of 10.00 kB), 818 B/s, 0 s left",
+    ]
