@@ -139,6 +139,28 @@ def test_state_dict_of_itself_keeps_ties() -> None:
     assert same_bits(call(module), expected)
 
 
+def test_state_dicts_reach_whoever_shares_by_then() -> None:
+    """Modules outside of the loaded one too, and those that came between two loads."""
+    module, outside = make("linear")[0], nn.Linear(96, 64, bias=False).to(torch.bfloat16)
+    states = []
+    for scale in (1, 2, 3):
+        other = copy.deepcopy(module)
+        with torch.no_grad():
+            other.weight.mul_(torch.rand(len(other.weight), 1) * scale)
+        states.append((other.weight.detach().clone(), other))
+        samebits.compress(other, min_weights=MIN_WEIGHTS)
+    samebits.compress(module, min_weights=MIN_WEIGHTS)
+    for weight, other in states:
+        module.load_state_dict(other.state_dict())
+        assert torch.equal(module.weight.view(torch.int16), weight.view(torch.int16))
+        if isinstance(outside, PackedModule):
+            assert outside.sb_packed is module.sb_packed
+            assert torch.equal(outside.weight.view(torch.int16), weight.view(torch.int16))
+        else:
+            outside.weight = module.weight
+            share_ties(outside)
+
+
 def test_bad_state_dicts() -> None:
     module, call, expected = compressed("linear")
     state = copy.deepcopy(module.state_dict())

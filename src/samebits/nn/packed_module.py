@@ -8,11 +8,12 @@ returns), and a LazyWeight elsewhere. An embedding's forward decodes the rows th
 from __future__ import annotations
 
 import threading
+import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -210,12 +211,13 @@ class PackedModule(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         """Other bytes have another header, and often another length."""
+        *_, messages = args
         for piece in [piece for recipe in self.sb_recipes.values() for piece in recipe.pieces]:
-            self._prepare(piece, state_dict.get(prefix + piece.slot), prefix)
+            self._prepare(piece, state_dict.get(prefix + piece.slot), prefix, messages)
         super()._load_from_state_dict(state_dict, prefix, *args)
         self.sb_accept(self.sb_slots)
 
-    def _prepare(self, piece: Piece, data: torch.Tensor | None, prefix: str) -> None:
+    def _prepare(self, piece: Piece, data: torch.Tensor | None, prefix: str, messages: list[str]) -> None:
         """Have all who share a packed tensor hold another one, not filled yet: who holds this one decodes this one."""
         if data is None or piece.header is None or data.device.type == "meta":
             return
@@ -228,10 +230,8 @@ class PackedModule(nn.Module):
         old = self._parameters[piece.slot]
         assert old is not None
         new = nn.Parameter(torch.empty_like(data, device=old.device), requires_grad=False)
-        for module in [module for module in _modules if isinstance(module, PackedModule)]:
-            slots = [slot for slot, held in module._parameters.items() if held is old]
-            module._parameters.update(dict.fromkeys(slots, new))
-            for name, recipe in module.sb_recipes.items() if slots else ():
+        for module, slots in _loading.replace(old, new, messages):
+            for name, recipe in module.sb_recipes.items():
                 pieces = (replace(own, header=header) if own.slot in slots else own for own in recipe.pieces)
                 module.sb_recipes[name] = replace(recipe, pieces=tuple(pieces))
 
@@ -282,6 +282,40 @@ class _Running(threading.local):
 
 
 _running = _Running()
+
+
+class _Loading(threading.local):
+    """Who holds which packed tensors: looked for once in a call of load_state_dict, for a thread.
+
+    Attributes:
+        messages: of the call's errors; each call has a list of its own, by which it is known.
+        holders: modules and their slots by the id of the parameter there.
+    """
+
+    def __init__(self) -> None:
+        self.messages: list[str] | None = None
+        self.holders: dict[int, list[tuple[weakref.ref[nn.Module], str]]] = {}
+
+    def replace(
+        self, old: nn.Parameter, new: nn.Parameter, messages: list[str]
+    ) -> Iterator[tuple[PackedModule, list[str]]]:
+        """Put another parameter wherever ``old`` is; gives each module that had it, and in which slots."""
+        if self.messages is not messages:
+            self.messages, self.holders = messages, defaultdict(list)
+            for module in list(_modules):
+                for slot, held in module._parameters.items():
+                    self.holders[id(held)].append((weakref.ref(module), slot))
+        self.holders[id(new)] = holders = self.holders.pop(id(old), [])
+        found: dict[PackedModule, list[str]] = {}
+        for reference, slot in holders:
+            holder = reference()
+            if isinstance(holder, PackedModule) and holder._parameters.get(slot) is old:
+                holder._parameters[slot] = new
+                found.setdefault(holder, []).append(slot)
+        yield from found.items()
+
+
+_loading = _Loading()
 # Of bytes that were accepted for one of those who share them: their version.
 _accepted: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -414,7 +448,7 @@ def _is_watched() -> bool:
     )
 
 
-_modules: WeakSet[nn.Module] = WeakSet()  # all packed ones, and some that were
+_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # all packed ones, and some that were
 Kind = tuple[Callable[[type[nn.Module]], bool], type[PackedModule]]
 _CLASSES: dict[tuple[type[nn.Module], tuple[str, ...]], type[PackedModule]] = {}
 _KINDS: list[Kind] = []
