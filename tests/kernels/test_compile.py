@@ -54,6 +54,20 @@ def test_sources_compile(file: str, capability: tuple[int, int]) -> None:
     assert all(name.encode() in binary for name in KERNELS[file])
 
 
+def test_without_a_folder_for_what_is_compiled(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """HOME may be read-only, or the disk full."""
+    from cuda.core import utils
+
+    def refuse() -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(utils, "FileStreamProgramCache", refuse)
+    assert nvrtc.compile_source("arrange.cu", "sm_90a").code[:4] == b"\x7fELF"
+    assert "compiled kernels are not kept" in caplog.text
+
+
 def test_headers_are_included_once() -> None:
     text = nvrtc.source("decode.cu")
     assert "#include" not in text

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import gc
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from threading import Barrier
 
 import pytest
 import torch
 
 import samebits
+from samebits.errors import DeviceError
 from samebits.format.packed import PackedTensor
 from samebits.kernels import residents, tables
 from samebits.kernels.tables import decode_table, table_words
@@ -23,7 +29,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[PackedTensor]:
         return torch.zeros(table_words(packed.header), dtype=torch.int32)
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(tables, "_make", make)
+    monkeypatch.setattr(tables, "_make_apart", make)
     return calls
 
 
@@ -86,3 +92,72 @@ def test_forgotten_with_the_bytes(made: list[PackedTensor]) -> None:
     del packed
     gc.collect()
     assert key not in residents.residents
+
+
+def test_two_threads_have_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch keeps the address of the table that it was told: one that is made too late must not take its place."""
+    packed, inside = packed_tensor(), Barrier(2)
+
+    def make(packed: PackedTensor) -> torch.Tensor:
+        inside.wait(60)  # both have found that there is none
+        return torch.zeros(table_words(packed.header), dtype=torch.int32)
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(tables, "_make_apart", make)
+    with ThreadPoolExecutor(2) as pool:
+        found = [future.result() for future in [pool.submit(decode_table, packed) for _ in range(2)]]
+    assert found[0] is not None
+    assert found[0] is found[1] is decode_table(packed)
+
+
+class Stream:
+    """Plays torch's."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.seen: list[str] = []
+
+    def record_event(self) -> Stream:
+        return self
+
+    def wait(self) -> None:
+        self.seen.append("waited")
+
+
+def test_tables_are_made_in_a_thread_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind what the caller's stream does; errors reach the caller."""
+    current, packed = Stream(), packed_tensor()
+    threads: list[threading.Thread] = []
+
+    def make(packed: PackedTensor) -> torch.Tensor:
+        threads.append(threading.current_thread())
+        assert current.seen == ["waited"] * len(threads)
+        if len(threads) == 2:
+            raise DeviceError("no")
+        return torch.zeros(4, dtype=torch.int32)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(tables, "_side_stream", Stream)
+    monkeypatch.setattr(tables, "_make", make)
+    assert tables._make_apart(packed).numel() == 4
+    with pytest.raises(DeviceError, match="no"):
+        tables._make_apart(packed)
+    assert threading.current_thread() not in threads
+
+
+def test_the_first_table_stays_as_long_as_the_tensor(made: list[PackedTensor]) -> None:
+    """A captured graph may have its address, and the same bytes be there again."""
+    packed = packed_tensor()
+    table = decode_table(packed)
+    assert table is not None
+    kept = weakref.ref(table)
+    del table
+    for _ in range(3):
+        packed.data.copy_(packed.data.clone())
+        assert decode_table(packed) is None
+        gc.collect()
+        assert kept() is not None
+    del packed
+    made.clear()
+    gc.collect()
+    assert kept() is None

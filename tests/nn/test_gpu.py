@@ -326,3 +326,17 @@ def test_nothing_dense_is_kept_for_the_backward_pass() -> None:
     assert torch.cuda.memory_allocated() - before < dense[0].weight.nbytes / 2
     output.float().square().sum().backward()
     assert_same(second.grad, first.grad)
+
+
+@torch.no_grad()
+def test_compiled_with_graphs_of_its_own() -> None:
+    """What a weight keeps from its first call, which warms a graph up, is not the graph's."""
+    torch.manual_seed(0)
+    dense = nn.Sequential(nn.Linear(2048, 4096), nn.GELU(), nn.Linear(4096, 2048)).to("cuda", torch.bfloat16)
+    packed = copy.deepcopy(dense)
+    samebits.compress(packed)
+    torch.compiler.reset()
+    expected, result = (torch.compile(model, mode="reduce-overhead") for model in (dense, packed))
+    for seed in range(4):
+        x = torch.randn(1, 2048, device="cuda", generator=torch.Generator("cuda").manual_seed(seed)).to(torch.bfloat16)
+        assert_same(result(x).clone(), expected(x).clone())

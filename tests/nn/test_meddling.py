@@ -148,6 +148,19 @@ def test_something_else_in_their_place(other: torch.Tensor) -> None:
         layer(INPUT)
 
 
+@pytest.mark.parametrize(
+    "change", [lambda data: data.float(), lambda data: data.view(torch.int8), lambda data: data.repeat(2)[::2]]
+)
+def test_as_many_numbers_in_their_place(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """As who converts a model by ``parameter.data = parameter.data.float()`` puts there; torch does not count that."""
+    layer, _ = packed_linear()
+    layer(INPUT)
+    for parameter in layer.parameters():
+        parameter.data = change(parameter.data) if parameter.dtype == torch.uint8 else parameter.data
+    with pytest.raises(DigestError, match=r"in the place of \d+ packed"):
+        layer(INPUT)
+
+
 def test_a_packed_weight_is_encoded_again() -> None:
     layer, _ = packed_linear()
     assert torch.equal(samebits.encode(layer.weight).data, layer.sb_packed)

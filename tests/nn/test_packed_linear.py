@@ -390,6 +390,15 @@ def test_wrong_inputs_fail_as_before(products: list[torch.Tensor]) -> None:
             packed(wrong)
 
 
+def test_nested_inputs(products: list[torch.Tensor]) -> None:
+    """They have neither a shape nor strides."""
+    dense, packed = make()
+    nested = torch.nested.nested_tensor([INPUT[0], INPUT[1, :3]])
+    for theirs, ours in zip(dense(nested).unbind(), packed(nested).unbind(), strict=True):
+        assert same_bits(ours, theirs)
+    assert not products
+
+
 def test_a_bias_that_is_no_parameter(products: list[torch.Tensor]) -> None:
     dense, packed = make(bias=True)
     other = torch.randn(96, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,10 +33,10 @@ class LateLane(Lane):
 
     def mark(self) -> int:
         self.marks += 1
-        return self.marks
+        return -self.marks  # which is behind no copy
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: int) -> int:
-        assert after > self.read.get(target.data_ptr(), 0), "overwrites what a block may still compute from"
+        assert -after > self.read.get(target.data_ptr(), 0), "overwrites what a block may still compute from"
         self.copies += 1
         self.pending.append((self.copies, target, source))
         return self.copies
@@ -45,6 +46,49 @@ class LateLane(Lane):
             _, target, source = self.pending.pop(0)
             target.copy_(source)
         self.read[memory.data_ptr()] = self.marks
+
+
+class LaneOfStreams(Lane):
+    """One that knows, for several streams, what each is behind, and checks what copies wait for.
+
+    Attributes:
+        stream: that computes now.
+        behind: events that what comes next on a stream is behind; before: those that an event is behind.
+        uses: events behind what computed from a buffer since it was filled, by its address.
+    """
+
+    def __init__(self) -> None:
+        self.stream, self.events, self.used = "first", 0, 0
+        self.behind: dict[str, set[int]] = defaultdict(set)
+        self.before: dict[int, set[int]] = {0: set()}
+        self.uses: dict[int, set[int]] = defaultdict(set)
+
+    def mark(self) -> int:
+        self.events += 1
+        self.behind[self.stream].add(self.events)
+        self.before[self.events] = set(self.behind[self.stream])
+        self.uses[self.used].add(self.events)
+        return self.events
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, after: int) -> int:
+        assert self.uses.pop(target.data_ptr(), set()) <= self.before[after]
+        super().copy(target, source, after)
+        return 0
+
+    def wait(self, event: int, memory: torch.Tensor) -> None:
+        self.behind[self.stream] |= self.before[event]
+        self.used = memory.data_ptr()
+
+
+def test_a_buffer_is_filled_behind_all_streams_that_used_it() -> None:
+    """Which two threads in step do, each with a stream of its own."""
+    lane = LaneOfStreams()
+    blocks, modules, weights = make_blocks(3, lane)
+    streamer = Streamer(blocks, CPU, 2, lane)
+    for number in [0, 1, 2] * 4:
+        for lane.stream in ("first", "second", "first"):
+            with streamer.staged(blocks[number]):
+                assert torch.equal(modules[number].weight, weights[number])
 
 
 def make_blocks(count: int, lane: Lane) -> tuple[list[Block], list[nn.Linear], list[torch.Tensor]]:

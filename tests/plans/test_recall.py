@@ -435,6 +435,26 @@ def test_anything_changed_goes_the_usual_way(driver: Driver, change: Callable[[D
     assert ways(driver) == (1, 0)
 
 
+@pytest.mark.parametrize("raising", ["_cuda_getDevice", "shape"])
+def test_what_cannot_be_asked_goes_the_usual_way(driver: Driver, raising: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch's device in a forked process, or a nested tensor's shape."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("cannot")
+
+    module = layer(0)
+    warm(module, driver)
+    if raising == "shape":
+        x = torch.nested.nested_tensor([x_of(2)])
+        monkeypatch.setattr(packed_module, "_is_plain", lambda tensor: False)
+    else:
+        x = x_of(1, 1)
+        monkeypatch.setattr(torch._C, raising, refuse, raising=False)
+        monkeypatch.setattr(dispatch, "product_again", recall.product_of(dispatch.together.turns))
+    module(x)
+    assert not driver.again
+
+
 def test_other_inputs_go_the_usual_way(driver: Driver) -> None:
     module = layer(0)
     warm(module, driver, 2)

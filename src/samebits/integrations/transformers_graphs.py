@@ -136,9 +136,12 @@ class DecodingStep:
 
 def captured(run: Callable[[], Any]) -> Callable[[], Any]:
     """A function that replays ``run`` on the current GPU, and gives the same tensors each time."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output = run()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    try:
+        with torch.cuda.graph(graph):
+            output = run()
+    finally:
+        torch.cuda.set_stream(stream)  # which torch does not if the capture has failed
 
     def replay() -> Any:
         graph.replay()

@@ -7,6 +7,7 @@ may use at once.
 from __future__ import annotations
 
 import ctypes
+import logging
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -21,6 +22,7 @@ from samebits.errors import DeviceError
 if TYPE_CHECKING:
     from cuda.core import Kernel
 
+_log = logging.getLogger(__name__)
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"\n', re.MULTILINE)
 _ANY_ADDRESS = 1 << 32
 _MEND = "pip install cuda-core cuda-bindings, of the CUDA version that torch was built for, or use the CPU"
@@ -64,7 +66,12 @@ def compile_source(name: str, target: str, *, cached: bool = True) -> Any:
     options = ProgramOptions(name=name, arch=target, std="c++17")
     try:
         program = Program(source(name), "c++", options)
-        return program.compile("cubin", cache=FileStreamProgramCache() if cached else None)
+        if cached:
+            try:
+                return program.compile("cubin", cache=FileStreamProgramCache())
+            except OSError as error:
+                _log.warning("compiled kernels are not kept, and are compiled anew in each process: %s", error)
+        return program.compile("cubin")
     except (CUDAError, RuntimeError, OSError) as error:
         raise DeviceError(f"cannot compile {name} for {target}: {error}", mend=_MEND) from error
 

@@ -22,7 +22,7 @@ def pin(memory: torch.Tensor, device: torch.device) -> bool:
 
 
 def unpin(memory: torch.Tensor) -> None:
-    """Undo ``pin``, behind every copy from there; nothing where it did not work."""
+    """Undo ``pin``, behind every copy from there."""
     from cuda.bindings import driver
 
     driver.cuMemHostUnregister(memory.data_ptr())

@@ -41,6 +41,7 @@ class Resident(Bytes):
         has_changed: other bytes were there before, so these may not stay either.
         is_settled: a kernel was launched on them before; see ``may_start_early``.
         table: the decode table, where they are a packed tensor that has one in memory; see samebits.kernels.tables.
+        first_table: that of the bytes that were there at first, which graphs may read as long as the tensor lives.
         has_table: whether that was decided.
         calls: of the fused layer, by the input's shape; see samebits.plans.call.
         decoders: launches of kernels that decode them, as far as they are always the same.
@@ -48,12 +49,23 @@ class Resident(Bytes):
         shortcuts: products as they were made, by the input's shape; None: once. See samebits.plans.recall.
     """
 
-    __slots__ = ("calls", "decoders", "followers", "has_changed", "has_table", "is_settled", "shortcuts", "table")
+    __slots__ = (
+        "calls",
+        "decoders",
+        "first_table",
+        "followers",
+        "has_changed",
+        "has_table",
+        "is_settled",
+        "shortcuts",
+        "table",
+    )
 
     def __init__(self, tensor: torch.Tensor, has_changed: bool) -> None:
         super().__init__(tensor)
         self.has_changed, self.is_settled, self.has_table = has_changed, False, False
         self.table: torch.Tensor | None = None
+        self.first_table: torch.Tensor | None = None
         self.calls: dict[Hashable, Any] = {}
         self.decoders: dict[Hashable, Any] = {}
         self.followers: Any = None
@@ -79,6 +91,8 @@ def resident(tensor: torch.Tensor) -> Resident | None:
     if not has_changed:
         weakref.finalize(tensor, residents.pop, key, None).atexit = False
     made = residents[key] = Resident(tensor, has_changed)
+    if has_changed and known is not None:
+        made.first_table = known.first_table if known.table is None else known.table
     return made
 
 

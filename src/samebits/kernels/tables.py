@@ -7,6 +7,9 @@ and on small matrices as many instructions as decoding does. So tensors that are
 from __future__ import annotations
 
 import ctypes
+from concurrent.futures import Future
+from functools import cache
+from threading import Lock, Thread
 
 import torch
 
@@ -18,6 +21,7 @@ from samebits.kernels.structures import PackedStructure
 
 MAX_TABLE_BYTES = 4 << 13  # of codewords of at most 13 bits
 _THREADS = 512
+_lock = Lock()
 
 
 def table_words(header: Header) -> int:
@@ -39,9 +43,39 @@ def decode_table(packed: PackedTensor) -> torch.Tensor | None:
     if kept is None:
         return None
     if not kept.has_table and not torch.cuda.is_current_stream_capturing():
-        kept.table = None if kept.has_changed else _make(packed)
-        kept.has_table = True
+        made = None if kept.has_changed else _make_apart(packed)
+        with _lock:  # of two threads' tables the first one stays, whose address launches may have by now
+            if not kept.has_table:
+                kept.table, kept.has_table = made, True
     return kept.table
+
+
+def _make_apart(packed: PackedTensor) -> torch.Tensor:
+    """``_make``, on a stream and in a thread of its own, behind torch's current stream.
+
+    Whoever warms up a CUDA graph (torch.compile's) may have this thread's and this stream's memory taken from the
+    graph's, where nothing may stay that the graph does not know of.
+    """
+    device, outcome = packed.device, Future[torch.Tensor]()
+    behind = torch.cuda.current_stream(device).record_event()
+
+    def run() -> None:
+        try:
+            with torch.cuda.stream(_side_stream(device)):
+                behind.wait()
+                outcome.set_result(_make(packed))
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    thread = Thread(target=run)
+    thread.start()
+    thread.join()
+    return outcome.result()
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def _make(packed: PackedTensor) -> torch.Tensor:

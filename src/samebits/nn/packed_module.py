@@ -139,7 +139,7 @@ class PackedModule(nn.Module):
                 known, now = self.sb_versions.get(piece.slot), _mark(stored)
                 if known != now and known is not None and known[0] == now[0] and not _is_accepted(stored):
                     _refuse_other_bytes(piece, stored, f"{self.sb_base.__name__}.{name}")
-                if known != now or (piece.header and stored.numel() != piece.header.nbytes):
+                if known != now or (piece.header and not _is_like_packed_bytes(stored, piece.header)):
                     _refuse_other_length(piece, stored, f"{self.sb_base.__name__}.{name}")
                     self.sb_versions[piece.slot] = now
         return data
@@ -367,9 +367,13 @@ def _refuse_other_length(piece: Piece, stored: torch.Tensor, where: str) -> None
     Raises:
         DigestError: somebody put something else in the place of packed bytes, beyond whose end a decoder would read.
     """
-    if piece.header and (stored.numel() != piece.header.nbytes or stored.dtype != torch.uint8):
+    if piece.header and not _is_like_packed_bytes(stored, piece.header):
         what = f"{stored.numel()} of {stored.dtype} in the place of {piece.header.nbytes} packed bytes"
         raise DigestError(what, where=where, mend="load it again")
+
+
+def _is_like_packed_bytes(stored: torch.Tensor, header: Header) -> bool:
+    return stored.numel() == header.nbytes and stored.dtype is torch.uint8 and stored.is_contiguous()
 
 
 class _EmbeddingRows(nn.Embedding):
@@ -431,7 +435,7 @@ def _is_fusible(input: torch.Tensor, bias: torch.Tensor | None) -> bool:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """A tensor of torch's own on a GPU, of which no gradient is wanted."""
-    is_own = type(tensor) in (torch.Tensor, nn.Parameter)
+    is_own = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_nested
     return is_own and tensor.is_cuda and not (tensor.requires_grad and torch.is_grad_enabled())
 
 

@@ -73,6 +73,7 @@ class CudaLane(Lane):
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, torch.cuda.Stream(device)
+        self._pinned: set[int] = set()  # addresses; other memory is torch's
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
         """
@@ -81,6 +82,7 @@ class CudaLane(Lane):
         """
         memory = super().host_memory(nbytes)
         if pin(memory, self.device):
+            self._pinned.add(memory.data_ptr())
             return memory
         try:
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
@@ -90,7 +92,9 @@ class CudaLane(Lane):
 
     def release(self, memory: torch.Tensor) -> None:
         self.stream.synchronize()
-        unpin(memory)
+        if memory.data_ptr() in self._pinned:
+            self._pinned.remove(memory.data_ptr())
+            unpin(memory)
 
     def check(self) -> None:
         if torch.cuda.is_current_stream_capturing():
@@ -240,6 +244,7 @@ class Streamer:
             if buffer.busy:
                 raise InputError("runs inside of itself", where=block.name, mend=_MEND)
             self._lane.wait(buffer.ready, buffer.memory)
+            self._lane.wait(buffer.free, buffer.memory)  # so that the event behind this use is behind all before it
             self._following[self._last] = block
             self._last, buffer.busy = block, True
             try:

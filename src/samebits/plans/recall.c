@@ -257,15 +257,24 @@ static void call_clear(Call *call) {
     Py_XDECREF(call->version), Py_XDECREF(call->stream);
 }
 
+/* Tensors without strides or memory of their own say so by a RuntimeError, as does a GPU after a fork. */
+static int other_or_failed(void) {
+    if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) return FAILED;
+    PyErr_Clear();
+    return OTHER;
+}
+
 static int call_read(Recall *self, Call *call) {
-    if (!(call->shape = PyObject_GetAttr(call->x, name_shape))) return FAILED;
+    if (!(call->shape = PyObject_GetAttr(call->x, name_shape))) return other_or_failed();
     if (!(call->device = PyObject_CallMethodObjArgs(call->x, name_get_device, NULL))) return FAILED;
-    int same = equals_new(PyObject_CallNoArgs(self->current_device), call->device);
+    PyObject *current = PyObject_CallNoArgs(self->current_device);
+    if (!current) return other_or_failed();
+    int same = equals_new(current, call->device);
     if (same != SAME) return same;
     int capturing = is_true_new(PyObject_CallNoArgs(self->is_capturing));
     if (capturing) return capturing < 0 ? FAILED : OTHER;
     if (!(call->stream = PyObject_CallFunctionObjArgs(self->current_stream, call->device, NULL))) return FAILED;
-    if (!(call->address = PyObject_CallMethodObjArgs(call->x, name_data_ptr, NULL))) return FAILED;
+    if (!(call->address = PyObject_CallMethodObjArgs(call->x, name_data_ptr, NULL))) return other_or_failed();
     if (!(call->version = PyObject_GetAttr(call->x, name__version))) {
         if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) return FAILED;
         PyErr_Clear();

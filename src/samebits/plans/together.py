@@ -159,6 +159,8 @@ class Together:
             return _alone(x, packed, bias, call, joins=False)
         where = _where(x)
         if self._is_same_input(x, where):
+            if self.turns.last.first() is data:  # another round, for which x may have been written to unseen
+                self.turns.last.made = {}
             is_known = self._learn(packed, bias)
             return _alone(x, packed, bias, call, joins=False) if is_known else call.multiply(x, packed, bias)
         self._begin(x, where, data, call.key.state)
@@ -170,7 +172,7 @@ class Together:
         choice = self._choice(x, operands, call.key, group)
         held = choice.held() if choice else None  # until the launch
         if choice is None or held is None:
-            is_decided = call.key in group.chosen and group.chosen[call.key] is None
+            is_decided = group.chosen.get(call.key, group) is None
             if choice:
                 group.replace_others(*(other for other in group.others if other.now()))
             return _alone(x, packed, bias, call) if is_decided else call.multiply(x, packed, bias)
@@ -214,10 +216,11 @@ class Together:
 
     def _choice(self, x: torch.Tensor, operands: Operands, key: PlanKey, group: _Group) -> _Choice | None:
         """None if products are to be made one by one, now or always."""
+        chosen = group.chosen  # before the others, which another thread may replace meanwhile, and this with them
         others, is_captured = group.others, self.turns.last.where.capture
-        if key not in group.chosen and not is_captured and all(other.now() for other in others):
-            group.chosen[key] = _choose(x, operands, key, others)
-        choice = group.chosen.get(key)
+        if key not in chosen and not is_captured and all(other.now() for other in others):
+            chosen[key] = _choose(x, operands, key, others)
+        choice = chosen.get(key)
         if choice is None or choice.others is not others or (is_captured and not group.is_proved):
             return None
         header = operands.packed.header
