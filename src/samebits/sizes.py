@@ -10,6 +10,15 @@ _SIZE = re.compile(r"(\d{1,18}(?:\.\d+)?)\s*([KMGT]?)(i?)B", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
+def size(nbytes: float) -> str:
+    """Bytes for people: decimal units."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.2f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.2f} TB"
+
+
 def parse_size(text: str) -> int:
     """Bytes of a size such as 24GiB or 80 GB.
 

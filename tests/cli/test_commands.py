@@ -17,11 +17,12 @@ import torch
 from safetensors.torch import save_file
 
 from samebits.cli import generate
-from samebits.cli.console import Lines, size
+from samebits.cli.console import Lines
 from samebits.format import mapping
 from samebits.format.container import Checkpoint
 from samebits.jobs import job
 from samebits.jobs.estimate import SAMPLE_WORDS
+from samebits.sizes import size
 from tests.cli.conftest import Command
 from tests.jobs.checkpoints import files_of, stored, tensors, weights, write_file, write_folder
 from tests.jobs.test_jobs import GAINS, in_planes

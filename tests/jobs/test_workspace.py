@@ -17,6 +17,7 @@ import pytest
 
 from samebits.errors import FormatError, InputError, ResourceError, SamebitsError
 from samebits.format.container import Checkpoint
+from samebits.format.safetensors_file import SafetensorsWriter
 from samebits.jobs import pieces
 from samebits.jobs.workers import Workers
 from samebits.jobs.workspace import NAME, Workspace
@@ -247,9 +248,35 @@ def test_too_little_space_is_seen_before_anything_is_written(tmp_path: Path, mon
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage(1 << 40, 1 << 40, 100_000))
     encoded = count_encodes(monkeypatch)
-    with pytest.raises(ResourceError, match=r"needs 0.0 GB, 0.0 GB are free; free .* or choose another destination"):
+    with pytest.raises(ResourceError, match=r"needs .* kB, 100.00 kB are free; free .* kB or choose"):
         compress(write_folder(tmp_path / "source"), tmp_path / "packed")
     assert encoded == []
+
+
+def test_what_an_interrupted_run_left_unfinished_takes_no_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk may be just large enough for what the run makes."""
+    source, destination = write_folder(tmp_path / "source"), tmp_path / "packed"
+    usage = namedtuple("usage", "total used free")
+    unfinished: list[list[Path]] = []
+
+    def full(_: object) -> tuple[int, ...]:
+        unfinished.append(list(tmp_path.rglob("*.partial")))
+        return usage(1 << 40, 1 << 40, 1 << 39)
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SafetensorsWriter, "finish", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            compress(source, destination)
+    assert list(tmp_path.rglob("*.partial"))
+    monkeypatch.setattr("shutil.disk_usage", full)
+    compress(source, destination)
+    assert unfinished[0] == []
+    assert verify_against(Checkpoint.open(destination), Checkpoint.open(source)).identical
 
 
 def test_a_read_only_destination(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from samebits import api
 from samebits.cli.commands import open_source
-from samebits.cli.console import compilation_noted, note, print_json, print_lines, print_table, size
+from samebits.cli.console import compilation_noted, note, print_json, print_lines, print_table
 from samebits.cli.generate import Sampling, default_model, import_transformers, load_model, run_model
 from samebits.errors import InputError, MismatchError
 from samebits.format.container import Checkpoint, Entry
@@ -21,6 +21,7 @@ from samebits.format.folder import CONFIG
 from samebits.format.packed import PackedTensor
 from samebits.jobs.device import resolve_device
 from samebits.jobs.options import CompressOptions
+from samebits.sizes import size
 from samebits.verify import original_bytes, repeatable_attention
 
 _TENSOR_WORDS = 64 << 20  # tensors are measured until together they have about this many words

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from samebits.cli.console import note, print_json, print_lines, print_table, progress_bar, size
+from samebits.cli.console import note, print_json, print_lines, print_table, progress_bar
 from samebits.df11.checkpoint import Df11Checkpoint, open_checkpoint
 from samebits.df11.patterns import architecture_of, read_patterns
 from samebits.errors import MismatchError
@@ -20,6 +20,7 @@ from samebits.jobs.job import JobReport
 from samebits.jobs.options import CompressOptions, RunOptions
 from samebits.jobs.source import resolve_source
 from samebits.jobs.summary import Sizes, by_kind
+from samebits.sizes import size
 from samebits.verify import Verdict, verify_against, verify_digests
 
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from samebits.jobs.options import Progress
+from samebits.sizes import size
 
 _PIPE_WIDTH = 160
 _SECONDS_BETWEEN_LINES = 5.0
@@ -40,15 +41,6 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     for row in rows:
         table.add_row(*row)
     Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, markup=False, emoji=False, highlight=False).print(table)
-
-
-def size(nbytes: float) -> str:
-    """Bytes for people: decimal units."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 1000:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.2f} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.2f} TB"
 
 
 @contextmanager

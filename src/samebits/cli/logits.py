@@ -12,13 +12,14 @@ from typing import Any
 import torch
 
 from samebits.cli.commands import open_source
-from samebits.cli.console import print_json, print_lines, progress_bar, size
+from samebits.cli.console import print_json, print_lines, progress_bar
 from samebits.cli.generate import load_model, load_tokenizer
 from samebits.errors import InputError, MismatchError, ResourceError
 from samebits.format.mapping import scratch
 from samebits.format.safetensors_file import FLOATS, SUFFIX
 from samebits.jobs.device import resolve_device
 from samebits.jobs.options import Progress
+from samebits.sizes import size
 from samebits.verify import first_difference, repeatable_attention
 
 WINDOW = 256  # tokens of a forward pass at most

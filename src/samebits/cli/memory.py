@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from samebits.cli.commands import open_source
-from samebits.cli.console import print_json, print_lines, print_table, progress_bar, size
+from samebits.cli.console import print_json, print_lines, print_table, progress_bar
 from samebits.format.folder import CONFIG, INDEX_SUFFIX
 from samebits.format.safetensors_file import SUFFIX
 from samebits.integrations.model_memory import BITS_PER_WEIGHT, ModelMemory, Weights, model_memory
 from samebits.jobs import estimate as estimates
 from samebits.jobs.options import CompressOptions
 from samebits.nn.convert import Selection
-from samebits.sizes import parse_size
+from samebits.sizes import parse_size, size
 
 
 def estimate_memory(

@@ -156,7 +156,8 @@ class SamebitsQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
         if dtype != torch.bfloat16 and dtype.is_floating_point:
-            mend = "pass dtype=torch.bfloat16 if the weights are BF16; `samebits compress --cast bf16` rounds others"
+            cast = "`samebits compress --cast bf16` converts others, and says whether that loses bits"
+            mend = f"pass dtype=torch.bfloat16 if the weights are BF16; {cast}"
             raise DtypeError(f"the model is to be loaded as {dtype}, samebits models are bfloat16", mend=mend)
         return torch.bfloat16
 

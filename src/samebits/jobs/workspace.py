@@ -16,6 +16,7 @@ from samebits.errors import FormatError, InputError, ResourceError, SamebitsErro
 from samebits.format.folder import CONFIG, INDEX_SUFFIX, read_json
 from samebits.format.mapping import map_file
 from samebits.format.safetensors_file import SUFFIX
+from samebits.sizes import size
 
 NAME = ".samebits-job"
 
@@ -115,6 +116,8 @@ class Workspace:
         for path in self.folder.glob("spool*"):
             path.unlink()
         self.out.mkdir(exist_ok=True)
+        for path in self.out.rglob(f"*{SUFFIX}.partial"):  # begun anew, and its space is needed
+            path.unlink()
         if self._publishing.exists():
             self._take_back()
 
@@ -221,8 +224,8 @@ def require_space(folder: Path, nbytes: int) -> None:
     """
     free = shutil.disk_usage(folder).free
     if free < nbytes:
-        mend = f"free {(nbytes - free) / 1e9:.1f} GB or choose another destination"
-        raise ResourceError(f"needs {nbytes / 1e9:.1f} GB, {free / 1e9:.1f} GB are free", where=str(folder), mend=mend)
+        mend = f"free {size(nbytes - free)} or choose another destination"
+        raise ResourceError(f"needs {size(nbytes)}, {size(free)} are free", where=str(folder), mend=mend)
 
 
 def out_of_space(error: OSError, folder: Path) -> ResourceError | None:
