@@ -161,6 +161,25 @@ def test_state_dicts_reach_whoever_shares_by_then() -> None:
             share_ties(outside)
 
 
+def test_a_parameter_that_comes_while_a_state_dict_is_loaded() -> None:
+    """Put there by a hook of another module's loading."""
+    model = nn.Sequential(*(make("linear")[0] for _ in range(2)))
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(torch.rand_like(parameter))
+    expected = other[1].weight.detach().clone()
+    for each in (model, other):
+        samebits.compress(each, min_weights=MIN_WEIGHTS)
+
+    def replace(module: nn.Module, *_: object) -> None:
+        model[1]._parameters["sb_packed"] = nn.Parameter(model[1].sb_packed.clone(), requires_grad=False)
+
+    model[1].register_load_state_dict_pre_hook(replace)
+    model.load_state_dict(other.state_dict())
+    assert torch.equal(model[1].weight.view(torch.int16), expected.view(torch.int16))
+
+
 def test_bad_state_dicts() -> None:
     module, call, expected = compressed("linear")
     state = copy.deepcopy(module.state_dict())

@@ -295,7 +295,8 @@ def _shared_outside(module: nn.Module, groups: Sequence[list[Owned]]) -> list[li
     inside = {id(owner) for owner in module.modules()}
     modules = (found for found in gc.get_objects() if issubclass(type(found), nn.Module) and id(found) not in inside)
     parameters = (parameter for outside in modules for parameter in vars(outside).get("_parameters", {}).values())
-    return [suspects[key] for key in suspects.keys() & set(map(id, parameters))]
+    owned_outside = set(map(id, parameters))
+    return [owned for key, owned in suspects.items() if key in owned_outside]
 
 
 def _has_more_references(owned: Sequence[Owned]) -> bool:

@@ -230,7 +230,7 @@ class PackedModule(nn.Module):
         old = self._parameters[piece.slot]
         assert old is not None
         new = nn.Parameter(torch.empty_like(data, device=old.device), requires_grad=False)
-        for module, slots in _loading.replace(old, new, messages):
+        for module, slots in _loading.replace(old, new, messages).items():
             for name, recipe in module.sb_recipes.items():
                 pieces = (replace(own, header=header) if own.slot in slots else own for own in recipe.pieces)
                 module.sb_recipes[name] = replace(recipe, pieces=tuple(pieces))
@@ -296,23 +296,30 @@ class _Loading(threading.local):
         self.messages: list[str] | None = None
         self.holders: dict[int, list[tuple[weakref.ref[nn.Module], str]]] = {}
 
-    def replace(
-        self, old: nn.Parameter, new: nn.Parameter, messages: list[str]
-    ) -> Iterator[tuple[PackedModule, list[str]]]:
-        """Put another parameter wherever ``old`` is; gives each module that had it, and in which slots."""
-        if self.messages is not messages:
-            self.messages, self.holders = messages, defaultdict(list)
-            for module in list(_modules):
-                for slot, held in module._parameters.items():
-                    self.holders[id(held)].append((weakref.ref(module), slot))
-        self.holders[id(new)] = holders = self.holders.pop(id(old), [])
+    def replace(self, old: nn.Parameter, new: nn.Parameter, messages: list[str]) -> dict[PackedModule, list[str]]:
+        """Put another parameter wherever ``old`` is; returns who had it, and in which slots."""
+        found = self._holding(old) if self.messages is messages else {}
+        if not found:  # the first that is asked for, or it came since
+            self._look()
+            self.messages, found = messages, self._holding(old)
+        for holder, slots in found.items():
+            holder._parameters.update(dict.fromkeys(slots, new))
+        self.holders[id(new)] = self.holders.pop(id(old), [])
+        return found
+
+    def _look(self) -> None:
+        self.holders = defaultdict(list)
+        for module in list(_modules):
+            for slot, held in module._parameters.items():
+                self.holders[id(held)].append((weakref.ref(module), slot))
+
+    def _holding(self, parameter: nn.Parameter) -> dict[PackedModule, list[str]]:
         found: dict[PackedModule, list[str]] = {}
-        for reference, slot in holders:
+        for reference, slot in self.holders.get(id(parameter), ()):
             holder = reference()
-            if isinstance(holder, PackedModule) and holder._parameters.get(slot) is old:
-                holder._parameters[slot] = new
+            if isinstance(holder, PackedModule) and holder._parameters.get(slot) is parameter:
                 found.setdefault(holder, []).append(slot)
-        yield from found.items()
+        return found
 
 
 _loading = _Loading()

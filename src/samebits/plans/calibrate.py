@@ -88,7 +88,7 @@ def candidate_splits(columns: int) -> list[int]:
     return sorted(by_width.values())
 
 
-@torch.inference_mode(False)  # its tensors have no tables
+@torch.inference_mode(False)  # whose tensors have no decode tables, and take longer
 @torch.no_grad()
 def calibrate(key: PlanKey, device: torch.device) -> Outcome:
     """Try every split, and time the one that is right.
@@ -112,7 +112,7 @@ def calibrate(key: PlanKey, device: torch.device) -> Outcome:
     return _fastest(x, packed, bias, plans, _WARM_SECONDS if key.tokens > _MANY_TOKENS else 0.0)
 
 
-@torch.inference_mode(False)  # its tensors have no tables
+@torch.inference_mode(False)  # whose tensors have no decode tables, and take longer
 @torch.no_grad()
 def confirm(key: PlanKey, plan: LinearPlan, device: torch.device) -> bool:
     """Whether a plan that was found by another process is right here too: one probe."""
