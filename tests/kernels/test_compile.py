@@ -19,10 +19,12 @@ KERNELS = {
         for variant in ("whole", "clipped")
     ],
     "linear_ahead.cu": [f"linear_ahead_{tokens}" for tokens in (8, 16)],
-    "linear_chains.cu": [f"linear_chains_{tokens}_{x}" for tokens in (8, 16) for x in ("shared", "global")],
+    "linear_chains.cu": [
+        f"linear_chains_{tokens}_{kind}" for tokens in (8, 16) for kind in ("shared", "borders", "global")
+    ],
     "linear_ahead_together.cu": [f"linear_ahead_{tokens}_together" for tokens in (8, 16)],
     "linear_chains_together.cu": [
-        f"linear_chains_{tokens}_{x}_together" for tokens in (8, 16) for x in ("shared", "global")
+        f"linear_chains_{tokens}_{kind}_together" for tokens in (8, 16) for kind in ("shared", "borders", "global")
     ],
     "linear_tiles.cu": [f"linear_tiles_{tokens}_{tiles}" for tokens in (16, 32, 64, 128) for tiles in (1, 2)],
     "linear_singles.cu": [f"linear_singles_{tokens}" for tokens in (4, 8, 16, 32)],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import product
 from typing import Any
 
 import pytest
@@ -96,60 +96,98 @@ def job_of(launch: Launch, number: int = 0) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Piece:
-    """Of a block's row group, stages [first, end) of a range."""
+    """Stages [first, end) of a row group, all in one chunk; where `border` is one of them, the next range begins there.
+
+    Attributes:
+        begins, ends: the warp's part of a chain; opens, closes: the chain itself.
+    """
 
     slot: int
-    number: int  # of the range
     first: int
     end: int
+    border: int
+    number: int  # of the first stage's range
+    begins: bool
+    ends: bool
+    opens: bool
+    closes: bool
 
 
-def piece_at(job: dict[str, Any], stages: int, number: int) -> Piece:
-    """linear_chains.cuh: Pieces::at, in its arithmetic."""
-    slot = number * job["by_pieces"] >> 32 if job["by_pieces"] else number
-    piece = number - slot * job["pieces"]
-
-    def shared_before(at: int) -> int:
-        return at - (at >> job["whole_ranges"])
-
-    reached = [0] + [
-        each for each in range(1, job["ranges"]) if piece >= each * job["stages_per_range"] // 16 + shared_before(each)
-    ]
-    chunk = piece - shared_before(reached[-1])
-    first, end = reached[-1] * job["stages_per_range"], (reached[-1] + 1) * job["stages_per_range"]
-    return Piece(slot, reached[-1], max(first, 16 * chunk), min(end, 16 * chunk + 16, stages))
+def pieces_of(job: dict[str, Any], stages: int, walk: tuple[int, ...]) -> list[Piece]:
+    """linear_chains.cuh: Pieces, in its arithmetic."""
+    *parts, edges = walk
+    found, chunks, per_range = [], -(-stages // 16), job["stages_per_range"]
+    for i, part in enumerate(parts):
+        first_chunk, count = part & 0xFFFF, part >> 16
+        for index in range(count):
+            number = first_chunk + index
+            slot = number * job["by_chunks"] >> 32 if job["by_chunks"] else number
+            passed = 16 * (number - slot * chunks)
+            first = passed + (edges >> 8 * i & 15 if index == 0 else 0)
+            end = passed + (edges >> 8 * i + 4 & 15) + 1 if index + 1 == count else min(passed + 16, stages)
+            in_range = first * job["by_range"] >> 32 if job["by_range"] else first
+            closing = (in_range + 1) * per_range
+            border = closing if closing < end else 0
+            closes = min(border + per_range if border else closing, stages) == end
+            opens = first == in_range * per_range
+            found.append(Piece(slot, first, end, border, in_range, opens or index == 0,
+                               closes or index + 1 == count, opens, closes))  # fmt: skip
+    return found
 
 
 def check_walks(header: Header, launch: Launch, number: int = 0) -> None:
-    """linear_chains.cuh: the warps of a block share all stages of its row groups; each has some, and takes over sums
-    only of the warp in front."""
+    """linear_chains.cuh: the warps of a block go through all stages of all chains, each chain in order; what a warp
+    takes over are sums of the warp in front, once, which has left them before it waits itself."""
     job, stages = job_of(launch, number), header.geometry.stages
-    own, longer = job["own"], job["longer"]
-    assert len(job["walks"]) == 2 * 20 * 3
+    own, longer, per_range, ranges = job["own"], job["longer"], job["stages_per_range"], job["ranges"]
+    assert len(job["walks"]) == 2 * 20 * 4
     assert job["slots"] == own + (longer > 0)
+    assert ranges == 1 or per_range >= 16
     for kind, groups in enumerate((own + 1 if longer else 0, own)):
-        words = job["walks"][60 * kind : 60 * kind + 3 * launch.warps]
-        by_warp = [(words[i + 2], words[i] & 0xFFFF, words[i] >> 16, words[i + 1] & 0xFFFF, words[i + 1] >> 16)
-                   for i in range(0, len(words), 3)]  # fmt: skip
-        warps = sum(walk != (0, 0, 0, 0, 0) for walk in by_warp)
+        words = job["walks"][80 * kind : 80 * kind + 4 * launch.warps]
+        by_warp = [tuple(words[i : i + 4]) for i in range(0, len(words), 4)]
+        warps = sum(walk != (0, 0, 0, 0) for walk in by_warp)
         assert not any(map(any, by_warp[warps:]))
         assert (warps > 0) == (groups > 0)
-        assert sorted(walk[0] for walk in by_warp[:warps]) == list(range(warps))
-        walks = [walk[1:] for walk in sorted(by_warp[:warps])]
-        chains = groups * job["ranges"]
-        assert warps == chains or warps % 4 == 0 or warps in (1, 2, 3) or kind == 1
-        assert not groups or (walks[0][0], walks[-1][3]) == (0, groups * job["pieces"])
-        assert all(before[3] == behind[0] for before, behind in pairwise(walks))
-        pieces = [piece_at(job, stages, i) for i in range(groups * job["pieces"])]
-        covered = [(piece.slot, stage) for piece in pieces for stage in range(piece.first, piece.end)]
-        assert covered == list(product(range(groups), range(stages)))
-        for begin, whole, last, end in walks:
-            assert begin <= whole <= last < end
-            assert begin < whole or begin == last
-            firsts = [i for i in range(begin, end) if pieces[i].first == pieces[i].number * job["stages_per_range"]]
-            assert whole in (last, *firsts)
-            assert last == (firsts[-1] if firsts else begin)
-            assert not [i for i in firsts if begin < i < whole]
+        walks = sorted(by_warp[:warps], key=lambda walk: walk[3] >> 24)
+        assert [walk[3] >> 24 for walk in walks] == list(range(warps))
+        assert warps == groups * ranges or warps % 4 == 0 or warps in (1, 2, 3) or kind == 1
+        left: dict[int, tuple[int, int, int]] = {}  # by walk, the chain and the stage at which its warp leaves sums
+        closed = []
+        for at, walk in enumerate(walks):
+            pieces = pieces_of(job, stages, walk)
+            assert pieces
+            chain: tuple[int, int, int] | None = None
+            for index, piece in enumerate(pieces):
+                assert piece.first < piece.end
+                assert piece.first // 16 == (piece.end - 1) // 16
+                assert piece.slot < groups
+                if piece.begins:
+                    assert chain is None
+                    chain = (piece.slot, piece.number, piece.first)
+                    if not piece.opens:
+                        assert left[at - 1] == chain  # what walk at - 1 leaves is known: its parts come first
+                        assert at not in left or index > 0
+                assert chain == (piece.slot, piece.number, piece.first)
+                ends_in = [stage for stage in (piece.border, piece.end if piece.closes else 0) if stage]
+                assert len({(stage - 1) // 8 for stage in ends_in}) == len(ends_in)  # one chain of a turn
+                if piece.border:
+                    assert "borders" in launch.name
+                    closed.append((piece.slot, piece.number))
+                    chain = (piece.slot, piece.number + 1, piece.border)
+                    assert piece.border == (piece.number + 1) * per_range
+                chain = (chain[0], chain[1], piece.end)
+                if piece.closes:
+                    assert piece.end == min((chain[1] + 1) * per_range, stages)
+                    closed.append(chain[:2])
+                elif piece.ends:
+                    assert at not in left
+                    left[at] = chain
+                if piece.ends:
+                    chain = None
+            assert chain is None
+        assert sorted(closed) == list(product(range(groups), range(ranges)))
+        assert len(walks) - 1 not in left
 
 
 @pytest.mark.parametrize("columns", [960, 1024, 2880, 4096, 5120, 14336, 17408])

@@ -161,6 +161,46 @@ def test_compiled(weight: torch.Tensor, backend: str) -> None:
         assert_same(torch.compile(layer, backend=backend, fullgraph=True)(x), F.linear(x, weight))
 
 
+def test_one_compiled_row_is_not_decoded_first(weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stride of its one row is 0 there."""
+    layer, x = _layer(weight), inputs(1)[None]
+    if samebits.prepare(layer, batch_sizes=(1,)).products[0].outcome.plan is None:
+        pytest.skip("no fused kernel for this shape")
+    strides = []
+
+    def decode(packed: samebits.PackedTensor) -> torch.Tensor:
+        raise AssertionError("decoded first")
+
+    def call_of(x: torch.Tensor, packed: samebits.PackedTensor, bias: torch.Tensor | None) -> object:
+        strides.append(x.stride())
+        return original(x, packed, bias)
+
+    original = dispatch.call_of
+    monkeypatch.setattr(dispatch, "decode_cuda", decode)
+    monkeypatch.setattr(dispatch, "call_of", call_of)
+    torch.compiler.reset()
+    with torch.no_grad():
+        y = torch.compile(lambda x: layer(x * 2), fullgraph=True)(x)
+    assert_same(y, F.linear(x * 2, weight))
+    assert strides == [(0, 1)]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("stride", [0, COLUMNS + 8, 2 * COLUMNS])
+def test_one_row_of_any_stride(weight: torch.Tensor, stride: int, bias: bool) -> None:
+    values = torch.randn(ROWS, device="cuda").bfloat16() * 1e-6 if bias else None
+    layer = _layer(weight, values)
+    packed = samebits.PackedTensor.from_data(layer.sb_packed)
+    samebits.prepare(layer, batch_sizes=(1,))
+    for seed in range(20):
+        x = torch.cat([inputs(1, seed), inputs(1, seed + 100)], 1).as_strided((1, COLUMNS), (stride, 1))
+        assert key_of(x, packed.shape, values) is not None
+        expected = F.linear(x, weight, values)
+        assert_same(product(x, packed, values), expected)
+        assert_same(layer(x), expected)
+        assert_same(torch.mm(x, weight.T) if values is None else torch.addmm(values, x, weight.T), expected)
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(1,), (1, 1), (8, 1), (1, 16), (2, 100), (1, 1, 4)], ids=str)
 def test_modules(weight: torch.Tensor, shape: tuple[int, ...], bias: bool) -> None:

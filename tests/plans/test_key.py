@@ -58,7 +58,6 @@ OUTSIDE: dict[str, Callable[[], torch.Tensor]] = {
     "8 bytes off": lambda: at_offset((5, K), 4),
     "gaps between rows": lambda: at_offset((5, 2 * K), 0)[:, :K],
     "every other column": lambda: at_offset((5, 2 * K), 0)[:, ::2],
-    "one row of many with its stride": lambda: at_offset((5, 2 * K), 0)[:1, :K],
     "last token of one sequence": lambda: at_offset((1, 5, K), 0)[:, -1:],
     "last token of two sequences": lambda: at_offset((2, 5, K), 0)[:, -1:],
     "transposed": lambda: at_offset((K, 5), 0).T,
@@ -68,6 +67,16 @@ OUTSIDE: dict[str, Callable[[], torch.Tensor]] = {
     "float32": lambda: at_offset((5, K), 0).float(),
     "float16": lambda: at_offset((5, K), 0).half(),
 }
+
+
+@pytest.mark.parametrize("stride", [0, K + 8, 2 * K])
+def test_one_row_may_have_any_stride(stride: int) -> None:
+    """As torch.compile has it."""
+    row = at_offset((1, 2 * K), 0)
+    assert key(row.as_strided((1, K), (stride, 1))) == key(at_offset((1, K), 0)) is not None
+    assert key(row.as_strided((1, 1, K), (stride, K, 1))) is None
+    assert key(row.as_strided((1, K), (stride, 2))) is None
+    assert key(row.as_strided((1, K), (1, 1))) is None
 
 
 @pytest.mark.parametrize("name", OUTSIDE)

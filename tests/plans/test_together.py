@@ -13,6 +13,7 @@ import samebits
 from samebits.format.packed import PackedTensor
 from samebits.kernels import nvrtc, residents
 from samebits.kernels.linear import Operands
+from samebits.kernels.linear_job import Launch
 from samebits.kernels.linear_launch import MAX_JOINT_TOKENS
 from samebits.plans import calibrate, call, dispatch, key, planner, together
 from samebits.plans.together import Together
@@ -280,7 +281,7 @@ def test_fastest_variant(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     packed: PackedTensor = samebits.encode(weight)
     plan = calibrate.LinearPlan(SPLIT)
     operands = [Operands(packed, None, plan), Operands(packed, normal(64), plan)]
-    launches = {1: "a launch", 3: "another"}
+    launches = {1: Launch("a", "launch", 1, 1, 0, ()), 3: Launch("an", "other", 1, 1, 0, ())}
     monkeypatch.setattr(calibrate, "launch_together", lambda operands, m, variant, device: launches.get(variant))
     monkeypatch.setattr(
         calibrate, "fused_linears", lambda x, each, launch: torch.cat([gpu.fused_linear(x, *one) for one in each])

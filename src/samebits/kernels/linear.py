@@ -21,7 +21,7 @@ from samebits.format.geometry import ROW_GROUP, SLAB_BYTES, STAGE, Code, Layout
 from samebits.format.packed import Header, PackedTensor
 from samebits.kernels import nvrtc
 from samebits.kernels.linear_job import CHUNK_STAGES, Arrangement, Launch
-from samebits.kernels.linear_launch import VARIANTS, joint_launch, launch_of, max_tokens, nearest_launch
+from samebits.kernels.linear_launch import VARIANTS, different, joint_launch, launch_of, max_tokens, nearest_launch
 from samebits.kernels.repeat import Patch, Repeat, Step, X
 from samebits.kernels.residents import resident
 from samebits.kernels.structures import (
@@ -71,9 +71,9 @@ def is_supported(header: Header, m: int, device: int) -> bool:
 
 
 def variants(header: Header, m: int, split: int) -> list[int]:
-    """The variants of a supported launch that fit on the current device, as LinearPlan counts them."""
+    """The different variants of a supported launch that fit on the current device, as LinearPlan counts them."""
     device = torch.cuda.current_device()
-    return [i for i in range(len(VARIANTS)) if launch_of(header, m, split, i, device)]
+    return list(different(launch_of(header, m, split, i, device) for i in range(len(VARIANTS))))
 
 
 def is_launchable(header: Header, m: int, plan: LinearPlan, device: int) -> bool:

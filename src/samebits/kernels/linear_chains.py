@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise, product
 
 from samebits.format.geometry import SLAB_BYTES
 from samebits.format.packed import Header
@@ -15,20 +16,23 @@ from samebits.kernels.structures import WALKS
 
 _MAX_WARPS = {1: WALKS, 2: 16}  # kMaxWarps, kFewWarps: by OCTETs of tokens
 _WHOLE_CHAINS = 12  # of a block, at most, that are never cut: who goes on with one may have to wait
+_MAX_RANGES = 255  # csrc: kRangeBit
 _RING_SLABS = 4  # kRing
 _TURN = 2 * _RING_SLABS  # kTurn: stages that are decoded at once
 _OPENING = 4  # stages in whose time a chunk is opened, about
 _LIST_WORDS = 101  # kListBytes, and a flag, of a warp
-_MAX_PIECES = (1 << 16) - 1  # of a block; csrc: Walk
+_MAX_CHUNKS = (1 << 16) - 1  # of a block; csrc: Walk
 _SCHEDULERS = 4  # of a multiprocessor
+_ALONE = 2.2  # stages of a scheduler, in whose time a warp takes one that waits for nothing but itself
+_STEEP = 16
 
 
 @dataclass(frozen=True)
 class Walk:
-    """A warp's pieces: where it begins, where its whole chains and its last one begin, and where it ends.
+    """A warp's stages: where it begins, where its whole chains and its last one begin, and where it ends.
 
     Attributes:
-        number: in the order of pieces.
+        number: in the order of stages.
     """
 
     begin: int
@@ -36,6 +40,26 @@ class Walk:
     last: int
     end: int
     number: int
+
+    @property
+    def parts(self) -> tuple[tuple[int, int], ...]:
+        """In the order in which a warp goes through them: the last chain, those in front, what is left of the first."""
+        return (self.last, self.end), (self.whole, self.last), (self.begin, self.whole)
+
+    def words(self, stages: int, chunks: int) -> tuple[int, ...]:
+        """csrc: Walk, where row groups have so many."""
+
+        def place(stage: int) -> tuple[int, int]:
+            slot, inside = divmod(stage, stages)
+            return slot * chunks + inside // CHUNK_STAGES, inside % CHUNK_STAGES
+
+        parts, edges = [0, 0, 0], self.number << 24
+        for i, (begin, end) in enumerate(self.parts):
+            if begin < end:
+                (first, opening), (last, closing) = place(begin), place(end - 1)
+                parts[i] = first | (last + 1 - first) << 16
+                edges |= (opening | closing << 4) << 8 * i
+        return (*parts, edges)
 
 
 def chains(
@@ -50,22 +74,39 @@ def chains(
     if blocks is None:
         return None
     planners = [_Planner(*each, m, device, shared_x) for each in zip(headers, splits, blocks, strict=True)]
-    if any(each.own * len(each.pieces) > _MAX_PIECES for each in planners):
+    if any(each.own * each.chunks > _MAX_CHUNKS or each.ranges > _MAX_RANGES for each in planners):
         return None
+    if any(each.ranges > 1 and each.stages_per_range < CHUNK_STAGES for each in planners):
+        return None  # more than one border in a chunk
     room = min(
         most_warps, _MAX_WARPS[planners[0].octets], *((each.room - each.fixed) // each.warp for each in planners)
     )
     if room < min(_SCHEDULERS, max(each.chains for each in planners)):
         return None
     warps = max(each.warps(room) for each in planners)
+    has_borders = any(each.has_borders(warps) for each in planners)
+    if has_borders and not (shared_x and all(each.is_border_alone for each in planners)):
+        return None
+    kind = "borders" if has_borders else "shared" if shared_x else "global"
     together = "_together" if len(planners) > 1 else ""
     jobs = (each.job(warps, first) for each, first in zip(planners, accumulate(blocks, initial=0), strict=False))
-    return Launch(f"linear_chains{together}.cu", f"{planners[0].name}{together}", sum(blocks), warps,
+    name = f"linear_chains_{OCTET * planners[0].octets}_{kind}{together}"
+    return Launch(f"linear_chains{together}.cu", name, sum(blocks), warps,
                   4 * max(each.fixed + warps * each.warp for each in planners), tuple(jobs))  # fmt: skip
 
 
+def _turns(stages: int) -> int:
+    """Whole turns, for so many stages from a chunk's first."""
+    return -(-stages // _TURN) * _TURN
+
+
+def _warps_of(walks: int) -> list[int]:
+    """By the numbers of walks; neighbours share a scheduler."""
+    return [warp for scheduler in range(_SCHEDULERS) for warp in range(scheduler, walks, _SCHEDULERS)]
+
+
 class _Planner(Planner):
-    """Of one tensor. Its pieces are those of csrc: of each range of a row group its chunks, one after the other."""
+    """Of one tensor. A block's stages are numbered row group after row group, as in csrc."""
 
     def __init__(self, header: Header, split: int, blocks: int, m: int, device: int, shared_x: bool) -> None:
         super().__init__(header, m, split, device, blocks)
@@ -73,24 +114,26 @@ class _Planner(Planner):
         self.x = max(32 * m * self.stages if shared_x else 0, self.entries)
         self.fixed = self.table + self.x + self.own + (self.own * self.ranges * sums if self.ranges > 1 else 0)
         self.warp = 2 * self.buffer + _RING_SLABS * SLAB_BYTES // 4 + sums + _LIST_WORDS
-        self.chains = self.own * self.ranges  # of a block
-        self.name = f"linear_chains_{OCTET * self.octets}_{'shared' if shared_x else 'global'}"
+
+    @property
+    def is_border_alone(self) -> bool:
+        """Whether no row group's last range begins and ends in the same turn."""
+        return self.ranges == 1 or ((self.ranges - 1) * self.stages_per_range - 1) // _TURN < (self.stages - 1) // _TURN
+
+    @property
+    def chains(self) -> int:
+        """Of a block."""
+        return self.own * self.ranges
 
     @cached_property
-    def pieces(self) -> list[tuple[int, int]]:
-        """Of a row group: in which range each is, and how many stages are decoded for it."""
-        found = []
-        for number in range(self.ranges):
-            first = number * self.stages_per_range
-            end = min(first + self.stages_per_range, self.stages)
-            for chunk in range(first // CHUNK_STAGES, -(-end // CHUNK_STAGES)):
-                found.append((number, -(-min(end - chunk * CHUNK_STAGES, CHUNK_STAGES) // _TURN) * _TURN))
-        return found
+    def decoded(self) -> list[int]:
+        """Of each chunk of a row group, how many stages."""
+        return [_turns(min(self.stages - first, CHUNK_STAGES)) for first in range(0, self.stages, CHUNK_STAGES)]
 
     @property
     def stages_of_row_group(self) -> int:
-        """That are decoded: a chunk in which a range ends and another begins is decoded for both."""
-        return sum(stages for _, stages in self.pieces)
+        """That are decoded; more where walks, or their parts, begin inside chunks."""
+        return sum(self.decoded)
 
     def warps(self, most: int) -> int:
         """For a block's chains: one for each, or of each scheduler as many as of any other."""
@@ -99,47 +142,97 @@ class _Planner(Planner):
             return self.chains
         return max(min(most, even) // _SCHEDULERS * _SCHEDULERS, 1)
 
+    def has_borders(self, most: int) -> bool:
+        """Whether ranges begin inside chunks of a walk."""
+        return self.ranges > 1 and self.stages_per_range % CHUNK_STAGES > 0 and self.warps(most) != self.chains
+
     def walks(self, groups: int, most: int) -> list[Walk]:
-        """Of a block with so many row groups, by warp, at most that many. All have pieces.
+        """Of a block with so many row groups, by warp, at most that many. All have stages.
 
         A multiprocessor has four schedulers, which share the warps in turn. Walks are whole chains, or each scheduler
-        has as much to do as any other, and so has each of its warps.
+        has as much to do as any other, and so has each of its warps. Neighbours share a scheduler.
         """
-        count, ranges = len(self.pieces), [number for number, _ in self.pieces]
-        whole = self.warps(most) == self.chains
-        warps = groups * self.ranges if whole else min(most, groups * count)
-        by_scheduler = [range(first, warps, _SCHEDULERS) for first in range(min(_SCHEDULERS, warps))]
-        if whole:
-            firsts = [ranges.index(number) for number in range(self.ranges)]
-            cuts = [slot * count + first for slot in range(groups) for first in firsts] + [groups * count]
+        if self.warps(most) == self.chains:
+            cuts = [*self._ranges_begun(0, groups * self.stages), groups * self.stages]
         else:
-            cuts = self._even_cuts(groups, [len(own) for own in by_scheduler])
+            warps = min(most, groups * self.chunks)
+            chunks = self._even_cuts(groups, warps)
+            if self.has_borders(most):
+                chunks = self._with_fewer_borders(chunks)
+            cuts = [self._stage_of(chunk) for chunk in chunks]
+        walks = [self._walk(*each, number) for number, each in enumerate(pairwise(cuts))]
+        return [walks[number] for number in sorted(range(len(walks)), key=_warps_of(len(walks)).__getitem__)]
 
-        def chain_of(piece: int) -> tuple[int, int]:
-            slot, place = divmod(piece, count)
-            first = ranges.index(ranges[place])
-            return slot * count + first, slot * count + first + ranges.count(ranges[place])
+    def _walk(self, begin: int, end: int, number: int) -> Walk:
+        opened = self._ranges_begun(begin, end)
+        whole = opened[0] if opened else begin
+        with_chunks = [stage for stage in opened if stage % self.stages % CHUNK_STAGES == 0]
+        return Walk(begin, whole, with_chunks[-1] if with_chunks else whole, end, number)
 
-        found: dict[int, Walk] = {}
-        for number, (warp, (begin, end)) in enumerate(zip(chain(*by_scheduler), pairwise(cuts), strict=True)):
-            last = max(begin, chain_of(end - 1)[0])
-            found[warp] = Walk(begin, min(chain_of(begin)[1], last), last, end, number)
-        return [found[warp] for warp in range(warps)]
+    def _ranges_begun(self, begin: int, end: int) -> list[int]:
+        """Where ranges begin in stages [begin, end)."""
+        return [stage for slot in range(begin // self.stages, -(-end // self.stages))
+                for stage in range(slot * self.stages, (slot + 1) * self.stages, self.stages_per_range)
+                if begin <= stage < end]  # fmt: skip
 
-    def _even_cuts(self, groups: int, warps: Sequence[int]) -> list[int]:
-        """Where walks begin, and the last one ends; so many warps has each scheduler."""
-        count = len(self.pieces)
-        prefix = list(accumulate((stages + _OPENING for _, stages in self.pieces), initial=0))
-        total, left, cuts = groups * prefix[-1], sum(warps), [0]
-        for scheduler, own in enumerate(warps):
-            for i in range(1, own + 1):
-                slot, rest = divmod(total * (scheduler * own + i) // (own * len(warps)), prefix[-1])
+    def _stage_of(self, chunk: int) -> int:
+        """The first of a chunk that is counted among a block's."""
+        slot, inside = divmod(chunk, self.chunks)
+        return slot * self.stages + inside * CHUNK_STAGES
+
+    def _even_cuts(self, groups: int, warps: int) -> list[int]:
+        """With which chunks walks begin, and the last one ends."""
+        count, own = self.chunks, Counter(warp % _SCHEDULERS for warp in range(warps))
+        prefix = list(accumulate((stages + _OPENING for stages in self.decoded), initial=0))
+        total, left, cuts = groups * prefix[-1], warps, [0]
+        for scheduler in own:
+            for i in range(1, own[scheduler] + 1):
+                slot, rest = divmod(total * (scheduler * own[scheduler] + i) // (own[scheduler] * len(own)), prefix[-1])
                 place = bisect_right(prefix, rest) - 1
                 nearest = slot * count + place
                 nearest += place < count and 2 * rest > prefix[place] + prefix[place + 1]
                 left -= 1
                 cuts.append(min(max(nearest, cuts[-1] + 1), groups * count - left))
         return cuts
+
+    def _with_fewer_borders(self, cuts: list[int]) -> list[int]:
+        """The same, moved to where less is decoded twice and waited for, as long as that makes the launch shorter."""
+        schedulers = [warp % _SCHEDULERS for warp in _warps_of(len(cuts) - 1)]
+        times = [self._times(*each) for each in pairwise(cuts)]
+        even = sum(map(sum, times)) / len({*schedulers})
+
+        def total(times: Sequence[tuple[int, int, int]]) -> float:
+            """Much like the longest of what schedulers and warps take, but it counts how much less the others do."""
+            taken, handed, terms = [0] * _SCHEDULERS, 0, 0.0
+            for scheduler, (last, whole, first) in zip(schedulers, times, strict=True):
+                taken[scheduler] += last + whole + first
+                end = max(last + whole, handed) + first
+                handed = last
+                terms += (_ALONE * end / even) ** _STEEP
+            return terms + sum((each / even) ** _STEEP for each in taken)
+
+        best, moved = total(times), True
+        while moved:
+            moved = False
+            for i, by in product(range(1, len(cuts) - 1), (-3, -2, -1, 1, 2, 3)):
+                place = cuts[i] + by
+                if not cuts[i - 1] < place < cuts[i + 1]:
+                    continue
+                both = self._times(cuts[i - 1], place), self._times(place, cuts[i + 1])
+                changed = [*times[: i - 1], *both, *times[i + 1 :]]
+                if (shorter := total(changed)) < best * (1 - 1e-9):
+                    best, moved, times, cuts = shorter, True, changed, [*cuts[:i], place, *cuts[i + 1 :]]
+        return cuts
+
+    def _times(self, first: int, behind: int) -> tuple[int, int, int]:
+        """A walk's, part by part, about: the stages that are decoded, and as many as opening their chunks takes."""
+        times = [0, 0, 0]
+        for i, (begin, end) in enumerate(self._walk(self._stage_of(first), self._stage_of(behind), 0).parts):
+            if begin < end:
+                (slot, opening), (last_slot, closing) = divmod(begin, self.stages), divmod(end - 1, self.stages)
+                chunks = (last_slot - slot) * self.chunks + closing // CHUNK_STAGES - opening // CHUNK_STAGES
+                times[i] = chunks * (CHUNK_STAGES + _OPENING) + _turns(closing % CHUNK_STAGES + 1) + _OPENING
+        return times[0], times[1], times[2]
 
     def job(self, warps: int, first_block: int) -> JobFields:
         """JobStructure's fields behind the pointers."""
@@ -149,7 +242,5 @@ class _Planner(Planner):
         for groups in (own + 1 if longer else 0, own):
             found = self.walks(groups, warps) if groups else []
             for walk in found + [Walk(0, 0, 0, 0, 0)] * (WALKS - len(found)):
-                walks += walk.begin | walk.whole << 16, walk.last | walk.end << 16, walk.number
-        odd = self.stages_per_range & -self.stages_per_range  # the power of two in it
-        return self.job_fields(self.own, 1, warps, x=self.x, first_block=first_block, pieces=len(self.pieces),
-                               whole_ranges=max(CHUNK_STAGES // odd, 1).bit_length() - 1, walks=walks)  # fmt: skip
+                walks += walk.words(self.stages, self.chunks)
+        return self.job_fields(self.own, 1, warps, x=self.x, first_block=first_block, walks=walks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from enum import Enum
 from functools import cached_property
 from itertools import accumulate
@@ -14,7 +14,7 @@ from samebits.format.geometry import STAGE, STEPS
 from samebits.format.packed import Header, align
 from samebits.kernels import nvrtc
 from samebits.kernels.decode import STATIC_SHARED, staging_words
-from samebits.kernels.structures import WALKS
+from samebits.kernels.structures import WALK_WORDS, WALKS
 from samebits.kernels.tables import table_words
 
 CHUNK_STAGES = 16  # csrc: kChunkStages
@@ -117,6 +117,10 @@ class Launch:
     def threads(self) -> int:
         return LANES * self.warps
 
+    def is_like(self, other: Launch) -> bool:
+        """Whether both do the same; variants often do."""
+        return astuple(self) == astuple(other)
+
 
 def shares(headers: Sequence[Header], stages: Sequence[int], device: int) -> list[int] | None:
     """Blocks of each tensor of one launch, at most one for each multiprocessor; None if these are too few.
@@ -176,8 +180,6 @@ class Planner:
         segments: int = 1,
         segment_stages: int = 0,
         x_places: int = 0,
-        pieces: int = 0,
-        whole_ranges: int = 0,
         walks: Sequence[int] = (),
     ) -> JobFields:
         """JobStructure's fields behind the pointers."""
@@ -187,6 +189,6 @@ class Planner:
             first_block, blocks or self.blocks, own, longer,
             token_tiles, units, magic(max(token_tiles, 1)), magic(self.ranges),
             segments, segment_stages, magic(max(ring, 1)),
-            magic(slots), magic(self.stages_per_range), magic(max(pieces, 1)),
-            self.table, x, self.buffer, x_places, ring, pieces, whole_ranges, (*walks, *[0] * (6 * WALKS - len(walks))),
+            magic(slots), magic(self.stages_per_range), magic(self.chunks),
+            self.table, x, self.buffer, x_places, ring, (*walks, *[0] * (2 * WALKS * WALK_WORDS - len(walks))),
         )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -63,6 +64,7 @@ VARIANTS = (
     Variant(Kernel.SINGLES, warps=max(linear_pairs.MULTIPLIERS[1].values())),
     Variant(Kernel.PAIRS, warps=8),
     *(Variant(Kernel.RELAY, max(tile.warps for tile in TILES), rank=rank) for rank in range(_RANKS)),
+    Variant(Kernel.CHAINS, warps=12),
 )
 
 
@@ -87,6 +89,15 @@ def launch_of(header: Header, m: int, split: int, variant: int, device: int) -> 
         return chains((header,), m, (split,), device, kind.warps, shared_x=kind.shared_x)
     blocks = min(nvrtc.multiprocessors(device), header.geometry.row_groups)
     return _Planner(header, m, split, device, blocks).tiles(kind)
+
+
+def different(launches: Iterable[Launch | None]) -> dict[int, Launch]:
+    """Those that there are, by number; of equal ones the first."""
+    found: dict[int, Launch] = {}
+    for number, launch in enumerate(launches):
+        if launch and not any(map(launch.is_like, found.values())):
+            found[number] = launch
+    return found
 
 
 @lru_cache(maxsize=65536)

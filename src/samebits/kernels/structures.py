@@ -13,6 +13,7 @@ from samebits.format.packed import Header, PackedTensor
 
 MAX_TOGETHER = 4  # csrc/linear.cuh: kMaxTogether
 WALKS = 20  # csrc/linear.cuh: kWalks
+WALK_WORDS = 4  # csrc: Walk
 _MAP_WORDS = 32  # of a tensor map
 _BEHIND_ANY_GRID = (1 << 31) - 1
 
@@ -140,10 +141,10 @@ class JobStructure(ctypes.Structure):
         ("longer", ctypes.c_int32), ("token_tiles", ctypes.c_int32), ("units", ctypes.c_int32),
         ("by_token_tiles", ctypes.c_uint32), ("by_ranges", ctypes.c_uint32),
         ("segments", ctypes.c_int32), ("segment_stages", ctypes.c_int32), ("by_ring", ctypes.c_uint32),
-        ("by_slots", ctypes.c_uint32), ("by_range", ctypes.c_uint32), ("by_pieces", ctypes.c_uint32),
+        ("by_slots", ctypes.c_uint32), ("by_range", ctypes.c_uint32), ("by_chunks", ctypes.c_uint32),
         ("table_words", ctypes.c_int32), ("x_words", ctypes.c_int32), ("buffer_words", ctypes.c_int32),
-        ("x_places", ctypes.c_int32), ("ring", ctypes.c_int32), ("pieces", ctypes.c_int32),
-        ("whole_ranges", ctypes.c_int32), ("walks", ctypes.c_uint32 * (2 * WALKS * 3)),
+        ("x_places", ctypes.c_int32), ("ring", ctypes.c_int32),
+        ("walks", ctypes.c_uint32 * (2 * WALKS * WALK_WORDS)),
         ("x_map", ctypes.c_uint32 * _MAP_WORDS),
     )  # fmt: skip
 

@@ -25,7 +25,7 @@ from samebits.kernels.linear import (
     variants,
 )
 from samebits.kernels.linear_job import Launch
-from samebits.kernels.linear_launch import VARIANTS
+from samebits.kernels.linear_launch import VARIANTS, different
 from samebits.plans.key import PlanKey
 from samebits.plans.probe import Probe
 from samebits.plans.store import Outcome
@@ -153,8 +153,7 @@ def fastest_together(x: torch.Tensor, operands: Sequence[Operands]) -> int | Non
         DeviceError, torch.OutOfMemoryError: as calibrate.
     """
     device, tokens = x.get_device(), x.numel() // x.shape[-1]
-    launches = {variant: launch_together(operands, tokens, variant, device) for variant in range(len(VARIANTS))}
-    fitting = {variant: launch for variant, launch in launches.items() if launch}
+    fitting = different(launch_together(operands, tokens, variant, device) for variant in range(len(VARIANTS)))
     copies = [
         [each._replace(packed=packed) for each, packed in zip(operands, weights, strict=True)]
         for weights in _cold_copies([each.packed for each in operands])

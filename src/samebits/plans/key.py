@@ -35,8 +35,8 @@ def key_of(x: torch.Tensor, weight_shape: Sequence[int], bias: torch.Tensor | No
     """The key of ``F.linear(x, weight, bias)``; None if it lies outside of what plans are made for.
 
     Inside: bfloat16, no more tokens than any kernel takes, two or three dimensions, no gaps between rows, no strides
-    of another kind even where a dimension is 1 (torch then calls another routine), every operand at a multiple of 16
-    bytes.
+    of another kind even where a dimension is 1 (torch then calls another routine; but one row in two dimensions may
+    have a stride of 0, as compiled models do, or of more than its length), every operand at a multiple of 16 bytes.
     """
     rows, columns = weight_shape
     if x.dtype is not torch.bfloat16 or x.data_ptr() % ALIGNMENT:
@@ -49,7 +49,7 @@ def key_of(x: torch.Tensor, weight_shape: Sequence[int], bias: torch.Tensor | No
             return None
     elif len(shape) == 2:
         tokens, width = shape
-        if strides != (width, 1):
+        if strides[1] != 1 or (strides[0] != width and (tokens != 1 or 0 < strides[0] < width)):
             return None
     else:
         return None

@@ -10,9 +10,9 @@ constexpr int kChunkStages = 16;
 constexpr int kRun = 4;              // stages that are loaded, and decoded, as one
 constexpr u32 kNibbles = 0x0f0f0f0fu;
 
-// linear_chains.cuh: a warp's pieces, from the first to the last, in 16 bits each: where they begin, and whole chains do; where the last chain does,
-// and they end. Walks are numbered in the order of pieces.
-struct Walk { u32 begin, last, number; };
+// linear_chains.cuh: a warp's stages, in the three parts in which it goes through them. Of each part the first of its chunks, counted among the block's,
+// and how many times 2^16. In `edges` 8 bits of each, four for the first stage in the first chunk, four for the last in the last; then the walk's number.
+struct Walk { u32 parts[3], edges; };
 constexpr int kWalks = 20;           // warps
 
 struct Job {
@@ -31,13 +31,12 @@ struct Job {
     u32 by_token_tiles, by_ranges;
     int segments, segment_stages;   // linear_ahead.cuh: of K; linear_relay.cu: pairs of a pass
     u32 by_ring;
-    u32 by_slots, by_range, by_pieces;   // for `divide`
+    u32 by_slots, by_range, by_chunks;   // for `divide`
     int table_words, x_words, buffer_words;   // of shared memory: decode table, x (before that, without Hopper's kernels, the table's entries), each staging buffer
     int x_places;        // linear_ahead.cuh: runs of x that a segment keeps
     int ring;            // linear_tiles.cu: pairs of stages that a block keeps decoded, at least those of the chunks that a warp is ahead;
                          // linear_pairs.cuh: slots of x; with mma, pairs of stages;
                          // linear_ahead.cuh: runs that a line keeps decoded; linear_relay.cu: parts of stages
-    int pieces, whole_ranges;            // linear_chains.cuh: of a row group; every 2^whole_ranges-th range ends with a chunk
     Walk walks[2][kWalks];               // of the warps of blocks with one row group more, and of others
     u32 x_map[32];       // linear_relay.cu: the tensor map of x, but for its address
 

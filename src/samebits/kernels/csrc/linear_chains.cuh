@@ -2,11 +2,12 @@
 // multiplies the one at hand. See linear.cuh, and linear_ahead.cuh for few chains.
 //
 //   chain      a row group's range of K, which one accumulator goes through stage by stage
-//   piece      what a chunk has of a chain, most often all of the chunk; a block's pieces are numbered chain after chain
-//   walk       a warp's pieces, as many stages as any other warp's
+//   walk       a warp's stages, as many as any other warp's; a block's stages are numbered row group after row group
+//   piece      what a chunk has of a walk, most often all of it, sometimes the end of a chain and the beginning of the next
 //
 // Where a walk ends inside a chain, the walk behind goes on with its sums. So a warp starts with its last chain, goes on with whole ones, and
-// ends with its first: what it takes over there has long been left for it. linear_chains.py has worked out the walks.
+// ends with its first: what it takes over there has long been left for it. A chunk in which a chain ends and another begins is decoded once, unless
+// walks or their parts meet in it. linear_chains.py has worked out the walks.
 #pragma once
 #include "columns.cuh"
 
@@ -23,31 +24,43 @@ struct alignas(16) Piece {
     u32 stages;        // a bit for each stage of the chunk that belongs to it; and above
 };
 constexpr u32 kStagesMask = (1u << kChunkStages) - 1;
-constexpr u32 kBegins = 1u << 16, kEnds = 1u << 17;    // what its warp has of the chain
-constexpr u32 kOpens = 1u << 18, kCloses = 1u << 19;   // the chain itself
-constexpr int kRangeBit = 20;                          // from here on the number of its range
+constexpr u32 kBegins = 1u << 16, kEnds = 1u << 17;    // what its warp has of the chain, with its first stage and behind its last
+constexpr u32 kOpens = 1u << 18, kCloses = 1u << 19;   // the chain itself, there
+constexpr int kBorderBit = 20;                         // four bits: in front of which stage a chain ends and the next begins, 0 if none does
+constexpr int kRangeBit = 24;                          // from here on the number of its first stage's range
 // Behind the pieces of a list: the shifts of their rows; of the staged piece where its streams are, and how many words.
 constexpr u32 kShifts = kListed * sizeof(Piece), kStaged = kShifts + 8 * kListed, kListBytes = kStaged + 16;
 static_assert(kListBytes == 400, "linear_chains.py: _LIST_WORDS, with a flag");
 
-// A row group's pieces in their order: chunk after chunk, but a chunk in which a range ends and another begins is one of each.
+// Pieces in the order of a walk.
 struct Pieces {
     const Geometry& geometry;
     const Job& job;
+    const Walk& walk;
 
-    __device__ __forceinline__ int shared_before(int range) const { return range - (range >> job.whole_ranges); }
-    __device__ __forceinline__ int first_of(int range) const { return range * job.stages_per_range / kChunkStages + shared_before(range); }
-    // Piece `number` of the block, without what its warp makes of it.
-    __device__ __forceinline__ Vec2 at(int number) const {
-        const int slot = divide(number, job.by_pieces), piece = number - slot * job.pieces;
-        int range = 0;
-        while (range + 1 < job.ranges && piece >= first_of(range + 1)) ++range;
-        const int chunk = piece - shared_before(range), begin = range * job.stages_per_range - chunk * kChunkStages;
-        const int end = min(begin + job.stages_per_range, geometry.stages - chunk * kChunkStages);
-        u32 stages = (1u << min(end, kChunkStages)) - (1u << max(begin, 0));
-        if (begin >= 0) stages |= kOpens | kBegins;
-        if (end <= kChunkStages) stages |= kCloses | kEnds;
-        return {u32(slot << 16 | chunk), stages | u32(range) << kRangeBit};
+    __device__ __forceinline__ int count() const { return int((walk.parts[0] >> 16) + (walk.parts[1] >> 16) + (walk.parts[2] >> 16)); }
+    // Place and stages of a piece.
+    __device__ __forceinline__ Vec2 at(int index) const {
+        u32 part = walk.parts[0], edges = walk.edges;
+#pragma unroll
+        for (int next = 1; next < 3; ++next)
+            if (index >= int(part >> 16)) {
+                index -= part >> 16;
+                part = walk.parts[next];
+                edges >>= 8;
+            }
+        const bool first = index == 0, last = index + 1 == int(part >> 16);
+        const int number = int(part & 0xffff) + index, slot = divide(number, job.by_chunks), chunk = number - slot * geometry.chunks_per_row_group;
+        const int passed = chunk * kChunkStages, left = geometry.stages - passed;
+        const int begin = first ? edges & 15 : 0, end = last ? (edges >> 4 & 15) + 1 : min(left, kChunkStages);
+        const int range = divide(passed + begin, job.by_range), opening = range * job.stages_per_range - passed, closing = opening + job.stages_per_range;
+        const int border = closing < end ? closing : 0;
+        u32 stages = (1u << end) - (1u << begin);
+        if (begin == opening) stages |= kOpens | kBegins;
+        if (first) stages |= kBegins;
+        if (min(border ? border + job.stages_per_range : closing, left) == end) stages |= kCloses | kEnds;
+        if (last) stages |= kEnds;
+        return {u32(slot << 16 | chunk), stages | u32(border) << kBorderBit | u32(range) << kRangeBit};
     }
 };
 
@@ -75,15 +88,16 @@ struct Ring {
     __device__ __forceinline__ u32 pair_signs(int stage) const { return load_shared(signs + (stage >> 1) * kSlabBytes); }
 };
 
-template <Kind kind, int octets>
+// borders: chains may end inside pieces.
+template <Kind kind, int octets, bool borders = false>
 __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& packed, const Job& job) {
     extern __shared__ __align__(128) u32 memory[];
     constexpr int kSums = 2 * octets;
     int lane = threadIdx.x & 31;
     keep(lane);
     const int warp = threadIdx.x >> 5, block_warps = blockDim.x >> 5, block = job.block();
-    const Walk walk = job.walks[block < job.longer ? 0 : 1][warp];
-    const int begin = walk.begin & 0xffff, whole = walk.begin >> 16, last = walk.last & 0xffff, pieces = int(walk.last >> 16) - begin;
+    const Pieces walk{geometry, job, job.walks[block < job.longer ? 0 : 1][warp]};
+    const int number = walk.walk.edges >> 24, pieces = walk.count();
 
     // Shared memory: table, its entries and then x, for each warp two staging buffers and a ring of slabs, its list, sums, flags.
     const int warp_words = 2 * job.buffer_words + kRing * kSlabBytes / 4;
@@ -102,11 +116,7 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
     auto list_pieces = [&](int index, int count) {
         index += lane;
         if (lane >= count || index >= pieces) return;
-        const int in_last = begin + pieces - last, in_whole = last - whole;
-        const int number = index < in_last ? last + index : index < in_last + in_whole ? whole + index - in_last : begin + index - in_last - in_whole;
-        Vec2 piece = Pieces{geometry, job}.at(number);
-        if (number == begin) piece.y |= kBegins;
-        if (number == begin + pieces - 1) piece.y |= kEnds;
+        const Vec2 piece = walk.at(index);
         const u32 group = group_of(piece.x), target = listed(index);
         const u8* offset = packed.data + packed.offsets + 4 * (u64(group) * u32(geometry.chunks_per_row_group) + (piece.x & 0xffff));
         copy_async_4(target, offset);
@@ -194,6 +204,12 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
         for (int octet = 0; octet < octets; ++octet) x[octet] = columns.load(stage, half, octet);
     };
 
+    // A chain's sums, at its end.
+    auto close = [&](Sums<octets>& sums, int slot, int range) {
+        if (job.ranges == 1 || join(sums, parts + size_t(slot) * job.ranges * kSums * kLanes, done + 4 * slot, range, job.ranges, lane))
+            finish(geometry, job, slot * job.blocks + block, lane, sums);
+    };
+
     // The first piece's first stage.
     copy_wait<kRing>();                 // the streams
     open_staged(piece.x, 1);
@@ -212,17 +228,24 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
         if (piece.y & kBegins) {
             const bool opens = piece.y & kOpens;
             scale = scale_of(packed.has_row_shifts ? i8(load_shared_u8(list + kShifts + index % kListed * 8 + (lane >> 2))) : packed.shift);
-            if (!opens) wait_until(ready + 4 * (walk.number - 1), 1);
+            if (!opens) wait_until(ready + 4 * (number - 1), 1);
 #pragma unroll
-            for (int i = 0; i < kSums; ++i) sums.of[i >> 1][i & 1] = opens ? 0.0f : handed[((walk.number - 1) * kSums + i) * kLanes + lane];
+            for (int i = 0; i < kSums; ++i) sums.of[i >> 1][i & 1] = opens ? 0.0f : handed[((number - 1) * kSums + i) * kLanes + lane];
             columns.move_to(job.x, x_shared, job.tokens, geometry.columns, lane, (piece.x & 0xffff) * kChunkStages);
         }
         const Vec2 behind = load_shared_vec2(listed(index + 1) + 8);   // anything, if there is none
         u32 active = piece.y & kStagesMask;
+        u32 opening = 0, closing = 0, range = piece.y >> kRangeBit;   // a bit for each stage of the chunk that is a chain's first, or its last
+        if (borders) {
+            const u32 border = 1u << (piece.y >> kBorderBit & (kChunkStages - 1)) & ~1u, first = active & (0 - active);
+            opening = border | (piece.y & kOpens ? first : 0);
+            closing = (border | (piece.y & kCloses ? active + first : 0)) >> 1;
+        }
         bool last;
         do {
             last = active >> kTurn == 0;
             if (last) ring.point_to(slab_of(behind.x), lane);
+            Sums<octets> ended;
             auto turn = [&](bool whole) {
                 if (whole || (active & 1)) load_x(at_hand.x, 0, 0);
 #pragma unroll
@@ -235,6 +258,13 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
                     const Vec4 tops = upper[stage & 1];
                     Vec4& next = upper[(stage + 1) & 1];
                     next = chunk.go_on(begun, base, byte_mask);
+                    if (borders) {                   // by selection: branches would keep loads from moving
+#pragma unroll
+                        for (int i = 0; i < kSums; ++i) {
+                            float& sum = sums.of[i >> 1][i & 1];
+                            sum = opening >> stage & 1 ? 0.0f : sum;
+                        }
+                    }
                     if (any) {
                         step(half, now.bytes.x, tops.x, now.signs, now.x);
                         step(half + 1, now.bytes.y, tops.y, now.signs, now.x);
@@ -256,6 +286,12 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
                         step(half + 2, now.bytes.z, tops.z, now.signs, x);
                         step(half + 3, now.bytes.w, tops.w, now.signs, x);
                     }
+                    if (borders)
+#pragma unroll
+                        for (int i = 0; i < kSums; ++i) {
+                            float& sum = ended.of[i >> 1][i & 1];
+                            sum = closing >> stage & 1 ? sums.of[i >> 1][i & 1] : sum;
+                        }
                     if (stage % 2 == 0) {            // what is copied is waited for: nothing may be on its way when the block ends
                         if (!last || more) ring.fetch(stage >> 1);
                         copy_commit();
@@ -263,21 +299,23 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
                 }
             };
             constexpr u32 whole = (1u << kTurn) - 1;
-            if ((active & whole) == whole) turn(true);
+            if (borders || (active & whole) == whole) turn(true);
             else turn(false);
             ring.go_on();
             active >>= kTurn;
             columns.advance(kTurn);
+            if (borders && closing & whole) close(ended, piece.x >> 16, range++);
+            opening >>= kTurn;
+            closing >>= kTurn;
         } while (!last);
         if (piece.y & kEnds) {
-            const int slot = piece.x >> 16;
             if (!(piece.y & kCloses)) {
 #pragma unroll
-                for (int i = 0; i < kSums; ++i) handed[(walk.number * kSums + i) * kLanes + lane] = sums.of[i >> 1][i & 1];
+                for (int i = 0; i < kSums; ++i) handed[(number * kSums + i) * kLanes + lane] = sums.of[i >> 1][i & 1];
                 __syncwarp();
-                if (lane == 0) set_flag(ready + 4 * walk.number, 1);
-            } else if (job.ranges == 1 || join(sums, parts + size_t(slot) * job.ranges * kSums * kLanes, done + 4 * slot, piece.y >> kRangeBit, job.ranges, lane)) {
-                finish(geometry, job, slot * job.blocks + block, lane, sums);
+                if (lane == 0) set_flag(ready + 4 * number, 1);
+            } else if (!borders) {
+                close(sums, piece.x >> 16, range);
             }
         }
         if (!more) return;
