@@ -23,7 +23,7 @@ _OPENING = 4  # stages in whose time a chunk is opened, about
 _LIST_WORDS = 101  # kListBytes, and a flag, of a warp
 _MAX_CHUNKS = (1 << 16) - 1  # of a block; csrc: Walk
 _SCHEDULERS = 4  # of a multiprocessor
-_ALONE = 2.2  # stages of a scheduler, in whose time a warp takes one that waits for nothing but itself
+_ALONE = 3.0  # stages of a scheduler, in whose time a warp takes one that waits for nothing but itself
 _STEEP = 16
 
 

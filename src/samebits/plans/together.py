@@ -116,6 +116,10 @@ class _Group:
     def is_given_up(self) -> bool:
         return self.unwanted >= _MAX_UNWANTED
 
+    def chosen_for(self, tokens: int) -> bool:
+        """Whether one launch makes these products of so many tokens, under any settings."""
+        return any(choice is not None for key, choice in self.chosen.items() if key.tokens == tokens)
+
     def replace_others(self, *others: _Weight) -> None:
         self.others, self.chosen = others, {}
 
