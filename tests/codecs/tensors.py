@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from samebits.codecs import plan
-from samebits.format.packed import PackedTensor
+from samebits.format.packed import Header, PackedTensor
 
 
 def tensor_of(words: NDArray[np.uint16]) -> torch.Tensor:
@@ -26,8 +26,8 @@ def words_of(tensor: torch.Tensor) -> NDArray[np.uint16]:
 
 
 def packed_of(data: bytes) -> PackedTensor:
-    """A validated packed tensor on the CPU."""
-    return PackedTensor.from_data(torch.from_numpy(np.frombuffer(data, np.uint8).copy()))
+    """A validated packed tensor on the CPU; its digest is left to others."""
+    return PackedTensor.from_data(torch.from_numpy(np.frombuffer(data, np.uint8).copy()), header=Header.parse(data))
 
 
 def bytes_of(packed: PackedTensor) -> bytes:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import samebits
 from samebits.codecs.reference import Reading
-from samebits.errors import DtypeError, FormatError
+from samebits.errors import DigestError, DtypeError, FormatError
 from samebits.format.geometry import Code, Layout
 from samebits.format.packed import Header, PackedTensor
 from tests.codecs.malformed import COMPACT, QUAD, SINGLE
@@ -175,6 +175,17 @@ def test_bytes_at_any_address(data: bytes, offset: int) -> None:
 def test_every_second_byte_is_made_contiguous() -> None:
     room = packed_of(QUAD).data.repeat_interleave(2)
     assert bytes_of(PackedTensor.from_data(room[::2])) == QUAD
+
+
+@pytest.mark.clause("2.3")
+@pytest.mark.parametrize("data", [QUAD, SINGLE, COMPACT], ids=["quad", "single", "compact"])
+def test_a_flipped_bit_is_noticed(data: bytes) -> None:
+    """Wherever it is: by the digest, or before, where it breaks the structure."""
+    for at in np.random.default_rng(1).integers(0, 8 * len(data), 200):
+        flipped = torch.from_numpy(np.frombuffer(data, np.uint8).copy())
+        flipped[at // 8] ^= 1 << at % 8
+        with pytest.raises((DigestError, FormatError)):
+            PackedTensor.from_data(flipped)
 
 
 def test_a_known_header_is_checked_against_the_length() -> None:

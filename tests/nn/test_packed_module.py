@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import samebits
-from samebits.errors import DtypeError, FormatError, InputError
+from samebits.errors import DigestError, DtypeError, FormatError, InputError
 from samebits.nn import recipe
 from samebits.nn.lazy import LazyTensor, LazyWeight
 from samebits.nn.packed_module import PackedModule, packed_class, share_ties
@@ -109,6 +109,13 @@ def test_bad_state_dicts_into_a_fresh_module() -> None:
         samebits.load_state_dict(fresh, {**state, "sb_packed": state["bias"]})
     with pytest.raises(FormatError, match=r"sb_packed: shape \[96, 64\] where the module has \[64, 96\]"):
         samebits.load_state_dict(nn.Linear(96, 64).to(torch.bfloat16), state)
+    flipped = state["sb_packed"].clone()
+    flipped[-100] ^= 8
+    for load in (samebits.load_state_dict, nn.Module.load_state_dict):
+        module = fresh if load is samebits.load_state_dict else compressed("linear")[0]
+        with pytest.raises(DigestError, match=r"^sb_packed: the bytes differ from their digest"):
+            load(module, {**state, "sb_packed": flipped})
+        assert same_bits(module(INPUT), expected)
     assert type(fresh) is nn.Linear
     assert same_bits(fresh(INPUT), expected)
     with pytest.raises(RuntimeError, match="bias"):

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
-from samebits.errors import DtypeError, FormatError, VersionError
+from samebits.digest import digest
+from samebits.errors import DigestError, DtypeError, FormatError, VersionError
 from samebits.format.geometry import MAX_CHUNK_STAGES, RUN_WORDS, STREAMS, Code, Geometry, Layout
 
 if TYPE_CHECKING:
@@ -306,19 +307,21 @@ class PackedTensor:
         """Wrap and validate the bytes of a packed tensor.
 
         Args:
-            data: uint8, one-dimensional, contiguous, any device. Data on a GPU are read back in part unless
-                they come with a ``header``.
+            data: uint8, one-dimensional, contiguous, any device. What is on a GPU is read back.
+            header: of them, where their digest was compared, or will be; less is read back then.
 
         Raises:
             DtypeError: not a one-dimensional uint8 tensor.
             FormatError: not a valid packed tensor.
+            DigestError: one whose bytes are not those that its digest was made of.
         """
         if data.dtype != torch.uint8 or data.dim() != 1:
             raise DtypeError(f"a packed tensor is one-dimensional uint8, not {tuple(data.shape)} of {data.dtype}")
-        if header is None:
-            header = Header.parse(bytes(data[: HEADER_BYTES + 8 * MAX_DIMENSIONS].cpu().numpy()))
-        packed = cls(header, data.contiguous())
+        known = header or Header.parse(bytes(data[: HEADER_BYTES + 8 * MAX_DIMENSIONS].cpu().numpy()))
+        packed = cls(known, data.contiguous())
         packed.validate()
+        if header is None and digest(packed.data[STORED_DIGEST_END:].cpu()) != known.stored_digest:
+            raise DigestError("the bytes differ from their digest", mend="they are damaged: fetch or make them again")
         return packed
 
     def validate(self) -> None:

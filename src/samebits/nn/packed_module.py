@@ -221,7 +221,10 @@ class PackedModule(nn.Module):
         """Have all who share a packed tensor hold another one, not filled yet: who holds this one decodes this one."""
         if data is None or piece.header is None or data.device.type == "meta":
             return
-        header = PackedTensor.from_data(data).header
+        try:
+            header = PackedTensor.from_data(data).header
+        except SamebitsError as error:
+            raise error.at(prefix + piece.slot) from None
         if header == piece.header:
             return
         if header.shape != piece.header.shape:

@@ -34,7 +34,7 @@ def load_state_dict(
         What ``module.load_state_dict`` does.
 
     Raises:
-        FormatError: a damaged packed tensor, or one of another shape; ``module`` is as it was then.
+        FormatError, DigestError: a damaged packed tensor, or one of another shape; ``module`` is as it was then.
         RuntimeError: other keys or shapes that do not fit, as torch raises it.
     """
     found: list[tuple[list[Owned], PackedTensor]] = []
