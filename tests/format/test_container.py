@@ -16,6 +16,7 @@ from samebits import api
 from samebits.codecs.reference import digest_reference
 from samebits.errors import FormatError, InputError, SamebitsError, VersionError
 from samebits.format.container import Checkpoint, FileInfo
+from samebits.format.folder import JOB
 from samebits.format.mapping import SCRATCH_IN_MEMORY, create_mapped, map_file, scratch
 from samebits.format.names import stored_name
 from samebits.format.safetensors_file import SafetensorsFile, SafetensorsWriter, TensorSpec, header_bytes
@@ -306,6 +307,17 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     path.write_bytes(b"x")
     with pytest.raises(InputError, match="not a safetensors file"):
         Checkpoint.open(path)
+    with pytest.raises(
+        InputError, match=r"but weights of another format \(model\.bin\); load the model and save"
+    ):
+        Checkpoint.open(tmp_path)
+    (tmp_path / "transformer").mkdir()
+    (tmp_path / "transformer" / "model.safetensors").touch()
+    with pytest.raises(InputError, match=r"but in folders of it; give one of these: transformer$"):
+        Checkpoint.open(tmp_path)
+    (tmp_path / JOB).mkdir()
+    with pytest.raises(InputError, match=r"a job has not finished this folder; run the same command again"):
+        Checkpoint.open(tmp_path)
 
 
 def anonymous_bytes() -> int:

@@ -17,10 +17,11 @@ import pytest
 
 from samebits.errors import FormatError, InputError, ResourceError, SamebitsError
 from samebits.format.container import Checkpoint
+from samebits.format.folder import JOB
 from samebits.format.safetensors_file import SafetensorsWriter
 from samebits.jobs import pieces
 from samebits.jobs.workers import Workers
-from samebits.jobs.workspace import NAME, Workspace
+from samebits.jobs.workspace import Workspace
 from samebits.verify import verify_against
 from tests.jobs.checkpoints import files_of, stored, weights, write_file, write_folder
 from tests.jobs.test_jobs import compress, decompress, in_planes
@@ -30,6 +31,7 @@ import os, signal, sys
 from pathlib import Path
 from samebits.format.container import Checkpoint
 from samebits.jobs.compress import Compression
+from samebits.format.folder import JOB
 from samebits.jobs.workspace import Workspace
 
 record = Workspace.record
@@ -62,8 +64,8 @@ def count_encodes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_killed_job_is_not_loadable_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, destination = write_folder(tmp_path / "source"), tmp_path / "packed"
     kill_after_one_shard(source, destination)
-    assert [path.name for path in destination.iterdir()] == [NAME]
-    with pytest.raises(InputError, match="no safetensors files"):
+    assert [path.name for path in destination.iterdir()] == [JOB]
+    with pytest.raises(InputError, match="a job has not finished this folder"):
         Checkpoint.open(destination)
     encoded = count_encodes(monkeypatch)
     report = compress(source, destination)
@@ -89,7 +91,7 @@ def interrupted(source: Path, destination: Path, **run: Any) -> Path:
     """Compress until all is there but nothing published, as Ctrl-C would leave it; the workspace's folder."""
     with pytest.raises(KeyboardInterrupt):
         compress_with(Workspace, "publish", interrupt, source, destination, **run)
-    return destination / NAME
+    return destination / JOB
 
 
 def test_a_finished_shard_that_was_damaged_is_made_again(tmp_path: Path) -> None:
@@ -150,7 +152,7 @@ def test_interrupted_while_overwriting(tmp_path: Path) -> None:
     assert stored(destination) == stored(source)  # the old weights are untouched until the new ones are complete
     compress(source, destination, overwrite=True)
     assert verify_against(Checkpoint.open(destination), Checkpoint.open(source)).identical
-    assert not (destination / NAME).exists()
+    assert not (destination / JOB).exists()
 
 
 def test_what_cannot_be_opened_is_not_published(tmp_path: Path) -> None:
@@ -162,7 +164,7 @@ def test_what_cannot_be_opened_is_not_published(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=r"the shard model-00002-of-00002.safetensors is missing"):
         decompress(tmp_path / "packed", destination, overwrite=True)
     assert files_of(destination) == before
-    assert not (destination / NAME).exists()
+    assert not (destination / JOB).exists()
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "samebits.safetensors", "config.json", "older.safetensors"])

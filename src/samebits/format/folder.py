@@ -17,7 +17,9 @@ KEY = "samebits"  # in __metadata__, and the value of quant_method
 STEM = "samebits"
 INDEX_SUFFIX = ".safetensors.index.json"
 CONFIG = "config.json"
+JOB = ".samebits-job"  # in a folder that a job is writing
 DAMAGED = "the file is damaged or was not written by samebits"
+_OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
 _STEMS = (STEM, "model")  # where weights are looked for first
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
 
@@ -43,8 +45,8 @@ class Folder:
                 return cls.of_index(folder / (stem + INDEX_SUFFIX))
         files = [folder / name for name in sorted(names) if name.endswith(SUFFIX)]
         if not files:
-            mend = "give a folder with *.safetensors at its top level"
-            raise InputError("no safetensors files in this folder", where=str(folder), mend=mend)
+            what, mend = why_no_weights(folder, names)
+            raise InputError(what, where=str(folder), mend=mend)
         check_numbering(files)
         return cls(files, {}, {})
 
@@ -70,6 +72,20 @@ class Folder:
             if name not in held[file_name]:
                 where = f"{self.index}: {name}"
                 raise FormatError(f"the index puts it into {file_name}, which lacks it", where=where, mend=DAMAGED)
+
+
+def why_no_weights(folder: Path, names: Iterable[str]) -> tuple[str, str]:
+    """Of a folder without safetensors files at its top level: what it is, and the mend."""
+    others = sorted(name for name in names if name.endswith(_OTHER_FORMATS))
+    below = sorted({path.parent.name for path in folder.glob(f"*/*{SUFFIX}") if not path.parent.name.startswith(".")})
+    if JOB in names:
+        return "a job has not finished this folder", "run the same command again: it goes on where it was interrupted"
+    if below:
+        return "no safetensors files in this folder, but in folders of it", f"give one of these: {', '.join(below)}"
+    if others:
+        mend = "load the model and save it anew (save_pretrained writes safetensors)"
+        return f"no safetensors files in this folder, but weights of another format ({others[0]})", mend
+    return "no safetensors files in this folder", "give a folder with *.safetensors at its top level"
 
 
 def check_numbering(files: list[Path]) -> None:

@@ -13,12 +13,10 @@ from typing import IO, Any, Self
 
 from samebits.digest import digest
 from samebits.errors import FormatError, InputError, ResourceError, SamebitsError
-from samebits.format.folder import CONFIG, INDEX_SUFFIX, read_json
+from samebits.format.folder import CONFIG, INDEX_SUFFIX, JOB, read_json
 from samebits.format.mapping import map_file
 from samebits.format.safetensors_file import SUFFIX
 from samebits.sizes import size
-
-NAME = ".samebits-job"
 
 
 class Workspace:
@@ -40,7 +38,7 @@ class Workspace:
     def __init__(self, destination: Path, is_folder: bool, identity: dict[str, Any], overwrite: bool) -> None:
         self.destination, self.is_folder, self.overwrite = destination, is_folder, overwrite
         self.identity: dict[str, Any] = json.loads(json.dumps(identity))
-        self.folder = destination / NAME if is_folder else destination.with_name(f".{destination.name}{NAME}")
+        self.folder = destination / JOB if is_folder else destination.with_name(f".{destination.name}{JOB}")
         self.out = self.folder / "out"
         self._publishing = self.folder / "publishing"
         self._lock: IO[str] | None = None
@@ -98,7 +96,7 @@ class Workspace:
     def _check_destination(self) -> None:
         if self.overwrite or (self._publishing.exists() and self._is_same_job()):
             return
-        if self.is_folder and any(path.name != NAME for path in self.destination.iterdir()):
+        if self.is_folder and any(path.name != JOB for path in self.destination.iterdir()):
             raise InputError("the folder is not empty", where=str(self.destination), mend="empty it or add --overwrite")
         if not self.is_folder and self.destination.exists():
             raise InputError("the file exists", where=str(self.destination), mend="remove it or add --overwrite")
