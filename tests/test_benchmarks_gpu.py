@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,8 +20,10 @@ from torch.nn import functional as F
 import samebits
 from samebits.bf16 import words_of
 from samebits.df11.unit import Unit
+from samebits.kernels import residents
 from samebits.nn import packed_module
-from samebits.plans import dispatch
+from samebits.plans import dispatch, together
+from samebits.plans.key import PlanKey
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -34,7 +37,6 @@ import nvcomp_ans  # noqa: E402
 import peers  # noqa: E402
 import variants  # noqa: E402
 from samebits.kernels.linear import LinearPlan  # noqa: E402
-from samebits.kernels.linear_job import Launch  # noqa: E402
 from samebits.kernels.linear_launch import VARIANTS  # noqa: E402
 
 SECOND = common.Timing(1.0, 0.5, 2.0)
@@ -196,14 +198,13 @@ def test_products_of_a_weight_and_of_a_block() -> None:
 def one_launch(monkeypatch: pytest.MonkeyPatch, flaw: int = 1) -> None:
     """In place of a GPU's products: the first of a group, which has 64 rows, makes one launch, and each is right."""
 
-    a_launch = Launch("f.cu", "kernel", 1, 1, 0, ())
-
     def product(x: torch.Tensor, packed: samebits.PackedTensor, bias: torch.Tensor | None) -> torch.Tensor:
-        if packed.shape[0] == 64:
-            linear.together.Products(a_launch)(x, bias, list)
+        kept = residents.resident(packed.data)
+        if packed.shape[0] == 64 and kept:
+            kept.followers = kept.followers or together._Group()
+            kept.followers.chosen[PlanKey(*packed.shape, x.shape[0], False, "settings")] = mock.Mock()
         return F.linear(x, samebits.decode(packed), bias) * flaw
 
-    monkeypatch.setattr(linear.together.Products, "__call__", lambda self, x, bias, operands: [])
     monkeypatch.setattr(packed_module, "_is_plain", lambda tensor: True)
     monkeypatch.setattr(dispatch, "linear_of_module", product)
 

@@ -307,9 +307,7 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     path.write_bytes(b"x")
     with pytest.raises(InputError, match="not a safetensors file"):
         Checkpoint.open(path)
-    with pytest.raises(
-        InputError, match=r"but weights of another format \(model\.bin\); load the model and save"
-    ):
+    with pytest.raises(InputError, match=r"but weights of another format \(model\.bin\); load the model and save"):
         Checkpoint.open(tmp_path)
     (tmp_path / "transformer").mkdir()
     (tmp_path / "transformer" / "model.safetensors").touch()

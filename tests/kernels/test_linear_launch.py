@@ -10,7 +10,7 @@ import pytest
 
 from samebits.format.geometry import Code, Layout
 from samebits.format.packed import Header
-from samebits.kernels import nvrtc
+from samebits.kernels import linear_chains, nvrtc
 from samebits.kernels.decode import STATIC_SHARED, staging_words
 from samebits.kernels.linear import is_supported
 from samebits.kernels.linear_job import CHUNK_STAGES, Kernel, Launch, magic
@@ -20,6 +20,7 @@ from samebits.kernels.linear_launch import (
     MAX_TILE_TOKENS,
     MAX_TOKENS,
     VARIANTS,
+    different,
     joint_launch,
     launch_of,
     max_tokens,
@@ -203,6 +204,36 @@ def test_walks_cover_a_weight(split: int, columns: int, hopper: bool) -> None:
             for other in range(2 if joint else 0):
                 assert joint is not None
                 check_walks(header, joint, other)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_of_equal_launches_one_is_a_variant(shape: tuple[int, int], hopper: bool) -> None:
+    launches = [launch_of(header_of(shape, 470), 1, 1, number, 0) for number in range(len(VARIANTS))]
+    found = different(launches)
+    for number, launch in enumerate(launches):
+        like = [first for first, other in found.items() if launch and other.is_like(launch)]
+        assert len(like) == (launch is not None)
+        assert all(first <= number for first in like)
+    assert len(found) < sum(launch is not None for launch in launches) or shape == SHAPES[-1]
+
+
+def test_cuts_are_moved_to_where_less_is_decoded_twice(hopper: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def decoded() -> int:
+        launch_of.cache_clear()
+        launch = launch_of(header, 1, 5, number, 0)
+        assert launch
+        words, stages = job_of(launch)["walks"], header.geometry.stages
+        pieces = [
+            piece for i in range(0, 80, 4) for piece in pieces_of(job_of(launch), stages, tuple(words[i : i + 4]))
+        ]
+        return sum(-(-(piece.end - piece.first // 16 * 16) // 8) * 8 for piece in pieces)
+
+    header = header_of((10240, 8192), 470)
+    number = next(i for i, variant in enumerate(VARIANTS) if variant.kernel is Kernel.CHAINS)
+    moved = decoded()
+    monkeypatch.setattr(linear_chains._Planner, "_with_fewer_borders", lambda self, cuts: cuts)
+    assert 10 * 128 <= moved < decoded() or not hopper  # fewer warps have fewer cuts
+    launch_of.cache_clear()
 
 
 def check_lines(header: Header, launch: Launch, number: int = 0) -> None:

@@ -78,6 +78,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeGpu:
     monkeypatch.setattr(call, "products_of", lambda header, m, plan, device: fake.products)
     monkeypatch.setattr(call, "is_launchable", lambda header, m, plan, device: is_supported(header, m, device))
     monkeypatch.setattr(calibrate, "variants", lambda header, m, split: [0, 1])
+    monkeypatch.setattr(calibrate, "first_variant", lambda header, m, split: 0)
     monkeypatch.setattr(calibrate, "microseconds", fake.microseconds)
     monkeypatch.setattr(dispatch, "decode_cuda", samebits.decode)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())

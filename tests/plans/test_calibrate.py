@@ -125,6 +125,7 @@ def test_more_probes_tell_splits_apart(gpu: FakeGpu) -> None:
 
 def test_splits_that_the_kernel_cannot_do(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "variants", lambda header, m, split: [0, 1] if split > 2 else [])
+    monkeypatch.setattr(calibrate, "first_variant", lambda header, m, split: 0 if split > 2 else None)
     assert found(key()).plan == LinearPlan(3, 1)
     gpu.split = 2
     assert found(key()).plan is None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -72,8 +72,17 @@ def is_supported(header: Header, m: int, device: int) -> bool:
 
 def variants(header: Header, m: int, split: int) -> list[int]:
     """The different variants of a supported launch that fit on the current device, as LinearPlan counts them."""
+    return list(different(_launches(header, m, split)))
+
+
+def first_variant(header: Header, m: int, split: int) -> int | None:
+    """Of these the first, without working out the others."""
+    return next((i for i, launch in enumerate(_launches(header, m, split)) if launch), None)
+
+
+def _launches(header: Header, m: int, split: int) -> Iterator[Launch | None]:
     device = torch.cuda.current_device()
-    return list(different(launch_of(header, m, split, i, device) for i in range(len(VARIANTS))))
+    return (launch_of(header, m, split, i, device) for i in range(len(VARIANTS)))
 
 
 def is_launchable(header: Header, m: int, plan: LinearPlan, device: int) -> bool:

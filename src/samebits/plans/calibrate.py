@@ -18,6 +18,7 @@ from samebits.format.packed import PackedTensor
 from samebits.kernels.linear import (
     LinearPlan,
     Operands,
+    first_variant,
     fused_linear,
     fused_linears,
     is_supported,
@@ -66,8 +67,9 @@ class Trial:
 
     def first_plans(self) -> list[LinearPlan]:
         """One for each split that the kernel can do."""
-        splits = ((split, self.variants(split)) for split in candidate_splits(self.key.columns))
-        return [LinearPlan(split, variants[0]) for split, variants in splits if variants]
+        header, tokens = self.packed.header, self.key.tokens
+        splits = ((split, first_variant(header, tokens, split)) for split in candidate_splits(self.key.columns))
+        return [LinearPlan(split, variant) for split, variant in splits if variant is not None]
 
     def agreeing(self, plans: Sequence[LinearPlan], seed: int, *, cancelling: bool = True) -> list[LinearPlan]:
         """Those of ``plans`` that give every byte of F.linear, for one more input of two and of three dimensions."""
