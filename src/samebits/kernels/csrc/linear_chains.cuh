@@ -88,7 +88,7 @@ struct Ring {
     __device__ __forceinline__ u32 pair_signs(int stage) const { return load_shared(signs + (stage >> 1) * kSlabBytes); }
 };
 
-// borders: chains may end inside pieces.
+// borders: chains may end inside pieces. Then one body serves all turns: two, one of them rarely used, take longer to fetch than to select.
 template <Kind kind, int octets, bool borders = false>
 __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& packed, const Job& job) {
     extern __shared__ __align__(128) u32 memory[];
@@ -96,8 +96,9 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
     int lane = threadIdx.x & 31;
     keep(lane);
     const int warp = threadIdx.x >> 5, block_warps = blockDim.x >> 5, block = job.block();
-    const Pieces walk{geometry, job, job.walks[block < job.longer ? 0 : 1][warp]};
-    const int number = walk.walk.edges >> 24, pieces = walk.count();
+    const Walk& walk = job.walks[block < job.longer ? 0 : 1][warp];
+    const Pieces own{geometry, job, walk};
+    const int number = walk.edges >> 24, pieces = own.count();
 
     // Shared memory: table, its entries and then x, for each warp two staging buffers and a ring of slabs, its list, sums, flags.
     const int warp_words = 2 * job.buffer_words + kRing * kSlabBytes / 4;
@@ -116,7 +117,7 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
     auto list_pieces = [&](int index, int count) {
         index += lane;
         if (lane >= count || index >= pieces) return;
-        const Vec2 piece = walk.at(index);
+        const Vec2 piece = own.at(index);
         const u32 group = group_of(piece.x), target = listed(index);
         const u8* offset = packed.data + packed.offsets + 4 * (u64(group) * u32(geometry.chunks_per_row_group) + (piece.x & 0xffff));
         copy_async_4(target, offset);
