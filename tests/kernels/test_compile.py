@@ -8,6 +8,7 @@ from samebits.errors import DeviceError
 from samebits.kernels import nvrtc
 
 CAPABILITIES = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
+CHAINS = ("shared", "shared_borders", "global", "global_borders")
 KERNELS = {
     "decode.cu": ["decode_quad_whole", "decode_quad_clipped", "decode_single_whole", "decode_single_clipped"],
     "compact.cu": ["decode_compact"],
@@ -19,13 +20,9 @@ KERNELS = {
         for variant in ("whole", "clipped")
     ],
     "linear_ahead.cu": [f"linear_ahead_{tokens}" for tokens in (8, 16)],
-    "linear_chains.cu": [
-        f"linear_chains_{tokens}_{kind}" for tokens in (8, 16) for kind in ("shared", "borders", "global")
-    ],
+    "linear_chains.cu": [f"linear_chains_{tokens}_{kind}" for tokens in (8, 16) for kind in CHAINS],
     "linear_ahead_together.cu": [f"linear_ahead_{tokens}_together" for tokens in (8, 16)],
-    "linear_chains_together.cu": [
-        f"linear_chains_{tokens}_{kind}_together" for tokens in (8, 16) for kind in ("shared", "borders", "global")
-    ],
+    "linear_chains_together.cu": [f"linear_chains_{tokens}_{kind}_together" for tokens in (8, 16) for kind in CHAINS],
     "linear_tiles.cu": [f"linear_tiles_{tokens}_{tiles}" for tokens in (16, 32, 64, 128) for tiles in (1, 2)],
     "linear_singles.cu": [f"linear_singles_{tokens}" for tokens in (4, 8, 16, 32)],
     "linear_singles_together.cu": [f"linear_singles_{tokens}_together" for tokens in (4, 8, 16, 32)],

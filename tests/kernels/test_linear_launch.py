@@ -143,7 +143,7 @@ def check_walks(header: Header, launch: Launch, number: int = 0) -> None:
     own, longer, per_range, ranges = job["own"], job["longer"], job["stages_per_range"], job["ranges"]
     assert len(job["walks"]) == 2 * 20 * 4
     assert job["slots"] == own + (longer > 0)
-    assert ranges == 1 or per_range >= 16
+    assert ranges == 1 or per_range >= 16 or "borders" not in launch.name
     for kind, groups in enumerate((own + 1 if longer else 0, own)):
         words = job["walks"][80 * kind : 80 * kind + 4 * launch.warps]
         by_warp = [tuple(words[i : i + 4]) for i in range(0, len(words), 4)]

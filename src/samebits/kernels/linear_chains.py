@@ -11,6 +11,7 @@ from itertools import accumulate, pairwise, product
 
 from samebits.format.geometry import SLAB_BYTES
 from samebits.format.packed import Header
+from samebits.kernels import nvrtc
 from samebits.kernels.linear_job import CHUNK_STAGES, MAX_TOKENS, OCTET, JobFields, Launch, Planner, shares
 from samebits.kernels.structures import WALKS
 
@@ -24,7 +25,7 @@ _LIST_WORDS = 101  # kListBytes, and a flag, of a warp
 _MAX_CHUNKS = (1 << 16) - 1  # of a block; csrc: Walk
 _SCHEDULERS = 4  # of a multiprocessor
 _ALONE = 3.0  # stages of a scheduler, in whose time a warp takes one that waits for nothing but itself
-_STEEP = 16
+_STEEP = 16  # an exponent: in a sum of powers the longest time counts for almost all
 
 
 @dataclass(frozen=True)
@@ -76,18 +77,18 @@ def chains(
     planners = [_Planner(*each, m, device, shared_x) for each in zip(headers, splits, blocks, strict=True)]
     if any(each.own * each.chunks > _MAX_CHUNKS or each.ranges > _MAX_RANGES for each in planners):
         return None
-    if any(each.ranges > 1 and each.stages_per_range < CHUNK_STAGES for each in planners):
-        return None  # more than one border in a chunk
     room = min(
         most_warps, _MAX_WARPS[planners[0].octets], *((each.room - each.fixed) // each.warp for each in planners)
     )
     if room < min(_SCHEDULERS, max(each.chains for each in planners)):
         return None
     warps = max(each.warps(room) for each in planners)
-    has_borders = any(each.has_borders(warps) for each in planners)
-    if has_borders and not (shared_x and all(each.is_border_alone for each in planners)):
+    with_borders = [each for each in planners if each.has_borders(warps)]
+    if not all(each.are_borders_alone for each in with_borders):
         return None
-    kind = "borders" if has_borders else "shared" if shared_x else "global"
+    if with_borders and not shared_x and nvrtc.has_wgmma(device):
+        return None  # other kernels take less time there
+    kind = ("shared" if shared_x else "global") + ("_borders" if with_borders else "")
     together = "_together" if len(planners) > 1 else ""
     jobs = (each.job(warps, first) for each, first in zip(planners, accumulate(blocks, initial=0), strict=False))
     name = f"linear_chains_{OCTET * planners[0].octets}_{kind}{together}"
@@ -116,9 +117,10 @@ class _Planner(Planner):
         self.warp = 2 * self.buffer + _RING_SLABS * SLAB_BYTES // 4 + sums + _LIST_WORDS
 
     @property
-    def is_border_alone(self) -> bool:
-        """Whether no row group's last range begins and ends in the same turn."""
-        return self.ranges == 1 or ((self.ranges - 1) * self.stages_per_range - 1) // _TURN < (self.stages - 1) // _TURN
+    def are_borders_alone(self) -> bool:
+        """Whether a chunk has one border at most, and no row group's last range begins and ends in the same turn."""
+        last = (self.ranges - 1) * self.stages_per_range
+        return self.stages_per_range >= CHUNK_STAGES and (last - 1) // _TURN < (self.stages - 1) // _TURN
 
     @property
     def chains(self) -> int:

@@ -2,8 +2,10 @@
 #include "linear_chains.cuh"
 
 LINEAR_KERNEL(linear_chains_8_shared, Product, kMaxWarps, linear<shared, 1>)
-LINEAR_KERNEL(linear_chains_8_borders, Product, kMaxWarps, linear<shared, 1, true>)
+LINEAR_KERNEL(linear_chains_8_shared_borders, Product, kMaxWarps, linear<shared, 1, true>)
 LINEAR_KERNEL(linear_chains_8_global, Product, kMaxWarps, linear<global, 1>)
+LINEAR_KERNEL(linear_chains_8_global_borders, Product, kMaxWarps, linear<global, 1, true>)
 LINEAR_KERNEL(linear_chains_16_shared, Product, kFewWarps, linear<shared, 2>)
-LINEAR_KERNEL(linear_chains_16_borders, Product, kFewWarps, linear<shared, 2, true>)
+LINEAR_KERNEL(linear_chains_16_shared_borders, Product, kFewWarps, linear<shared, 2, true>)
 LINEAR_KERNEL(linear_chains_16_global, Product, kFewWarps, linear<global, 2>)
+LINEAR_KERNEL(linear_chains_16_global_borders, Product, kFewWarps, linear<global, 2, true>)

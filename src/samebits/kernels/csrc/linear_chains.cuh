@@ -88,7 +88,8 @@ struct Ring {
     __device__ __forceinline__ u32 pair_signs(int stage) const { return load_shared(signs + (stage >> 1) * kSlabBytes); }
 };
 
-// borders: chains may end inside pieces. Then one body serves all turns: two, one of them rarely used, take longer to fetch than to select.
+// borders: chains may end inside pieces. With x in shared memory one body then serves all turns: two, one of them rarely used, take longer to fetch than
+// to select, and what a turn reads behind x's end no sum keeps.
 template <Kind kind, int octets, bool borders = false>
 __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& packed, const Job& job) {
     extern __shared__ __align__(128) u32 memory[];
@@ -300,7 +301,7 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
                 }
             };
             constexpr u32 whole = (1u << kTurn) - 1;
-            if (borders || (active & whole) == whole) turn(true);
+            if ((borders && kind == shared) || (active & whole) == whole) turn(true);
             else turn(false);
             ring.go_on();
             active >>= kTurn;
