@@ -26,7 +26,7 @@ from samebits.kernels.linear import (
     launch_together,
     variants,
 )
-from samebits.kernels.linear_launch import MAX_TOKENS, VARIANTS
+from samebits.kernels.linear_launch import MAX_TOKENS, VARIANTS, joint_launch, launch_of, nearest_launch
 from samebits.kernels.linear_pairs import MAX_WGMMA_TOKENS
 from samebits.kernels.linear_relay import TILES, relay
 from tests.codecs.tensors import without_compact
@@ -175,6 +175,26 @@ def test_many_row_groups_of_a_block(tokens: int) -> None:
     packed = samebits.encode(weight).to("cuda")
     skip_unless_supported(packed, tokens)
     assert assert_all_alike(weight.cuda(), packed, tokens, (1, 2)) >= 4
+
+
+@pytest.mark.parametrize("shape", [(1032, 4096), (2048, 5376)], ids=str)
+def test_as_on_gpus_with_less(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without Hopper's instructions and with less shared memory: x does not fit there then."""
+    monkeypatch.setattr(nvrtc, "has_wgmma", lambda device: False)
+    monkeypatch.setattr(nvrtc, "shared_memory", lambda device: 101376)
+    caches = (launch_of, nearest_launch, joint_launch)
+    for each in caches:
+        each.cache_clear()
+    weight = weight_of("row scales", *shape)
+    packed, names = samebits.encode(weight).to("cuda"), set()
+    for tokens in (1, 8, 16):
+        assert assert_all_alike(weight.cuda(), packed, tokens, (1, 2, 3, 5)) >= 8
+        for split in (1, 2, 3, 5):
+            launches = (launch_of(packed.header, tokens, split, number, 0) for number in range(len(VARIANTS)))
+            names |= {launch.name for launch in launches if launch}
+    assert any(name.endswith("global_borders") for name in names) == (shape[1] == 5376)
+    for each in caches:
+        each.cache_clear()
 
 
 def test_many_chunks_of_a_warp() -> None:
