@@ -58,22 +58,22 @@ def decompress(source: str, destination: Path, run: RunOptions, as_json: bool) -
     checkpoint = open_source(source)
     with progress_bar("decompress") as progress:
         report = Decompression(checkpoint, destination, run, progress).run()
-    original, stored = size(report.sizes.original_bytes), size(report.sizes.stored_bytes)
-    _report(report, as_json, f"{original}, from {stored} compressed ({100 * report.sizes.ratio:.1f} %)")
+    _report(report, as_json, is_packed=False)
 
 
-def _report(report: JobReport, as_json: bool, what: str | None = None) -> None:
+def _report(report: JobReport, as_json: bool, is_packed: bool = True) -> None:
     if as_json:
         print_json({**vars(report), "sizes": report.sizes.to_json()})
         return
     sizes = report.sizes
     original, stored = size(sizes.original_bytes), size(sizes.stored_bytes)
+    whence = f"{stored}, from {original}" if is_packed else f"{original}, from {stored} compressed"
     speed = size(sizes.original_bytes / max(report.seconds, 1e-9))
     resumed = f", {report.resumed_shards} of {report.shards} files from an earlier run" if report.resumed_shards else ""
     bits = f", {sizes.bits_per_weight:.2f} bits per weight" if sizes.packed_tensors else ""
     print_lines(
-        f"{report.destination}: {what or f'{stored}, from {original} ({100 * sizes.ratio:.1f} %)'}",
-        f"{sizes.packed_tensors} of {sizes.tensors} tensors {'were ' if what else ''}packed{bits}",
+        f"{report.destination}: {whence} ({100 * sizes.ratio:.1f} %)",
+        f"{sizes.packed_tensors} of {sizes.tensors} tensors {'' if is_packed else 'were '}packed{bits}",
         f"{report.seconds:.1f} s on {report.device}, {speed}/s{resumed}",
     )
     _list("stored unchanged, packing gains nothing", report.not_gained)

@@ -45,7 +45,7 @@ class Folder:
                 return cls.of_index(folder / (stem + INDEX_SUFFIX))
         files = [folder / name for name in sorted(names) if name.endswith(SUFFIX)]
         if not files:
-            what, mend = why_no_weights(folder, names)
+            what, mend = _why_no_weights(folder, names)
             raise InputError(what, where=str(folder), mend=mend)
         check_numbering(files)
         return cls(files, {}, {})
@@ -74,7 +74,7 @@ class Folder:
                 raise FormatError(f"the index puts it into {file_name}, which lacks it", where=where, mend=DAMAGED)
 
 
-def why_no_weights(folder: Path, names: Iterable[str]) -> tuple[str, str]:
+def _why_no_weights(folder: Path, names: Iterable[str]) -> tuple[str, str]:
     """Of a folder without safetensors files at its top level: what it is, and the mend."""
     others = sorted(name for name in names if name.endswith(_OTHER_FORMATS))
     below = sorted({path.parent.name for path in folder.glob(f"*/*{SUFFIX}") if not path.parent.name.startswith(".")})

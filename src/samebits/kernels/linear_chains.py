@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise, product
@@ -47,13 +47,8 @@ class Walk:
         """In the order in which a warp goes through them: the last chain, those in front, what is left of the first."""
         return (self.last, self.end), (self.whole, self.last), (self.begin, self.whole)
 
-    def words(self, stages: int, chunks: int) -> tuple[int, ...]:
-        """csrc: Walk, where row groups have so many."""
-
-        def place(stage: int) -> tuple[int, int]:
-            slot, inside = divmod(stage, stages)
-            return slot * chunks + inside // CHUNK_STAGES, inside % CHUNK_STAGES
-
+    def words(self, place: Callable[[int], tuple[int, int]]) -> tuple[int, ...]:
+        """csrc: Walk; ``place`` says in which of a block's chunks a stage is, and where there."""
         parts, edges = [0, 0, 0], self.number << 24
         for i, (begin, end) in enumerate(self.parts):
             if begin < end:
@@ -163,7 +158,8 @@ class _Planner(Planner):
                 chunks = self._with_fewer_borders(chunks)
             cuts = [self._stage_of(chunk) for chunk in chunks]
         walks = [self._walk(*each, number) for number, each in enumerate(pairwise(cuts))]
-        return [walks[number] for number in sorted(range(len(walks)), key=_warps_of(len(walks)).__getitem__)]
+        by_warp = dict(zip(_warps_of(len(walks)), walks, strict=True))
+        return [by_warp[warp] for warp in range(len(walks))]
 
     def _walk(self, begin: int, end: int, number: int) -> Walk:
         opened = self._ranges_begun(begin, end)
@@ -178,9 +174,14 @@ class _Planner(Planner):
                 if begin <= stage < end]  # fmt: skip
 
     def _stage_of(self, chunk: int) -> int:
-        """The first of a chunk that is counted among a block's."""
+        """The first of one of a block's chunks."""
         slot, inside = divmod(chunk, self.chunks)
         return slot * self.stages + inside * CHUNK_STAGES
+
+    def _place(self, stage: int) -> tuple[int, int]:
+        """In which of a block's chunks a stage is, and where there."""
+        slot, inside = divmod(stage, self.stages)
+        return slot * self.chunks + inside // CHUNK_STAGES, inside % CHUNK_STAGES
 
     def _even_cuts(self, groups: int, warps: int) -> list[int]:
         """With which chunks walks begin, and the last one ends."""
@@ -231,9 +232,8 @@ class _Planner(Planner):
         times = [0, 0, 0]
         for i, (begin, end) in enumerate(self._walk(self._stage_of(first), self._stage_of(behind), 0).parts):
             if begin < end:
-                (slot, opening), (last_slot, closing) = divmod(begin, self.stages), divmod(end - 1, self.stages)
-                chunks = (last_slot - slot) * self.chunks + closing // CHUNK_STAGES - opening // CHUNK_STAGES
-                times[i] = chunks * (CHUNK_STAGES + _OPENING) + _turns(closing % CHUNK_STAGES + 1) + _OPENING
+                last, closing = self._place(end - 1)
+                times[i] = (last - self._place(begin)[0]) * (CHUNK_STAGES + _OPENING) + _turns(closing + 1) + _OPENING
         return times[0], times[1], times[2]
 
     def job(self, warps: int, first_block: int) -> JobFields:
@@ -244,5 +244,5 @@ class _Planner(Planner):
         for groups in (own + 1 if longer else 0, own):
             found = self.walks(groups, warps) if groups else []
             for walk in found + [Walk(0, 0, 0, 0, 0)] * (WALKS - len(found)):
-                walks += walk.words(self.stages, self.chunks)
+                walks += walk.words(self._place)
         return self.job_fields(self.own, 1, warps, x=self.x, first_block=first_block, walks=walks)
