@@ -117,12 +117,9 @@ class Launch:
     def threads(self) -> int:
         return LANES * self.warps
 
-    def is_like(self, other: Launch) -> bool:
-        """Whether both do the same for the same tensors; variants often do."""
-        return self._key == other._key
-
     @property
-    def _key(self) -> tuple[object, ...]:
+    def key(self) -> tuple[object, ...]:
+        """The same for launches that do the same for the same tensors, as variants often do."""
         return self.file, self.name, self.grid, self.warps, self.shared_bytes, self.jobs, self.boxes
 
 

@@ -93,11 +93,11 @@ def launch_of(header: Header, m: int, split: int, variant: int, device: int) -> 
 
 def different(launches: Iterable[Launch | None]) -> dict[int, Launch]:
     """Those that there are, by number; of equal ones the first."""
-    found: dict[int, Launch] = {}
+    found: dict[tuple[object, ...], tuple[int, Launch]] = {}
     for number, launch in enumerate(launches):
-        if launch and not any(map(launch.is_like, found.values())):
-            found[number] = launch
-    return found
+        if launch:
+            found.setdefault(launch.key, (number, launch))
+    return dict(found.values())
 
 
 @lru_cache(maxsize=65536)
