@@ -3,7 +3,7 @@
 //
 //   block: builds the decode table in shared memory, then every warp on its own, task after task:
 //   1. stage     copy the next task's chunk to shared memory while the present one is decoded
-//   2. load      a stage's raw bytes and sign words, four stages before they are needed
+//   2. load      raw bytes and sign words of four stages, four stages before they are needed, also those of the next chunk
 //   3. decode    each lane: two codewords of each of its two streams (quad code), or eight (single code)
 //   4. patch     rare
 //   5. store     four words of each step as 8 bytes; four neighbouring lanes fill a sector
@@ -34,6 +34,25 @@ struct Place {
     u32 scale;            // 2^-shift of the row, as BF16, twice
 
     __device__ __forceinline__ void next_stage() { position += 64; column += 64; }
+};
+
+// A lane's raw bytes and sign words of four stages, two slabs.
+//
+// Loads to registers are waited for all at once, whichever was asked for last. So four stages are asked for together, when the four before have come:
+// behind the first of these.
+struct LoadedTurn {
+    Vec4 raw[4];
+    u32 signs[2];
+
+    // Not ld.global.nc: that the compiler would move.
+    __device__ __forceinline__ void load(const u8* slab, int lane) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) asm volatile("ld.global.L1::no_allocate.u32 %0, [%1];" : "=r"(signs[i]) : "l"(slab + i * kSlabBytes + 4 * lane) : "memory");
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(raw[i].x), "=r"(raw[i].y), "=r"(raw[i].z), "=r"(raw[i].w)
+                         : "l"(slab + (i >> 1) * kSlabBytes + kSignBytes + (i & 1) * kStageBytes + 16 * lane) : "memory");
+    }
 };
 
 template <bool quad>
@@ -118,30 +137,29 @@ struct Decoder {
         }
     }
 
-    // The common case: quad code, a coded chunk within one row group that starts with a slab. Four stages a turn, the next four on
-    // their way.
+    // The common case: quad code, a coded chunk within one row group that starts with a slab.
+    static __device__ __forceinline__ bool has_run(const Chunk& extent) {
+        return quad && extent.row_groups == 1 && extent.first_stage % 2 == 0 && extent.stages >= 4;
+    }
+    __device__ __forceinline__ const u8* slab_of(const Chunk& extent) const {
+        return packed.data + packed.planes + slab_offset(geometry.stages, extent.row_group, extent.first_stage);
+    }
+
+    // Of such a chunk as many stages as make up whole turns of four. `loaded`: its first turn, and then what is at `behind`.
     template <Clip clip>
-    __device__ __forceinline__ int decode_run(const Chunk& extent, StagedChunk& chunk, Stream streams[2], Place& place) {
-        const u8* slab = packed.data + packed.planes + slab_offset(geometry.stages, extent.row_group, extent.first_stage);
-        Vec4 raw[4];
-        u32 signs[2];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) raw[i] = load_once(slab + (i >> 1) * kSlabBytes + kSignBytes + (i & 1) * kStageBytes + 16 * lane);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) signs[i] = load_once_u32(slab + i * kSlabBytes + 4 * lane);
+    __device__ __forceinline__ int decode_run(const Chunk& extent, StagedChunk& chunk, Stream streams[2], Place& place, LoadedTurn& loaded, const u8* behind) {
+        const u8* slab = slab_of(extent);
         const int turns = extent.stages >> 2;
         for (int turn = 0; turn < turns; ++turn) {
-            const u8* next = turn + 1 < turns ? slab + 2 * kSlabBytes : slab;   // the last turn reads its own stages again, from the cache
-            slab = next;
+            slab = turn + 1 < turns ? slab + 2 * kSlabBytes : behind;
+            LoadedTurn next;
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const Vec4 bytes = raw[i];
-                const u32 sign = i & 1 ? signs[i >> 1] << 4 : signs[i >> 1];
-                raw[i] = load_once(next + (i >> 1) * kSlabBytes + kSignBytes + (i & 1) * kStageBytes + 16 * lane);
-                if (i & 1) signs[i >> 1] = load_once_u32(next + (i >> 1) * kSlabBytes + 4 * lane);
-                decode_stage<clip, false>(chunk, streams, 4 * turn + i, bytes, sign, place);
+                decode_stage<clip, false>(chunk, streams, 4 * turn + i, loaded.raw[i], loaded.signs[i >> 1] << (4 * (i & 1)), place);
+                if (i == 0) next.load(slab, lane);
                 place.next_stage();
             }
+            loaded = next;
         }
         return 4 * turns;
     }
@@ -163,13 +181,16 @@ struct Decoder {
         }
     }
 
+    // `loaded` as in decode_run, if there is a run in this chunk, and then in the next.
     template <Clip clip>
-    __device__ __forceinline__ void decode_chunk(const Chunk& extent, StagedChunk& chunk, Stream streams[2]) {
+    __device__ __forceinline__ void decode_chunk(const Chunk& extent, const Chunk& next, StagedChunk& chunk, Stream streams[2], LoadedTurn& loaded) {
         Place place = place_at(extent.row_group, extent.first_stage);
-        if (chunk.raw) return decode_rest<clip, true>(extent, chunk, streams, place, 0);
         int done = 0;
-        if (quad && extent.row_groups == 1 && extent.first_stage % 2 == 0 && extent.stages >= 4)
-            done = decode_run<clip>(extent, chunk, streams, place);
+        if (!chunk.raw && has_run(extent))
+            done = decode_run<clip>(extent, chunk, streams, place, loaded, slab_of(has_run(next) ? next : extent));
+        else if (has_run(next))
+            loaded.load(slab_of(next), lane);
+        if (chunk.raw) return decode_rest<clip, true>(extent, chunk, streams, place, 0);
         decode_rest<clip, false>(extent, chunk, streams, place, done);
     }
 
@@ -207,50 +228,59 @@ __device__ __forceinline__ void decode_tasks(const Geometry& geometry, const Pac
     const int decoders = min(warps, (count + int(gridDim.x) - 1) / int(gridDim.x)), stride = gridDim.x * decoders;
     u32* buffers = shared + division.table_words + division.entry_words + warp * 2 * division.buffer_words;
     const u32* offsets = reinterpret_cast<const u32*>(packed.data + packed.offsets);
-    const u32* streams_section = reinterpret_cast<const u32*>(packed.data + packed.streams);
 
     auto next_wanted = [&](int task) {
         while (Tasks::sparse && task < count && !tasks.wanted(task)) task += stride;
         return task;
     };
-    // Step 1. Copies whole 16-byte units, so the chunk starts up to three words into its buffer. Never beyond buffer or section.
-    auto stage_chunk = [&](int task, int slot, int& begin, int& size) {
-        if (task < count) {
-            const int index = tasks.chunk(task);
-            const u32 start = min(offsets[index], packed.stream_words), stop = min(offsets[index + 1], packed.stream_words);
-            size = stop > start ? int(min(stop - start, u32(packed.max_chunk_words))) : 0;
-            begin = start & 3;
-            const u32 shared_address = u32(__cvta_generic_to_shared(buffers + slot * division.buffer_words));
-            const int units = (begin + size + 3) >> 2;
-            for (int unit = lane; unit < units; unit += kLanes)
-                copy_async(shared_address + 16 * unit, streams_section + (start - begin) + 4 * unit);
-        }
+    auto behind = [&](int task) { return task < count ? next_wanted(task + stride) : task; };
+    auto extent_of = [&](int task) { return chunk_at(geometry, tasks.chunk(task)); };
+    u32 start = 0, stop = 0;   // of the streams that come next
+    auto find = [&](int task) {
+        if (task >= count) return;
+        const u32* offset = offsets + tasks.chunk(task);
+        start = load_u32(offset);
+        stop = load_u32(offset + 1);
+    };
+    auto stage_chunk = [&](int task, int slot) {   // step 1
+        StagedPlace place{};
+        if (task < count) place = stage_streams(packed, u32(__cvta_generic_to_shared(buffers + slot * division.buffer_words)), start, stop, lane);
         copy_commit();
+        return place;
     };
 
     let_kernel_behind_start();
     if (Tasks::sparse) await_kernel_before();   // which tasks are wanted may have just been written
-    int task = next_wanted(warp < decoders ? blockIdx.x * decoders + warp : count), slot = 0, begin = 0, size = 0;
+    int task = next_wanted(warp < decoders ? blockIdx.x * decoders + warp : count), slot = 0;
     if (Tasks::sparse && !__syncthreads_or(task < count)) return;   // before the table is built for nothing
+    find(task);
     const Table<quad> table(packed, shared, shared + division.table_words);
-    stage_chunk(task, 0, begin, size);
+    Decoder<quad> decoder{geometry, packed, u32(__cvta_generic_to_shared(shared)), lane, ((1u << packed.width) - 1) << 2, u32(packed.window >> 4) * 0x10101010u, {}};
+    StagedPlace staged = stage_chunk(task, 0);
+    Chunk extent{};
+    LoadedTurn loaded;
+    if (task < count) {
+        extent = extent_of(task);
+        if (decoder.has_run(extent)) loaded.load(decoder.slab_of(extent), lane);
+    }
+    int next = behind(task);
+    find(next);
     table.finish();
     await_kernel_before();
-    Decoder<quad> decoder{geometry, packed, u32(__cvta_generic_to_shared(shared)), lane, ((1u << packed.width) - 1) << 2, u32(packed.window >> 4) * 0x10101010u, {}};
-    for (; task < count; task = next_wanted(task + stride)) {
-        int next_begin = 0, next_size = 0;
-        stage_chunk(next_wanted(task + stride), slot ^ 1, next_begin, next_size);
+    while (task < count) {
+        const StagedPlace next_staged = stage_chunk(next, slot ^ 1);
+        const Chunk next_extent = next < count ? extent_of(next) : extent;
+        const int after = behind(next);
+        find(after);
         copy_wait<1>();
         __syncwarp();
         StagedChunk chunk;
         Stream streams[2];
-        const Chunk extent = chunk_at(geometry, tasks.chunk(task));
         decoder.window = tasks.window(task);
-        chunk.open(buffers + slot * division.buffer_words + begin, size, extent.row_groups * extent.stages, lane, streams);
-        decoder.template decode_chunk<clip>(extent, chunk, streams);
+        chunk.open(buffers + slot * division.buffer_words + staged.begin, staged.size, extent.row_groups * extent.stages, lane, streams);
+        decoder.template decode_chunk<clip>(extent, next_extent, chunk, streams, loaded);
         __syncwarp();
         slot ^= 1;
-        begin = next_begin;
-        size = next_size;
+        task = next, next = after, staged = next_staged, extent = next_extent;
     }
 }

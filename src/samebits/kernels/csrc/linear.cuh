@@ -19,7 +19,8 @@ struct Job {
     const u16* x;        // [tokens, columns]
     const u16* bias;     // [rows] or null
     u16* y;              // [tokens, rows]
-    float* parts;        // linear_pairs.cuh: where ranges' sums meet; linear_relay.cu: where the weight is decoded to, and each block's tensor map
+    float* parts;        // linear_pairs.cuh: where ranges' sums meet; linear_relay.cu: where the weight is decoded to; there and in linear_tiles.cu: each
+                         // block's tensor map
     u32* done;           // and, for each meeting, how many have come; or what is claimed, and flags
     int tokens, ranges, stages_per_range;
     int slots;           // row groups whose sums a block keeps in shared memory
@@ -38,7 +39,7 @@ struct Job {
                          // linear_pairs.cuh: slots of x; with mma, pairs of stages;
                          // linear_ahead.cuh: runs that a line keeps decoded; linear_relay.cu: parts of stages
     Walk walks[2][kWalks];               // of the warps of blocks with one row group more, and of others
-    u32 x_map[32];       // linear_relay.cu: the tensor map of x, but for its address
+    u32 x_map[32];       // linear_relay.cu, linear_tiles.cu: the tensor map of x, but for its address
 
     __device__ __forceinline__ int block() const { return int(blockIdx.x) - first_block; }
     __device__ __forceinline__ int row_groups_of(int block) const { return own + (block < longer); }
@@ -89,22 +90,6 @@ __device__ __forceinline__ u32 and_or(u32 a, u32 mask, u32 c) {
     u32 result;
     asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(a), "r"(mask), "r"(c));
     return result;
-}
-
-// A stage's upper bytes from the lane's streams; `sign` has the stage's half of the sign word on top (5.2).
-__device__ __forceinline__ Vec4 decode_stage(Stream streams[2], u32 table, u32 byte_mask, u32 common, u32 sign) {
-    Vec4 quads;
-    decode_two(streams[0], table, byte_mask, quads.x, quads.y);
-    decode_two(streams[1], table, byte_mask, quads.z, quads.w);
-    auto complete = [&](u32 quad, int q) { return and_or(quad, kNibbles, and_or(sign << q, kSignMask, common)); };
-    return {complete(quads.x, 0), complete(quads.y, 1), complete(quads.z, 2), complete(quads.w, 3)};
-}
-
-// The same from a raw chunk (6.5).
-__device__ __forceinline__ Vec4 read_stage(const u32* words, int stage, int lane, u32 sign) {
-    const u32* tops = words + 1 + 128 * stage + 4 * lane;
-    auto complete = [&](int q) { return (sign << q & kSignMask) | (tops[q] & ~kSignMask); };
-    return {complete(0), complete(1), complete(2), complete(3)};
 }
 
 // The first look-ups of a stage, one in each of a lane's streams.
@@ -234,36 +219,4 @@ __device__ __forceinline__ void prefetch_planes(const u8* planes, int stages, in
 
 __device__ __forceinline__ Vec4 load_raw(const u8* slab, int stage, int lane) {
     return load_once(slab + (stage >> 1) * kSlabBytes + kSignBytes + (stage & 1) * kStageBytes + 16 * lane);
-}
-
-// Where a chunk's streams are, in whole 16-byte units, so that the chunk starts up to three words into a staging buffer; never beyond buffer or
-// section.
-struct StagedPlace { int begin, size; };
-struct StreamUnits {
-    StagedPlace place;
-    const u32* source;
-    int units;
-
-    __device__ __forceinline__ StreamUnits(const Packed& packed, u32 start, u32 stop) {
-        start = min(start, packed.stream_words);
-        stop = min(stop, packed.stream_words);
-        place.begin = start & 3;
-        place.size = stop > start ? int(min(stop - start, u32(packed.max_chunk_words))) : 0;
-        units = (place.begin + place.size + 3) >> 2;
-        source = reinterpret_cast<const u32*>(packed.data + packed.streams) + (start - place.begin);
-    }
-};
-
-// Starts copying a chunk's streams to a staging buffer, a shared address, by a warp.
-__device__ __forceinline__ StagedPlace stage_streams(const Packed& packed, u32 buffer, u32 start, u32 stop, int lane) {
-    const StreamUnits streams(packed, start, stop);
-    const u32* source = streams.source + 4 * lane;
-    asm("" : "+l"(source));                                    // or each copy's address is worked out anew
-    const u32 target = buffer + 16 * lane;
-#pragma unroll
-    for (int i = 0; i < 4 * kLanes; i += kLanes)               // as long as chunks usually are
-        if (lane + i < streams.units) copy_async(target + 16 * i, source + 4 * i);
-#pragma unroll 1
-    for (int i = 4 * kLanes; lane + i < streams.units; i += kLanes) copy_async(target + 16 * i, source + 4 * i);
-    return streams.place;
 }

@@ -113,6 +113,38 @@ struct Table {
     }
 };
 
+// Where a chunk's streams are, in whole 16-byte units, so that the chunk starts up to three words into a staging buffer; never beyond buffer or
+// section.
+struct StagedPlace { int begin, size; };
+struct StreamUnits {
+    StagedPlace place;
+    const u32* source;
+    int units;
+
+    __device__ __forceinline__ StreamUnits(const Packed& packed, u32 start, u32 stop) {
+        start = min(start, packed.stream_words);
+        stop = min(stop, packed.stream_words);
+        place.begin = start & 3;
+        place.size = stop > start ? int(min(stop - start, u32(packed.max_chunk_words))) : 0;
+        units = (place.begin + place.size + 3) >> 2;
+        source = reinterpret_cast<const u32*>(packed.data + packed.streams) + (start - place.begin);
+    }
+};
+
+// Starts copying a chunk's streams to a staging buffer, a shared address, by a warp.
+__device__ __forceinline__ StagedPlace stage_streams(const Packed& packed, u32 buffer, u32 start, u32 stop, int lane) {
+    const StreamUnits streams(packed, start, stop);
+    const u32* source = streams.source + 4 * lane;
+    asm("" : "+l"(source));                                    // or each copy's address is worked out anew
+    const u32 target = buffer + 16 * lane;
+#pragma unroll
+    for (int i = 0; i < 4 * kLanes; i += kLanes)               // as long as chunks usually are
+        if (lane + i < streams.units) copy_async(target + 16 * i, source + 4 * i);
+#pragma unroll 1
+    for (int i = 4 * kLanes; lane + i < streams.units; i += kLanes) copy_async(target + 16 * i, source + 4 * i);
+    return streams.place;
+}
+
 // One stream: 64 bits of it in registers, the next word on its way. The codeword at hand starts at bit 2 of the window, so that
 // masking the window gives a byte offset into the table.
 struct Stream {
