@@ -76,7 +76,7 @@ def test_launches_fit(shape: tuple[int, int], chunk_words: int, tokens: int, hop
             assert (job["ring"] > 0) == (variant.kernel is not Kernel.CHAINS)
             if variant.kernel in DECODING_PAIRS or variant.kernel is Kernel.RELAY:
                 continue  # tests of their own
-            assert launch.arrangement is None
+            assert (launch.arrangement is not None) == (variant.kernel is Kernel.TILES)
             groups = slots * launch.grid  # of a batch
             assert job["batches"] * groups >= header.geometry.row_groups > (job["batches"] - 1) * groups
             assert launch.shared_bytes <= nvrtc.shared_memory(0) - STATIC_SHARED
@@ -271,8 +271,13 @@ def test_tiles_keep_going(shape: tuple[int, int], chunk_words: int, tokens: int,
     job = job_of(launch)
     slots = job["slots"]
     wide, tiles = map(int, launch.name.split("_")[-2:])
-    decoding = launch.warps - (4 * tiles if wide == 128 else 4)
+    decoding = launch.warps - (4 * tiles if wide == 128 else 4) - 1
     assert wide >= tokens
+    assert launch.arrangement is not None
+    assert launch.boxes is not None
+    assert launch.arrangement.grid == 0
+    assert launch.arrangement.total_bytes == 128 * launch.grid
+    assert launch.boxes[2] == wide
     assert slots <= 8 * tiles
     assert slots <= decoding <= 16
     assert job["chunk_step"] * slots + job["slot_step"] == decoding

@@ -219,7 +219,7 @@ class Products:
             room[start : start + ctypes.sizeof(ctypes.c_void_p)] = bytes(ctypes.c_void_p(bias.data_ptr()))
         function = nvrtc.kernel(launch.file, launch.name, device)
         steps = [Step(function, launch.grid, launch.threads, launch.shared_bytes, (0,))]
-        if to:
+        if to and to.grid:
             start, structure = len(room), ArrangementStructure
             room += bytes(structure(None, None, None, to.done_count, to.tokens, to.columns, to.wide, to.part_steps))
             patches.append(Patch(start + structure.x.offset, X))
@@ -237,6 +237,8 @@ class Products:
             job.parts, job.done = address + parts, address + done
             if to.tokens:
                 job.x = address
+        if not to.grid:
+            return scratch
         structure.x, structure.arranged, structure.done = x.data_ptr(), address, address + to.done[0]
         structure.done_count, structure.tokens, structure.columns = to.done_count, to.tokens, to.columns
         structure.wide, structure.part_steps = to.wide, to.part_steps

@@ -44,7 +44,8 @@ class Kernel(Enum):
 class Arrangement:
     """What is made ready in memory before a launch: x as csrc/arrange.cu writes it, and where sums of ranges meet.
 
-    linear_relay.cu counts row groups that are decoded instead of meetings, and has what is decoded in place of parts.
+    linear_relay.cu counts row groups that are decoded instead of meetings, and has what is decoded in place of parts;
+    linear_tiles.cu has each block's tensor map there.
 
     Attributes:
         tokens, columns: of x; no tokens where the launch takes x as it is.
@@ -72,7 +73,7 @@ class Arrangement:
 
     @cached_property
     def grid(self) -> int:
-        """Blocks of the kernel: a thread for each step of 16 columns, and for each meeting."""
+        """Blocks of the kernel, none without work: a thread for each step of 16 columns, and for each meeting."""
         return -(-max(self.tokens * self.columns * STEPS // STAGE, self.done_count) // self.threads)
 
     @cached_property

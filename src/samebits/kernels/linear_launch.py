@@ -11,10 +11,20 @@ from samebits.format.packed import Header
 from samebits.kernels import linear_pairs, nvrtc
 from samebits.kernels.linear_ahead import ahead
 from samebits.kernels.linear_chains import chains
-from samebits.kernels.linear_job import ATOM_BYTES, CHUNK_STAGES, MAX_TOKENS, Kernel, Launch, Planner
+from samebits.kernels.linear_job import (
+    ATOM_BYTES,
+    CHUNK_STAGES,
+    MAX_TOKENS,
+    Arrangement,
+    Boxes,
+    Kernel,
+    Launch,
+    Planner,
+)
 from samebits.kernels.linear_relay import TILES, relay
 
 _X_STAGES = {16: 8, 32: 8, 64: 6, 128: 4}  # linear_tiles.cu: of x in its ring, by tokens that a kernel is made for
+_MAP_BYTES = 128  # kMapBytes
 _TILE = 8  # linear_tiles.cu: row groups of a tile
 _TILE_WARPS = 20  # linear_tiles.cu: kMaxThreads
 _WARPGROUP = 4  # warps
@@ -137,19 +147,22 @@ class _Planner(Planner):
         if self.m > MAX_TILE_TOKENS or not nvrtc.has_wgmma(self.device):
             return None
         wide = next(wide for wide in _X_STAGES if wide >= self.m)
-        fixed = ATOM_BYTES + 8 * _MAX_DECODERS + 4 * self.table + _X_STAGES[wide] * wide * 2 * STAGE
+        barriers = 8 * (_MAX_DECODERS + 2 * _X_STAGES[wide])
+        fixed = ATOM_BYTES + _MAP_BYTES + barriers + 4 * self.table + _X_STAGES[wide] * wide * 2 * STAGE
         room = 4 * self.room - fixed
         for batches in range(-(-self.own // (2 * _TILE)), self.own + 1):
             slots = -(-self.own // batches)
             tiles, slot_bytes = -(-slots // _TILE), slots * 2 * ATOM_BYTES + 16  # both atoms and both barriers
-            multiplying = _WARPGROUP * (tiles if wide == MAX_TILE_TOKENS else 1)
-            for warps in range(variant.warps - multiplying, slots - 1, -1):
+            others = _WARPGROUP * (tiles if wide == MAX_TILE_TOKENS else 1) + 1  # that multiply, or bring x
+            for warps in range(variant.warps - others, slots - 1, -1):
                 ring = (room - warps * 8 * self.buffer) // slot_bytes
                 chunks_ahead = -(-warps // slots) - 1  # of those that are multiplied
                 if ring < _MIN_RING + chunks_ahead * CHUNK_STAGES // 2:
                     continue
                 words = (fixed + warps * 8 * self.buffer + ring * slot_bytes) // 4
                 job = self.job_fields(slots, batches, warps, ring=ring)
-                return Launch("linear_tiles.cu", f"linear_tiles_{wide}_{tiles}", self.blocks, multiplying + warps,
-                              4 * words, (job,))  # fmt: skip
+                columns = self.stages * STAGE
+                maps = Arrangement(0, columns, wide, 0, (0,), (_MAP_BYTES * self.blocks,), 0)
+                return Launch("linear_tiles.cu", f"linear_tiles_{wide}_{tiles}", self.blocks, others + warps,
+                              4 * words, (job,), maps, Boxes(self.m, columns, wide, STAGE))  # fmt: skip
         return None

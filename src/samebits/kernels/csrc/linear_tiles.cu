@@ -1,10 +1,11 @@
 // The fused linear layer for up to 128 tokens, on Hopper. A block multiplies up to 16 row groups at once, batch after batch. Some of its warps
-// decode: a task is a chunk of one row group, and what comes out goes to a ring in shared memory. One or two warpgroups copy x to a
-// second ring, multiply what is in the two with wgmma, which adds like mma.m16n8k16, and write y. See linear.cuh.
+// decode: a task is a chunk of one row group, and what comes out goes to a ring in shared memory. One warp has x copied to a second ring. One or two
+// warpgroups do nothing but multiply what is in the two with wgmma, which adds like mma.m16n8k16, and write y. See linear.cuh.
 //
 // Weights are the left matrix, 64 rows (eight row groups) to a tile, tokens the right one. The ring of weights has a slot for each *pair* of
 // stages: for each row group two atoms (hopper.cuh), one a stage. Row g of a row group is row 2 g of its atom, or 2 g - 7 from g = 4 on: half a
-// warp writes to all banks. A tile's rows that belong to no row group hold what follows in shared memory, and nobody reads their sums.
+// warp writes to all banks. A tile's rows that belong to no row group hold what follows in shared memory, and nobody reads their sums. Where a tile
+// has no more than four row groups, each of the four warps has one: behind it stands what is decoded of it for the other stage.
 // The ring of x has slots of one or two stages: of each, the tokens in their order. Rows behind the last token hold anything, too.
 #include "hopper.cuh"
 #include "linear.cuh"
@@ -15,6 +16,7 @@ constexpr int kAtomBytes = 1024;
 constexpr int kPairBytes = 2 * kAtomBytes;
 constexpr int kTileBytes = 8 * kPairBytes;
 constexpr int kTileGroups = 8;
+constexpr int kMapBytes = 128;
 
 // The ring of x has slots for so many stages at a time (both together: linear.py, _X_STAGES).
 __host__ __device__ constexpr int x_stages(int wide) { return wide <= 32 ? 2 : 1; }
@@ -63,57 +65,44 @@ struct Rings {
     u32 weights, slot_bytes;              // shared addresses
     int slots;                            // of the ring of weights
     u32 x;
-    u32 full, empty;                      // barriers, one for each slot
+    u32 full, empty, x_full, x_empty;     // barriers, one for each slot
 };
 
-// Brings x to its ring, stage after stage, as often as there are batches; by all threads that multiply, each 16 bytes of some tokens.
-template <int wide, int threads>
-struct XCopier {
-    static constexpr int kTokens = threads / 8, kCopies = wide / kTokens;   // tokens copied side by side, and how often
-    const u16* source;
-    size_t step;
-    u32 target;
-    int columns, left;      // left: tokens for this thread
-    int column = 0, slot = 0;
-
-    __device__ __forceinline__ XCopier(const Job& job, u32 ring, int columns, int thread) : columns(columns) {
-        const int token = thread >> 3, unit = thread & 7;
-        source = job.x + size_t(token) * columns + 8 * unit;
-        step = size_t(kTokens) * columns;
-        target = ring + token * 128 + ((unit ^ (token & 7)) << 4);
-        left = (job.tokens - token + kTokens - 1) / kTokens;
-    }
-    // Starts copying to the next slot; one group of copies.
-    __device__ __forceinline__ void copy() {
-#pragma unroll
-        for (int stage = 0; stage < x_stages(wide); ++stage) {
-            const u16* from = source + column + 64 * stage;
-            const u32 to = target + slot * x_bytes(wide) + stage * (wide * 128);
-#pragma unroll
-            for (int i = 0; i < kCopies; ++i, from += step)
-                if (i < left && column + 64 * stage < columns) copy_async(to + i * kTokens * 128, from);
+// Brings x to its ring, slot after slot, as often as there are batches; by a warp. map: the tensor map of x, in memory.
+template <int wide>
+__device__ __forceinline__ void bring(const Rings& rings, const Geometry& geometry, int batches, const void* map, int lane) {
+    RingPlace place{0, 0};
+#pragma unroll 1
+    for (int batch = 0; batch < batches; ++batch)
+#pragma unroll 1
+        for (int stage = 0; stage < geometry.stages; stage += x_stages(wide)) {
+            await(rings.x_empty + 8 * place.slot, place.parity ^ 1);
+            if (lane == 0) {
+                const u32 full = rings.x_full + 8 * place.slot, slot = rings.x + place.slot * x_bytes(wide);
+                const int count = min(x_stages(wide), geometry.stages - stage);
+                expect(full, count * (wide * 128));
+                for (int i = 0; i < count; ++i) copy_box(slot + i * (wide * 128), map, 64 * (stage + i), 0, full);
+            }
+            __syncwarp();
+            place.advance(x_slots(wide));
         }
-        copy_commit();
-        column += 64 * x_stages(wide);
-        if (column >= columns) column = 0;
-        if (++slot == x_slots(wide)) slot = 0;
-    }
-};
+}
 
-// Multiplies; `thread` counts those of all `warpgroups` that do, each for its own tiles.
-template <int wide, int tiles, int warpgroups>
+// Multiplies; `warp` counts those of all warpgroups that do, each for its own tiles.
+template <int wide, int tiles>
 __device__ __forceinline__ void multiply_tiles(const Rings& rings, const Geometry& geometry, const Job& job, int own, int batches, int warp,
                                                int lane) {
-    constexpr int count = wide / 2, ahead = x_slots(wide) - 2, threads = 128 * warpgroups;
+    constexpr int count = wide / 2;
     const int first_tile = (warp >> 2) * tiles;
+    const bool narrow = job.slots <= kTileGroups / 2;
     float sums[tiles][count];
     volatile float totals[tiles][count];   // of the ranges before; rarely used, and so kept in memory
-    RingPlace pair{0, 0};
-    int slot_x = 0;
-    u32 used = 0;                          // the barrier of the pair that the last wgmma was done with
+    RingPlace pair{0, 0}, place{0, 0};     // of weights, of x
+    u32 used = 0, used_x = 0;              // the barriers of what the last wgmma was done with
     auto release = [&] {
         if (used && lane == 0) arrive(used);
-        used = 0;
+        if (used_x && lane == 0) arrive(used_x);
+        used = used_x = 0;
     };
     auto clear = [&] {
 #pragma unroll
@@ -127,9 +116,6 @@ __device__ __forceinline__ void multiply_tiles(const Rings& rings, const Geometr
     };
     const int p = lane >> 2, g = (p >> 1) + 4 * (p & 1), odd = g & 1;   // p: the lane's row of an atom; g: of a row group
     await_kernel_before();
-    XCopier<wide, threads> x(job, rings.x, geometry.columns, 32 * warp + lane);
-#pragma unroll 1
-    for (int i = 0; i < ahead; ++i) x.copy();
 #pragma unroll 1
     for (int batch = 0; batch < batches; ++batch) {
         clear();
@@ -137,14 +123,11 @@ __device__ __forceinline__ void multiply_tiles(const Rings& rings, const Geometr
 #pragma unroll 1
         for (int stage = 0; stage < geometry.stages; ++stage) {
             const int part = stage % x_stages(wide);
-            if (part == 0) {
-                copy_wait<ahead - 1>();
-                show_to_wgmma();
-                asm volatile("bar.sync 1, %0;" ::"n"(threads) : "memory");   // x is there, and nobody reads that of two slots before
-            }
+            if (part == 0) await(rings.x_full + 8 * place.slot, place.parity);
             if ((stage & 1) == 0) await(rings.full + 8 * pair.slot, pair.parity);
-            const u64 left = describe(rings.weights + pair.slot * rings.slot_bytes + first_tile * kTileBytes + (stage & 1) * kAtomBytes, kPairBytes);
-            const u64 right = describe(rings.x + slot_x * x_bytes(wide) + part * (wide * 128), kAtomBytes);
+            const u64 left = describe(rings.weights + pair.slot * rings.slot_bytes + first_tile * kTileBytes + (stage & 1) * kAtomBytes,
+                                      narrow ? kAtomBytes : kPairBytes);
+            const u64 right = describe(rings.x + place.slot * x_bytes(wide) + part * (wide * 128), kAtomBytes);
             pin_all();
             wgmma_fence();
 #pragma unroll
@@ -153,12 +136,14 @@ __device__ __forceinline__ void multiply_tiles(const Rings& rings, const Geometr
                 for (int tile = 0; tile < tiles; ++tile)
                     multiply_add(sums[tile], left + (tile * kTileBytes + step * 32) / 16, right + step * 32 / 16);
             wgmma_commit();
-            if (part == 0) x.copy();
             pin_all();
             wgmma_wait<1>();
             release();
             const bool last = stage + 1 == geometry.stages;
-            if ((part == x_stages(wide) - 1 || last) && ++slot_x == x_slots(wide)) slot_x = 0;
+            if (part == x_stages(wide) - 1 || last) {
+                used_x = rings.x_empty + 8 * place.slot;
+                place.advance(x_slots(wide));
+            }
             if ((stage & 1) || last) {
                 used = rings.empty + 8 * pair.slot;
                 pair.advance(rings.slots);
@@ -184,23 +169,26 @@ __device__ __forceinline__ void multiply_tiles(const Rings& rings, const Geometr
         for (int tile = 0; tile < tiles; ++tile)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const int slot = (first_tile + tile) * kTileGroups + 2 * (warp & 3) + half, mine = batch * job.slots + slot;
-                if (slot >= job.slots || mine >= own) continue;
+                const int atom = 2 * (warp & 3) + half, slot = narrow ? atom >> 1 : (first_tile + tile) * kTileGroups + atom;
+                const int mine = batch * job.slots + slot;
+                if (slot >= job.slots || mine >= own || (narrow && half)) continue;
                 const int row = 8 * (mine * int(gridDim.x) + int(blockIdx.x)) + g;
                 const float bias = job.bias ? __uint_as_float(u32(job.bias[row]) << 16) : 0;
-                u16* target = job.y + (row & ~1);
+                u32 words[wide / 8];       // two lanes swap, so that each has one token of two rows
 #pragma unroll
-                for (int j = 0; j < wide / 8; ++j) {   // two lanes swap, so that each has one token of two rows
+                for (int j = 0; j < wide / 8; ++j) {
                     float low = sums[tile][4 * j + 2 * half], high = sums[tile][4 * j + 2 * half + 1];
                     if (job.bias) low += bias, high += bias;
                     const float other = __shfl_xor_sync(kFull, odd ? low : high, 8);
-                    const int token = 8 * j + 2 * (lane & 3) + odd;
-                    if (token < job.tokens)
-                        *reinterpret_cast<u32*>(target + size_t(token) * geometry.rows) = odd ? to_bf16x2(other, high) : to_bf16x2(low, other);
+                    words[j] = odd ? to_bf16x2(other, high) : to_bf16x2(low, other);
                 }
+                const int token = 2 * (lane & 3) + odd;
+                u16* target = job.y + size_t(token) * geometry.rows + (row & ~1);
+#pragma unroll
+                for (int j = 0; j < wide / 8; ++j, target += 8 * size_t(geometry.rows))
+                    if (8 * j + token < job.tokens) *reinterpret_cast<u32*>(target) = words[j];
             }
     }
-    copy_wait<0>();
 }
 
 // Decodes; `warp` is the number among the decoding warps.
@@ -307,40 +295,26 @@ struct Decoder {
             }
             await(copied, copies);
             copies ^= 1;
-            StagedChunk opened;
-            Stream streams[2];
-            opened.open(buffer + present.begin, present.size, count, lane, streams);
-            const u32* patch_words = opened.words + present.size - opened.patches;
-            const u32 patch = lane < opened.patches ? patch_words[lane] : kNoPatch;
-            u32 special = opened.raw || opened.patches > kLanes ? kFull : __reduce_or_sync(kFull, patch == kNoPatch ? 0 : 1u << (patch >> 16 & 31));
+            Opened chunk;
+            chunk.open(u32(__cvta_generic_to_shared(buffer + present.begin)), present.size, count, lane);
+            LookUps begun = chunk.begin(table, byte_mask);
             side ^= 1;
 #pragma unroll 1
             for (int run = 0; run < count; run += kRun) {
                 ahead = run + kRun < count ? ahead + kRun / 2 * kSlabBytes : next_slab;
                 Vec4 upper[kRun];
 #pragma unroll
-                for (int s = 0; s < kRun; ++s) upper[s] = decode_stage(streams, table, byte_mask, common, signs[s / 2] << (4 * (s & 1)));
-                if (special & ((1u << kRun) - 1)) {
-                    if (opened.raw) {
-#pragma unroll
-                        for (int s = 0; s < kRun; ++s) {   // shfl: or the compiler takes decode_stage apart, to share its pieces
-                            const u32 sign = __shfl_sync(kFull, signs[s / 2], lane);
-                            upper[s] = read_stage(opened.words, min(run + s, count - 1), lane, sign << (4 * (s & 1)));
-                        }
-                    }
-                    auto change = [&](u32 patch) {
-#pragma unroll
-                        for (int s = 0; s < kRun; ++s)
-                            if (patch >> 16 == u32(run + s)) apply_patch(patch, lane, &upper[s].x);
-                    };
-#pragma unroll 1
-                    for (u32 hits = __ballot_sync(kFull, (patch >> 16) / kRun == u32(run) / kRun); hits; hits &= hits - 1)
-                        change(__shfl_sync(kFull, patch, __ffs(hits) - 1));
-#pragma unroll 1
-                    for (u32 i = kLanes; i < opened.patches; ++i) change(patch_words[i]);
+                for (int s = 0; s < kRun; ++s) {
+                    upper[s] = chunk.go_on(begun, table, byte_mask);
+                    chunk.complete(upper[s], common);
+                    begun = chunk.begin(table, byte_mask);
+                    chunk.mend(upper[s], s, lane);
+                    const u32 sign = signs[s / 2] << (4 * (s & 1));
+                    upper[s] = {and_or(sign, kSignMask, upper[s].x), and_or(sign << 1, kSignMask, upper[s].y), and_or(sign << 2, kSignMask, upper[s].z),
+                                and_or(sign << 3, kSignMask, upper[s].w)};
                 }
-                special >>= kRun;
-const u32 first = rings.full + 8 * pair.slot;
+                chunk.pass(kRun);
+                const u32 first = rings.full + 8 * pair.slot;
                 auto store_pair = [&](int s) {
                     await(rings.empty + 8 * pair.slot, pair.parity ^ 1);
                     const u32 atom = atoms + pair.slot * rings.slot_bytes;
@@ -376,10 +350,11 @@ const u32 first = rings.full + 8 * pair.slot;
 template <int wide, int tiles, int warpgroups>
 __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& packed, const Job& job) {
     extern __shared__ __align__(128) u8 shared_bytes[];
-    const int lane = threadIdx.x & 31, warp = __shfl_sync(kFull, threadIdx.x >> 5, 0), decoding = warp - 4 * warpgroups;
+    const int lane = threadIdx.x & 31, warp = __shfl_sync(kFull, threadIdx.x >> 5, 0), decoding = warp - 4 * warpgroups - 1;
     const int own = job.row_groups_of(job.block()), batches = (own + job.slots - 1) / job.slots;
 
-    // Shared memory: both rings (first of all, there, the table's entries), barriers, table, for each decoding warp two staging buffers.
+    // Shared memory: both rings (first of all, there, the table's entries), the tensor map of x, barriers, table, for each decoding warp two staging
+    // buffers.
     const u32 start = u32(__cvta_generic_to_shared(shared_bytes)), base = (start + kAtomBytes - 1) & ~u32(kAtomBytes - 1);
     u8* shared = shared_bytes + (base - start);
     Rings rings;
@@ -387,30 +362,48 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
     rings.slot_bytes = job.slots * kPairBytes;
     rings.slots = job.ring;
     rings.x = base + rings.slots * rings.slot_bytes;
-    rings.full = rings.x + x_slots(wide) * x_bytes(wide);
+    const u32 map = rings.x + x_slots(wide) * x_bytes(wide);
+    rings.full = map + kMapBytes;
     rings.empty = rings.full + 8 * rings.slots;
-    const u32 copied = rings.empty + 8 * rings.slots;   // one for each decoding warp, and place for kMaxDecoders
+    rings.x_full = rings.empty + 8 * rings.slots;
+    rings.x_empty = rings.x_full + 8 * x_slots(wide);
+    const u32 copied = rings.x_empty + 8 * x_slots(wide);   // one for each decoding warp, and place for kMaxDecoders
     u32* table = reinterpret_cast<u32*>(shared + (copied + 8 * kMaxDecoders - base));
 
     let_kernel_behind_start();
     Decoder decoder(geometry, packed, job, own, batches, max(decoding, 0), lane, table + job.table_words + max(decoding, 0) * 2 * job.buffer_words,
                     copied + 8 * max(decoding, 0));
     if (decoding >= 0) decoder.begin();
-    if (threadIdx.x == 0)
+    if (threadIdx.x == 0) {
         for (int i = 0; i < rings.slots; ++i) {
             open_barrier(rings.full + 8 * i, job.slots);
             open_barrier(rings.empty + 8 * i, 4 * warpgroups);
         }
+        for (int i = 0; i < x_slots(wide); ++i) {
+            open_barrier(rings.x_full + 8 * i, 1);
+            open_barrier(rings.x_empty + 8 * i, 4 * warpgroups);
+        }
+        show_barrier();
+    }
+    if (decoding == -1) store_shared(map + 4 * lane, job.x_map[lane]);
     const Table<true> decode_table(packed, table, reinterpret_cast<u32*>(shared));
     copy_commit();
-    decode_table.finish();
+    decode_table.build();
+    show_to_wgmma();   // x may come to where the entries were
+    copy_wait<0>();
+    __syncthreads();
 
     if (decoding >= 0) {
         const u32 table_address = u32(__cvta_generic_to_shared(table));
         if (packed.shift || packed.has_row_shifts) decoder.run<true>(rings, table_address);
         else decoder.run<false>(rings, table_address);
+    } else if (decoding == -1) {
+        void* placed = reinterpret_cast<u8*>(job.parts) + blockIdx.x * kMapBytes;
+        await_kernel_before();
+        place_map(placed, map, job.x, lane);
+        bring<wide>(rings, geometry, batches, placed, lane);
     } else {
-        multiply_tiles<wide, tiles / warpgroups, warpgroups>(rings, geometry, job, own, batches, warp, lane);
+        multiply_tiles<wide, tiles / warpgroups>(rings, geometry, job, own, batches, warp, lane);
     }
 }
 
