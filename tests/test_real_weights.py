@@ -83,7 +83,7 @@ def test_every_eligible_tensor_is_packed(pair: tuple[Checkpoint, Checkpoint]) ->
 def test_every_byte_is_the_same(pair: tuple[Checkpoint, Checkpoint]) -> None:
     original, packed = pair
     verdict = verify_against(packed, original)
-    assert verdict.mismatch is None
+    assert verdict.identical
     assert verdict.nbytes == sum(entry.nbytes for entry in original)
     assert verify_digests(packed).identical
 

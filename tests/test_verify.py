@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from samebits import verify
 from samebits.errors import DigestError
 from samebits.format.container import Checkpoint, Entry
-from samebits.verify import Mismatch, first_difference, repeatable_attention, verify_against, verify_digests
+from samebits.verify import Mismatch, Verdict, first_difference, repeatable_attention, verify_against, verify_digests
 from tests.jobs.checkpoints import Tensors, tensors, write_file, write_folder
 from tests.jobs.test_jobs import compress, in_planes
 
@@ -38,7 +38,11 @@ def entry_of(path: Path, name: str) -> Entry:
 def against(packed: Path, original: Tensors) -> Mismatch | None:
     """What differs between a compressed file and these tensors."""
     path = write_file(packed.with_name("other.safetensors"), original)
-    return verify_against(Checkpoint.open(packed), Checkpoint.open(path)).mismatch
+    return first_of(verify_against(Checkpoint.open(packed), Checkpoint.open(path)))
+
+
+def first_of(verdict: Verdict) -> Mismatch | None:
+    return next(iter(verdict.mismatches), None)
 
 
 def test_identical(packed: Path, tmp_path: Path) -> None:
@@ -102,16 +106,26 @@ def test_names_shapes_and_dtypes(packed: Path) -> None:
 def test_a_flipped_bit_of_a_packed_tensor(packed: Path, tmp_path: Path) -> None:
     entry = entry_of(packed, HEAD)
     flip(packed, in_planes(entry))
-    mismatch = verify_digests(Checkpoint.open(packed)).mismatch
+    mismatch = first_of(verify_digests(Checkpoint.open(packed)))
     assert mismatch
     assert (mismatch.tensor, mismatch.index) == (HEAD, None)
     assert mismatch.found.endswith("of the stored bytes")
     plain = Checkpoint.open(tmp_path / "a.safetensors")
-    mismatch = verify_against(Checkpoint.open(packed), plain).mismatch
+    mismatch = first_of(verify_against(Checkpoint.open(packed), plain))
     assert mismatch
     assert (mismatch.tensor, mismatch.found) == (HEAD, "decoded words with another digest")
     with pytest.raises(DigestError, match=HEAD):
         verify_against(plain, Checkpoint.open(packed))
+
+
+def test_every_damaged_tensor_is_named(packed: Path, tmp_path: Path) -> None:
+    names = [HEAD, "model.norm.weight"]
+    for name in names:
+        flip(packed, in_planes(entry_of(packed, name)))
+    checkpoint, plain = Checkpoint.open(packed), Checkpoint.open(tmp_path / "a.safetensors")
+    for verdict in (verify_digests(checkpoint), verify_against(checkpoint, plain)):
+        assert [mismatch.tensor for mismatch in verdict.mismatches] == names
+        assert verdict.tensors == len(tensors())
 
 
 def test_a_flipped_bit_of_the_original_digest(packed: Path) -> None:
@@ -127,14 +141,14 @@ def test_decoded_words_are_checked_themselves(packed: Path, monkeypatch: pytest.
         return out.fill_(1)
 
     monkeypatch.setattr(verify, "decode_cpu", decode_wrongly)
-    mismatch = verify_digests(Checkpoint.open(packed)).mismatch
+    mismatch = first_of(verify_digests(Checkpoint.open(packed)))
     assert mismatch
     assert mismatch.found == "decoded words with another digest"
 
 
 def test_a_flipped_bit_of_an_unchanged_tensor(packed: Path) -> None:
     flip(packed, in_planes(entry_of(packed, "model.norm.weight")))
-    mismatch = verify_digests(Checkpoint.open(packed)).mismatch
+    mismatch = first_of(verify_digests(Checkpoint.open(packed)))
     assert mismatch
     assert mismatch.tensor == "model.norm.weight"
 

@@ -28,7 +28,7 @@ _MEND = "the file is damaged: fetch or write it again"
 
 @dataclass(frozen=True)
 class Mismatch:
-    """The first difference found.
+    """The first difference found in a tensor.
 
     Attributes:
         index: of the value in the tensor, None if not a value differs but something about the tensor.
@@ -52,17 +52,17 @@ class Verdict:
     Attributes:
         tensors, nbytes: compared, of the uncompressed checkpoint.
         unchecked: tensors for which no digest is recorded.
-        mismatch: the first difference, None if all are identical.
+        mismatches: one for each tensor that differs.
     """
 
     tensors: int
     nbytes: int
     unchecked: int
-    mismatch: Mismatch | None
+    mismatches: list[Mismatch]
 
     @property
     def identical(self) -> bool:
-        return self.mismatch is None
+        return not self.mismatches
 
 
 @contextmanager
@@ -122,16 +122,21 @@ def verify_digests(checkpoint: Checkpoint, device: str = "cpu", progress: Progre
     Raises:
         FormatError: a tensor that is not even well formed.
     """
-    done, unchecked, total = 0, 0, _total(checkpoint)
-    for count, entry in enumerate(checkpoint):
-        found = _digest_mismatch(entry, device)
-        if found:
-            return Verdict(count, done, unchecked, found)
-        unchecked += entry.digest is None
+    unchecked = sum(entry.digest is None for entry in checkpoint)
+    return _verdict(checkpoint, lambda entry: _digest_mismatch(entry, device), progress, unchecked)
+
+
+def _verdict(
+    checkpoint: Checkpoint, find: Callable[[Entry], Mismatch | None], progress: Progress | None, unchecked: int = 0
+) -> Verdict:
+    done, total, found = 0, _total(checkpoint), []
+    for entry in checkpoint:
+        if mismatch := find(entry):
+            found.append(mismatch)
         done += entry.original_nbytes
         if progress:
             progress(done, total)
-    return Verdict(len(checkpoint.entries), done, unchecked, None)
+    return Verdict(len(checkpoint.entries), done, unchecked, found)
 
 
 def _digest_mismatch(entry: Entry, device: str) -> Mismatch | None:
@@ -170,18 +175,13 @@ def verify_against(
         FormatError: a tensor that is not even well formed.
         DigestError: a damaged packed tensor of the original.
     """
-    done, total = 0, _total(original)
-    for name in sorted({*checkpoint.entries} ^ {*original.entries}):
-        found, expected = ("missing", "present") if name in original.entries else ("present", "missing")
-        return Verdict(0, 0, 0, Mismatch(name, None, found, expected))
-    for count, entry in enumerate(checkpoint):
-        mismatch = _compare(entry, original.entries[entry.name], device)
-        if mismatch:
-            return Verdict(count, done, 0, mismatch)
-        done += entry.original_nbytes
-        if progress:
-            progress(done, total)
-    return Verdict(len(checkpoint.entries), done, 0, None)
+    unpaired = [
+        Mismatch(name, None, *(("missing", "present") if name in original.entries else ("present", "missing")))
+        for name in sorted({*checkpoint.entries} ^ {*original.entries})
+    ]
+    if unpaired:
+        return Verdict(0, 0, 0, unpaired)
+    return _verdict(checkpoint, lambda entry: _compare(entry, original.entries[entry.name], device), progress)
 
 
 def _compare(entry: Entry, expected: Entry, device: str) -> Mismatch | None:

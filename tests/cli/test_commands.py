@@ -100,7 +100,7 @@ def test_verify_finds_the_first_difference(samebits: Command, source: Path, pack
     assert f"not identical: lm_head.weight[17, 5]: 0x{word:04x} instead of 0x{word ^ 2:04x}; " in outcome.error
     outcome = samebits("verify", packed, "--against", source, "--json")
     mismatch = {"tensor": "lm_head.weight", "index": [17, 5], "found": f"0x{word:04x}", "expected": f"0x{word ^ 2:04x}"}
-    assert (outcome.code, outcome.json["identical"], outcome.json["mismatch"]) == (1, False, mismatch)
+    assert (outcome.code, outcome.json["identical"], outcome.json["mismatches"]) == (1, False, [mismatch])
 
 
 def test_a_damaged_file_is_reported_as_json(samebits: Command, source: Path, packed: Path) -> None:
@@ -111,15 +111,44 @@ def test_a_damaged_file_is_reported_as_json(samebits: Command, source: Path, pac
     entry.file.path.write_bytes(data)
     outcome = samebits("verify", packed, "--against", source, "--json")
     assert (outcome.code, outcome.json["identical"]) == (1, False)
-    assert outcome.json["mismatch"]["tensor"] == "lm_head.weight"
+    assert [mismatch["tensor"] for mismatch in outcome.json["mismatches"]] == ["lm_head.weight"]
     assert "not identical: lm_head.weight: decoded words with another digest" in outcome.error
     outcome = samebits("verify", source, "--against", packed)
     assert (outcome.code, f"{entry.where}: the decoded words differ from their digest; " in outcome.error) == (2, True)
 
 
+def test_verify_names_all_that_differ(samebits: Command, source: Path, packed: Path) -> None:
+    head, norm = tensors()["lm_head.weight"] + 1, torch.zeros(128).bfloat16()
+    write_file(source / "model-00003-of-00003.safetensors", {"lm_head.weight": head, "model.norm.weight": norm})
+    error = samebits("verify", packed, "--against", source).error
+    assert "not identical: lm_head.weight[0, 0]: 0x" in error
+    assert "; 1 more: model.norm.weight; compress the original again\n" in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind"),
+    [
+        (("inspect", "missing.safetensors"), "InputError"),
+        (("inspect", "damaged.safetensors"), "FormatError"),
+        (("inspect", "damaged.safetensors", "--no-such-option"), "InputError"),
+    ],
+    ids=str,
+)
+def test_errors_as_json(
+    samebits: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], kind: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "damaged.safetensors").write_bytes(b"anything")
+    plain, outcome = samebits(*arguments), samebits(*arguments, "--json")
+    found = json.loads(outcome.out)["error"]
+    assert (outcome.code, outcome.err, found["kind"]) == (2, plain.error, kind)
+    where = f"{found['where']}: " if found["where"] else ""
+    assert plain.error == f"samebits: {where}{found['what']}; {found['mend']}\n"
+
+
 def test_verify_json(samebits: Command, source: Path, packed: Path) -> None:
     report = samebits("verify", packed, "--against", source, "--json").json
-    assert (report["identical"], report["nbytes"], report["mismatch"]) == (True, TOTAL, None)
+    assert (report["identical"], report["nbytes"], report["mismatches"]) == (True, TOTAL, [])
     assert samebits("verify", packed, "--json").json["unchecked"] == 0
 
 

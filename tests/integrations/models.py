@@ -144,7 +144,7 @@ def compress_folder(source: Path, destination: Path) -> Path:
 def assert_same_checkpoint(folder: Path, original: Path) -> None:
     """The same tensors, names, shapes and bytes, decoded."""
     verdict = verify_against(Checkpoint.open(folder), Checkpoint.open(original))
-    assert verdict.identical, str(verdict.mismatch)
+    assert verdict.identical, str(verdict.mismatches)
 
 
 def files(folder: Path) -> set[str]:

@@ -205,7 +205,9 @@ def test_other_patterns_are_another_job(source: Path, tmp_path: Path, monkeypatc
         )
         with pytest.raises(KeyboardInterrupt):
             compress(source, tmp_path / "b.safetensors", BLOCKS)
-    assert compress(source, tmp_path / "b.safetensors", {r"blocks\.0": ["a"]}).resumed_shards == 0
+    with pytest.raises(InputError, match="another job has begun here, with patterns "):
+        compress(source, tmp_path / "b.safetensors", {r"blocks\.0": ["a"]})
+    assert compress(source, tmp_path / "b.safetensors", BLOCKS).resumed_shards == 1
 
 
 def test_progress_ends_at_the_total(source: Path, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from samebits.format.container import Checkpoint
 from samebits.format.folder import JOB
 from samebits.format.safetensors_file import SafetensorsWriter
 from samebits.jobs import pieces
+from samebits.jobs.options import CompressOptions
 from samebits.jobs.workers import Workers
 from samebits.jobs.workspace import Workspace
 from samebits.verify import verify_against
@@ -112,6 +113,31 @@ def test_another_source_starts_from_the_beginning(tmp_path: Path) -> None:
                                                             "model.norm.weight": weights(128)})  # fmt: skip
     assert compress(source, destination).resumed_shards == 0
     assert verify_against(Checkpoint.open(destination), Checkpoint.open(source)).identical
+
+
+def test_other_options_throw_nothing_away_unasked(tmp_path: Path) -> None:
+    source, destination = write_folder(tmp_path / "source"), tmp_path / "packed"
+    interrupted(source, destination)
+    other = CompressOptions(min_weights=1)
+    message = (
+        r"packed: another job has begun here, with min_weights \d+; give that command again to finish it, or add --ov"
+    )
+    for _ in range(2):
+        with pytest.raises(InputError, match=message):
+            compress(source, destination, other)
+    with pytest.raises(InputError, match=rf"another job has begun here, with source .*{source.name}"):
+        compress(write_folder(tmp_path / "another"), destination)
+    assert compress(source, destination).resumed_shards == 3
+    interrupted(source, tmp_path / "again")
+    assert compress(source, tmp_path / "again", other, overwrite=True).resumed_shards == 0
+    assert verify_against(Checkpoint.open(tmp_path / "again"), Checkpoint.open(source)).identical
+
+
+def test_without_a_finished_shard_nothing_is_lost(tmp_path: Path) -> None:
+    source, destination = write_folder(tmp_path / "source"), tmp_path / "packed"
+    with pytest.raises(KeyboardInterrupt):
+        compress_with(Workspace, "record", interrupt, source, destination)
+    assert compress(source, destination, CompressOptions(min_weights=1)).resumed_shards == 0
 
 
 def test_a_workspace_with_a_damaged_description_starts_from_the_beginning(tmp_path: Path) -> None:

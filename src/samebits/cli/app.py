@@ -62,7 +62,7 @@ Destination = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 On = Annotated[Device, typer.Option("--device", help="auto: a GPU if there is one.")]
 Workers = Annotated[int | None, typer.Option("--workers", min=1, help="Processes at most; default: as needed.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace weights that DST holds.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace weights, or another unfinished job, in DST.")]
 MinWeights = Annotated[int, typer.Option("--min-weights", min=1, help="Smaller tensors are stored unchanged.")]
 Include = Annotated[list[str], typer.Option("--include", metavar="PATTERN", help="Pack only such names; repeatable.")]
 Exclude = Annotated[list[str], typer.Option("--exclude", metavar="PATTERN", help="Leave such names; repeatable.")]

@@ -83,9 +83,12 @@ def _report(report: JobReport, as_json: bool, is_packed: bool = True) -> None:
 
 
 def _list(what: str, names: list[str]) -> None:
-    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     if names:
-        print_lines(f"{what}: {shown}")
+        print_lines(f"{what}: {_shown(names)}")
+
+
+def _shown(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def verify(destination: str, against: str | None, device: str, as_json: bool) -> None:
@@ -102,11 +105,13 @@ def verify(destination: str, against: str | None, device: str, as_json: bool) ->
 
 def _report_verdict(verdict: Verdict, checkpoint: Checkpoint, against: str | None, as_json: bool) -> None:
     if as_json:
-        mismatch = vars(verdict.mismatch) if verdict.mismatch else None
-        print_json({**vars(verdict), "mismatch": mismatch, "identical": verdict.identical, "against": against})
-    if verdict.mismatch:
+        mismatches = [vars(mismatch) for mismatch in verdict.mismatches]
+        print_json({**vars(verdict), "mismatches": mismatches, "identical": verdict.identical, "against": against})
+    if verdict.mismatches:
+        first, *others = verdict.mismatches
+        more = f"; {len(others)} more: {_shown([other.tensor for other in others])}" if others else ""
         mend = "compress the original again" if against else "the file is damaged: fetch or write it again"
-        raise MismatchError(f"not identical: {verdict.mismatch}", where=str(checkpoint.path), mend=mend)
+        raise MismatchError(f"not identical: {first}{more}", where=str(checkpoint.path), mend=mend)
     if as_json:
         return
     digests = "every digest is right" if verdict.unchecked < verdict.tensors else "every tensor can be read"

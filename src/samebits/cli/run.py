@@ -1,4 +1,4 @@
-"""From arguments to an exit code; every failure is one line on stderr."""
+"""From arguments to an exit code; every failure is one line on stderr, with --json an object on stdout as well."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import NoReturn
 import typer
 
 from samebits.cli.app import app
-from samebits.errors import MismatchError, SamebitsError
+from samebits.errors import InputError, MismatchError, ResourceError, SamebitsError
 
 DONE, FAILED, UNUSABLE, DEFECT = 0, 1, 2, 70  # the last as in sysexits.h
 INTERRUPTED, PIPE_CLOSED, TERMINATED = 130, 141, 143  # 128 + the signal's number, as shells have it
@@ -39,19 +39,20 @@ def run(arguments: list[str]) -> int:
     except MismatchError as error:
         return _fail(str(error), FAILED)
     except SamebitsError as error:
-        return _fail(str(error), UNUSABLE)
+        return _refuse(error, arguments)
     except _UsageError as error:
         what = error.format_message().rstrip(".")  # type: ignore[attr-defined]
         known = [name for name in arguments[:1] if name in getattr(command, "commands", ())]
-        return _fail(f"{what}; see `{' '.join(['samebits', *known])} --help`", UNUSABLE)
+        return _refuse(InputError(what, mend=f"see `{' '.join(['samebits', *known])} --help`"), arguments)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or flushing at exit fails again
         return PIPE_CLOSED
     except OSError as error:
-        return _fail(_describe(error), UNUSABLE)
+        return _refuse(_described(error), arguments)
     except Exception as error:
         if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "out of memory" in str(error)):
-            return _fail("out of memory; close other programs, use fewer --workers, or --device cpu", UNUSABLE)
+            mend = "close other programs, use fewer --workers, or --device cpu"
+            return _refuse(ResourceError("out of memory", mend=mend), arguments)
         traceback.print_exc()
         return _fail("a defect of samebits; report the lines above and the output of `samebits doctor`", DEFECT)
     except KeyboardInterrupt:
@@ -82,16 +83,23 @@ def _interrupted(arguments: list[str]) -> str:
     return "interrupted; the same command goes on where it stopped" if resumable else "interrupted"
 
 
+def _refuse(error: SamebitsError, arguments: list[str]) -> int:
+    if "--json" in arguments:
+        from samebits.cli.console import print_json
+
+        kind = type(error).__name__
+        print_json({"error": {"kind": kind, "what": error.what, "where": error.where, "mend": error.mend}})
+    return _fail(str(error), UNUSABLE)
+
+
 def _fail(message: str, code: int) -> int:
     line = " ".join(message.split())
     sys.stderr.write(f"samebits: {line}\n")
     return code
 
 
-def _describe(error: OSError) -> str:
-    reason = error.strerror or str(error)
+def _described(error: OSError) -> SamebitsError:
+    reason, where = error.strerror or str(error), str(error.filename) if error.filename else None
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        reason += "; free some space, or raise the limit"
-    elif error.filename:
-        reason += "; check the path and its permissions"
-    return f"{error.filename}: {reason}" if error.filename else reason
+        return ResourceError(reason, where=where, mend="free some space, or raise the limit")
+    return InputError(reason, where=where, mend="check the path and its permissions" if where else None)

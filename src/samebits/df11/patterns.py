@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from samebits.df11.architectures import ARCHITECTURES, Blocks
-from samebits.df11.config import Df11Config
+from samebits.df11.config import Df11Config, compile_pattern
 from samebits.errors import FormatError, InputError
 from samebits.format.folder import read_json
 
@@ -90,7 +90,7 @@ def read_patterns(path: Path) -> Patterns:
     """Patterns from a JSON file: an object of lists of attributes.
 
     Raises:
-        InputError: there is no such file.
+        InputError: there is no such file, or a pattern in it cannot be used.
         FormatError: something else is in it.
     """
     if not path.is_file():
@@ -100,6 +100,10 @@ def read_patterns(path: Path) -> Patterns:
         if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
             mend = 'write lists of names: {"layers\\\\.\\\\d+": ["mlp.up_proj"], "lm_head": []}'
             raise FormatError("not a list of attributes", where=f"{path}: {pattern}", mend=mend)
+        try:
+            compile_pattern(pattern)
+        except InputError as error:
+            raise error.at(str(path)) from None
     return patterns
 
 

@@ -24,7 +24,7 @@ from samebits.jobs.pieces import Piece, Task, work
 from samebits.jobs.source import other_files, plain_names
 from samebits.jobs.summary import Sizes
 from samebits.jobs.workers import AHEAD, Workers, worker_count
-from samebits.jobs.workspace import Workspace, out_of_space, require_space
+from samebits.jobs.workspace import FILES, Workspace, out_of_space, require_space
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ class Job(ABC):
             "command": self.command,
             "format": VERSION,
             "source": str(self.checkpoint.path.resolve()),
-            "files": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats],
+            FILES: [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats],
             **self.identity(),
         }
 

@@ -18,6 +18,9 @@ from samebits.format.mapping import map_file
 from samebits.format.safetensors_file import SUFFIX
 from samebits.sizes import size
 
+_SHORT = 300  # characters
+FILES = "files"  # of an identity: what the source's files are, which may have changed since a job began
+
 
 class Workspace:
     """A job's folder: inside a destination folder, beside a destination file.
@@ -27,12 +30,13 @@ class Workspace:
 
     Args:
         destination: folder or file that is to appear.
-        identity: of the job, as JSON: sources and options. Another job's leftovers are thrown away.
-        overwrite: replace weights that the destination holds.
+        identity: of the job, as JSON: sources and options. What a job left behind whose source has changed since is
+            thrown away.
+        overwrite: replace weights that the destination holds, and what another job left behind.
 
     Raises (on entering):
         ResourceError: another job holds the destination.
-        InputError: the destination is in use and ``overwrite`` is not set.
+        InputError: the destination is in use, or another job left finished shards, and ``overwrite`` is not set.
     """
 
     def __init__(self, destination: Path, is_folder: bool, identity: dict[str, Any], overwrite: bool) -> None:
@@ -102,13 +106,29 @@ class Workspace:
             raise InputError("the file exists", where=str(self.destination), mend="remove it or add --overwrite")
 
     def _is_same_job(self) -> bool:
+        return self._begun() == self.identity
+
+    def _begun(self) -> dict[str, Any]:
+        """What an earlier job was; nothing, if there was none that can be gone on with."""
         try:
-            return read_json(self.folder / "job.json") == self.identity
+            return read_json(self.folder / "job.json")
         except (FormatError, FileNotFoundError):
-            return False
+            return {}
+
+    def _check_begun(self) -> None:
+        """Refuse to throw away hours of another job's work."""
+        begun = self._begun()
+        changed = {key for key in {**begun, **self.identity} if begun.get(key) != self.identity.get(key)}
+        others = sorted(changed - {FILES})
+        if self.overwrite or not begun or not others or not any(self.folder.glob("*.done")):
+            return
+        how = ", ".join(f"{key} {_short(json.dumps(begun.get(key)))}" for key in others)
+        mend = "give that command again to finish it, or add --overwrite to begin anew"
+        raise InputError(f"another job has begun here, with {how}", where=str(self.destination), mend=mend)
 
     def _prepare(self) -> None:
         if not self._is_same_job():
+            self._check_begun()
             self._empty()
             (self.folder / "job.json").write_text(json.dumps(self.identity))
         for path in self.folder.glob("spool*"):
@@ -199,6 +219,10 @@ class Workspace:
         for path in sorted(self.destination.iterdir(), key=lambda path: _rank(Path(path.name)), reverse=True):
             if _rank(Path(path.name)):
                 path.unlink()
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _SHORT else f"{text[:_SHORT]}..."
 
 
 def _fingerprint(path: Path) -> dict[str, int]:
