@@ -14,7 +14,7 @@ struct AllChunks {
 };
 
 #define DECODE_KERNEL(name, quad, clip)                                                                      \
-    extern "C" __global__ void __launch_bounds__(kMaxThreads, 1)                                                \
+    extern "C" __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)                                    \
     name(const Geometry geometry, const Packed packed, u16* output, const Division division) {               \
         decode_tasks<quad, clip>(geometry, packed, AllChunks{geometry, output}, division);                   \
     }

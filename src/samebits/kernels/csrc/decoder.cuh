@@ -12,6 +12,7 @@
 #include "streams.cuh"
 
 constexpr int kMaxThreads = 512;   // kernels/decode.py launches at most so many
+constexpr int kMinBlocks = 1;      // of a multiprocessor: left to itself, the compiler spills registers so that two fit
 
 // Which words of what is decoded are stored.
 enum Clip {

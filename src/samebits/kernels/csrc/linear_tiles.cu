@@ -18,7 +18,7 @@ constexpr int kTileBytes = 8 * kPairBytes;
 constexpr int kTileGroups = 8;
 constexpr int kMapBytes = 128;
 
-// The ring of x has slots for so many stages at a time (both together: linear.py, _X_STAGES).
+// The ring of x has slots for so many stages at a time (both together: linear_launch.py, _X_STAGES).
 __host__ __device__ constexpr int x_stages(int wide) { return wide <= 32 ? 2 : 1; }
 __host__ __device__ constexpr int x_slots(int wide) { return wide == 64 ? 6 : 4; }
 __host__ __device__ constexpr int x_bytes(int wide) { return x_stages(wide) * wide * 128; }   // of a slot

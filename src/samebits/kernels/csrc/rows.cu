@@ -73,7 +73,7 @@ struct RoutedChunks {
 };
 
 #define GATHER_KERNEL(name, quad, clip)                                                                            \
-    extern "C" __global__ void __launch_bounds__(kMaxThreads, 1)                                                      \
+    extern "C" __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)                                          \
     name(const Geometry geometry, const Packed packed, u16* output, const Division division, const Gather gather) { \
         decode_tasks<quad, clip>(geometry, packed, GatheredChunks{geometry, gather, output}, division);            \
     }
@@ -83,7 +83,7 @@ GATHER_KERNEL(decode_rows_single_whole, false, kRows)
 GATHER_KERNEL(decode_rows_single_clipped, false, kWords)
 
 #define ROUTED_KERNEL(name, quad, clip)                                                                            \
-    extern "C" __global__ void __launch_bounds__(kMaxThreads, 1)                                                      \
+    extern "C" __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)                                          \
     name(const Geometry geometry, const Packed packed, u16* output, const Division division, const Routed routed) { \
         decode_tasks<quad, clip>(geometry, packed, RoutedChunks{geometry, routed, output}, division);              \
     }
