@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from threading import Barrier
+
 import pytest
 
 from samebits.errors import DeviceError
@@ -51,6 +54,28 @@ def test_sources_compile(file: str, capability: tuple[int, int]) -> None:
     binary = nvrtc.compile_source(file, nvrtc.architecture(capability), cached=False).code
     assert binary[:4] == b"\x7fELF"
     assert all(name.encode() in binary for name in KERNELS[file])
+
+
+def test_sources_are_compiled_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = Barrier(2, timeout=60)  # one after the other would never pass it
+    compiled: list[tuple[str, int]] = []
+
+    def module(name: str, device: int) -> None:
+        both.wait()
+        compiled.append((name, device))
+
+    monkeypatch.setattr(nvrtc, "_module", module)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    nvrtc.compile_all(["a.cu", "b.cu", "a.cu"], 3)
+    assert sorted(compiled) == [("a.cu", 3), ("b.cu", 3)]
+    nvrtc.compile_all([], 3)
+
+    def refuse(name: str, device: int) -> None:
+        raise DeviceError(f"cannot compile {name}")
+
+    monkeypatch.setattr(nvrtc, "_module", refuse)
+    with pytest.raises(DeviceError, match=r"cannot compile [ab]\.cu"):
+        nvrtc.compile_all(["a.cu", "b.cu"], 3)
 
 
 def test_without_a_folder_for_what_is_compiled(

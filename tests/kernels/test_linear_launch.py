@@ -12,7 +12,7 @@ from samebits.format.geometry import Code, Layout
 from samebits.format.packed import Header
 from samebits.kernels import linear_chains, nvrtc
 from samebits.kernels.decode import STATIC_SHARED, staging_words
-from samebits.kernels.linear import is_supported
+from samebits.kernels.linear import is_supported, sources
 from samebits.kernels.linear_job import CHUNK_STAGES, Kernel, Launch, magic
 from samebits.kernels.linear_launch import (
     MAX_HOPPER_TOKENS,
@@ -254,6 +254,22 @@ def check_lines(header: Header, launch: Launch, number: int = 0) -> None:
     flags = 4 * (lines * (job["ring"] + 1) + segments + job["slots"])
     words = job["table_words"] + job["x_words"]
     assert 4 * words + buffers + rings + parts + flags <= launch.shared_bytes
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 64, 300, 4096])
+def test_what_is_compiled_for_a_product(tokens: int, hopper: bool) -> None:
+    """All that calibration tries, whatever the split, but for what only other splits need."""
+    header = header_of((4096, 4096), 470)
+    if tokens > max_tokens(0):
+        assert sources(header, tokens, 0) == {"decode.cu"}
+        return
+    expected = {"decode.cu"} | ({"linear_ahead.cu", "linear_chains.cu"} if tokens <= 16 else set())
+    if hopper:
+        expected |= {"arrange.cu"} | ({"linear_pairs.cu", "linear_tiles.cu"} if tokens <= 64 else {"linear_relay.cu"})
+        expected |= {"linear_warpgroups.cu"} if tokens <= 512 else set()
+        expected |= {"linear_singles.cu"} if tokens <= 32 else set()
+    found = sources(header, tokens, 0)
+    assert found == expected or (not hopper and {"decode.cu", "linear_chains.cu"} <= found <= expected)
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 17, 33, 64, 65, 128])

@@ -55,6 +55,7 @@ def test_finds_a_split_under_its_smallest_number(gpu: FakeGpu) -> None:
 @pytest.mark.parametrize("tokens", [1, 8, 128])
 def test_finds_it_for_many_tokens(gpu: FakeGpu, tokens: int) -> None:
     assert found(key(tokens=tokens)).plan == LinearPlan(gpu.split, 1)
+    assert gpu.compiled == [{f"{tokens}.cu"}]
 
 
 def test_no_split_is_right(gpu: FakeGpu) -> None:

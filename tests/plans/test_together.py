@@ -290,3 +290,4 @@ def test_fastest_variant(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     for times, best in (([5.0, 3.0, 9.0], 3), ([2.0, 3.0, 9.0], 1), ([5.0, 3.0, 2.0], None)):
         gpu.times = times
         assert calibrate.fastest_together(normal(1, K), operands) == best
+    assert gpu.compiled == [{"a", "an"}] * 3

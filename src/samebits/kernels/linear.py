@@ -72,16 +72,26 @@ def is_supported(header: Header, m: int, device: int) -> bool:
 
 def variants(header: Header, m: int, split: int) -> list[int]:
     """The different variants of a supported launch that fit on the current device, as LinearPlan counts them."""
-    return list(different(_launches(header, m, split)))
+    return list(different(_launches(header, m, split, torch.cuda.current_device())))
+
+
+def sources(header: Header, m: int, device: int) -> set[str]:
+    """Under csrc, what supported products take, fused in one way or another or decoded first."""
+    launches = [launch for launch in _launches(header, m, 1, device) if launch]
+    return {
+        "decode.cu",
+        *(launch.file for launch in launches),
+        *("arrange.cu" for each in launches if each.arrangement),
+    }
 
 
 def first_variant(header: Header, m: int, split: int) -> int | None:
     """Of these the first, without working out the others."""
-    return next((i for i, launch in enumerate(_launches(header, m, split)) if launch), None)
+    launches = enumerate(_launches(header, m, split, torch.cuda.current_device()))
+    return next((i for i, launch in launches if launch), None)
 
 
-def _launches(header: Header, m: int, split: int) -> Iterator[Launch | None]:
-    device = torch.cuda.current_device()
+def _launches(header: Header, m: int, split: int, device: int) -> Iterator[Launch | None]:
     return (launch_of(header, m, split, i, device) for i in range(len(VARIANTS)))
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, lru_cache, partial
 from importlib.resources import files
@@ -79,6 +81,17 @@ def compile_source(name: str, target: str, *, cached: bool = True) -> Any:
 @cache
 def _module(name: str, device: int) -> Any:
     return compile_source(name, architecture(torch.cuda.get_device_capability(device)))
+
+
+def compile_all(names: Iterable[str], device: int) -> None:
+    """Have these sources under csrc compiled for a device, side by side: NVRTC takes seconds and one thread for each.
+
+    Raises:
+        DeviceError: as compile_source.
+    """
+    names = sorted({*names})
+    with ThreadPoolExecutor(max(1, min(len(names), os.cpu_count() or 1))) as threads:
+        list(threads.map(lambda name: _module(name, device), names))
 
 
 @cache

@@ -23,10 +23,12 @@ from samebits.kernels.linear import (
     fused_linears,
     is_supported,
     launch_together,
+    sources,
     variants,
 )
 from samebits.kernels.linear_job import Launch
 from samebits.kernels.linear_launch import VARIANTS, different
+from samebits.kernels.nvrtc import compile_all
 from samebits.plans.key import PlanKey
 from samebits.plans.probe import Probe
 from samebits.plans.store import Outcome
@@ -102,6 +104,7 @@ def calibrate(key: PlanKey, device: torch.device) -> Outcome:
     trial = Trial(key, device)
     if not trial.is_supported:
         return Outcome(None, UNSUPPORTED)
+    compile_all(sources(trial.packed.header, key.tokens, device.index or 0), device.index or 0)
     plans = _right_ones(trial, trial.first_plans())
     if len(plans) > 1:
         return Outcome(None, f"splits {', '.join(str(plan.split) for plan in plans)} cannot be told apart")
@@ -156,6 +159,7 @@ def fastest_together(x: torch.Tensor, operands: Sequence[Operands]) -> int | Non
     """
     device, tokens = x.get_device(), x.numel() // x.shape[-1]
     fitting = different(launch_together(operands, tokens, variant, device) for variant in range(len(VARIANTS)))
+    compile_all((launch.file for launch in fitting.values()), device)
     copies = [
         [each._replace(packed=packed) for each, packed in zip(operands, weights, strict=True)]
         for weights in _cold_copies([each.packed for each in operands])
