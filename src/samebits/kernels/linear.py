@@ -81,7 +81,7 @@ def sources(header: Header, m: int, device: int) -> set[str]:
     return {
         "decode.cu",
         *(launch.file for launch in launches),
-        *("arrange.cu" for each in launches if each.arrangement),
+        *("arrange.cu" for launch in launches if launch.arrangement and launch.arrangement.grid),
     }
 
 

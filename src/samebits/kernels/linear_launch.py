@@ -14,6 +14,7 @@ from samebits.kernels.linear_chains import chains
 from samebits.kernels.linear_job import (
     ATOM_BYTES,
     CHUNK_STAGES,
+    MAP_BYTES,
     MAX_TOKENS,
     Arrangement,
     Boxes,
@@ -24,7 +25,6 @@ from samebits.kernels.linear_job import (
 from samebits.kernels.linear_relay import TILES, relay
 
 _X_STAGES = {16: 8, 32: 8, 64: 6, 128: 4}  # linear_tiles.cu: of x in its ring, by tokens that a kernel is made for
-_MAP_BYTES = 128  # kMapBytes
 _TILE = 8  # linear_tiles.cu: row groups of a tile
 _TILE_WARPS = 20  # linear_tiles.cu: kMaxThreads
 _WARPGROUP = 4  # warps
@@ -148,7 +148,7 @@ class _Planner(Planner):
             return None
         wide = next(wide for wide in _X_STAGES if wide >= self.m)
         barriers = 8 * (_MAX_DECODERS + 2 * _X_STAGES[wide])
-        fixed = ATOM_BYTES + _MAP_BYTES + barriers + 4 * self.table + _X_STAGES[wide] * wide * 2 * STAGE
+        fixed = ATOM_BYTES + MAP_BYTES + barriers + 4 * self.table + _X_STAGES[wide] * wide * 2 * STAGE
         room = 4 * self.room - fixed
         for batches in range(-(-self.own // (2 * _TILE)), self.own + 1):
             slots = -(-self.own // batches)
@@ -162,7 +162,7 @@ class _Planner(Planner):
                 words = (fixed + warps * 8 * self.buffer + ring * slot_bytes) // 4
                 job = self.job_fields(slots, batches, warps, ring=ring)
                 columns = self.stages * STAGE
-                maps = Arrangement(0, columns, wide, 0, (0,), (_MAP_BYTES * self.blocks,), 0)
+                maps = Arrangement(0, columns, wide, 0, (0,), (MAP_BYTES * self.blocks,), 0)
                 return Launch("linear_tiles.cu", f"linear_tiles_{wide}_{tiles}", self.blocks, others + warps,
                               4 * words, (job,), maps, Boxes(self.m, columns, wide, STAGE))  # fmt: skip
         return None

@@ -7,13 +7,12 @@ from typing import NamedTuple
 from samebits.format.geometry import ROW_GROUP, STAGE
 from samebits.format.packed import Header
 from samebits.kernels import nvrtc
-from samebits.kernels.linear_job import ATOM_BYTES, Arrangement, Boxes, Launch, Planner
+from samebits.kernels.linear_job import ATOM_BYTES, MAP_BYTES, Arrangement, Boxes, Launch, Planner
 
 TILE_TOKENS = 128  # kTileTokens
 CLUSTER = 2  # kCluster: blocks
 _MULTIPLIERS = 8  # kMultipliers: warps
 _SIGNAL = 8  # kSignal: stages
-_MAP_BYTES = 128  # kMapBytes
 _BARRIER_BYTES = 16  # of a slot of the ring
 _MIN_SLOTS, _MAX_SLOTS = 3, 8  # of the ring, for whole stages
 _CACHED_BYTES = 16 << 20  # of x, that the second-level cache keeps beside what is decoded
@@ -88,7 +87,7 @@ class _Planner(Planner):
 
     def fixed(self, tile: Tile) -> int:
         """Bytes beside the ring."""
-        return ATOM_BYTES + _MAP_BYTES + 4 * self.table + tile.decoders * 2 * tile.row_groups * 4 * self.buffer
+        return ATOM_BYTES + MAP_BYTES + 4 * self.table + tile.decoders * 2 * tile.row_groups * 4 * self.buffer
 
     def slots(self, tile: Tile) -> int:
         """Of the ring, as many as fit; 0 if these are too few."""
@@ -122,7 +121,7 @@ class _Planner(Planner):
                               segments=pairs_of_pass)  # fmt: skip
         decoded_bytes = tiles * tile.rows * columns * 2
         flags = 1 + tiles * -(-self.stages // _SIGNAL)
-        maps_bytes = CLUSTER * clusters * _MAP_BYTES
+        maps_bytes = CLUSTER * clusters * MAP_BYTES
         memory = Arrangement(0, columns, TILE_TOKENS, 0, (flags,), (decoded_bytes + maps_bytes,), 0)
         return Launch("linear_relay.cu", f"linear_relay_{tile.rows}", CLUSTER * clusters, tile.warps,
                       self.fixed(tile) + slots * (tile.slot_bytes + _BARRIER_BYTES), (job,), memory,

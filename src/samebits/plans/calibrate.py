@@ -104,7 +104,8 @@ def calibrate(key: PlanKey, device: torch.device) -> Outcome:
     trial = Trial(key, device)
     if not trial.is_supported:
         return Outcome(None, UNSUPPORTED)
-    compile_all(sources(trial.packed.header, key.tokens, device.index or 0), device.index or 0)
+    number = trial.packed.data.get_device()
+    compile_all(sources(trial.packed.header, key.tokens, number), number)
     plans = _right_ones(trial, trial.first_plans())
     if len(plans) > 1:
         return Outcome(None, f"splits {', '.join(str(plan.split) for plan in plans)} cannot be told apart")

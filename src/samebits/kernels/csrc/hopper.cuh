@@ -65,6 +65,8 @@ __device__ __forceinline__ void copy_box(u32 shared, const void* map, int x, int
                  "r"(x), "r"(y), "r"(barrier) : "memory");
 }
 
+constexpr int kMapBytes = 128;   // of a tensor map
+
 // Makes of a tensor map in shared memory, as the host has it for any address, the one for this address, and leaves it in global memory, aligned to 64
 // bytes as both are; by a warp, whose first lane may then use it.
 __device__ __forceinline__ void place_map(void* map, u32 shared, const void* address, int lane) {

@@ -92,6 +92,11 @@ __device__ __forceinline__ u32 and_or(u32 a, u32 mask, u32 c) {
     return result;
 }
 
+// Signs to the upper bytes of a stage's quads; `sign` has the stage's half of the sign word on top (5.2).
+__device__ __forceinline__ Vec4 with_signs(u32 sign, const Vec4& upper) {
+    return {and_or(sign, kSignMask, upper.x), and_or(sign << 1, kSignMask, upper.y), and_or(sign << 2, kSignMask, upper.z), and_or(sign << 3, kSignMask, upper.w)};
+}
+
 // The first look-ups of a stage, one in each of a lane's streams.
 struct LookUps { u32 windows[2], entries[2]; };
 

@@ -159,8 +159,7 @@ struct Decoder {
                 chunk.complete(tops, common);
                 begun = chunk.begin(table, byte_mask);
                 chunk.mend(tops, s, lane);
-                auto complete = [&](u32 top, int q) { return and_or(pairs[s >> 1] << (4 * (s & 1) + q), kSignMask, top); };
-                store_shared(target + s * 512, {complete(tops.x, 0), complete(tops.y, 1), complete(tops.z, 2), complete(tops.w, 3)});
+                store_shared(target + s * 512, with_signs(pairs[s >> 1] << (4 * (s & 1)), tops));
             }
             chunk.pass(kRun);
             if (number < 0) continue;    // of the segment before: where the first run will be

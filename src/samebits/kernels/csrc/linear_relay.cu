@@ -13,7 +13,6 @@ constexpr int kTileTokens = 128;
 constexpr int kCluster = 2;
 constexpr int kMultipliers = 8;                // warps; of the others one brings what is multiplied, the rest decode
 constexpr int kSignal = 8;                     // stages
-constexpr int kMapBytes = 128;
 
 // A tile of rows. Where few slots of the ring fit, they are for half a stage.
 template <int rows_>
@@ -229,8 +228,7 @@ struct UnitDecoder {
                         load_stage(i, s);
                         opened[i].complete(upper[i], common);
                         opened[i].template mend<true>(upper[i], run + s, lane);
-                        const Vec4 whole{and_or(sign, kSignMask, upper[i].x), and_or(sign << 1, kSignMask, upper[i].y), and_or(sign << 2, kSignMask, upper[i].z),
-                                         and_or(sign << 3, kSignMask, upper[i].w)};
+                        const Vec4 whole = with_signs(sign, upper[i]);
                         if (run + s < count && i < valid) store_stage<shifted>(place + i * Tile::atom_bytes, bytes, whole, shifted ? scales[i] : kNoShift);
                     }
                     place += Tile::parts * Tile::part_bytes;

@@ -16,7 +16,6 @@ constexpr int kAtomBytes = 1024;
 constexpr int kPairBytes = 2 * kAtomBytes;
 constexpr int kTileBytes = 8 * kPairBytes;
 constexpr int kTileGroups = 8;
-constexpr int kMapBytes = 128;
 
 // The ring of x has slots for so many stages at a time (both together: linear_launch.py, _X_STAGES).
 __host__ __device__ constexpr int x_stages(int wide) { return wide <= 32 ? 2 : 1; }
@@ -309,9 +308,7 @@ struct Decoder {
                     chunk.complete(upper[s], common);
                     begun = chunk.begin(table, byte_mask);
                     chunk.mend(upper[s], s, lane);
-                    const u32 sign = signs[s / 2] << (4 * (s & 1));
-                    upper[s] = {and_or(sign, kSignMask, upper[s].x), and_or(sign << 1, kSignMask, upper[s].y), and_or(sign << 2, kSignMask, upper[s].z),
-                                and_or(sign << 3, kSignMask, upper[s].w)};
+                    upper[s] = with_signs(signs[s / 2] << (4 * (s & 1)), upper[s]);
                 }
                 chunk.pass(kRun);
                 const u32 first = rings.full + 8 * pair.slot;
