@@ -10,8 +10,8 @@ On a GPU BF16 and compressed have a process each; text encoders and autoencoders
     eager      as a pipeline calls the model
     graphs     the whole step as one CUDA graph
 
-Each time is the median of REPEATS steps after one that warms up; peak_bytes is what torch allocated at most during
-these, weights included. Results are joined: models that are not run again stay in the file.
+Each time is the median of REPEATS steps after LEARNING_STEPS, on a CPU one; peak_bytes is what torch allocated at most
+during these, weights included. Results are joined: models that are not run again stay in the file.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from common import PACKAGES, Timing, add_results, cpu_name, runner, significant,
 Inputs = dict[str, Any]  # tensors, but for sizes
 WAYS = ("eager", "graphs")
 REPEATS = 3
+LEARNING_STEPS = 3  # until products of one input are made together, in a graph too
 
 
 def flux_inputs(config: Any, height: int, width: int, text: int) -> Inputs:
@@ -231,7 +232,8 @@ def measure(module: nn.Module, inputs: Inputs, way: str, device: str) -> Figures
         nonlocal output
         output = module(**inputs, return_dict=False)[0]
 
-    step()
+    for _ in range(1 if device == "cpu" else LEARNING_STEPS):
+        step()
     if device == "cpu":
         return Figures(time_calls(step, repeats=REPEATS), None, output)
     torch.cuda.synchronize()

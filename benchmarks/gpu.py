@@ -124,6 +124,34 @@ def measure_read_rate(packed: Sequence[torch.Tensor], repeats: int) -> float:
 
 def time_graph(calls: list[Callable[[], object]], repeats: int, warm_seconds: float = 0.0) -> Timing:
     """Seconds of one call, from replays of a CUDA graph that holds all of them, behind other replays for a while."""
+    [timing] = time_graphs([calls], repeats, warm_seconds)
+    return timing
+
+
+def time_graphs(candidates: list[list[Callable[[], object]]], repeats: int, warm_seconds: float = 0.0) -> list[Timing]:
+    """``time_graph`` of each candidate; their replays alternate, so that the device's clock is the same for all."""
+    graphs = [captured(calls) for calls in candidates]
+    start_of_replays = time.perf_counter()
+    while True:
+        for graph in graphs:
+            graph.replay()
+        torch.cuda.synchronize()
+        if time.perf_counter() - start_of_replays >= warm_seconds:
+            break
+    seconds: list[list[float]] = [[] for _ in candidates]
+    for _ in range(repeats):
+        for graph, calls, found in zip(graphs, candidates, seconds, strict=True):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            found.append(start.elapsed_time(end) / 1e3 / len(calls))
+    return [Timing.of(found) for found in seconds]
+
+
+def captured(calls: list[Callable[[], object]]) -> torch.cuda.CUDAGraph:
+    """A graph of all of them, each of which has run once before."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for call in calls:
@@ -133,20 +161,7 @@ def time_graph(calls: list[Callable[[], object]], repeats: int, warm_seconds: fl
     with torch.cuda.graph(graph):
         for call in calls:
             call()
-    start_of_replays = time.perf_counter()
-    graph.replay()
-    while time.perf_counter() - start_of_replays < warm_seconds:
-        graph.replay()
-        torch.cuda.synchronize()
-    seconds = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        seconds.append(start.elapsed_time(end) / 1e3 / len(calls))
-    return Timing.of(seconds)
+    return graph
 
 
 def time_clock(call: Callable[[], object], repeats: int) -> Timing:

@@ -8,10 +8,10 @@ others of that device and these versions stay. Every shape is measured with few 
 ``--tokens`` takes the place of both. An empty "" leaves shapes, prefill or groups out.
 
 Every product is compared with F.linear's as 16-bit words first. Times are medians of CUDA graph replays over more than
-900 MB of distinct weights, BF16 and packed in the same run, from WARM_TOKENS tokens on after WARM_SECONDS of replays,
+900 MB of distinct weights, BF16's and packed ones' in turns, from WARM_TOKENS tokens on after WARM_SECONDS of replays,
 because a GPU whose tensor cores are busy lowers its clock after a while; "decoded first" is the product without the
-fused kernel: decode, then F.linear. The table "prefill" has all seven products of a block of Llama 3.1 8B, one after
-the other.
+fused kernel: decode, then F.linear. The table "prefill" has all seven products of a block of Llama 3.1 8B, as modules
+with the inputs that they have in the model, so that some may be made together.
 
 The table "together" has the layers of a model that share an input, as modules: nn.Linear, the operator samebits::linear
 one by one, and packed modules, whose products samebits.plans.together learns to make by one launch, where that is
@@ -28,7 +28,7 @@ import argparse
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -36,7 +36,7 @@ from torch.nn import functional as F
 
 import samebits
 from common import DECODER_LAYERS, Timing, add_results, encode_checked, significant, synthetic_matrix
-from gpu import DISTINCT_BYTES, device_name, distinct, measure_read_rate, time_graph
+from gpu import DISTINCT_BYTES, device_name, distinct, measure_read_rate, time_graphs
 from samebits.kernels.linear import is_supported
 from samebits.kernels.residents import resident
 from samebits.plans.call import plan_of
@@ -81,6 +81,9 @@ GROUPS = {
     "Mistral Small 24B": (5120, {"q, k, v": (4096, 1024, 1024), "gate, up": (32768, 32768)}),
     "Llama 3 70B": (8192, {"q, k, v": (8192, 1024, 1024), "gate, up": (28672, 28672)}),
 }
+# Of a block, the products that have an input in common.
+BLOCK_INPUTS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
+Layers = TypeVar("Layers", nn.ModuleList, nn.ModuleDict)
 LEARNING_CALLS = 3  # of a group; from the last on, its products may come from one launch
 SMALL_KERNELS = 3
 KEYS = ("matrix", "model", "layers", "tokens")
@@ -103,7 +106,9 @@ def main() -> int:
         few = arguments.tokens or FEW_TOKENS
         many = MANY_TOKENS if shape in MANY_SHAPES and not arguments.tokens else ()
         rows += measure(synthetic_matrix(*shape, device="cuda"), few, many)
-    rows += measure_block(list(DECODER_LAYERS[BLOCK].values()), arguments.prefill, "cuda") if arguments.prefill else []
+    for row in measure_block(DECODER_LAYERS[BLOCK], arguments.prefill, "cuda") if arguments.prefill else ():
+        rows.append(row)
+        print(row, flush=True)
     for model, (columns, groups) in GROUPS.items() if arguments.groups else ():
         for layers, heights in groups.items():
             for row in measure_group([(height, columns) for height in heights], arguments.groups, "cuda"):
@@ -136,32 +141,41 @@ def measure(weight: torch.Tensor, few: tuple[int, ...], many: tuple[int, ...]) -
     return [first, *results[len(few) :]]
 
 
-def measure_block(shapes: Sequence[tuple[int, int]], tokens: tuple[int, ...], device: str) -> list[dict[str, Any]]:
+@torch.no_grad()
+def measure_block(shapes: dict[str, tuple[int, int]], tokens: tuple[int, ...], device: str) -> Iterator[dict[str, Any]]:
     """All products of a decoder layer one after the other, as rows of the table "prefill"."""
-    weights = [synthetic_matrix(*shape, seed=seed, device=device) for seed, shape in enumerate(shapes)]
-    packed = [encode_checked(weight) for weight in weights]
-    copies = distinct(packed)
-    dense = [weights, *([weight.clone() for weight in weights] for _ in copies[1:])]
-    rows = []
+    weights = [synthetic_matrix(*shape, seed=seed, device=device) for seed, shape in enumerate(shapes.values())]
+    dense = copies_of(nn.ModuleDict(zip(shapes, map(layer_of, weights), strict=True)))
+    compressed = deepcopy(dense[0])
+    samebits.compress(compressed)
+    packed = copies_of(compressed)
     for number in tokens:
-        inputs = {columns: activations(number, columns, device) for _, columns in shapes}
-        for tensor in packed:
-            find_plan(inputs[tensor.shape[1]], tensor)
-        check_products(inputs, weights, packed)
-        bf16 = timed([partial(dense_products, inputs, block) for block in dense], number)
-        ours = timed([partial(packed_products, inputs, block) for block in copies], number)
-        rows.append(
-            {
-                "table": "prefill",
-                "tokens": number,
-                "matrices": len(shapes),
-                **microseconds("bf16_microseconds", bf16),
-                **microseconds("samebits_microseconds", ours),
-                "overhead": round(ours.median / bf16.median - 1, 4),
-            }
+        inputs = [activations(number, shapes[names[0]][1], device) for names in BLOCK_INPUTS]
+        samebits.prepare(compressed, batch_sizes=(number,))
+        launches = 0
+        for block in packed:
+            for x, names in zip(inputs, BLOCK_INPUTS, strict=True):
+                layers = nn.ModuleList(block[name] for name in names)
+                launches += learned(x, layers, [dense[0][name].weight for name in names])
+        bf16, ours = timed(
+            *([partial(products_of_block, inputs, block) for block in blocks] for blocks in (dense, packed)),
+            tokens=number,
         )
-        print(rows[-1], flush=True)
-    return rows
+        yield {
+            "table": "prefill",
+            "tokens": number,
+            "matrices": len(shapes),
+            "launches_of_several": launches / len(packed),
+            **microseconds("bf16_microseconds", bf16),
+            **microseconds("samebits_microseconds", ours),
+            "overhead": round(ours.median / bf16.median - 1, 4),
+        }
+
+
+def products_of_block(inputs: Sequence[torch.Tensor], block: nn.ModuleDict) -> None:
+    for x, names in zip(inputs, BLOCK_INPUTS, strict=True):
+        for name in names:
+            block[name](x)
 
 
 def find_plan(x: torch.Tensor, packed: samebits.PackedTensor, bias: torch.Tensor | None = None) -> None:
@@ -183,16 +197,6 @@ def check_products(
 def check_same(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
     if not torch.equal(y.view(torch.int16), F.linear(x, weight).view(torch.int16)):
         raise SystemExit(f"{tuple(weight.shape)} with {x.shape[0]} tokens: not identical")
-
-
-def dense_products(inputs: dict[int, torch.Tensor], weights: Sequence[torch.Tensor]) -> None:
-    for weight in weights:
-        F.linear(inputs[weight.shape[1]], weight)
-
-
-def packed_products(inputs: dict[int, torch.Tensor], packed: Sequence[samebits.PackedTensor]) -> None:
-    for tensor in packed:
-        linear(inputs[tensor.shape[1]], tensor, None)
 
 
 @torch.no_grad()
@@ -226,7 +230,7 @@ def layer_of(weight: torch.Tensor) -> nn.Linear:
     return layer
 
 
-def copies_of(layers: nn.ModuleList) -> list[nn.ModuleList]:
+def copies_of(layers: Layers) -> list[Layers]:
     """These, and as many copies of all of them as make up more than DISTINCT_BYTES."""
     nbytes = sum(parameter.nbytes for parameter in layers.parameters())
     return [layers, *(deepcopy(layers) for _ in range(int(DISTINCT_BYTES / nbytes)))]
@@ -244,8 +248,9 @@ def learned(x: torch.Tensor, layers: nn.ModuleList, weights: Sequence[torch.Tens
 
 def timed_behind(x: torch.Tensor, groups: Sequence[Iterable[Callable[[torch.Tensor], object]]]) -> Timing:
     """Of the products of a group, without the small kernels in front of them."""
-    whole = timed([partial(behind_small_kernels, x, group) for group in groups])
-    alone = timed([partial(behind_small_kernels, x, ()) for _ in groups]).median
+    [whole] = timed([partial(behind_small_kernels, x, group) for group in groups])
+    [empty] = timed([partial(behind_small_kernels, x, ()) for _ in groups])
+    alone = empty.median
     return Timing(whole.median - alone, whole.fastest - alone, whole.slowest - alone)
 
 
@@ -263,9 +268,12 @@ def measure_tokens(dense: list[torch.Tensor], copies: list[samebits.PackedTensor
     find_plan(x, copies[0])
     plan = plan_of(x, copies[0], None)
     check_products({columns: x}, dense[:1], copies[:1])
-    bf16 = timed([partial(F.linear, x, weight) for weight in dense], tokens)
-    ours = timed([partial(linear, x, packed, None) for packed in copies], tokens)
-    decoded = timed([partial(decode_first, x, packed) for packed in copies], tokens) if plan else ours
+    ways = [
+        [partial(F.linear, x, weight) for weight in dense],
+        [partial(linear, x, packed, None) for packed in copies],
+        [partial(decode_first, x, packed) for packed in copies],
+    ]
+    bf16, ours, decoded = timed(*ways, tokens=tokens)
     return {
         "table": "many",
         "matrix": f"{rows} x {columns}",
@@ -302,8 +310,8 @@ def decode_first(x: torch.Tensor, packed: samebits.PackedTensor) -> torch.Tensor
     return F.linear(x, samebits.decode(packed))
 
 
-def timed(calls: list[Callable[[], object]], tokens: int = 0) -> Timing:
-    return time_graph(calls, REPEATS, WARM_SECONDS if tokens >= WARM_TOKENS else 0.0)
+def timed(*candidates: list[Callable[[], object]], tokens: int = 0) -> list[Timing]:
+    return time_graphs(list(candidates), REPEATS, WARM_SECONDS if tokens >= WARM_TOKENS else 0.0)
 
 
 def microseconds(key: str, timing: Timing) -> dict[str, float]:

@@ -54,7 +54,7 @@ def measure(weight: torch.Tensor, tokens: tuple[int, ...], chosen: tuple[int, ..
         if plan is None:
             print(f"{product}: no plan", flush=True)
             continue
-        bf16 = timed([partial(F.linear, x, each) for each in dense])
+        [bf16] = timed([partial(F.linear, x, each) for each in dense])
         print(f"{product}, split {plan.split}: BF16 {1e6 * bf16.median:.1f} us", flush=True)
         for variant in variants(packed.header, number, plan.split):
             if variant in chosen:
@@ -66,7 +66,7 @@ def line(x: torch.Tensor, weight: torch.Tensor, copies: list[samebits.PackedTens
     name = f"{plan.variant:2} {VARIANTS[plan.variant]}"
     if not torch.equal(words(fused_linear(x, copies[0], None, plan)), words(F.linear(x, weight))):
         return f"{name}: DIFFERENT; {wrong_weights(weight, copies[0], plan)}"
-    time = timed([partial(fused_linear, x, packed, None, plan) for packed in copies])
+    [time] = timed([partial(fused_linear, x, packed, None, plan) for packed in copies])
     return f"{name}: {1e6 * time.median:.1f} us ({1e6 * time.fastest:.1f} to {1e6 * time.slowest:.1f})"
 
 

@@ -33,6 +33,7 @@ KERNELS = {
     "linear_pairs_together.cu": [f"linear_pairs_{tokens}_together" for tokens in (4, 8, 16, 32, 64)],
     "linear_warpgroups.cu": [f"linear_warpgroups_{tokens}" for tokens in (64, 128, 256)],
     "linear_relay.cu": [f"linear_relay_{rows}" for rows in range(128, 257, 16)],
+    "linear_relay_together.cu": [f"linear_relay_{rows}_together" for rows in range(128, 257, 16)],
     "arrange.cu": ["arrange"],
     "tables.cu": ["make_table_quad", "make_table_single"],
     "encode.cu": ["row_statistics", "histogram", "quad_counts", "measure_quad", "write_single", "digest"],
@@ -41,7 +42,7 @@ KERNELS = {
 
 HOPPER_ONLY = (
     "linear_tiles.cu", "linear_singles.cu", "linear_singles_together.cu", "linear_pairs.cu", "linear_pairs_together.cu",
-    "linear_warpgroups.cu", "linear_relay.cu",
+    "linear_warpgroups.cu", "linear_relay.cu", "linear_relay_together.cu",
 )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import product
+from itertools import accumulate, product
 from typing import Any
 
 import pytest
@@ -16,7 +16,6 @@ from samebits.kernels.linear import is_supported, sources
 from samebits.kernels.linear_job import CHUNK_STAGES, Kernel, Launch, magic
 from samebits.kernels.linear_launch import (
     MAX_HOPPER_TOKENS,
-    MAX_JOINT_TOKENS,
     MAX_TILE_TOKENS,
     MAX_TOKENS,
     VARIANTS,
@@ -35,7 +34,7 @@ MOST_TOKENS = {
     Kernel.CHAINS: MAX_TOKENS,
     Kernel.TILES: MAX_TILE_TOKENS,
     Kernel.SINGLES: 32,
-    Kernel.PAIRS: MAX_JOINT_TOKENS,
+    Kernel.PAIRS: 64,
     Kernel.WARPGROUPS: MAX_WGMMA_TOKENS,
     Kernel.RELAY: MAX_HOPPER_TOKENS,
 }
@@ -400,7 +399,7 @@ def test_no_more_columns_than_kernels_count(hopper: bool) -> None:
 
 
 def item_at(job: dict[str, Any], tiles: int, index: int) -> tuple[int, int]:
-    """linear_relay.cu: Items::at, a tile of rows and a pair of tiles of tokens."""
+    """linear_relay.cuh: Items::at, a tile of rows and a pair of tiles of tokens."""
     first = index // (job["segments"] * tiles) * job["segments"]
     pairs = min(job["segments"], job["token_tiles"] - first)
     tile, pair = divmod(index - first * tiles, pairs)
@@ -408,7 +407,7 @@ def item_at(job: dict[str, Any], tiles: int, index: int) -> tuple[int, int]:
 
 
 def unit_at(job: dict[str, Any], header: Header, tile: Tile, index: int) -> tuple[int, int]:
-    """linear_relay.cu: UnitDecoder::unit_at, the first row group and the chunk."""
+    """linear_relay.cuh: UnitDecoder::unit_at, the first row group and the chunk."""
     geometry, side_by_side = header.geometry, job["batches"] * (tile.rows // 8)
     band, inside = divmod(index, side_by_side // tile.row_groups * geometry.chunks_per_row_group)
     first = band * side_by_side
@@ -460,6 +459,50 @@ def test_joint_launches(group: tuple[tuple[tuple[int, int], int], ...], tokens: 
             own = max(most) // headers[0].geometry.stages - 1
             assert own == 0 or sum(-(-header.geometry.row_groups // own) for header in headers) > 132
     assert found or not hopper
+
+
+@pytest.mark.parametrize("tokens", [129, 512, 5000])
+@pytest.mark.parametrize("shapes", [[shape for shape, _ in group] for group in GROUPS], ids=str)
+def test_joint_relays(shapes: list[tuple[int, int]], tokens: int, hopper: bool) -> None:
+    """Each tensor has clusters and memory of its own, and no other shares would let the busiest cluster do less."""
+    headers, ones, found = tuple(header_of(shape, 470) for shape in shapes), (1,) * len(shapes), 0
+    clusters = nvrtc.multiprocessors(0) // CLUSTER
+    for number, variant in enumerate(VARIANTS):
+        launch = joint_launch(headers, tokens, ones, number, 0)
+        if launch is None:
+            continue
+        found += 1
+        assert variant.kernel is Kernel.RELAY
+        assert joint_launch(headers, tokens, (*ones[:-1], 2), number, 0) is None
+        memory, tile = launch.arrangement, Tile(int(launch.name.split("_")[2]))
+        assert launch.name == f"linear_relay_{tile.rows}_together"
+        assert launch.shared_bytes <= nvrtc.shared_memory(0) - STATIC_SHARED
+        assert launch.grid <= CLUSTER * clusters
+        assert memory is not None
+        assert memory.parts == tuple(accumulate(memory.parts_bytes[:-1], initial=0))
+        units, next_block = [], 0
+        for i, header in enumerate(headers):
+            job, geometry = job_of(launch, i), header.geometry
+            assert job["first_block"] == next_block
+            assert 1 <= job["blocks"] // CLUSTER <= job["units"]
+            assert job["blocks"] % CLUSTER == 0
+            next_block += job["blocks"]
+            tiles = -(-geometry.rows // tile.rows)
+            assert job["units"] == tiles * job["token_tiles"]
+            assert memory.meetings[i] == 1 + tiles * -(-geometry.stages // 8)
+            assert memory.parts_bytes[i] == tiles * tile.rows * 2 * geometry.columns + 128 * job["blocks"]
+            assert 1024 + job["ring"] * (tile.slot_bytes + 16) + 128 + 4 * job["table_words"] <= launch.shared_bytes
+            units.append((job["units"], job["blocks"] // CLUSTER))
+        assert next_block == launch.grid
+        rounds = max(-(-of_tensor // own) for of_tensor, own in units)
+        assert rounds == 1 or sum(-(-of_tensor // (rounds - 1)) for of_tensor, _ in units) > clusters
+    assert (found > 0) == hopper
+
+
+def test_no_joint_launch_between_pairs_and_relay(hopper: bool) -> None:
+    headers = (header_of((4096, 4096), 470),) * 2
+    for tokens in (65, TILE_TOKENS):
+        assert not any(joint_launch(headers, tokens, (1, 1), number, 0) for number in range(len(VARIANTS)))
 
 
 def test_divisions_by_multiplication() -> None:

@@ -72,7 +72,7 @@ def is_supported(header: Header, m: int, device: int) -> bool:
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeGpu:
     """The fake, in place; plans are stored in an empty folder."""
     fake = FakeGpu()
-    for module in (calibrate, dispatch):
+    for module in (calibrate, call, dispatch):
         monkeypatch.setattr(module, "F", SimpleNamespace(linear=lambda *arguments: fake.linear(*arguments)))
     for module in (calibrate, call):
         monkeypatch.setattr(module, "is_supported", is_supported)
@@ -84,7 +84,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeGpu:
     monkeypatch.setattr(calibrate, "sources", lambda header, m, device: {f"{m}.cu"})
     monkeypatch.setattr(calibrate, "compile_all", lambda names, device: fake.compiled.append({*names}))
     monkeypatch.setattr(calibrate, "microseconds", fake.microseconds)
-    monkeypatch.setattr(dispatch, "decode_cuda", samebits.decode)
+    for module in (call, dispatch):
+        monkeypatch.setattr(module, "decode_cuda", samebits.decode)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: fake.is_capturing)
     monkeypatch.setenv("SAMEBITS_CACHE", str(tmp_path / "cache"))

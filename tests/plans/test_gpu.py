@@ -248,7 +248,7 @@ def test_each_device_has_plans_of_its_own(weight: torch.Tensor) -> None:
     assert not Planner.of(0).known
 
 
-@pytest.mark.parametrize("tokens", [1, 8])
+@pytest.mark.parametrize("tokens", [1, 8, 1024])
 def test_products_of_one_input_together(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a layer of attention asks for them, also in a CUDA graph that is replayed with other inputs."""
     monkeypatch.setattr(dispatch, "product_again", lambda x, data, bias: None)  # which would not be counted
@@ -266,6 +266,7 @@ def test_products_of_one_input_together(tokens: int, monkeypatch: pytest.MonkeyP
     weights = [Probe.make(rows, COLUMNS, torch.device("cuda"), rows).weight for rows in (4096, 1024, 1024)]
     layers = nn.ModuleList([_layer(weight) for weight in weights])
     samebits.compress(layers)
+    samebits.prepare(layers, batch_sizes=(tokens,))
 
     @torch.no_grad()
     def check(x: torch.Tensor) -> None:

@@ -81,7 +81,7 @@ def test_found_once_on_a_machine(gpu: FakeGpu, calibrations: list[PlanKey]) -> N
 def test_that_there_is_no_plan_is_remembered_too(gpu: FakeGpu, calibrations: list[PlanKey]) -> None:
     gpu.times = [9.0, 9.0, 1.0]
     outcomes = [new_process().outcome(KEY) for _ in range(2)]
-    assert outcomes == [Outcome(None, "decoding first is faster", 9.0, 1.0)] * 2
+    assert outcomes == [Outcome(LinearPlan(3, 0), "decoding first is faster", 9.0, 1.0)] * 2
     assert calibrations == [KEY]
 
 

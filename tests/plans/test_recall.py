@@ -25,6 +25,7 @@ from samebits.errors import DeviceError
 from samebits.format.packed import PackedTensor
 from samebits.kernels import decode, linear, linear_job, nvrtc
 from samebits.kernels.linear import LinearPlan
+from samebits.kernels.repeat import Repeat
 from samebits.kernels.residents import resident, residents
 from samebits.kernels.structures import (
     ArrangementStructure,
@@ -136,6 +137,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
         (planner.Planner, "of", lambda device: plans),
         (call, "MAX_HOPPER_TOKENS", MOST_TOKENS),
         (packed_module, "_is_plain", lambda tensor: type(tensor) in (torch.Tensor, nn.Parameter)),
+        (call, "decode_cuda", _decode),
         (dispatch, "decode_cuda", _decode),
         (recall, "_can_recall", True),
         (dispatch, "together", Together()),
@@ -344,6 +346,40 @@ def test_weights_without_a_plan_are_decoded_first(driver: Driver, is_decided: bo
         finally:
             torch.use_deterministic_algorithms(before)
         assert len(driver.again) == 2
+
+
+SLOWER = Outcome(LinearPlan(1), "decoding first is faster", 2.0, 1.0)
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_products_of_one_input_that_are_decoded_first_alone(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, joins: bool
+) -> None:
+    """One launch for all, or each weight decoded: the latter too is remembered, and does not end what is learned."""
+    monkeypatch.setattr(torch.Tensor, "any", lambda self: True)  # nothing was computed
+    driver.plans.outcome = driver.plans.outcome_of_call = lambda key: SLOWER
+    driver.plans.together = lambda keys, x, operands: 0 if joins else None
+    modules = [layer(0), layer(1, rows=128), layer(2, rows=72)]
+    for module in modules:
+        driver.plans.known[key_of(x_of(1), (module.out_features, K), None)] = SLOWER
+    ask(modules, driver, 5)
+    assert [name for name, _ in driver.again] == (["joint"] if joins else ["decode"] * 3)
+    assert not driver.usual
+
+
+def test_too_little_memory_for_what_is_remembered(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then it is made in the usual way, which says so or knows another one."""
+    repeat = linear.Products.repeat
+
+    def repeat_with_much_memory(self: linear.Products, x: torch.Tensor, bias: torch.Tensor | None) -> Repeat | None:
+        found = repeat(self, x, bias)
+        return found and found._replace(scratch=1 << 60)
+
+    monkeypatch.setattr(linear.Products, "repeat", repeat_with_much_memory)
+    module = layer(0)
+    for _ in range(6):
+        module(x_of(1, 1))
+        assert ways(driver) == (1, 0)
 
 
 def test_many_tokens_are_decoded_first(driver: Driver) -> None:

@@ -14,7 +14,6 @@ from samebits.format.packed import PackedTensor
 from samebits.kernels import nvrtc, residents
 from samebits.kernels.linear import Operands
 from samebits.kernels.linear_job import Launch
-from samebits.kernels.linear_launch import MAX_JOINT_TOKENS
 from samebits.plans import calibrate, call, dispatch, key, planner, together
 from samebits.plans.together import Together
 from tests.plans.conftest import FakeGpu, is_supported
@@ -85,7 +84,7 @@ def layers(gpu: FakeGpu, where: list[int], monkeypatch: pytest.MonkeyPatch) -> L
     monkeypatch.setattr(together, "is_supported", is_supported)
     monkeypatch.setattr(together, "is_launchable", lambda header, m, plan, device: is_supported(header, m, device))
     monkeypatch.setattr(together, "launch_together", lambda operands, m, variant, device: "a launch")
-    monkeypatch.setattr(planner, "fastest_together", lambda x, operands: 1)
+    monkeypatch.setattr(planner, "fastest_together", lambda x, operands, are_fused: 1)
     monkeypatch.setattr(dispatch, "together", Together())
     for number in range(3):  # plans
         dispatch.linear(normal(1, K), made.packed[number], made.biases[number])
@@ -111,9 +110,35 @@ def test_other_numbers_of_tokens(layers: Layers) -> None:
     together_already(layers)
     layers.ask(normal(2, K))  # looks for plans
     assert layers.ask(normal(2, K, seed=1)) == (0, 1)
-    many = MAX_JOINT_TOKENS + 1
-    layers.ask(normal(many, K))
-    assert layers.ask(normal(many, K, seed=1)) == (3, 0)
+
+
+def test_weights_that_are_decoded_first_alone(layers: Layers, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(planner, "fastest_together", lambda x, operands, are_fused: asked.append(are_fused) or 1)
+    layers.gpu.times = [5.0, 3.0, 1.0]
+    layers.ask(normal(2, K))  # looks for plans
+    assert layers.ask(normal(2, K, seed=1)) == (2, 1)  # the others once more, to compare
+    assert layers.ask(normal(2, K, seed=2)) == (0, 1)
+    assert asked == [[False] * 3]
+
+
+def test_decoded_first_one_by_one(layers: Layers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "fastest_together", lambda x, operands, are_fused: None)
+    layers.gpu.times = [5.0, 3.0, 1.0]
+    layers.ask(normal(2, K))  # looks for plans
+    assert [layers.ask(normal(2, K, seed=seed)) for seed in range(1, 4)] == [(0, 0)] * 3
+
+
+def test_too_little_memory_for_one_launch(layers: Layers, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts = []
+
+    def products(*arguments: object) -> list[torch.Tensor]:
+        attempts.append(arguments)
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(together, "Products", lambda launch: products)
+    assert [layers.ask(normal(1, K, seed=seed)) for seed in range(4)] == [(3, 0)] * 4
+    assert len(attempts) == 1
 
 
 def test_changed_input(layers: Layers) -> None:
@@ -253,7 +278,7 @@ def test_no_more_than_a_launch_takes(layers: Layers) -> None:
 
 
 def test_one_by_one_where_that_is_faster(layers: Layers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "fastest_together", lambda x, operands: None)
+    monkeypatch.setattr(planner, "fastest_together", lambda x, operands, are_fused: None)
     assert [layers.ask(normal(1, K, seed=seed)) for seed in range(4)] == [(3, 0)] * 4
 
 
@@ -286,8 +311,13 @@ def test_fastest_variant(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         calibrate, "fused_linears", lambda x, each, launch: torch.cat([gpu.fused_linear(x, *one) for one in each])
     )
-    monkeypatch.setattr(calibrate, "_one_by_one", lambda x, each: torch.cat([gpu.fused_linear(x, *o) for o in each]))
+    one_by_one = calibrate._one_by_one
+    monkeypatch.setattr(calibrate, "_one_by_one", lambda *arguments: torch.cat(one_by_one(*arguments)))
     for times, best in (([5.0, 3.0, 9.0], 3), ([2.0, 3.0, 9.0], 1), ([5.0, 3.0, 2.0], None)):
         gpu.times = times
-        assert calibrate.fastest_together(normal(1, K), operands) == best
+        gpu.fused_calls.clear()
+        assert calibrate.fastest_together(normal(1, K), operands, [True, False]) == best
+        assert len(gpu.fused_calls) == 5  # of six, for one is decoded first
     assert gpu.compiled == [{"a", "an"}] * 3
+    launches.clear()
+    assert calibrate.fastest_together(normal(1, K), operands, [True, False]) is None

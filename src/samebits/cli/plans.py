@@ -46,7 +46,7 @@ def _as_json(path: object, environment: dict[str, Any], outcomes: dict[PlanKey, 
 
 def _row(key: PlanKey, outcome: Outcome, is_ours: bool) -> list[str]:
     plan = outcome.reason
-    if outcome.plan:
-        plan = str(outcome.plan) if is_ours else f"split {outcome.plan.split}, variant {outcome.plan.variant}"
+    if outcome.fused:
+        plan = str(outcome.fused) if is_ours else f"split {outcome.fused.split}, variant {outcome.fused.variant}"
     times = ["" if time is None else f"{time:.1f}" for time in (outcome.fused_us, outcome.decode_us)]
     return [f"{key.rows} x {key.columns}", str(key.tokens), "yes" if key.has_bias else "", plan, *times]

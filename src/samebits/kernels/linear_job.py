@@ -45,7 +45,7 @@ class Kernel(Enum):
 class Arrangement:
     """What is made ready in memory before a launch: x as csrc/arrange.cu writes it, and where sums of ranges meet.
 
-    linear_relay.cu counts row groups that are decoded instead of meetings, and has what is decoded in place of parts;
+    linear_relay.cuh counts row groups that are decoded instead of meetings, and has what is decoded in place of parts;
     linear_tiles.cu has each block's tensor map there.
 
     Attributes:

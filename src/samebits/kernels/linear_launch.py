@@ -30,9 +30,8 @@ _TILE_WARPS = 20  # linear_tiles.cu: kMaxThreads
 _WARPGROUP = 4  # warps
 _MAX_DECODERS = 16  # linear_tiles.cu: kMaxDecoders
 _MIN_RING = 3  # linear_tiles.cu: pairs of stages that a block keeps decoded
-_RANKS = 3  # linear_relay.cu: tiles of which the fastest is found by trying
+_RANKS = 3  # linear_relay.cuh: tiles of which the fastest is found by trying
 
-MAX_JOINT_TOKENS = max(linear_pairs.MULTIPLIERS[2])
 MAX_TILE_TOKENS = max(_X_STAGES)
 MAX_HOPPER_TOKENS = 16384  # with more, decoding first takes a hundredth of the time
 
@@ -45,7 +44,7 @@ class Variant:
         kernel: which.
         warps: of a block, at most (csrc: of the launch bounds).
         shared_x: keep x in shared memory.
-        rank: of linear_relay.cu's tiles, which differ in rows: how many are expected to be faster.
+        rank: of linear_relay.cuh's tiles, which differ in rows: how many are expected to be faster.
     """
 
     kernel: Kernel
@@ -88,7 +87,7 @@ def launch_of(header: Header, m: int, split: int, variant: int, device: int) -> 
     """None if it does not fit, or there is no such kernel."""
     kind = VARIANTS[variant]
     if kind.kernel is Kernel.RELAY:
-        return relay(header, m, split, device, kind.rank)
+        return relay((header,), m, (split,), device, kind.rank)
     if kind.kernel is Kernel.WARPGROUPS:
         return linear_pairs.warpgroups(header, m, split, device, kind.warps)
     if kind.kernel in (Kernel.SINGLES, Kernel.PAIRS):
@@ -132,6 +131,8 @@ def joint_launch(
         return ahead(headers, m, splits, device, kind.warps)
     if kind.kernel is Kernel.CHAINS:
         return chains(headers, m, splits, device, kind.warps, shared_x=kind.shared_x)
+    if kind.kernel is Kernel.RELAY:
+        return relay(headers, m, splits, device, kind.rank)
     return None
 
 

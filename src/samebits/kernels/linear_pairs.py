@@ -13,7 +13,7 @@ from samebits.kernels import nvrtc
 from samebits.kernels.linear_job import ATOM_BYTES, LANES, OCTET, Arrangement, JobFields, Kernel, Launch, Planner
 
 WGMMA_WIDTHS = (64, 128, 256)  # tokens of a tile
-MAX_WGMMA_TOKENS = 512  # with more, decoding first or linear_relay.cu is faster
+MAX_WGMMA_TOKENS = 512  # with more, decoding first or linear_relay.cuh is faster
 # Warps that multiply with mma, at most, by row groups of a warp and tokens at once.
 MULTIPLIERS = {1: {4: 16, 8: 16, 16: 16, 32: 16}, 2: {4: 12, 8: 12, 16: 12, 32: 11, 64: 8}}
 _OTHER_WARPS = 4  # kOthers

@@ -1,13 +1,16 @@
-"""Launches of csrc/linear_relay.cu; memory in bytes, times in a multiprocessor's cycles."""
+"""Launches of csrc/linear_relay.cuh; memory in bytes, times in a multiprocessor's cycles."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from samebits.format.geometry import ROW_GROUP, STAGE
 from samebits.format.packed import Header
 from samebits.kernels import nvrtc
-from samebits.kernels.linear_job import ATOM_BYTES, MAP_BYTES, Arrangement, Boxes, Launch, Planner
+from samebits.kernels.linear_job import ATOM_BYTES, MAP_BYTES, Arrangement, Boxes, JobFields, Launch, Planner
 
 TILE_TOKENS = 128  # kTileTokens
 CLUSTER = 2  # kCluster: blocks
@@ -62,20 +65,54 @@ class Tile(NamedTuple):
 TILES = tuple(Tile(rows) for rows in range(256, TILE_TOKENS - 1, -16))
 
 
-def relay(header: Header, m: int, split: int, device: int, rank: int) -> Launch | None:
+def relay(headers: tuple[Header, ...], m: int, splits: tuple[int, ...], device: int, rank: int) -> Launch | None:
     """The launch that is expected to be the fastest but ``rank``, for more tokens than one tile and K in one range.
 
-    None as launch_of.
+    Of one tensor or several of as many columns, each with blocks of its own. None as launch_of.
     """
-    multiprocessors = nvrtc.multiprocessors(device)
-    if not nvrtc.has_wgmma(device) or multiprocessors < CLUSTER or split > 1 or m <= TILE_TOKENS:
+    clusters = nvrtc.multiprocessors(device) // CLUSTER
+    if not nvrtc.has_wgmma(device) or clusters < len(headers) or max(splits) > 1 or m <= TILE_TOKENS:
         return None
-    planner = _Planner(header, m, split, device, multiprocessors)
-    fitting = sorted((tile for tile in TILES if planner.slots(tile)), key=planner.expected)
-    return planner.launch(fitting[rank]) if rank < len(fitting) else None
+    planners = [_Planner(header, m, 1, device) for header in headers]
+    fitting = [tile for tile in TILES if all(each.slots(tile) for each in planners)]
+    shares = {tile: _shares([each.units(tile) for each in planners], clusters) for tile in fitting}
+
+    def expected(tile: Tile) -> float:
+        return max(each.expected(tile, own) for each, own in zip(planners, shares[tile], strict=True))
+
+    fitting.sort(key=expected)
+    return _launch(fitting[rank], planners, shares[fitting[rank]]) if rank < len(fitting) else None
+
+
+def _shares(units: Sequence[int], clusters: int) -> list[int]:
+    """Clusters of each tensor, such that the one with the most units ends soon."""
+    rounds = range(1, sum(units) + 1)
+    least = rounds[bisect_left(rounds, True, key=lambda most: sum(-(-each // most) for each in units) <= clusters)]
+    shares = [-(-each // least) for each in units]
+    for _ in range(clusters - sum(shares)):  # the others help to decode
+        busiest = max(range(len(units)), key=lambda i: units[i] / shares[i])
+        shares[busiest] = min(shares[busiest] + 1, units[busiest])
+    return shares
+
+
+def _launch(tile: Tile, planners: Sequence[_Planner], shares: Sequence[int]) -> Launch:
+    m, columns = planners[0].m, planners[0].stages * STAGE
+    firsts = accumulate((CLUSTER * own for own in shares[:-1]), initial=0)
+    jobs = (each.job(tile, own, first) for each, own, first in zip(planners, shares, firsts, strict=True))
+    decoded = tuple(each.memory(tile, own) for each, own in zip(planners, shares, strict=True))
+    memory = Arrangement(0, columns, TILE_TOKENS, 0, tuple(each.flags(tile) for each in planners), decoded, 0)
+    together = "_together" if len(planners) > 1 else ""
+    return Launch(f"linear_relay{together}.cu", f"linear_relay_{tile.rows}{together}", CLUSTER * sum(shares),
+                  tile.warps, max(each.shared(tile) for each in planners), tuple(jobs), memory,
+                  Boxes(m, columns, TILE_TOKENS, STAGE // tile.parts))  # fmt: skip
 
 
 class _Planner(Planner):
+    """Of one tensor; how many clusters it has is found for all tensors of a launch."""
+
+    def __init__(self, header: Header, m: int, split: int, device: int) -> None:
+        super().__init__(header, m, split, device, 1)
+
     @property
     def pairs(self) -> int:
         """Of tiles of tokens, of which each block of a cluster multiplies one."""
@@ -85,8 +122,12 @@ class _Planner(Planner):
         """Of rows."""
         return -(-self.row_groups * ROW_GROUP // tile.rows)
 
+    def units(self, tile: Tile) -> int:
+        """That clusters multiply, one at a time."""
+        return self.tiles(tile) * self.pairs
+
     def fixed(self, tile: Tile) -> int:
-        """Bytes beside the ring."""
+        """Bytes of shared memory beside the ring."""
         return ATOM_BYTES + MAP_BYTES + 4 * self.table + tile.decoders * 2 * tile.row_groups * 4 * self.buffer
 
     def slots(self, tile: Tile) -> int:
@@ -95,34 +136,38 @@ class _Planner(Planner):
         enough = fitting >= tile.parts * _MIN_SLOTS and fitting * tile.slot_bytes >= 4 * self.entries
         return min(fitting, tile.parts * _MAX_SLOTS) if enough else 0
 
-    def expected(self, tile: Tile) -> float:
-        """How long a launch takes: its blocks multiply as often as the one with the most tiles, and all decode.
+    def shared(self, tile: Tile) -> int:
+        """Bytes of shared memory."""
+        return self.fixed(tile) + self.slots(tile) * (tile.slot_bytes + _BARRIER_BYTES)
+
+    def flags(self, tile: Tile) -> int:
+        """And what is claimed."""
+        return 1 + self.tiles(tile) * -(-self.stages // _SIGNAL)
+
+    def memory(self, tile: Tile, clusters: int) -> int:
+        """Bytes, of what is decoded and the tensor maps."""
+        return self.tiles(tile) * tile.rows * self.stages * STAGE * 2 + CLUSTER * clusters * MAP_BYTES
+
+    def expected(self, tile: Tile, clusters: int) -> float:
+        """How long it takes: its blocks multiply as often as the one with the most units, and all decode.
 
         A stage takes wgmma 4 cycles a row; shared memory takes x and weights in (one cycle for each 128 bytes) and
         gives x once to each of two warpgroups, weights to both. Decoding takes shared memory 33 cycles for each stage
         of a row group; and a warp about 1,300 for one or two of them, which counts if it is not done before the last
         tiles are multiplied.
         """
-        waves = -(-self.tiles(tile) * self.pairs // (self.blocks // CLUSTER))
+        waves = -(-self.units(tile) // clusters)
         stage = max(4 * tile.rows, 3 * tile.rows + 2 * TILE_TOKENS)
         multiply = self.stages * stage + _FINISH
-        decoded = self.row_groups * self.stages / self.blocks
+        decoded = self.row_groups * self.stages / (CLUSTER * clusters)
         decode = decoded * 1300 / (tile.decoders * tile.row_groups)
         return _START + max(waves * multiply + 33 * decoded, decode + multiply / 2)
 
-    def launch(self, tile: Tile) -> Launch:
-        columns, tiles, pairs, slots = self.stages * STAGE, self.tiles(tile), self.pairs, self.slots(tile)
-        clusters = min(tiles * pairs, self.blocks // CLUSTER)
-        passes = -(-2 * self.m * columns // _CACHED_BYTES)
-        pairs_of_pass = -(-pairs // passes)
-        side_by_side = min(tiles, -(-clusters // pairs_of_pass))
-        job = self.job_fields(tile.rows // ROW_GROUP, side_by_side, tile.decoders, ring=slots,
-                              blocks=CLUSTER * clusters, token_tiles=pairs, units=tiles * pairs,
-                              segments=pairs_of_pass)  # fmt: skip
-        decoded_bytes = tiles * tile.rows * columns * 2
-        flags = 1 + tiles * -(-self.stages // _SIGNAL)
-        maps_bytes = CLUSTER * clusters * MAP_BYTES
-        memory = Arrangement(0, columns, TILE_TOKENS, 0, (flags,), (decoded_bytes + maps_bytes,), 0)
-        return Launch("linear_relay.cu", f"linear_relay_{tile.rows}", CLUSTER * clusters, tile.warps,
-                      self.fixed(tile) + slots * (tile.slot_bytes + _BARRIER_BYTES), (job,), memory,
-                      Boxes(self.m, columns, TILE_TOKENS, STAGE // tile.parts))  # fmt: skip
+    def job(self, tile: Tile, clusters: int, first_block: int) -> JobFields:
+        """JobStructure's fields behind the pointers."""
+        passes = -(-2 * self.m * self.stages * STAGE // _CACHED_BYTES)
+        pairs_of_pass = -(-self.pairs // passes)
+        side_by_side = min(self.tiles(tile), -(-clusters // pairs_of_pass))
+        return self.job_fields(tile.rows // ROW_GROUP, side_by_side, tile.decoders, ring=self.slots(tile),
+                               first_block=first_block, blocks=CLUSTER * clusters, token_tiles=self.pairs,
+                               units=self.units(tile), segments=pairs_of_pass)  # fmt: skip

@@ -48,8 +48,8 @@ class Preparation:
 
     @property
     def fused(self) -> int:
-        """Kinds of products that have a plan."""
-        return sum(product.outcome.plan is not None for product in self.products)
+        """Kinds of products that are fused."""
+        return sum(product.outcome.fused is not None for product in self.products)
 
     @property
     def fallback(self) -> int:
@@ -61,7 +61,7 @@ class Preparation:
         for product in self.products:
             bias = ", bias" if product.has_bias else ""
             shape = f"{product.rows} x {product.columns}, {product.tokens} tokens{bias}, {product.modules} modules"
-            lines.append(f"  {shape}: {product.outcome.plan or product.outcome.reason}")
+            lines.append(f"  {shape}: {product.outcome.fused or product.outcome.reason}")
         return "\n".join(lines)
 
 

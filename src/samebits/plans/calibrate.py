@@ -115,7 +115,7 @@ def calibrate(key: PlanKey, device: torch.device) -> Outcome:
     x, packed = trial.probe.plain(key.tokens, 0), trial.packed
     bias = trial.probe.bias(x.abs().max(), 0) if key.has_bias else None
     del trial  # and with it the weight: timing takes memory of its own
-    return _fastest(x, packed, bias, plans, _WARM_SECONDS if key.tokens > _MANY_TOKENS else 0.0)
+    return _fastest(x, packed, bias, plans)
 
 
 @torch.inference_mode(False)  # whose tensors have no decode tables, and take longer
@@ -137,38 +137,50 @@ def _right_ones(trial: Trial, plans: list[LinearPlan]) -> list[LinearPlan]:
     return plans
 
 
-def _fastest(
-    x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, plans: Sequence[LinearPlan], warm_seconds: float
-) -> Outcome:
-    """The fastest of plans that differ in nothing but speed, if it is faster than decoding."""
+def _fastest(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, plans: Sequence[LinearPlan]) -> Outcome:
+    """The fastest of plans that differ in nothing but speed, and whether decoding first is faster."""
     copies = [copy for (copy,) in _cold_copies([packed])]
     fused = [[partial(fused_linear, x, copy, bias, plan) for copy in copies] for plan in plans]
     decoded = [partial(_decode_and_multiply, x, copy, bias) for copy in copies]
-    *times, decode_us = microseconds([*fused, decoded], warm_seconds=warm_seconds)
+    *times, decode_us = microseconds([*fused, decoded], warm_seconds=_warm_seconds(x))
     fused_us, best = min(zip(times, plans, strict=True), key=lambda timed: timed[0])
     if fused_us < decode_us:
         return Outcome(best, "", fused_us, decode_us)
-    return Outcome(None, "decoding first is faster", fused_us, decode_us)
+    return Outcome(best, "decoding first is faster", fused_us, decode_us)
 
 
 @torch.no_grad()
-def fastest_together(x: torch.Tensor, operands: Sequence[Operands]) -> int | None:
+def fastest_together(x: torch.Tensor, operands: Sequence[Operands], are_fused: Sequence[bool]) -> int | None:
     """The variant in which one launch makes these products fastest; None where one by one is faster.
+
+    Args:
+        are_fused: each of them, one by one; else the weight is decoded first.
 
     Raises:
         DeviceError, torch.OutOfMemoryError: as calibrate.
     """
-    device, tokens = x.get_device(), x.numel() // x.shape[-1]
-    fitting = different(launch_together(operands, tokens, variant, device) for variant in range(len(VARIANTS)))
+    device = x.get_device()
+    fitting = different(launch_together(operands, _tokens(x), variant, device) for variant in range(len(VARIANTS)))
+    if not fitting:
+        return None
     compile_all((launch.file for launch in fitting.values()), device)
     copies = [
         [each._replace(packed=packed) for each, packed in zip(operands, weights, strict=True)]
         for weights in _cold_copies([each.packed for each in operands])
     ]
     joint = [[partial(_together, x, copy, launch) for copy in copies] for launch in fitting.values()]
-    *times, single_us = microseconds([*joint, [partial(_one_by_one, x, copy) for copy in copies]])
-    joint_us, best = min(zip(times, fitting, strict=True), default=(single_us, None))
+    single = [partial(_one_by_one, x, copy, are_fused) for copy in copies]
+    *times, single_us = microseconds([*joint, single], warm_seconds=_warm_seconds(x))
+    joint_us, best = min(zip(times, fitting, strict=True))
     return best if joint_us < single_us else None
+
+
+def _tokens(x: torch.Tensor) -> int:
+    return x.numel() // x.shape[-1]
+
+
+def _warm_seconds(x: torch.Tensor) -> float:
+    return _WARM_SECONDS if _tokens(x) > _MANY_TOKENS else 0.0
 
 
 def _together(x: torch.Tensor, operands: Sequence[Operands], launch: Launch) -> list[torch.Tensor]:
@@ -177,9 +189,12 @@ def _together(x: torch.Tensor, operands: Sequence[Operands], launch: Launch) -> 
     return fused_linears(x, operands, launch)
 
 
-def _one_by_one(x: torch.Tensor, operands: Sequence[Operands]) -> list[torch.Tensor]:
+def _one_by_one(x: torch.Tensor, operands: Sequence[Operands], are_fused: Sequence[bool]) -> list[torch.Tensor]:
     x.clone()
-    return [fused_linear(x, *each) for each in operands]
+    return [
+        fused_linear(x, *each) if is_fused else _decode_and_multiply(x, each.packed, each.bias)
+        for each, is_fused in zip(operands, are_fused, strict=True)
+    ]
 
 
 def _decode_and_multiply(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> torch.Tensor:

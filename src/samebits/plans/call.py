@@ -5,20 +5,27 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch.nn import functional as F
 
 from samebits.format.packed import Header, PackedTensor
+from samebits.kernels.decode import decode_cuda
 from samebits.kernels.linear import LinearPlan, Operands, Products, is_launchable, is_supported, products_of
 from samebits.kernels.linear_launch import MAX_HOPPER_TOKENS
 from samebits.kernels.residents import Bytes, resident
 from samebits.plans.environment import blas_state
 from samebits.plans.key import ALIGNMENT, PlanKey, key_of
 from samebits.plans.planner import Planner
+from samebits.plans.store import Outcome
 
 _MAX_SHAPES = 16  # of inputs of one weight, whose calls are kept
 
 
 class Call(NamedTuple):
-    """A product that has a plan."""
+    """A product that has a plan.
+
+    Attributes:
+        products: None where it is faster alone if the weight is decoded first.
+    """
 
     header: Header
     bias: Bytes | None
@@ -26,7 +33,7 @@ class Call(NamedTuple):
     strides: tuple[int, ...]
     key: PlanKey
     plan: LinearPlan
-    products: Products
+    products: Products | None
 
     def is_like(self, x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> bool:
         """Whether this is the call of a product of the same shape and the same bytes of the weight."""
@@ -41,12 +48,14 @@ class Call(NamedTuple):
         )
 
     def multiply(self, x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """By a launch of its own."""
+        """Alone."""
+        if self.products is None:
+            return F.linear(x, decode_cuda(packed), bias)
         return self.products(x, bias, lambda: [Operands(packed, bias, self.plan)])[0]
 
 
 def call_of(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> Call | None:
-    """None where the weight is to be decoded first.
+    """None where no fused product has the right bits, or none is known.
 
     To find out anew takes the host as long as to launch, so the last call of each shape is kept beside the bytes of the
     weight; it holds as long as all that it rests on is the same.
@@ -56,10 +65,11 @@ def call_of(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) ->
     if known and known.is_like(x, packed, bias):
         return known
     key, device = key_of(x, packed.header.shape, bias), x.get_device()
-    plan = _plan(key, packed, device) if key else None
-    if key is None or plan is None:
+    outcome = _outcome(key, packed, device) if key else None
+    if key is None or outcome is None or outcome.plan is None:
         return None
-    products = products_of(packed.header, key.tokens, plan, device)
+    plan = outcome.plan
+    products = products_of(packed.header, key.tokens, plan, device) if outcome.fused else None
     changes_unseen = bias is not None and bias.is_inference()
     own = None if bias is None or changes_unseen else Bytes(bias)
     call = Call(packed.header, own, device, x.stride(), key, plan, products)
@@ -71,9 +81,10 @@ def call_of(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) ->
 
 
 def plan_of(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> LinearPlan | None:
-    """The plan under which a product is made; None where the weight is decoded first."""
+    """The plan under which a product is made alone; None where the weight is decoded first."""
     key = key_of(x, packed.header.shape, bias)
-    return _plan(key, packed, x.get_device()) if key else None
+    outcome = _outcome(key, packed, x.get_device()) if key else None
+    return outcome.fused if outcome else None
 
 
 class Decoding(NamedTuple):
@@ -89,7 +100,7 @@ class Decoding(NamedTuple):
 
 
 def decoding(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> Decoding:
-    """Of a product that has no plan."""
+    """Of a product that is not fused."""
     if x.dtype is torch.bfloat16 and x.numel() > MAX_HOPPER_TOKENS * x.shape[-1]:
         return Decoding(None, True)
     key, device = key_of(x, packed.header.shape, bias), x.get_device()
@@ -98,11 +109,11 @@ def decoding(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -
     return Decoding(key.state, not is_supported(packed.header, key.tokens, device) or key in Planner.of(device).known)
 
 
-def _plan(key: PlanKey, packed: PackedTensor, device: int) -> LinearPlan | None:
-    """See ``Planner.outcome_of_call``."""
+def _outcome(key: PlanKey, packed: PackedTensor, device: int) -> Outcome | None:
+    """See ``Planner.outcome_of_call``; None if it is of no use for this weight."""
     if not is_supported(packed.header, key.tokens, device):
         return None
     if packed.data.data_ptr() % ALIGNMENT or packed.data.get_device() != device:
         return None
-    plan = Planner.of(device).outcome_of_call(key).plan
-    return plan if plan and is_launchable(packed.header, key.tokens, plan, device) else None
+    outcome = Planner.of(device).outcome_of_call(key)
+    return outcome if outcome.plan and is_launchable(packed.header, key.tokens, outcome.plan, device) else None

@@ -111,15 +111,15 @@ class Planner:
             return None
         with torch.cuda.device(self.device), self._lock:
             if keys not in self._together:
-                self._together[keys] = self._timed(x, operands)
+                self._together[keys] = self._timed(keys, x, operands)
                 found = self._together[keys]
                 how = "one by one" if found is None else f"one launch: {VARIANTS[found]}"
                 _log.info("%s: %s", " and ".join(map(_words, keys)), how)
         return self._together[keys]
 
-    def _timed(self, x: torch.Tensor, operands: Sequence[Operands]) -> int | None:
+    def _timed(self, keys: Sequence[PlanKey], x: torch.Tensor, operands: Sequence[Operands]) -> int | None:
         try:
-            return fastest_together(x, operands)
+            return fastest_together(x, operands, [self.known[key].fused is not None for key in keys])
         except (torch.OutOfMemoryError, DeviceError) as error:
             _log.warning("products of one input are made one by one: %s", error)
             return None
@@ -147,7 +147,7 @@ class Planner:
         seconds = time.monotonic() - start
         hint = "; samebits.prepare(model) does this ahead" if seconds > LONG_SECONDS else ""
         _log.log(logging.WARNING if hint else logging.INFO, "%s: %s, found in %.1f s%s", _words(key),
-                 outcome.plan or outcome.reason, seconds, hint)  # fmt: skip
+                 outcome.fused or outcome.reason, seconds, hint)  # fmt: skip
         self._store.add(key, outcome)
         return outcome
 

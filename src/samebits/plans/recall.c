@@ -385,19 +385,28 @@ static int begin(Call *call, Shortcut *known, PyObject *resident) {
     return failed ? FAILED : SAME;
 }
 
-/* Memory for what a launch gives, and for what it needs meanwhile, with their addresses behind that of x. */
+/* Memory for what a launch gives, and for what it needs meanwhile, with their addresses behind that of x. OTHER where there is too little. */
 static int allocate(Call *call, Shortcut *known, PyObject **made, uint64_t *addresses) {
     int count = known->outputs + (known->scratch != Py_None);
     addresses[0] = PyLong_AsUnsignedLongLong(call->address);
     for (int i = 0; i < count; i++) {
         PyObject *size = i < known->outputs ? PyTuple_GetItem(known->sizes, i) : known->scratch;
-        if (!(made[i] = PyObject_CallMethodObjArgs(call->x, name_new_empty, size, NULL))) return FAILED;
+        if (!(made[i] = PyObject_CallMethodObjArgs(call->x, name_new_empty, size, NULL))) return other_or_failed();
         PyObject *address = PyObject_CallMethodObjArgs(made[i], name_data_ptr, NULL);
         if (!address) return FAILED;
         addresses[i + 1] = PyLong_AsUnsignedLongLong(address);
         Py_DECREF(address);
     }
     return PyErr_Occurred() ? FAILED : SAME;
+}
+
+/* So that the next call like this one is made in the usual way. */
+static int forget(Call *call, PyObject *resident) {
+    PyObject *shortcuts = PyObject_GetAttr(resident, name_shortcuts);
+    if (!shortcuts) return FAILED;
+    int failed = PyDict_DelItem(shortcuts, call->shape);
+    Py_DECREF(shortcuts);
+    return failed ? FAILED : OTHER;
 }
 
 /* Nothing of Python's runs in here, so no other thread can come between the addresses and their launch. */
@@ -445,7 +454,10 @@ static PyObject *repeat(Call *call, Shortcut *known, PyObject *resident) {
             same = OTHER;
         }
     }
-    if (same == SAME) same = allocate(call, known, made, addresses);
+    if (same == SAME) {
+        same = allocate(call, known, made, addresses);
+        if (same == OTHER) same = forget(call, resident);
+    }
     if (same == SAME) {
         int result = launch(known, addresses);
         if (result) {

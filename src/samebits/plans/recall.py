@@ -94,8 +94,8 @@ def remember(
         )  # fmt: skip
 
 
-def remember_decoded(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> None:
-    """That a weight was decoded first; where it always will be, under these settings."""
+def remember_decoded(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, *, joins: bool = False) -> None:
+    """That a weight was decoded first; where it always will be, under these settings. ``joins`` as in ``remember``."""
     kept = _room_for(x, packed)
     if kept is None:
         return
@@ -103,11 +103,11 @@ def remember_decoded(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor |
     if not is_final:
         return
     where, strides = nvrtc.Where(nvrtc.current_stream(x.get_device()), 0), x.stride()
-    basis = ("decoded", where, strides, state)
+    basis = ("decoded", where, strides, state, joins)
     repeat = None if _is_known(kept, x, basis) else decode.repeat(packed)
     if repeat:
         kept.shortcuts[x.shape] = _shortcut(
-            repeat, x.get_device(), where, basis, strides=strides, state=state, finish=F.linear
+            repeat, x.get_device(), where, basis, strides=strides, state=state, joins=joins, finish=F.linear
         )
 
 

@@ -32,15 +32,20 @@ class Outcome:
     """What was found for a key.
 
     Attributes:
-        plan: None: decode, then cuBLAS.
-        reason: why there is no plan.
-        fused_us, decode_us: microseconds of the fused product under its best plan, and of decoding and cuBLAS.
+        plan: the fastest fused product with cuBLAS's bits; None if there is none.
+        reason: why the weight is decoded first; empty where it is not.
+        fused_us, decode_us: microseconds of the fused product under its plan, and of decoding and cuBLAS.
     """
 
     plan: LinearPlan | None
     reason: str = ""
     fused_us: float | None = None
     decode_us: float | None = None
+
+    @property
+    def fused(self) -> LinearPlan | None:
+        """The plan of a product made alone; None: decode, then cuBLAS."""
+        return None if self.reason else self.plan
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -27,7 +27,6 @@ from samebits.kernels.linear import (
     is_supported,
     launch_together,
 )
-from samebits.kernels.linear_launch import MAX_JOINT_TOKENS
 from samebits.kernels.residents import Bytes, resident
 from samebits.kernels.structures import MAX_TOGETHER
 from samebits.plans import recall
@@ -159,7 +158,7 @@ class Together:
     def multiply(self, x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, call: Call) -> torch.Tensor:
         """A product that has a plan; and, in one launch with it, what is expected to be asked for next."""
         data = packed.data
-        if call.key.tokens > MAX_JOINT_TOKENS or x.is_inference() or data.is_inference():  # no such kernel; no versions
+        if x.is_inference() or data.is_inference():  # which have no versions
             return _alone(x, packed, bias, call, joins=False)
         where = _where(x)
         if self._is_same_input(x, where):
@@ -180,7 +179,11 @@ class Together:
             if choice:
                 group.replace_others(*(other for other in group.others if other.now()))
             return _alone(x, packed, bias, call) if is_decided else call.multiply(x, packed, bias)
-        y, *ys = choice.products(x, bias, lambda: [operands, *choice.operands(held)])
+        try:
+            y, *ys = choice.products(x, bias, lambda: [operands, *choice.operands(held)])
+        except torch.OutOfMemoryError:  # with many tokens, it takes as much as all these weights decoded
+            group.chosen[call.key] = None
+            return call.multiply(x, packed, bias)
         each = zip(choice.others, held, choice.plans, ys, strict=True)
         self.turns.last.made = {id(own.data): (group, weight, plan, made) for weight, own, plan, made in each}
         if not group.is_proved:
@@ -235,7 +238,10 @@ def _alone(
     x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, call: Call, *, joins: bool = True
 ) -> torch.Tensor:
     y = call.multiply(x, packed, bias)
-    recall.remember(x, packed, bias, call, call.products, joins=joins)
+    if call.products:
+        recall.remember(x, packed, bias, call, call.products, joins=joins)
+    else:
+        recall.remember_decoded(x, packed, bias, joins=joins)
     return y
 
 

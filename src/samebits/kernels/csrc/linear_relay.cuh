@@ -1,0 +1,421 @@
+// The fused linear layer for many tokens, on Hopper. Some warps of all blocks decode the weight to memory, whence all blocks copy it, through the L2
+// cache, to multiply tiles of 128 tokens by so many of its rows with wgmma, in which x is the left matrix: a weight is decoded once, however many
+// tokens there are, and while tensor cores multiply what was decoded before. See linear.cuh.
+//
+// What is decoded lies in memory as wgmma takes it (hopper.cuh), tile by tile, stage by stage. A unit of decoding is a chunk of one or two row groups;
+// warps claim units one after another, in the order in which tiles are multiplied, so that blocks that run never wait for one that does not. Behind
+// each run of kSignal stages row groups are counted at their tile's flag for that run. Two blocks of a cluster multiply two tiles of tokens by the
+// same rows, and each copies half of these to both.
+#pragma once
+#include "hopper.cuh"
+#include "linear.cuh"
+
+constexpr int kTileTokens = 128;
+constexpr int kCluster = 2;
+constexpr int kMultipliers = 8;                // warps; of the others one brings what is multiplied, the rest decode
+constexpr int kSignal = 8;                     // stages
+
+// A tile of rows. Where few slots of the ring fit, they are for half a stage.
+template <int rows_>
+struct Tile {
+    static constexpr int rows = rows_, groups = rows / 8, parts = rows >= 224 ? 2 : 1;
+    static constexpr u32 row_bytes = 128 / parts, atom_bytes = 8 * row_bytes;                      // of a part of a stage; an atom is a row group's
+    static constexpr u32 x_bytes = kTileTokens * row_bytes, part_bytes = rows * row_bytes, slot_bytes = x_bytes + part_bytes;
+};
+
+__device__ __forceinline__ u32 claim(u32* counter, u32 count) {
+    u32 before;
+    asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(count) : "memory");
+    return before;
+}
+
+__device__ __forceinline__ void count_more(u32* flag, u32 more) { asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(flag), "r"(more) : "memory"); }
+
+__device__ __forceinline__ u32 read_count(const u32* flag) {
+    u32 value;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
+    return value;
+}
+
+// Between what threads write and what copies in bulk read.
+__device__ __forceinline__ void fence_copies() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
+template <class Tile>
+struct Relay {
+    const Geometry& geometry;
+    const Packed& packed;
+    const Job& job;
+    u32 ring, full, empty;         // shared addresses: slots, and barriers of each
+    int tiles, runs;
+    u8* decoded;                   // in memory
+    u32* flags;                    // of each tile, one for each run
+
+    __device__ __forceinline__ Relay(const Geometry& geometry, const Packed& packed, const Job& job, u32 ring, u32 full)
+        : geometry(geometry), packed(packed), job(job), ring(ring), full(full), empty(full + 8 * job.ring),
+          tiles((geometry.row_groups + Tile::groups - 1) / Tile::groups), runs((geometry.stages + kSignal - 1) / kSignal),
+          decoded(reinterpret_cast<u8*>(job.parts)), flags(job.done + 1) {}
+    __device__ __forceinline__ u32* claimed() const { return job.done; }
+    __device__ __forceinline__ u8* stage(int tile, int stage) const { return decoded + (size_t(tile) * geometry.stages + stage) * (Tile::parts * Tile::part_bytes); }
+    __device__ __forceinline__ u8* map() const { return stage(tiles, 0) + job.block() * kMapBytes; }
+    __device__ __forceinline__ int groups_of(int tile) const { return min(Tile::groups, geometry.row_groups - tile * Tile::groups); }
+};
+
+// What a cluster multiplies at a time: a tile of rows and two of tokens, of which each block has one. So many of these are multiplied by all rows before
+// others are that x stays in the cache; in such a pass, one tile of rows follows another.
+struct Item { int tile, token_tile; };
+
+template <class Tile>
+struct Items {
+    const Relay<Tile>& relay;
+    const int rank = block_of_cluster(), clusters = relay.job.blocks / kCluster;
+    int index = relay.job.block() / kCluster;
+
+    __device__ __forceinline__ bool has() const { return index < relay.job.units; }
+    __device__ __forceinline__ void advance() { index += clusters; }
+    __device__ __forceinline__ Item at() const {
+        const Job& job = relay.job;
+        const int pass = index / (job.segments * relay.tiles), first = pass * job.segments;
+        const int inside = index - first * relay.tiles, pairs = min(job.segments, job.token_tiles - first), tile = inside / pairs;
+        return {tile, kCluster * (first + inside - tile * pairs) + rank};
+    }
+};
+
+// -- Decoding --
+
+// A chunk of `groups` row groups of a tile, from the first; of which the last may not be there, and then is decoded all the same, but not stored.
+struct Unit { int group, tile, chunk; };
+
+template <class Tile, int groups>
+struct UnitDecoder {
+    const Relay<Tile>& relay;
+    const int lane;
+    const u32 table;               // a shared address
+    u32* buffers;
+    int units;
+    Vec4 raw[groups][kRun];
+    u32 signs[groups][kRun / 2];
+    const u8* slabs[groups];
+    StagedPlace staged[groups];
+
+    __device__ __forceinline__ UnitDecoder(const Relay<Tile>& relay, int lane, u32 table, u32* buffers) : relay(relay), lane(lane), table(table), buffers(buffers) {
+        units = (relay.geometry.row_groups + groups - 1) / groups * relay.geometry.chunks_per_row_group;
+    }
+    __device__ __forceinline__ Unit unit_at(int index) const {
+        const Geometry& geometry = relay.geometry;
+        const int band_groups = relay.job.batches * Tile::groups, band_units = band_groups / groups * geometry.chunks_per_row_group, band = index / band_units;
+        const int inside = index - band * band_units, first = band * band_groups;
+        const int of_chunk = (min(band_groups, geometry.row_groups - first) + groups - 1) / groups, chunk = inside / of_chunk;
+        const int group = first + groups * (inside - chunk * of_chunk);
+        return {group, group / Tile::groups, chunk};
+    }
+    __device__ __forceinline__ int group_of(const Unit& unit, int i) const { return min(unit.group + i, relay.geometry.row_groups - 1); }
+    __device__ __forceinline__ int stages_of(const Unit& unit) const { return min(kChunkStages, relay.geometry.stages - unit.chunk * kChunkStages); }
+    __device__ __forceinline__ const u8* slab_of(const Unit& unit, int i) const {
+        return relay.packed.data + relay.packed.planes + slab_offset(relay.geometry.stages, group_of(unit, i), unit.chunk * kChunkStages);
+    }
+    __device__ __forceinline__ void load_stage(int i, int s) {
+        raw[i][s] = load_raw(slabs[i], s, lane);
+        if (s & 1) signs[i][s / 2] = load_once_u32(slabs[i] + (s >> 1) * kSlabBytes + 4 * lane);
+    }
+    __device__ __forceinline__ u32 claim_one() const { return lane == 0 ? claim(relay.claimed(), 1) : 0; }
+    __device__ __forceinline__ u32* buffer_at(int side, int i) const { return buffers + (side * groups + i) * relay.job.buffer_words; }
+
+    // Where a unit's streams are, in the section.
+    struct Bounds { u32 start[groups], stop[groups]; };
+    __device__ __forceinline__ Bounds bounds_of(const Unit& unit) const {
+        Bounds bounds;
+#pragma unroll
+        for (int i = 0; i < groups; ++i) {
+            const u32* offset = reinterpret_cast<const u32*>(relay.packed.data + relay.packed.offsets) +
+                                size_t(group_of(unit, i)) * relay.geometry.chunks_per_row_group + unit.chunk;
+            bounds.start[i] = load_u32(offset);
+            bounds.stop[i] = load_u32(offset + 1);
+        }
+        return bounds;
+    }
+    __device__ __forceinline__ void stage(int side, const Bounds& bounds) {
+#pragma unroll
+        for (int i = 0; i < groups; ++i) staged[i] = stage_streams(relay.packed, u32(__cvta_generic_to_shared(buffer_at(side, i))), bounds.start[i], bounds.stop[i], lane);
+    }
+
+    // Of the lane's place in an atom: four words of each step.
+    __device__ __forceinline__ u32 lane_place() const {
+        const u32 g = lane >> 2, t = lane & 3, swizzle = Tile::parts == 2 ? g >> 1 & 3 : g;
+        return g * Tile::row_bytes + (((t >> 1) ^ swizzle) << 4) + ((t & 1) << 3);
+    }
+    template <bool shifted>
+    __device__ __forceinline__ void store_stage(u8* place, Vec4 bytes, Vec4 upper, u32 scale) const {
+        auto store = [&](u32 q, u32 raw, u32 upper) {
+            constexpr u32 steps = 4 / Tile::parts;
+            u32 low = __byte_perm(raw, upper, 0x5140), high = __byte_perm(raw, upper, 0x7362);
+            if (shifted) low = unshift(low, scale), high = unshift(high, scale);
+            *reinterpret_cast<Vec2*>((u64(place) ^ (q % steps << 5)) + q / steps * Tile::part_bytes) = {low, high};
+        };
+        store(0, bytes.x, upper.x);
+        store(1, bytes.y, upper.y);
+        store(2, bytes.z, upper.z);
+        store(3, bytes.w, upper.w);
+    }
+
+    template <bool shifted>
+    __device__ __forceinline__ void run(int index) {
+        const Geometry& geometry = relay.geometry;
+        const Packed& packed = relay.packed;
+        const u32 byte_mask = ((1u << packed.width) - 1) << 2, common = u32(packed.window >> 4) * 0x10101010u;
+        if (index >= units) return;
+        Unit unit = unit_at(index);
+        u32 claims = claim_one();
+#pragma unroll
+        for (int i = 0; i < groups; ++i) {
+            slabs[i] = slab_of(unit, i);
+#pragma unroll
+            for (int s = 0; s < kRun; ++s) load_stage(i, s);
+        }
+        stage(0, bounds_of(unit));
+        copy_commit();
+        int next_index = __shfl_sync(kFull, claims, 0);
+        claims = claim_one();
+        bool more = next_index < units;
+        Unit next = unit_at(more ? next_index : index);
+        Bounds bounds = bounds_of(next);
+        int side = 0;
+#pragma unroll 1
+        for (;;) {
+            StagedPlace present[groups];
+#pragma unroll
+            for (int i = 0; i < groups; ++i) present[i] = staged[i];
+            if (more) stage(side ^ 1, bounds);
+            copy_commit();
+            const int after_index = __shfl_sync(kFull, claims, 0);
+            claims = claim_one();
+            const bool still_more = after_index < units;
+            const Unit after = unit_at(still_more ? after_index : index);
+            bounds = bounds_of(after);
+            const int count = stages_of(unit);
+            u32 scales[groups];
+            if (shifted)
+#pragma unroll
+                for (int i = 0; i < groups; ++i) {
+                    int shift = packed.shift;
+                    if (packed.has_row_shifts) shift = reinterpret_cast<const i8*>(packed.data + packed.row_shifts)[group_of(unit, i) * 8 + (lane >> 2)];
+                    scales[i] = scale_of(shift);
+                }
+            copy_wait<1>();
+            __syncwarp();
+            Opened opened[groups];
+#pragma unroll
+            for (int i = 0; i < groups; ++i)
+                opened[i].open(u32(__cvta_generic_to_shared(buffer_at(side, i) + present[i].begin)), present[i].size, count, lane);
+            side ^= 1;
+            const int valid = min(groups, geometry.row_groups - unit.group);
+            u8* place = relay.stage(unit.tile, unit.chunk * kChunkStages) + (unit.group - unit.tile * Tile::groups) * Tile::atom_bytes + lane_place();
+            u32* flag = relay.flags + unit.tile * relay.runs + unit.chunk * (kChunkStages / kSignal);
+#pragma unroll 1
+            for (int run = 0; run < count; run += kRun) {
+#pragma unroll
+                for (int i = 0; i < groups; ++i) slabs[i] = run + kRun < count || !more ? slabs[i] + kRun / 2 * kSlabBytes : slab_of(next, i);
+#pragma unroll
+                for (int s = 0; s < kRun; ++s) {
+                    LookUps begun[groups];
+                    Vec4 upper[groups];
+#pragma unroll
+                    for (int i = 0; i < groups; ++i) begun[i] = opened[i].begin(table, byte_mask);
+#pragma unroll
+                    for (int i = 0; i < groups; ++i) upper[i] = opened[i].go_on(begun[i], table, byte_mask);
+#pragma unroll
+                    for (int i = 0; i < groups; ++i) {
+                        const Vec4 bytes = raw[i][s];
+                        const u32 sign = signs[i][s / 2] << (4 * (s & 1));
+                        load_stage(i, s);
+                        opened[i].complete(upper[i], common);
+                        opened[i].template mend<true>(upper[i], run + s, lane);
+                        const Vec4 whole = with_signs(sign, upper[i]);
+                        if (run + s < count && i < valid) store_stage<shifted>(place + i * Tile::atom_bytes, bytes, whole, shifted ? scales[i] : kNoShift);
+                    }
+                    place += Tile::parts * Tile::part_bytes;
+                }
+                if ((run + kRun) % kSignal == 0 || run + kRun >= count) {
+                    fence_copies();
+                    __syncwarp();
+                    if (lane == 0) count_more(flag + run / kSignal, valid);
+                }
+            }
+            if (!more) break;
+            unit = next;
+            next = after;
+            more = still_more;
+        }
+    }
+};
+
+// -- Bringing --
+
+template <class Tile>
+__device__ __forceinline__ void bring(const Relay<Tile>& relay, int lane) {
+    constexpr u32 share = Tile::part_bytes / kCluster;
+    RingPlace place{0, 0};
+#pragma unroll 1
+    for (Items<Tile> items{relay}; items.has(); items.advance()) {
+        const auto [tile, token_tile] = items.at();
+        const u8* source = relay.stage(tile, 0) + items.rank * share;
+        const u32* flags = relay.flags + tile * relay.runs;
+        const u32 wanted = relay.groups_of(tile);
+        int ready = 0;             // runs
+#pragma unroll 1
+        for (int part = 0; part < Tile::parts * relay.geometry.stages; ++part) {
+            if (part / (Tile::parts * kSignal) >= ready) {
+                u32 unready;
+                do {
+                    const bool counts = ready + lane < relay.runs;
+                    unready = __ballot_sync(kFull, !counts || read_count(flags + ready + lane) < wanted);
+                } while (unready & 1);
+                ready += unready ? __ffs(unready) - 1 : kLanes;
+                __syncwarp();
+                if (lane == 0) fence_copies();
+            }
+            await(relay.empty + 8 * place.slot, place.parity ^ 1);
+            if (lane == 0) {
+                const u32 full = relay.full + 8 * place.slot, slot = relay.ring + place.slot * Tile::slot_bytes;
+                expect(full, Tile::slot_bytes);
+                copy_box(slot, relay.map(), 64 / Tile::parts * part, kTileTokens * token_tile, full);
+                copy_bulk_to(slot + Tile::x_bytes + items.rank * share, source, share, full, (1 << kCluster) - 1);
+            }
+            __syncwarp();
+            source += Tile::part_bytes;
+            place.advance(relay.job.ring);
+        }
+    }
+}
+
+// -- Multiplying --
+
+// Four words of each of a quad's lanes, of which lane t gets the t-th of all four.
+__device__ __forceinline__ Vec4 transpose(const u32 (&words)[4], int t) {
+    const bool odd = t & 1, upper = t & 2;
+    u32 own[4];     // of this lane and its neighbour, word 0 or 1 of both and then word 2 or 3
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+        const u32 other = __shfl_xor_sync(kFull, odd ? words[i] : words[i + 1], 1);
+        own[i] = odd ? other : words[i];
+        own[i + 1] = odd ? words[i + 1] : other;
+    }
+    const u32 first = __shfl_xor_sync(kFull, upper ? own[0] : own[2], 2), second = __shfl_xor_sync(kFull, upper ? own[1] : own[3], 2);
+    return upper ? Vec4{first, second, own[2], own[3]} : Vec4{own[0], own[1], first, second};
+}
+
+template <class Tile>
+__device__ __forceinline__ void multiply_tiles(const Relay<Tile>& relay, int warp, int lane) {
+    const Job& job = relay.job;
+    const Geometry& geometry = relay.geometry;
+    const int g = lane >> 2, t = lane & 3;
+    RingPlace place{0, 0};
+    float sums[Tile::rows / 2];
+    u32 used = 0;
+    auto release = [&] {
+        if (used && lane < kCluster) arrive_at(used, lane);
+    };
+#pragma unroll 1
+    for (Items<Tile> items{relay}; items.has(); items.advance()) {
+        const auto [tile, token_tile] = items.at();
+#pragma unroll
+        for (int i = 0; i < Tile::rows / 2; ++i) sums[i] = 0;
+#pragma unroll 1
+        for (int part = 0; part < Tile::parts * geometry.stages; ++part) {
+            await(relay.full + 8 * place.slot, place.parity);
+            const u32 slot = relay.ring + place.slot * Tile::slot_bytes;
+            const u64 left = describe<Tile::row_bytes>(slot + (warp >> 2) * (64 * Tile::row_bytes), Tile::atom_bytes);
+            const u64 right = describe<Tile::row_bytes>(slot + Tile::x_bytes, Tile::atom_bytes);
+            pin(sums);
+            wgmma_fence();
+#pragma unroll
+            for (int step = 0; step < 4 / Tile::parts; ++step) multiply_add(sums, left + step * 32 / 16, right + step * 32 / 16);
+            wgmma_commit();
+            pin(sums);
+            wgmma_wait<1>();
+            release();
+            used = relay.empty + 8 * place.slot;
+            place.advance(job.ring);
+        }
+        wgmma_wait<0>();
+        pin(sums);
+        release();
+        used = 0;
+        const int first_row = tile * Tile::rows, groups = relay.groups_of(tile);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int token = kTileTokens * token_tile + 16 * warp + 8 * half + g;
+            u16* y = job.y + size_t(token) * geometry.rows + first_row + 8 * t;
+#pragma unroll
+            for (int j = 0; j < Tile::groups; j += 4) {
+                u32 words[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    words[i] = 0;
+                    if (j + i >= Tile::groups) continue;
+                    float low = sums[4 * (j + i) + 2 * half], high = sums[4 * (j + i) + 2 * half + 1];
+                    if (job.bias) {
+                        const u32 bias = j + i < groups ? *reinterpret_cast<const u32*>(job.bias + first_row + 8 * (j + i) + 2 * t) : 0;
+                        low += __uint_as_float(bias << 16), high += __uint_as_float(bias & 0xffff0000u);
+                    }
+                    words[i] = to_bf16x2(low, high);
+                }
+                const Vec4 whole = transpose(words, t);
+                if (token < job.tokens && j + t < groups) *reinterpret_cast<Vec4*>(y + 8 * j) = whole;
+            }
+        }
+    }
+}
+
+template <int rows, int decoders, int groups>
+__device__ __forceinline__ void linear(const Geometry& geometry, const Packed& packed, const Job& job) {
+    extern __shared__ __align__(128) u8 shared_bytes[];
+    __shared__ u32 first_unit;
+    using OwnTile = Tile<rows>;
+    const int lane = threadIdx.x & 31, warp = __shfl_sync(kFull, threadIdx.x >> 5, 0), decoding = warp - kMultipliers - 1;
+
+    // Shared memory: the ring (first of all, there, the table's entries), the tensor map, barriers, table, for each decoding warp two staging buffers
+    // for each row group of a unit.
+    const u32 start = u32(__cvta_generic_to_shared(shared_bytes)), base = (start + 1023) & ~1023u;
+    u8* shared = shared_bytes + (base - start);
+    const u32 map = base + job.ring * OwnTile::slot_bytes;
+    u32* table = reinterpret_cast<u32*>(shared + (map + kMapBytes + 16 * job.ring - base));
+    const Relay<OwnTile> relay(geometry, packed, job, base, map + kMapBytes);
+
+    let_kernel_behind_start();
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < job.ring; ++i) {
+            open_barrier(relay.full + 8 * i, 1);
+            open_barrier(relay.empty + 8 * i, kCluster * kMultipliers);
+        }
+        show_barrier();
+    }
+    const Table<true> decode_table(packed, table, reinterpret_cast<u32*>(shared));
+    copy_commit();
+    if (warp == kMultipliers) store_shared(map + 4 * lane, job.x_map[lane]);
+    await_kernel_before();
+    if (threadIdx.x == kMultipliers * kLanes) first_unit = claim(relay.claimed(), decoders);
+    decode_table.finish();
+    show_to_wgmma();   // nobody needs the entries any longer
+    await_cluster();
+
+    if (warp < kMultipliers) {
+        multiply_tiles(relay, warp, lane);
+    } else if (decoding < 0) {
+        place_map(relay.map(), map, job.x, lane);
+        bring(relay, lane);
+    } else {
+        u32* buffers = table + job.table_words + decoding * 2 * groups * job.buffer_words;
+        UnitDecoder<OwnTile, groups> decoder(relay, lane, u32(__cvta_generic_to_shared(table)), buffers);
+        if (packed.shift || packed.has_row_shifts) decoder.template run<true>(first_unit + decoding);
+        else decoder.template run<false>(first_unit + decoding);
+    }
+    leave_cluster();
+}
+
+// For so many rows of a tile. As many warps decode as leave each thread the registers that the sums need.
+#define RELAY_KERNEL(name, Argument, rows, decoders, groups)                                                                      \
+    extern "C" __global__ void __cluster_dims__(kCluster) __launch_bounds__((kMultipliers + 1 + decoders) * kLanes, 1) name(    \
+        const __grid_constant__ Argument argument) {                                                                              \
+        const Product& product = own_product(argument);                                                                           \
+        linear<rows, decoders, groups>(product.geometry, product.packed, product.job);                                            \
+    }
