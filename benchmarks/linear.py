@@ -69,6 +69,7 @@ SHAPES = {
     (8192, 28672): "down of Llama 3 70B",
 }
 FEW_TOKENS = (1, 2, 4, 8, 16)
+GROUP_TOKENS = (*FEW_TOKENS, 64)
 MANY_TOKENS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 MANY_SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (28672, 8192))  # of these, also with many tokens
 PREFILL_TOKENS = (128, 256, 512, 1024, 2048, 4096)
@@ -97,7 +98,7 @@ def main() -> int:
     parser.add_argument("--shapes", type=shapes, default=list(SHAPES))
     parser.add_argument("--tokens", type=counts, default=())
     parser.add_argument("--prefill", type=counts, default=PREFILL_TOKENS)
-    parser.add_argument("--groups", type=counts, default=FEW_TOKENS)
+    parser.add_argument("--groups", type=counts, default=GROUP_TOKENS)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("no CUDA device")

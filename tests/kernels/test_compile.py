@@ -27,6 +27,9 @@ KERNELS = {
     "linear_ahead_together.cu": [f"linear_ahead_{tokens}_together" for tokens in (8, 16)],
     "linear_chains_together.cu": [f"linear_chains_{tokens}_{kind}_together" for tokens in (8, 16) for kind in CHAINS],
     "linear_tiles.cu": [f"linear_tiles_{tokens}_{tiles}" for tokens in (16, 32, 64, 128) for tiles in (1, 2)],
+    "linear_tiles_together.cu": [
+        f"linear_tiles_{tokens}_{tiles}_together" for tokens in (16, 32, 64, 128) for tiles in (1, 2)
+    ],
     "linear_singles.cu": [f"linear_singles_{tokens}" for tokens in (4, 8, 16, 32)],
     "linear_singles_together.cu": [f"linear_singles_{tokens}_together" for tokens in (4, 8, 16, 32)],
     "linear_pairs.cu": [f"linear_pairs_{tokens}" for tokens in (4, 8, 16, 32, 64)],
@@ -40,10 +43,11 @@ KERNELS = {
 }
 
 
-HOPPER_ONLY = (
-    "linear_tiles.cu", "linear_singles.cu", "linear_singles_together.cu", "linear_pairs.cu", "linear_pairs_together.cu",
-    "linear_warpgroups.cu", "linear_relay.cu", "linear_relay_together.cu",
-)  # fmt: skip
+HOPPER_ONLY = tuple(
+    file
+    for file in KERNELS
+    if file.startswith(("linear_tiles", "linear_singles", "linear_pairs", "linear_warp", "linear_relay"))
+)
 
 
 @pytest.mark.parametrize(

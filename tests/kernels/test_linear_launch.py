@@ -16,7 +16,6 @@ from samebits.kernels.linear import is_supported, sources
 from samebits.kernels.linear_job import CHUNK_STAGES, Kernel, Launch, magic
 from samebits.kernels.linear_launch import (
     MAX_HOPPER_TOKENS,
-    MAX_TILE_TOKENS,
     MAX_TOKENS,
     VARIANTS,
     different,
@@ -26,6 +25,7 @@ from samebits.kernels.linear_launch import (
 )
 from samebits.kernels.linear_pairs import MAX_WGMMA_TOKENS
 from samebits.kernels.linear_relay import CLUSTER, TILE_TOKENS, Tile
+from samebits.kernels.linear_tiles import MAX_TILE_TOKENS
 from samebits.kernels.structures import JobStructure
 
 SHARED_MEMORY = 232448
@@ -283,17 +283,22 @@ def test_tiles_keep_going(shape: tuple[int, int], chunk_words: int, tokens: int,
         return
     assert max_tokens(0) == MAX_HOPPER_TOKENS
     assert launch is not None
-    job = job_of(launch)
-    slots = job["slots"]
-    wide, tiles = map(int, launch.name.split("_")[-2:])
+    check_tiles(launch)
+
+
+def check_tiles(launch: Launch, number: int = 0) -> None:
+    """Of one tensor: warps and memory are enough for the kernel to keep going."""
+    job = job_of(launch, number)
+    slots, tokens = job["slots"], job["tokens"]
+    wide, tiles = map(int, launch.name.split("_")[2:4])
     decoding = launch.warps - (4 * tiles if wide == 128 else 4) - 1
     assert wide >= tokens
     assert launch.arrangement is not None
     assert launch.boxes is not None
     assert launch.arrangement.grid == 0
-    assert launch.arrangement.total_bytes == 128 * launch.grid
+    assert launch.arrangement.parts_bytes[number] == 128 * job["blocks"]
     assert launch.boxes[2] == wide
-    assert slots <= 8 * tiles
+    assert 4 * (tiles - 1) < slots <= 8 * tiles
     assert slots <= decoding <= 16
     assert job["chunk_step"] * slots + job["slot_step"] == decoding
     assert job["ring"] >= 3 + (-(-decoding // slots) - 1) * CHUNK_STAGES // 2
@@ -423,7 +428,7 @@ GROUPS = (
 )
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 9, 16, 17, 64])
+@pytest.mark.parametrize("tokens", [1, 8, 9, 16, 17, 64, 65, 128])
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: str([shape for shape, _ in group]))
 def test_joint_launches(group: tuple[tuple[tuple[int, int], int], ...], tokens: int, hopper: bool) -> None:
     """Every row group has one block, the kernels' own way to count them, and blocks have about as much to do."""
@@ -434,7 +439,7 @@ def test_joint_launches(group: tuple[tuple[tuple[int, int], int], ...], tokens: 
         if launch is None:
             continue
         found += 1
-        assert variant.kernel not in (Kernel.TILES, Kernel.WARPGROUPS, Kernel.RELAY)
+        assert variant.kernel not in (Kernel.WARPGROUPS, Kernel.RELAY)
         assert launch.shared_bytes <= nvrtc.shared_memory(0) - STATIC_SHARED
         assert launch.grid <= nvrtc.multiprocessors(0)
         next_block, most = 0, []
@@ -451,6 +456,8 @@ def test_joint_launches(group: tuple[tuple[tuple[int, int], int], ...], tokens: 
             assert own * blocks + longer == header.geometry.row_groups
             assert job["slots"] * job["batches"] >= own + (longer > 0)
             assert ranges <= split
+            if variant.kernel is Kernel.TILES:
+                check_tiles(launch, i)
             most.append((own + (longer > 0)) * stages)
         assert next_block == launch.grid
         if variant.kernel is Kernel.AHEAD:  # with fewer for each block there would be too many blocks
@@ -497,12 +504,6 @@ def test_joint_relays(shapes: list[tuple[int, int]], tokens: int, hopper: bool) 
         rounds = max(-(-of_tensor // own) for of_tensor, own in units)
         assert rounds == 1 or sum(-(-of_tensor // (rounds - 1)) for of_tensor, _ in units) > clusters
     assert (found > 0) == hopper
-
-
-def test_no_joint_launch_between_pairs_and_relay(hopper: bool) -> None:
-    headers = (header_of((4096, 4096), 470),) * 2
-    for tokens in (65, TILE_TOKENS):
-        assert not any(joint_launch(headers, tokens, (1, 1), number, 0) for number in range(len(VARIANTS)))
 
 
 def test_divisions_by_multiplication() -> None:

@@ -46,7 +46,7 @@ class Arrangement:
     """What is made ready in memory before a launch: x as csrc/arrange.cu writes it, and where sums of ranges meet.
 
     linear_relay.cuh counts row groups that are decoded instead of meetings, and has what is decoded in place of parts;
-    linear_tiles.cu has each block's tensor map there.
+    linear_tiles.cuh has each block's tensor map there.
 
     Attributes:
         tokens, columns: of x; no tokens where the launch takes x as it is.

@@ -6,33 +6,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from samebits.format.geometry import STAGE
 from samebits.format.packed import Header
 from samebits.kernels import linear_pairs, nvrtc
 from samebits.kernels.linear_ahead import ahead
 from samebits.kernels.linear_chains import chains
 from samebits.kernels.linear_job import (
-    ATOM_BYTES,
-    CHUNK_STAGES,
-    MAP_BYTES,
     MAX_TOKENS,
-    Arrangement,
-    Boxes,
     Kernel,
     Launch,
-    Planner,
 )
 from samebits.kernels.linear_relay import TILES, relay
+from samebits.kernels.linear_tiles import TILE_WARPS, tiles
 
-_X_STAGES = {16: 8, 32: 8, 64: 6, 128: 4}  # linear_tiles.cu: of x in its ring, by tokens that a kernel is made for
-_TILE = 8  # linear_tiles.cu: row groups of a tile
-_TILE_WARPS = 20  # linear_tiles.cu: kMaxThreads
 _WARPGROUP = 4  # warps
-_MAX_DECODERS = 16  # linear_tiles.cu: kMaxDecoders
-_MIN_RING = 3  # linear_tiles.cu: pairs of stages that a block keeps decoded
 _RANKS = 3  # linear_relay.cuh: tiles of which the fastest is found by trying
 
-MAX_TILE_TOKENS = max(_X_STAGES)
 MAX_HOPPER_TOKENS = 16384  # with more, decoding first takes a hundredth of the time
 
 
@@ -66,7 +54,7 @@ VARIANTS = (
     Variant(Kernel.CHAINS, warps=20),
     Variant(Kernel.CHAINS, warps=20, shared_x=False),
     Variant(Kernel.CHAINS, warps=16),
-    Variant(Kernel.TILES, warps=_TILE_WARPS),
+    Variant(Kernel.TILES, warps=TILE_WARPS),
     Variant(Kernel.PAIRS, warps=max(linear_pairs.MULTIPLIERS[2].values())),
     Variant(Kernel.WARPGROUPS, warps=_WARPGROUP),
     Variant(Kernel.WARPGROUPS, warps=2 * _WARPGROUP),
@@ -96,8 +84,7 @@ def launch_of(header: Header, m: int, split: int, variant: int, device: int) -> 
         return ahead((header,), m, (split,), device, kind.warps)
     if kind.kernel is Kernel.CHAINS:
         return chains((header,), m, (split,), device, kind.warps, shared_x=kind.shared_x)
-    blocks = min(nvrtc.multiprocessors(device), header.geometry.row_groups)
-    return _Planner(header, m, split, device, blocks).tiles(kind)
+    return tiles((header,), m, (split,), device, kind.warps)
 
 
 def different(launches: Iterable[Launch | None]) -> dict[int, Launch]:
@@ -133,37 +120,6 @@ def joint_launch(
         return chains(headers, m, splits, device, kind.warps, shared_x=kind.shared_x)
     if kind.kernel is Kernel.RELAY:
         return relay(headers, m, splits, device, kind.rank)
+    if kind.kernel is Kernel.TILES:
+        return tiles(headers, m, splits, device, kind.warps)
     return None
-
-
-class _Planner(Planner):
-    """For linear_tiles.cu."""
-
-    def tiles(self, variant: Variant) -> Launch | None:
-        """With as few batches as fit, and then as many warps.
-
-        A warp for each row group of a batch keeps the blocks going; more of them decode chunks ahead, as many pairs of
-        stages ahead as the ring must then hold. The kernel relies on both.
-        """
-        if self.m > MAX_TILE_TOKENS or not nvrtc.has_wgmma(self.device):
-            return None
-        wide = next(wide for wide in _X_STAGES if wide >= self.m)
-        barriers = 8 * (_MAX_DECODERS + 2 * _X_STAGES[wide])
-        fixed = ATOM_BYTES + MAP_BYTES + barriers + 4 * self.table + _X_STAGES[wide] * wide * 2 * STAGE
-        room = 4 * self.room - fixed
-        for batches in range(-(-self.own // (2 * _TILE)), self.own + 1):
-            slots = -(-self.own // batches)
-            tiles, slot_bytes = -(-slots // _TILE), slots * 2 * ATOM_BYTES + 16  # both atoms and both barriers
-            others = _WARPGROUP * (tiles if wide == MAX_TILE_TOKENS else 1) + 1  # that multiply, or bring x
-            for warps in range(variant.warps - others, slots - 1, -1):
-                ring = (room - warps * 8 * self.buffer) // slot_bytes
-                chunks_ahead = -(-warps // slots) - 1  # of those that are multiplied
-                if ring < _MIN_RING + chunks_ahead * CHUNK_STAGES // 2:
-                    continue
-                words = (fixed + warps * 8 * self.buffer + ring * slot_bytes) // 4
-                job = self.job_fields(slots, batches, warps, ring=ring)
-                columns = self.stages * STAGE
-                maps = Arrangement(0, columns, wide, 0, (0,), (MAP_BYTES * self.blocks,), 0)
-                return Launch("linear_tiles.cu", f"linear_tiles_{wide}_{tiles}", self.blocks, others + warps,
-                              4 * words, (job,), maps, Boxes(self.m, columns, wide, STAGE))  # fmt: skip
-        return None

@@ -19,7 +19,7 @@ struct Job {
     const u16* x;        // [tokens, columns]
     const u16* bias;     // [rows] or null
     u16* y;              // [tokens, rows]
-    float* parts;        // linear_pairs.cuh: where ranges' sums meet; linear_relay.cuh: where the weight is decoded to; there and in linear_tiles.cu: each
+    float* parts;        // linear_pairs.cuh: where ranges' sums meet; linear_relay.cuh: where the weight is decoded to; there and in linear_tiles.cuh: each
                          // block's tensor map
     u32* done;           // and, for each meeting, how many have come; or what is claimed, and flags
     int tokens, ranges, stages_per_range;
@@ -35,11 +35,11 @@ struct Job {
     u32 by_slots, by_range, by_chunks;   // for `divide`
     int table_words, x_words, buffer_words;   // of shared memory: decode table, x (before that, without Hopper's kernels, the table's entries), each staging buffer
     int x_places;        // linear_ahead.cuh: runs of x that a segment keeps
-    int ring;            // linear_tiles.cu: pairs of stages that a block keeps decoded, at least those of the chunks that a warp is ahead;
+    int ring;            // linear_tiles.cuh: pairs of stages that a block keeps decoded, at least those of the chunks that a warp is ahead;
                          // linear_pairs.cuh: slots of x; with mma, pairs of stages;
                          // linear_ahead.cuh: runs that a line keeps decoded; linear_relay.cuh: parts of stages
     Walk walks[2][kWalks];               // of the warps of blocks with one row group more, and of others
-    u32 x_map[32];       // linear_relay.cuh, linear_tiles.cu: the tensor map of x, but for its address
+    u32 x_map[32];       // linear_relay.cuh, linear_tiles.cuh: the tensor map of x, but for its address
 
     __device__ __forceinline__ int block() const { return int(blockIdx.x) - first_block; }
     __device__ __forceinline__ int row_groups_of(int block) const { return own + (block < longer); }

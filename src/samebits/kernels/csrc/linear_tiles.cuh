@@ -1,0 +1,412 @@
+// The fused linear layer for up to 128 tokens, on Hopper. A block multiplies up to 16 row groups at once, batch after batch. Some of its warps
+// decode: a task is a chunk of one row group, and what comes out goes to a ring in shared memory. One warp has x copied to a second ring. One or two
+// warpgroups do nothing but multiply what is in the two with wgmma, which adds like mma.m16n8k16, and write y. See linear.cuh.
+//
+// Weights are the left matrix, 64 rows (eight row groups) to a tile, tokens the right one. The ring of weights has a slot for each *pair* of
+// stages: for each row group two atoms (hopper.cuh), one a stage. Row g of a row group is row 2 g of its atom, or 2 g - 7 from g = 4 on: half a
+// warp writes to all banks. A tile's rows that belong to no row group hold what follows in shared memory, and nobody reads their sums. Where a tile
+// has no more than four row groups, each of the four warps has one: behind it stands what is decoded of it for the other stage.
+// The ring of x has slots of one or two stages: of each, the tokens in their order. Rows behind the last token hold anything, too.
+#pragma once
+#include "hopper.cuh"
+#include "linear.cuh"
+
+constexpr int kMaxThreads = 640;          // leaves 96 registers to each
+constexpr int kMaxDecoders = 16;
+constexpr int kAtomBytes = 1024;
+constexpr int kPairBytes = 2 * kAtomBytes;
+constexpr int kTileBytes = 8 * kPairBytes;
+constexpr int kTileGroups = 8;
+
+// The ring of x has slots for so many stages at a time (both together: linear_tiles.py, _X_STAGES).
+__host__ __device__ constexpr int x_stages(int wide) { return wide <= 32 ? 2 : 1; }
+__host__ __device__ constexpr int x_slots(int wide) { return wide == 64 ? 6 : 4; }
+__host__ __device__ constexpr int x_bytes(int wide) { return x_stages(wide) * wide * 128; }   // of a slot
+
+// Which tasks a warp has, in the order of their numbers: chunk by chunk through a batch's row groups.
+struct Task { int batch, chunk, slot, group; };
+
+struct Tasks {
+    int chunks, slots, own, batches;          // own: row groups of the block
+    int chunk_step, slot_step;                // from one task of a warp to its next
+    u32 by_slots;
+    int block, blocks;
+
+    __device__ __forceinline__ bool has(const Task& task) const { return task.batch < batches; }
+    __device__ __forceinline__ Task first(int warp) const {
+        const int chunk = divide(warp, by_slots);
+        return settled({0, chunk, warp - chunk * slots, 0});
+    }
+    __device__ __forceinline__ Task behind(Task task) const { return settled(moved(task)); }
+    __device__ __forceinline__ Task moved(Task task) const {
+        task.slot += slot_step;
+        task.chunk += chunk_step;
+        if (task.slot >= slots) {
+            task.slot -= slots;
+            ++task.chunk;
+        }
+        return task;
+    }
+    __device__ __forceinline__ Task settled(Task task) const {   // at the next task whose row group exists
+        for (;;) {
+            while (task.chunk >= chunks) {
+                task.chunk -= chunks;
+                ++task.batch;
+            }
+            const int place = task.batch * slots + task.slot;
+            task.group = place * blocks + block;
+            if (place < own || !has(task)) return task;
+            task = moved(task);
+        }
+    }
+};
+
+struct Rings {
+    u32 weights, slot_bytes;              // shared addresses
+    int slots;                            // of the ring of weights
+    u32 x;
+    u32 full, empty, x_full, x_empty;     // barriers, one for each slot
+};
+
+// Brings x to its ring, slot after slot, as often as there are batches; by a warp. map: the tensor map of x, in memory.
+template <int wide>
+__device__ __forceinline__ void bring(const Rings& rings, const Geometry& geometry, int batches, const void* map, int lane) {
+    RingPlace place{0, 0};
+#pragma unroll 1
+    for (int batch = 0; batch < batches; ++batch)
+#pragma unroll 1
+        for (int stage = 0; stage < geometry.stages; stage += x_stages(wide)) {
+            await(rings.x_empty + 8 * place.slot, place.parity ^ 1);
+            if (lane == 0) {
+                const u32 full = rings.x_full + 8 * place.slot, slot = rings.x + place.slot * x_bytes(wide);
+                const int count = min(x_stages(wide), geometry.stages - stage);
+                expect(full, count * (wide * 128));
+                for (int i = 0; i < count; ++i) copy_box(slot + i * (wide * 128), map, 64 * (stage + i), 0, full);
+            }
+            __syncwarp();
+            place.advance(x_slots(wide));
+        }
+}
+
+// Multiplies; `warp` counts those of all warpgroups that do, each for its own tiles.
+template <int wide, int tiles>
+__device__ __forceinline__ void multiply_tiles(const Rings& rings, const Geometry& geometry, const Job& job, int own, int batches, int warp,
+                                               int lane) {
+    constexpr int count = wide / 2;
+    const int first_tile = (warp >> 2) * tiles;
+    const bool narrow = job.slots <= kTileGroups / 2;
+    float sums[tiles][count];
+    volatile float totals[tiles][count];   // of the ranges before; rarely used, and so kept in memory
+    RingPlace pair{0, 0}, place{0, 0};     // of weights, of x
+    u32 used = 0, used_x = 0;              // the barriers of what the last wgmma was done with
+    auto release = [&] {
+        if (used && lane == 0) arrive(used);
+        if (used_x && lane == 0) arrive(used_x);
+        used = used_x = 0;
+    };
+    auto clear = [&] {
+#pragma unroll
+        for (int tile = 0; tile < tiles; ++tile)
+#pragma unroll
+            for (int i = 0; i < count; ++i) sums[tile][i] = 0;
+    };
+    auto pin_all = [&] {
+#pragma unroll
+        for (int tile = 0; tile < tiles; ++tile) pin(sums[tile]);
+    };
+    const int p = lane >> 2, g = (p >> 1) + 4 * (p & 1), odd = g & 1;   // p: the lane's row of an atom; g: of a row group
+    await_kernel_before();
+#pragma unroll 1
+    for (int batch = 0; batch < batches; ++batch) {
+        clear();
+        int range_end = min(job.stages_per_range, geometry.stages);
+#pragma unroll 1
+        for (int stage = 0; stage < geometry.stages; ++stage) {
+            const int part = stage % x_stages(wide);
+            if (part == 0) await(rings.x_full + 8 * place.slot, place.parity);
+            if ((stage & 1) == 0) await(rings.full + 8 * pair.slot, pair.parity);
+            const u64 left = describe(rings.weights + pair.slot * rings.slot_bytes + first_tile * kTileBytes + (stage & 1) * kAtomBytes,
+                                      narrow ? kAtomBytes : kPairBytes);
+            const u64 right = describe(rings.x + place.slot * x_bytes(wide) + part * (wide * 128), kAtomBytes);
+            pin_all();
+            wgmma_fence();
+#pragma unroll
+            for (int step = 0; step < 4; ++step)
+#pragma unroll
+                for (int tile = 0; tile < tiles; ++tile)
+                    multiply_add(sums[tile], left + (tile * kTileBytes + step * 32) / 16, right + step * 32 / 16);
+            wgmma_commit();
+            pin_all();
+            wgmma_wait<1>();
+            release();
+            const bool last = stage + 1 == geometry.stages;
+            if (part == x_stages(wide) - 1 || last) {
+                used_x = rings.x_empty + 8 * place.slot;
+                place.advance(x_slots(wide));
+            }
+            if ((stage & 1) || last) {
+                used = rings.empty + 8 * pair.slot;
+                pair.advance(rings.slots);
+            }
+            if (stage + 1 < range_end) continue;
+            wgmma_wait<0>();
+            pin_all();
+            release();
+            if (stage >= job.stages_per_range)
+#pragma unroll
+                for (int tile = 0; tile < tiles; ++tile)
+#pragma unroll
+                    for (int i = 0; i < count; ++i) sums[tile][i] += totals[tile][i];
+            if (last) break;
+            range_end = min(range_end + job.stages_per_range, geometry.stages);
+#pragma unroll
+            for (int tile = 0; tile < tiles; ++tile)
+#pragma unroll
+                for (int i = 0; i < count; ++i) totals[tile][i] = sums[tile][i];
+            clear();
+        }
+#pragma unroll
+        for (int tile = 0; tile < tiles; ++tile)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int atom = 2 * (warp & 3) + half, slot = narrow ? atom >> 1 : (first_tile + tile) * kTileGroups + atom;
+                const int mine = batch * job.slots + slot;
+                if (slot >= job.slots || mine >= own || (narrow && half)) continue;
+                const int row = 8 * (mine * job.blocks + job.block()) + g;
+                const float bias = job.bias ? __uint_as_float(u32(job.bias[row]) << 16) : 0;
+                u32 words[wide / 8];       // two lanes swap, so that each has one token of two rows
+#pragma unroll
+                for (int j = 0; j < wide / 8; ++j) {
+                    float low = sums[tile][4 * j + 2 * half], high = sums[tile][4 * j + 2 * half + 1];
+                    if (job.bias) low += bias, high += bias;
+                    const float other = __shfl_xor_sync(kFull, odd ? low : high, 8);
+                    words[j] = odd ? to_bf16x2(other, high) : to_bf16x2(low, other);
+                }
+                const int token = 2 * (lane & 3) + odd;
+                u16* target = job.y + size_t(token) * geometry.rows + (row & ~1);
+#pragma unroll
+                for (int j = 0; j < wide / 8; ++j, target += 8 * size_t(geometry.rows))
+                    if (8 * j + token < job.tokens) *reinterpret_cast<u32*>(target) = words[j];
+            }
+    }
+}
+
+// Decodes; `warp` is the number among the decoding warps.
+struct Decoder {
+    const Geometry& geometry;
+    const Packed& packed;
+    const Job& job;
+    const int lane, last_group;
+    const Tasks tasks;
+    u32* buffers;                          // two staging buffers
+    const u32 copied;                      // the barrier of what is copied to them
+    Task task;
+    Vec4 raw[kRun];
+    u32 signs[kRun / 2];
+    const u8* slab;                        // of the present task: its first
+    StagedPlace staged;
+
+    __device__ __forceinline__ Decoder(const Geometry& geometry, const Packed& packed, const Job& job, int own, int batches, int warp, int lane,
+                                       u32* buffers, u32 copied)
+        : geometry(geometry), packed(packed), job(job), lane(lane), last_group((own - 1) * job.blocks + job.block()),
+          tasks{geometry.chunks_per_row_group, job.slots, batches * job.slots, batches, job.chunk_step, job.slot_step, job.by_slots, job.block(), job.blocks}, buffers(buffers),
+          copied(copied), task(tasks.first(warp)) {}
+
+    __device__ __forceinline__ int stages_of(const Task& task) const { return min(kChunkStages, geometry.stages - task.chunk * kChunkStages); }
+    // In place of a row group that does not exist, the block's last: the ring needs every row group of a batch, and a barrier's parity suffices only
+    // if no warp leaves out tasks.
+    __device__ __forceinline__ int group_of(const Task& task) const { return min(task.group, last_group); }
+    __device__ __forceinline__ const u8* slab_of(const Task& task) const {
+        return packed.data + packed.planes + slab_offset(geometry.stages, group_of(task), task.chunk * kChunkStages);
+    }
+    __device__ __forceinline__ const u32* offset_of(const Task& task) const {
+        return reinterpret_cast<const u32*>(packed.data + packed.offsets) + size_t(group_of(task)) * geometry.chunks_per_row_group + task.chunk;
+    }
+    __device__ __forceinline__ void load_stage(const u8* slab, int s) {
+        raw[s] = load_raw(slab, s, lane);
+        if (s & 1) signs[s / 2] = load_once_u32(slab + (s >> 1) * kSlabBytes + 4 * lane);
+    }
+
+    __device__ __forceinline__ void stage(int side, u32 start, u32 stop) {
+        const StreamUnits streams(packed, start, stop);
+        if (lane == 0) copy_bulk(u32(__cvta_generic_to_shared(buffers + side * job.buffer_words)), streams.source, 16 * streams.units, copied);
+        staged = streams.place;
+    }
+
+    // Before the table is there.
+    __device__ __forceinline__ void begin() {
+        if (lane == 0) {
+            open_barrier(copied, 1);
+            show_barrier();
+        }
+        if (tasks.has(task)) {
+            const u32* offset = offset_of(task);
+            const u32 start = load_u32(offset), stop = load_u32(offset + 1);
+            slab = slab_of(task);
+            stage(0, start, stop);
+#pragma unroll
+            for (int s = 0; s < kRun; ++s) load_stage(slab, s);
+            prefetch_planes(slab, stages_of(task), lane);
+        }
+    }
+
+    // The words of a stage to its atom.
+    template <bool shifted>
+    __device__ __forceinline__ void store_stage(u32 place, Vec4 raw, Vec4 upper, u32 scale) const {
+        auto store = [&](u32 q, u32 raw, u32 upper) {
+            u32 low = __byte_perm(raw, upper, 0x5140), high = __byte_perm(raw, upper, 0x7362);
+            if (shifted) low = unshift(low, scale), high = unshift(high, scale);
+            store_shared(place ^ (q << 5), Vec2{low, high});
+        };
+        store(0, raw.x, upper.x);
+        store(1, raw.y, upper.y);
+        store(2, raw.z, upper.z);
+        store(3, raw.w, upper.w);
+    }
+
+    template <bool shifted>
+    __device__ __forceinline__ void run(const Rings& rings, u32 table) {
+        const u32 byte_mask = ((1u << packed.width) - 1) << 2, common = u32(packed.window >> 4) * 0x10101010u;
+        const int g = lane >> 2, t = lane & 3, p = g < 4 ? 2 * g : 2 * g - 7, pairs = (geometry.stages + 1) >> 1;
+        const u32 lane_place = rings.weights + p * 128 + (((t >> 1) ^ p) << 4) + ((t & 1) << 3);
+        int side = 0;                      // which staging buffer
+        u32 copies = 0;                    // parity of the tasks done
+#pragma unroll 1
+        while (tasks.has(task)) {
+            const int count = stages_of(task);
+            const u32 atoms = lane_place + task.slot * kPairBytes;
+            RingPlace pair = RingPlace::of(task.batch * pairs + task.chunk * (kChunkStages / 2), rings.slots);
+            const u32* buffer = buffers + side * job.buffer_words;
+            const StagedPlace present = staged;
+            const Task next = tasks.behind(task);
+            const u8 *ahead = slab, *next_slab = slab;
+            u32 start = 0, stop = 0, scale = kNoShift;
+            if (tasks.has(next)) {
+                const u32* offset = offset_of(next);
+                start = load_u32(offset);
+                stop = load_u32(offset + 1);
+                next_slab = slab_of(next);
+                prefetch_planes(next_slab, stages_of(next), lane);
+            }
+            if (shifted) {
+                int shift = packed.shift;
+                if (packed.has_row_shifts) shift = reinterpret_cast<const i8*>(packed.data + packed.row_shifts)[group_of(task) * 8 + g];
+                scale = scale_of(shift);
+            }
+            await(copied, copies);
+            copies ^= 1;
+            Opened chunk;
+            chunk.open(u32(__cvta_generic_to_shared(buffer + present.begin)), present.size, count, lane);
+            LookUps begun = chunk.begin(table, byte_mask);
+            side ^= 1;
+#pragma unroll 1
+            for (int run = 0; run < count; run += kRun) {
+                ahead = run + kRun < count ? ahead + kRun / 2 * kSlabBytes : next_slab;
+                Vec4 upper[kRun];
+#pragma unroll
+                for (int s = 0; s < kRun; ++s) {
+                    upper[s] = chunk.go_on(begun, table, byte_mask);
+                    chunk.complete(upper[s], common);
+                    begun = chunk.begin(table, byte_mask);
+                    chunk.mend(upper[s], s, lane);
+                    upper[s] = with_signs(signs[s / 2] << (4 * (s & 1)), upper[s]);
+                }
+                chunk.pass(kRun);
+                const u32 first = rings.full + 8 * pair.slot;
+                auto store_pair = [&](int s) {
+                    await(rings.empty + 8 * pair.slot, pair.parity ^ 1);
+                    const u32 atom = atoms + pair.slot * rings.slot_bytes;
+                    store_stage<shifted>(atom, raw[s], upper[s], scale);
+                    store_stage<shifted>(atom + kAtomBytes, raw[s + 1], upper[s + 1], scale);
+                };
+                store_pair(0);
+                pair.advance(rings.slots);
+                const bool both = run + 2 < count;
+                const u32 second = rings.full + 8 * pair.slot;
+                if (both) {
+                    store_pair(2);
+                    pair.advance(rings.slots);
+                }
+                show_to_wgmma();
+                __syncwarp();
+                if (lane == 0) {
+                    arrive(first);
+                    if (both) arrive(second);
+                }
+#pragma unroll
+                for (int s = 0; s < kRun; ++s) load_stage(ahead, s);   // not before: a fence may wait for loads
+                if (run == 0 && tasks.has(next)) stage(side, start, stop);   // these two are there by now
+            }
+            __syncwarp();
+            slab = next_slab;
+            task = next;
+        }
+    }
+};
+
+// wide: tokens, rounded up; tiles: of a block; warpgroups: that multiply.
+template <int wide, int tiles, int warpgroups>
+__device__ __forceinline__ void linear(const Geometry& geometry, const Packed& packed, const Job& job) {
+    extern __shared__ __align__(128) u8 shared_bytes[];
+    const int lane = threadIdx.x & 31, warp = __shfl_sync(kFull, threadIdx.x >> 5, 0), decoding = warp - 4 * warpgroups - 1;
+    const int own = job.row_groups_of(job.block()), batches = (own + job.slots - 1) / job.slots;
+
+    // Shared memory: both rings (first of all, there, the table's entries), the tensor map of x, barriers, table, for each decoding warp two staging
+    // buffers.
+    const u32 start = u32(__cvta_generic_to_shared(shared_bytes)), base = (start + kAtomBytes - 1) & ~u32(kAtomBytes - 1);
+    u8* shared = shared_bytes + (base - start);
+    Rings rings;
+    rings.weights = base;
+    rings.slot_bytes = job.slots * kPairBytes;
+    rings.slots = job.ring;
+    rings.x = base + rings.slots * rings.slot_bytes;
+    const u32 map = rings.x + x_slots(wide) * x_bytes(wide);
+    rings.full = map + kMapBytes;
+    rings.empty = rings.full + 8 * rings.slots;
+    rings.x_full = rings.empty + 8 * rings.slots;
+    rings.x_empty = rings.x_full + 8 * x_slots(wide);
+    const u32 copied = rings.x_empty + 8 * x_slots(wide);   // one for each decoding warp, and place for kMaxDecoders
+    u32* table = reinterpret_cast<u32*>(shared + (copied + 8 * kMaxDecoders - base));
+
+    let_kernel_behind_start();
+    Decoder decoder(geometry, packed, job, own, batches, max(decoding, 0), lane, table + job.table_words + max(decoding, 0) * 2 * job.buffer_words,
+                    copied + 8 * max(decoding, 0));
+    if (decoding >= 0) decoder.begin();
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < rings.slots; ++i) {
+            open_barrier(rings.full + 8 * i, job.slots);
+            open_barrier(rings.empty + 8 * i, 4 * warpgroups);
+        }
+        for (int i = 0; i < x_slots(wide); ++i) {
+            open_barrier(rings.x_full + 8 * i, 1);
+            open_barrier(rings.x_empty + 8 * i, 4 * warpgroups);
+        }
+        show_barrier();
+    }
+    if (decoding == -1) store_shared(map + 4 * lane, job.x_map[lane]);
+    const Table<true> decode_table(packed, table, reinterpret_cast<u32*>(shared));
+    copy_commit();
+    decode_table.build();
+    show_to_wgmma();   // x may come to where the entries were
+    copy_wait<0>();
+    __syncthreads();
+
+    if (decoding >= 0) {
+        const u32 table_address = u32(__cvta_generic_to_shared(table));
+        if (packed.shift || packed.has_row_shifts) decoder.run<true>(rings, table_address);
+        else decoder.run<false>(rings, table_address);
+    } else if (decoding == -1) {
+        void* placed = reinterpret_cast<u8*>(job.parts) + job.block() * kMapBytes;
+        await_kernel_before();
+        place_map(placed, map, job.x, lane);
+        bring<wide>(rings, geometry, batches, placed, lane);
+    } else {
+        multiply_tiles<wide, tiles / warpgroups>(rings, geometry, job, own, batches, warp, lane);
+    }
+}
+
+#define TILES_KERNEL(name, Argument, wide, tiles, warpgroups)                                                       \
+    extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) name(const __grid_constant__ Argument argument) { \
+        const Product& product = own_product(argument);                                                             \
+        linear<wide, tiles, warpgroups>(product.geometry, product.packed, product.job);                             \
+    }

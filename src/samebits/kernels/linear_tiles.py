@@ -1,0 +1,126 @@
+"""Launches of csrc/linear_tiles.cuh; memory in bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from samebits.format.geometry import STAGE
+from samebits.format.packed import Header
+from samebits.kernels import nvrtc
+from samebits.kernels.linear_job import (
+    ATOM_BYTES,
+    CHUNK_STAGES,
+    MAP_BYTES,
+    Arrangement,
+    Boxes,
+    JobFields,
+    Launch,
+    Planner,
+    shares,
+)
+
+TILE_WARPS = 20  # kMaxThreads
+_X_STAGES = {16: 8, 32: 8, 64: 6, 128: 4}  # of x in its ring, by tokens that a kernel is made for
+_TILE = 8  # kTileGroups
+_WARPGROUP = 4  # warps
+_MAX_DECODERS = 16  # kMaxDecoders
+_MIN_RING = 3  # pairs of stages that a block keeps decoded
+MAX_TILE_TOKENS = max(_X_STAGES)
+
+
+def tiles(headers: tuple[Header, ...], m: int, splits: tuple[int, ...], device: int, warps: int) -> Launch | None:
+    """One launch for one tensor or several, with as few batches as fit, and then as many warps; None as launch_of."""
+    if m > MAX_TILE_TOKENS or not nvrtc.has_wgmma(device):
+        return None
+    blocks = shares(headers, [header.geometry.stages for header in headers], device)
+    if blocks is None:
+        return None
+    planners = [_Planner(*each, m, device) for each in zip(headers, splits, blocks, strict=True)]
+    for more in range(max(each.own for each in planners)):
+        found = _with_batches([each.batch(more) for each in planners], warps)
+        if found:
+            return _launch(planners, blocks, *found)
+    return None
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """What a block of one tensor multiplies at once: ``slots`` row groups, ``batches`` times."""
+
+    planner: _Planner
+    batches: int
+    slots: int
+
+    def ring(self, decoders: int) -> int:
+        """Pairs of stages that it keeps decoded; 0 if memory is not enough, or that many warps decode too far ahead.
+
+        A warp for each row group of a batch keeps the blocks going; more of them decode chunks ahead, as many pairs of
+        stages ahead as the ring must then hold. The kernel relies on both.
+        """
+        ring = (4 * self.planner.room - self.planner.fixed(decoders)) // self.slot_bytes
+        chunks_ahead = -(-decoders // self.slots) - 1  # of those that are multiplied
+        enough = decoders >= self.slots and ring >= _MIN_RING + chunks_ahead * CHUNK_STAGES // 2
+        return ring if enough else 0
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.slots * 2 * ATOM_BYTES + 16  # both atoms and both barriers
+
+    def shared(self, decoders: int) -> int:
+        """Bytes of shared memory."""
+        return self.planner.fixed(decoders) + self.ring(decoders) * self.slot_bytes
+
+    def job(self, decoders: int, first_block: int) -> JobFields:
+        """JobStructure's fields behind the pointers."""
+        return self.planner.job_fields(self.slots, self.batches, decoders, ring=self.ring(decoders),
+                                       first_block=first_block)  # fmt: skip
+
+
+def _with_batches(each: list[_Batch], warps: int) -> tuple[list[_Batch], int, int] | None:
+    """These, tiles of a block, and how many warps decode; None if they do not fit."""
+    tiles = max(-(-batch.slots // _TILE) for batch in each)
+    if tiles > 1 and min(batch.slots for batch in each) <= _TILE // 2:
+        return None  # whose rows the kernel places otherwise
+    for decoders in range(warps - _others(each[0].planner.wide, tiles), 0, -1):
+        if all(batch.ring(decoders) for batch in each):
+            return each, tiles, decoders
+    return None
+
+
+def _others(wide: int, tiles: int) -> int:
+    """Warps that multiply, or bring x."""
+    return _WARPGROUP * (tiles if wide == MAX_TILE_TOKENS else 1) + 1
+
+
+def _launch(
+    planners: Sequence[_Planner], blocks: Sequence[int], each: Sequence[_Batch], tiles: int, decoders: int
+) -> Launch:
+    m, wide, columns = planners[0].m, planners[0].wide, planners[0].stages * STAGE
+    jobs = (batch.job(decoders, first) for batch, first in zip(each, accumulate(blocks, initial=0), strict=False))
+    maps = tuple(MAP_BYTES * own for own in blocks)
+    together = "_together" if len(planners) > 1 else ""
+    return Launch(f"linear_tiles{together}.cu", f"linear_tiles_{wide}_{tiles}{together}", sum(blocks),
+                  _others(wide, tiles) + decoders, max(batch.shared(decoders) for batch in each), tuple(jobs),
+                  Arrangement(0, columns, wide, 0, (0,) * len(maps), maps, 0), Boxes(m, columns, wide, STAGE),
+                  )  # fmt: skip
+
+
+class _Planner(Planner):
+    """Of one tensor."""
+
+    def __init__(self, header: Header, split: int, blocks: int, m: int, device: int) -> None:
+        super().__init__(header, m, split, device, blocks)
+        self.wide = next(wide for wide in _X_STAGES if wide >= m)
+
+    def batch(self, more: int) -> _Batch:
+        """With so many batches more than are needed, if there are row groups for them."""
+        batches = min(-(-self.own // (2 * _TILE)) + more, self.own)
+        return _Batch(self, batches, -(-self.own // batches))
+
+    def fixed(self, decoders: int) -> int:
+        """Bytes beside the ring of weights."""
+        slots = _X_STAGES[self.wide]
+        x, barriers = slots * self.wide * 2 * STAGE, 8 * (_MAX_DECODERS + 2 * slots)
+        return ATOM_BYTES + MAP_BYTES + barriers + 4 * self.table + x + decoders * 8 * self.buffer
