@@ -14,7 +14,8 @@ of its own: what runs second in a process takes longer, its graphs above all. Wa
 On a CPU "graphs" calls the model where a GPU replays it, and "compile" does not compile. Prompts are never compiled, by
 transformers' own rule. Plans are found before (samebits.prepare), and kernels are compiled then.
 
-A case is generated twice, the first time to warm up; only once if that took more than LONG seconds. Of the last time,
+A case is generated twice, the first time to warm up; only once if that took more than LONG seconds. On a GPU its prompt
+runs WARM_PROMPTS times before. Of the last time,
 ``first_token_seconds`` runs from the call of ``generate`` to the first token. ``tokens_per_s`` is of all sequences
 together, from the median time between two tokens, without the first SETTLED ones, in which a graph is captured or a
 step compiled. Times are those of the GPU's own clock (CUDA events). ``peak_bytes`` is torch's max_memory_allocated.
@@ -54,6 +55,7 @@ WAYS = ("eager", "graphs", "compile")
 DEFAULT_MODELS = ("Llama 3.1 8B", "Qwen3 14B")
 LONG = 3.0  # seconds
 SETTLED = 8  # tokens
+WARM_PROMPTS = 3  # until products of one input are made together
 KEYS = ("model", "batch", "prompt", "tokens")
 BF16_SHARE = 0.45  # of a model's time
 CACHE_STEP = 64  # tokens
@@ -135,11 +137,13 @@ class Figures:
 
 
 def measure(model: Any, setting: Setting, device: str) -> Figures:
-    """Generate once or twice."""
+    """Generate once or twice, behind some runs of the prompt alone."""
+    prompt = random_prompt(model, setting.batch, setting.prompt, device)
+    for _ in range(WARM_PROMPTS if device == "cuda" else 0):
+        model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=1, do_sample=False)
     forget(device)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    prompt = random_prompt(model, setting.batch, setting.prompt, device)
     options = setting.options(model, device)
     run = partial(model.generate, prompt, attention_mask=torch.ones_like(prompt), **options)
     repeats = None

@@ -161,7 +161,7 @@ def test_many_tokens(shape: tuple[int, int], tokens: int) -> None:
     skip_unless_supported(packed, tokens)
     expected = plain_linear(inputs(tokens, shape[1], tokens), weight.cuda(), None, 1)
     for rank in range(len(TILES)):
-        launch = relay(packed.header, tokens, 1, 0, rank)
+        launch = relay((packed.header,), tokens, (1,), 0, rank)
         assert launch is not None
         (y,) = Products(launch)(inputs(tokens, shape[1], tokens), None, lambda: [Operands(packed, None, LinearPlan(1))])
         assert first_difference(y, expected) is None, launch.name

@@ -42,6 +42,7 @@ _SMALL = 1 << 20  # weights: so few suit the quad code only if they are made for
 _COLD = 3  # the copies of a weight that are timed in turn are as large as so many second-level caches
 _MAX_COPIES = 48
 _MIN_CALLS = 12
+_MIN_LONG_CALLS = 3  # of as many tokens as let the clock fall
 _MANY_TOKENS = 512  # with more, tensor cores work so hard that the clock falls
 _WARM_SECONDS = 0.3
 
@@ -139,7 +140,7 @@ def _right_ones(trial: Trial, plans: list[LinearPlan]) -> list[LinearPlan]:
 
 def _fastest(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, plans: Sequence[LinearPlan]) -> Outcome:
     """The fastest of plans that differ in nothing but speed, and whether decoding first is faster."""
-    copies = [copy for (copy,) in _cold_copies([packed])]
+    copies = [copy for (copy,) in _cold_copies([packed], x)]
     fused = [[partial(fused_linear, x, copy, bias, plan) for copy in copies] for plan in plans]
     decoded = [partial(_decode_and_multiply, x, copy, bias) for copy in copies]
     *times, decode_us = microseconds([*fused, decoded], warm_seconds=_warm_seconds(x))
@@ -166,7 +167,7 @@ def fastest_together(x: torch.Tensor, operands: Sequence[Operands], are_fused: S
     compile_all((launch.file for launch in fitting.values()), device)
     copies = [
         [each._replace(packed=packed) for each, packed in zip(operands, weights, strict=True)]
-        for weights in _cold_copies([each.packed for each in operands])
+        for weights in _cold_copies([each.packed for each in operands], x)
     ]
     joint = [[partial(_together, x, copy, launch) for copy in copies] for launch in fitting.values()]
     single = [partial(_one_by_one, x, copy, are_fused) for copy in copies]
@@ -179,8 +180,12 @@ def _tokens(x: torch.Tensor) -> int:
     return x.numel() // x.shape[-1]
 
 
+def _has_many_tokens(x: torch.Tensor) -> bool:
+    return _tokens(x) > _MANY_TOKENS
+
+
 def _warm_seconds(x: torch.Tensor) -> float:
-    return _WARM_SECONDS if _tokens(x) > _MANY_TOKENS else 0.0
+    return _WARM_SECONDS if _has_many_tokens(x) else 0.0
 
 
 def _together(x: torch.Tensor, operands: Sequence[Operands], launch: Launch) -> list[torch.Tensor]:
@@ -201,8 +206,11 @@ def _decode_and_multiply(x: torch.Tensor, packed: PackedTensor, bias: torch.Tens
     return F.linear(x, decode(packed), bias)
 
 
-def _cold_copies(weights: Sequence[PackedTensor]) -> Iterator[Sequence[PackedTensor]]:
-    """As many as keep each other out of the cache, and fit into a quarter of the free memory; in turn, then again."""
+def _cold_copies(weights: Sequence[PackedTensor], x: torch.Tensor) -> Iterator[Sequence[PackedTensor]]:
+    """As many as keep each other out of the cache, and fit into a quarter of the free memory; in turn, then again.
+
+    One for each call that is timed with this input.
+    """
     wanted, room, device, size = 1, 1, weights[0].device, sum(packed.nbytes for packed in weights)
     if device.type == "cuda":
         wanted = -(-_COLD * int(torch.cuda.get_device_properties(device).L2_cache_size) // size)
@@ -210,7 +218,7 @@ def _cold_copies(weights: Sequence[PackedTensor]) -> Iterator[Sequence[PackedTen
         room = (torch.cuda.mem_get_info(device)[0] + reserve) // 4 // size
     count = max(1, min(wanted, room, _MAX_COPIES))
     copies = [weights, *([replace(packed, data=packed.data.clone()) for packed in weights] for _ in range(count - 1))]
-    for i in range(max(count, _MIN_CALLS)):
+    for i in range(max(count, _MIN_LONG_CALLS if _has_many_tokens(x) else _MIN_CALLS)):
         yield copies[i % count]
 
 
