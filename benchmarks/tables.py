@@ -352,8 +352,8 @@ memory is that of the transformer alone, with its activations:""",
 A training step of LoRA (PEFT, rank 16, all layers but the head, AdamW) on Llama 3.1 8B's configuration with synthetic
 weights, with torch told to compute deterministically:""",
     "linear.prefill": """\
-All seven products of a decoder layer of Llama 3.1 8B's shapes, in a row; from 256 tokens on queries, keys and values
-are made by one launch, from 512 on gate and up too:""",
+All seven products of a decoder layer of Llama 3.1 8B's shapes, in a row; queries, keys and values are made by one
+launch, from 512 tokens on gate and up too:""",
     "linear.together": """\
 Layers of a model that share an input, behind small kernels like a norm's, which are not counted. One launch makes all
 their products where that is faster, in a model as here:""",

@@ -22,6 +22,9 @@ from samebits.plans.planner import Planner
 from samebits.plans.store import Outcome
 
 
+LEARNING_CALLS = 2  # until products of one input are made by one launch, or are known to be faster one by one
+
+
 @dataclass(frozen=True)
 class Prepared:
     """One kind of product in a model, and what was found for it.
@@ -96,8 +99,9 @@ def prepare(
     Args:
         batch_sizes: numbers of tokens in one call of a layer. When text is generated: sequences in the batch. One if
             there is no ``call`` either.
-        call: runs the model, once, if there is something to prepare; each layer is prepared for as many tokens as it
-            gets. For models whose layers get different numbers of tokens, as those of diffusion models do.
+        call: runs the model, if there is something to prepare: once, and each layer is prepared for as many tokens as
+            it gets; then twice more, and layers that share an input are learned. For models whose layers get different
+            numbers of tokens, as those of diffusion models do.
         progress: is called with the number of plans found and their total.
 
     Raises:
@@ -124,6 +128,8 @@ def prepare(
         products.append(Prepared(kind.rows, kind.columns, tokens, kind.has_bias, users, outcome))
         if progress:
             progress(len(products), len(wanted))
+    for _ in range(LEARNING_CALLS if call and products else 0):
+        call()
     return Preparation(tuple(products))
 
 
