@@ -21,7 +21,6 @@ from samebits.plans.key import PlanKey
 from samebits.plans.planner import Planner
 from samebits.plans.store import Outcome
 
-
 LEARNING_CALLS = 2  # until products of one input are made by one launch, or are known to be faster one by one
 
 
@@ -128,8 +127,9 @@ def prepare(
         products.append(Prepared(kind.rows, kind.columns, tokens, kind.has_bias, users, outcome))
         if progress:
             progress(len(products), len(wanted))
-    for _ in range(LEARNING_CALLS if call and products else 0):
-        call()
+    if call and products:
+        for _ in range(LEARNING_CALLS):
+            call()
     return Preparation(tuple(products))
 
 
