@@ -319,7 +319,7 @@ GROUPS = (
 
 
 @pytest.mark.parametrize("columns", [1088, 4096])
-@pytest.mark.parametrize("tokens", [1, 3, 8, 9, 16, 40, 100])
+@pytest.mark.parametrize("tokens", [1, 3, 8, 9, 16, 40, 100, 129, 512, 1300])
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: " ".join(str(rows) for _, rows in group))
 def test_several_weights_in_one_launch(group: tuple[tuple[str, int], ...], tokens: int, columns: int) -> None:
     weights = [weight_of(kind, rows, columns) for kind, rows in group]
@@ -344,28 +344,5 @@ def test_several_weights_in_one_launch(group: tuple[tuple[str, int], ...], token
             tried += 1
     if tokens > MAX_TOKENS and not nvrtc.has_wgmma(0):
         pytest.skip(f"no kernel for {tokens} tokens on this device")
-    assert tried >= (4 if tokens <= MAX_TOKENS else 2 if tokens <= 64 else "raw chunks" not in dict(group))
-
-
-@pytest.mark.parametrize("columns", [1088, 4096])
-@pytest.mark.parametrize("tokens", [129, 512, 1300])
-@pytest.mark.parametrize("group", GROUPS, ids=lambda group: " ".join(str(rows) for _, rows in group))
-def test_several_weights_in_one_relay(group: tuple[tuple[str, int], ...], tokens: int, columns: int) -> None:
-    if not nvrtc.has_wgmma(0):
-        pytest.skip("no such kernel on this device")
-    weights, x, tried = [weight_of(kind, rows, columns) for kind, rows in group], inputs(tokens, columns, tokens), 0
-    biases = [torch.randn(rows, device="cuda").bfloat16() if i % 2 else None for i, (_, rows) in enumerate(group)]
-    operands = [
-        Operands(samebits.encode(weight).to("cuda"), bias, LinearPlan(1))
-        for weight, bias in zip(weights, biases, strict=True)
-    ]
-    expected = [plain_linear(x, weight.cuda(), bias, 1) for weight, bias in zip(weights, biases, strict=True)]
-    for variant in range(len(VARIANTS)):
-        launch = launch_together(operands, tokens, variant, 0)
-        if launch is None:
-            continue
-        for _ in range(2):  # without decode tables in memory, then with them
-            for y, right in zip(fused_linears(x, operands, launch), expected, strict=True):
-                assert first_difference(y, right) is None, f"{launch.name}"
-        tried += 1
-    assert tried or "raw chunks" in dict(group)  # which take too much memory
+    least = 4 if tokens <= MAX_TOKENS else 2 if tokens <= 64 else 1
+    assert tried >= (0 if tokens > 64 and "raw chunks" in dict(group) else least)  # these take too much memory
