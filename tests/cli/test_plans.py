@@ -29,6 +29,7 @@ def stored() -> PlanStore:
     plans.add(KEY, Outcome(LinearPlan(3, 1), "", 12.34, 30.0))
     plans.add(KEY._replace(tokens=16), Outcome(None, "decoding first is faster", 31.0, 30.0))
     plans.add(KEY._replace(state="blas=Cublaslt"), Outcome(None, "no split gives cuBLAS's bits"))
+    plans.add_group((KEY, KEY._replace(rows=512)), 2)
     return plans
 
 
@@ -45,6 +46,7 @@ def test_list(samebits: Command, stored: PlanStore) -> None:
     assert rows == [
         ["4096 x 1024", "8", "yes", "split 3, variant 1", "12.3", "30.0"],
         ["4096 x 1024", "16", "yes", "decoding first is faster", "31.0", "30.0"],
+        ["4096 + 512 x 1024", "8", "variant 2"],
         ["4096 x 1024", "8", "yes", "no split gives cuBLAS's bits", "", ""],
     ]
     assert 0 < text.index("blas=Cublas ") < text.index("blas=Cublaslt ")
@@ -56,6 +58,17 @@ def test_kernels_by_name(samebits: Command) -> None:
     assert f"split 3, {VARIANTS[1]}" in samebits("doctor", "--plans").out
 
 
+def test_groups_by_name(samebits: Command) -> None:
+    plans = PlanStore(replace(ENVIRONMENT, kernels=kernels_digest()))
+    plans.add(KEY, Outcome(LinearPlan(3, 99), "", 12.34, 30.0))  # of no kernel: a damaged file
+    for rows, variant in ((8, 2), (16, None), (24, 99)):
+        plans.add_group((KEY, KEY._replace(rows=rows)), variant)
+    text = samebits("doctor", "--plans").out
+    assert [words in text for words in (str(VARIANTS[2]), "one by one", "variant 99", "split 3, variant 99")] == [
+        True
+    ] * 4
+
+
 def test_list_as_json(samebits: Command, stored: PlanStore) -> None:
     (file,) = samebits("doctor", "--plans", "--json").json["files"]
     assert file["path"] == str(stored.path)
@@ -65,6 +78,7 @@ def test_list_as_json(samebits: Command, stored: PlanStore) -> None:
         "plan": {"split": 3, "variant": 1}, "reason": "", "fused_us": 12.34, "decode_us": 30.0,
     }  # fmt: skip
     assert [plan["plan"] for plan in file["plans"][1:]] == [None, None]
+    assert [(len(group["products"]), group["variant"]) for group in file["groups"]] == [(2, 2)]
 
 
 def test_a_file_that_cannot_be_read(samebits: Command, stored: PlanStore) -> None:

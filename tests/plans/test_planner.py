@@ -211,3 +211,53 @@ def test_says_what_took_long(
     assert record.levelno == level
     assert f"2 x 1024 times 64 x 1024: {RIGHT}, found in" in record.getMessage()
     assert ("samebits.prepare" in record.getMessage()) is (level == logging.WARNING)
+
+
+@pytest.fixture
+def timed(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """What was timed of groups; their fastest launch is variant 2."""
+    seen: list[object] = []
+    monkeypatch.setattr(planner, "fastest_together", lambda x, operands, are_fused: seen.append(are_fused) or 2)
+    return seen
+
+
+KEYS = (KEY, KEY._replace(rows=8))
+
+
+def group_of(here: Planner) -> int | None:
+    for key in KEYS:
+        here.outcome(key)
+    return here.together(KEYS, torch.empty(0), ())
+
+
+def test_groups_are_found_once_on_a_machine(timed: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    here = new_process()
+    assert [group_of(here), group_of(here), group_of(new_process())] == [2, 2, 2]
+    assert timed == [[True, True]]
+    monkeypatch.setenv(planner.MODE_VARIABLE, "cached")
+    assert group_of(new_process()) == 2
+    monkeypatch.setenv(planner.MODE_VARIABLE, "off")
+    assert group_of(new_process()) is None
+
+
+def test_groups_that_are_not_on_disk(timed: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(planner.MODE_VARIABLE, "cached")
+    assert group_of(new_process()) is None
+    assert not timed
+
+
+def test_a_group_of_no_kernel(timed: list[object]) -> None:
+    PlanStore(ENVIRONMENT).add_group(KEYS, 99)
+    assert group_of(new_process()) == 2
+    assert len(timed) == 1
+    assert PlanStore(ENVIRONMENT).groups() == {KEYS: 2}
+
+
+def test_a_group_that_cannot_be_timed(timed: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> None:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(planner, "fastest_together", fail)
+        assert group_of(new_process()) is None
+    assert group_of(new_process()) == 2  # was not kept on disk

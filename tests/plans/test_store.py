@@ -25,8 +25,13 @@ OUTCOMES = {
 }
 
 
+GROUPS = {(KEY, KEY._replace(rows=8)): 4, (KEY, KEY): None}
+
+
 def filled(folder: Path) -> PlanStore:
     plans = PlanStore(ENVIRONMENT, folder)
+    for keys, variant in GROUPS.items():
+        plans.add_group(keys, variant)
     for key, outcome in OUTCOMES.items():
         plans.add(key, outcome)
     return plans
@@ -34,13 +39,16 @@ def filled(folder: Path) -> PlanStore:
 
 def test_there_and_back(tmp_path: Path) -> None:
     assert filled(tmp_path).read() == PlanStore(ENVIRONMENT, tmp_path).read() == OUTCOMES
+    assert PlanStore(ENVIRONMENT, tmp_path).groups() == GROUPS
     assert [path.suffix for path in tmp_path.iterdir() if path.suffix != ".lock"] == [".json"]
 
 
 def test_a_later_outcome_replaces_an_earlier_one(tmp_path: Path) -> None:
     plans = filled(tmp_path)
     plans.add(KEY, Outcome(None, "later"))
+    plans.add_group((KEY, KEY), 2)
     assert plans.read() == {**OUTCOMES, KEY: Outcome(None, "later")}
+    assert plans.groups() == {**GROUPS, (KEY, KEY): 2}
 
 
 def test_another_environment_has_plans_of_its_own(tmp_path: Path) -> None:
@@ -50,22 +58,34 @@ def test_another_environment_has_plans_of_its_own(tmp_path: Path) -> None:
 
 
 GOOD_ENTRY = {**KEY._asdict(), **Outcome(LinearPlan(3, 1), "", 12.25, 30.5).to_json()}
+GOOD_GROUP = {"products": [KEY._asdict()] * 2, "variant": 1}
+
+
+def content(version: int = 2, **changed: object) -> str:
+    return json.dumps({"version": version, "environment": {}, "plans": [GOOD_ENTRY], "groups": [GOOD_GROUP], **changed})
+
+
 BROKEN = {
     "empty": "",
-    "cut off": json.dumps({"version": 1, "environment": {}, "plans": [GOOD_ENTRY]})[:-40],
+    "cut off": content()[:-40],
     "no object": "[1, 2]",
     "a number": "3",
-    "no plans": json.dumps({"version": 1, "environment": {}}),
-    "plans of nothing": json.dumps({"version": 1, "environment": {}, "plans": [None]}),
-    "newer version": json.dumps({"version": 2, "environment": {}, "plans": [GOOD_ENTRY]}),
+    "no plans": json.dumps({"version": 2, "environment": {}, "groups": []}),
+    "no groups": json.dumps({"version": 2, "environment": {}, "plans": []}),
+    "plans of nothing": content(plans=[None]),
+    "newer version": content(version=3),
     "not UTF-8": b"\xff\xfe{}",
     **{
-        f"{name} {value!r}": json.dumps({"version": 1, "environment": {}, "plans": [{**GOOD_ENTRY, name: value}]})
+        f"{name} {value!r}": content(plans=[{**GOOD_ENTRY, name: value}])
         for name, value in [
             ("rows", 0), ("rows", "8"), ("columns", 1.5), ("tokens", True), ("has_bias", 1), ("state", None),
             ("plan", 3), ("plan", {"split": 0, "variant": 0}), ("plan", {"split": 2, "variant": -1}),
             ("plan", {"split": 2}), ("fused_us", "fast"),
         ]
+    },
+    **{
+        f"group {name} {value!r}": content(groups=[{**GOOD_GROUP, name: value}])
+        for name, value in [("variant", -1), ("variant", "1"), ("products", 3), ("products", [{}])]
     },
 }  # fmt: skip
 
@@ -74,10 +94,10 @@ BROKEN = {
 def test_what_cannot_be_read_is_ignored_and_replaced(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plans, content = PlanStore(ENVIRONMENT, tmp_path), BROKEN[name]
-    plans.path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    plans, broken = PlanStore(ENVIRONMENT, tmp_path), BROKEN[name]
+    plans.path.write_bytes(broken if isinstance(broken, bytes) else broken.encode())
     with caplog.at_level(logging.WARNING):
-        assert plans.read() == {}
+        assert plans.read() == plans.groups() == {}
     assert str(plans.path) in caplog.text
     plans.add(KEY, OUTCOMES[KEY])
     assert plans.read() == {KEY: OUTCOMES[KEY]}

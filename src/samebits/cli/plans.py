@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from samebits.cli.console import print_json, print_lines, print_table
+from samebits.kernels.linear_launch import VARIANTS
 from samebits.plans import store
 from samebits.plans.environment import kernels_digest
 from samebits.plans.key import PlanKey
-from samebits.plans.store import Outcome
+from samebits.plans.store import Outcome, Stored
 
 
 def show_plans(as_json: bool) -> None:
     """Every file of plans: for which environment, and what was found for which product."""
-    files = [(path, *store.read(path)) for path in store.stored_files()]
+    files = [(path, store.read(path)) for path in store.stored_files()]
     if as_json:
         print_json({"folder": str(store.folder()), "files": [_as_json(*file) for file in files]})
         return
-    print_lines(f"plans in {store.folder()}: {sum(len(outcomes) for _, _, outcomes in files)}")
-    for path, environment, outcomes in files:
+    print_lines(f"plans in {store.folder()}: {sum(len(stored.outcomes) for _, stored in files)}")
+    for path, (environment, outcomes, groups) in files:
         print_lines("", str(path), *(f"  {name}: {value}" for name, value in environment.items()))
         is_ours = environment.get("kernels") == kernels_digest()  # with others, a variant's number says something else
         for state in sorted({key.state for key in outcomes}):
             rows = [_row(key, outcome, is_ours) for key, outcome in sorted(outcomes.items()) if key.state == state]
             print_table(state, _COLUMNS, rows)
+            together = [_group_row(keys, groups[keys], is_ours) for keys in sorted(groups) if keys[0].state == state]
+            if together:
+                print_table("products of one input", _GROUP_COLUMNS, together)
 
 
 def clear_plans(as_json: bool) -> None:
@@ -37,16 +42,30 @@ def clear_plans(as_json: bool) -> None:
 
 
 _COLUMNS = ("weight", "tokens", "bias", "plan", "fused, us", "decode first, us")
+_GROUP_COLUMNS = ("weights", "tokens", "made")
 
 
-def _as_json(path: object, environment: dict[str, Any], outcomes: dict[PlanKey, Outcome]) -> dict[str, Any]:
-    plans = [{**key._asdict(), **asdict(outcome)} for key, outcome in sorted(outcomes.items())]
-    return {"path": str(path), "environment": environment, "plans": plans}
+def _as_json(path: object, stored: Stored) -> dict[str, Any]:
+    plans = [{**key._asdict(), **asdict(outcome)} for key, outcome in sorted(stored.outcomes.items())]
+    groups = [
+        {"products": [key._asdict() for key in keys], "variant": stored.groups[keys]} for keys in sorted(stored.groups)
+    ]
+    return {"path": str(path), "environment": stored.environment, "plans": plans, "groups": groups}
+
+
+def _variant(number: int, is_ours: bool) -> str:
+    return str(VARIANTS[number]) if is_ours and number < len(VARIANTS) else f"variant {number}"
+
+
+def _group_row(keys: Sequence[PlanKey], variant: int | None, is_ours: bool) -> list[str]:
+    launch = "one by one" if variant is None else _variant(variant, is_ours)
+    rows = " + ".join(str(key.rows) for key in keys)
+    return [f"{rows} x {keys[0].columns}", str(keys[0].tokens), launch]
 
 
 def _row(key: PlanKey, outcome: Outcome, is_ours: bool) -> list[str]:
     plan = outcome.reason
     if outcome.fused:
-        plan = str(outcome.fused) if is_ours else f"split {outcome.fused.split}, variant {outcome.fused.variant}"
+        plan = f"split {outcome.fused.split}, {_variant(outcome.fused.variant, is_ours)}"
     times = ["" if time is None else f"{time:.1f}" for time in (outcome.fused_us, outcome.decode_us)]
     return [f"{key.rows} x {key.columns}", str(key.tokens), "yes" if key.has_bias else "", plan, *times]

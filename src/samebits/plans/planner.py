@@ -107,22 +107,30 @@ class Planner:
 
     def together(self, keys: tuple[PlanKey, ...], x: torch.Tensor, operands: Sequence[Operands]) -> int | None:
         """The variant of one launch for products of these keys; None: one by one. Not during graph capture."""
-        if mode() is not Mode.ON:
+        if mode() is Mode.OFF:
             return None
         with torch.cuda.device(self.device), self._lock:
             if keys not in self._together:
-                self._together[keys] = self._timed(keys, x, operands)
-                found = self._together[keys]
-                how = "one by one" if found is None else f"one launch: {VARIANTS[found]}"
-                _log.info("%s: %s", " and ".join(map(_words, keys)), how)
+                self._together[keys] = self._grouped(keys, x, operands)
         return self._together[keys]
 
-    def _timed(self, keys: Sequence[PlanKey], x: torch.Tensor, operands: Sequence[Operands]) -> int | None:
+    def _grouped(self, keys: tuple[PlanKey, ...], x: torch.Tensor, operands: Sequence[Operands]) -> int | None:
+        """As stored by any process, for whoever uses it proves it by bytes; else found now."""
+        stored = self._store.groups()
+        variant = stored.get(keys)
+        if variant is not None and variant >= len(VARIANTS):
+            del stored[keys]  # a damaged file
+        if keys in stored or mode() is Mode.CACHED:
+            return stored.get(keys)
         try:
-            return fastest_together(x, operands, [self.known[key].fused is not None for key in keys])
+            found = fastest_together(x, operands, [self.known[key].fused is not None for key in keys])
         except (torch.OutOfMemoryError, DeviceError) as error:
             _log.warning("products of one input are made one by one: %s", error)
             return None
+        how = "one by one" if found is None else f"one launch: {VARIANTS[found]}"
+        _log.info("%s: %s", " and ".join(map(_words, keys)), how)
+        self._store.add_group(keys, found)
+        return found
 
     def _decided(self, key: PlanKey) -> Outcome:
         try:

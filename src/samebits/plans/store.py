@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import Any
+from typing import Any, NamedTuple
 
 from filelock import FileLock, Timeout
 
@@ -22,7 +22,7 @@ from samebits.plans.environment import Environment
 from samebits.plans.key import PlanKey
 
 CACHE_VARIABLE = "SAMEBITS_CACHE"
-_VERSION = 1
+_VERSION = 2
 _LOCK_SECONDS = 10.0
 _log = logging.getLogger(__name__)
 
@@ -60,6 +60,22 @@ class Outcome:
         return cls(plan, str(entry["reason"]), *times)
 
 
+Groups = dict[tuple[PlanKey, ...], int | None]
+
+
+class Stored(NamedTuple):
+    """What a file has.
+
+    Attributes:
+        environment: that it is for.
+        groups: products of one input, and the variant of one launch that makes them all; None: one by one is faster.
+    """
+
+    environment: dict[str, Any]
+    outcomes: dict[PlanKey, Outcome]
+    groups: Groups
+
+
 def folder() -> Path:
     """Where plans are kept: below SAMEBITS_CACHE, else in the user's cache folder."""
     chosen = os.environ.get(CACHE_VARIABLE)
@@ -77,21 +93,37 @@ class PlanStore:
         self.path = (where or folder()) / f"{environment.digest}.json"
 
     def read(self) -> dict[PlanKey, Outcome]:
-        """All that is stored now."""
-        return read(self.path)[1]
+        """All outcomes that are stored now."""
+        return read(self.path).outcomes
+
+    def groups(self) -> Groups:
+        """All groups that are stored now."""
+        return read(self.path).groups
 
     def add(self, key: PlanKey, outcome: Outcome) -> None:
         """Store one more outcome, beside what other processes have stored meanwhile."""
+        self._add({key: outcome}, {})
+
+    def add_group(self, keys: tuple[PlanKey, ...], variant: int | None) -> None:
+        """Store one more group, likewise."""
+        self._add({}, {keys: variant})
+
+    def _add(self, outcomes: Mapping[PlanKey, Outcome], groups: Groups) -> None:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(self.path.with_suffix(".lock"), timeout=_LOCK_SECONDS):
-                self._replace({**self.read(), key: outcome})
+                stored = read(self.path)
+                self._replace({**stored.outcomes, **outcomes}, {**stored.groups, **groups})
         except (OSError, Timeout) as error:
             _log.warning("plans are not kept on disk: %s; set %s to a writable folder", error, CACHE_VARIABLE)
 
-    def _replace(self, outcomes: Mapping[PlanKey, Outcome]) -> None:
-        entries = [{**key._asdict(), **outcome.to_json()} for key, outcome in outcomes.items()]
-        content = {"version": _VERSION, "environment": asdict(self.environment), "plans": entries}
+    def _replace(self, outcomes: Mapping[PlanKey, Outcome], groups: Groups) -> None:
+        content = {
+            "version": _VERSION,
+            "environment": asdict(self.environment),
+            "plans": [{**key._asdict(), **outcome.to_json()} for key, outcome in outcomes.items()],
+            "groups": [{"products": _as_json(keys), "variant": variant} for keys, variant in groups.items()],
+        }
         with NamedTemporaryFile("w", dir=self.path.parent, suffix=".new", delete=False, encoding="utf-8") as file:
             try:
                 json.dump(content, file, indent=1)
@@ -102,19 +134,22 @@ class PlanStore:
                 raise
 
 
-def read(path: Path) -> tuple[dict[str, Any], dict[PlanKey, Outcome]]:
-    """The environment that a file is for, and its plans; nothing, with a warning, if it cannot be used."""
+def read(path: Path) -> Stored:
+    """A file's content; nothing, with a warning, if it cannot be used."""
+    nothing = Stored({}, {}, {})
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["version"] != _VERSION:
             _log.warning("%s: plans of version %s are ignored", path, content["version"])
-            return {}, {}
-        return dict(content["environment"]), {_key(entry): Outcome.from_json(entry) for entry in content["plans"]}
+            return nothing
+        outcomes = {_key(entry): Outcome.from_json(entry) for entry in content["plans"]}
+        groups = {tuple(map(_key, entry["products"])): _variant(entry["variant"]) for entry in content["groups"]}
+        return Stored(dict(content["environment"]), outcomes, groups)
     except FileNotFoundError:
-        return {}, {}
+        return nothing
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         _log.warning("%s: these plans cannot be read and are ignored (%r)", path, error)
-        return {}, {}
+        return nothing
 
 
 def stored_files() -> Iterator[Path]:
@@ -128,6 +163,14 @@ def clear() -> int:
     for path in (*files, *folder().glob("*.lock")):
         path.unlink(missing_ok=True)
     return len(files)
+
+
+def _as_json(keys: Sequence[PlanKey]) -> list[dict[str, Any]]:
+    return [key._asdict() for key in keys]
+
+
+def _variant(value: Any) -> int | None:
+    return None if value is None else _count(value, 0)
 
 
 def _key(entry: Mapping[str, Any]) -> PlanKey:
