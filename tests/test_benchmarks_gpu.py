@@ -49,12 +49,20 @@ def run_all(calls: Sequence[Callable[[], object]], repeats: int, warm_seconds: f
     return SECOND
 
 
+def run_candidates(
+    candidates: Sequence[Sequence[Callable[[], object]]], repeats: int, warm_seconds: float = 0.0
+) -> list[common.Timing]:
+    return [run_all(calls, repeats, warm_seconds) for calls in candidates]
+
+
 @pytest.fixture(autouse=True)
 def _without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (gpu, linear, peers, dfloat11_kernel, nvcomp_ans):
         for name in ("time_graph", "time_stream"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, run_all)
+        if hasattr(module, "time_graphs"):
+            monkeypatch.setattr(module, "time_graphs", run_candidates)
         if hasattr(module, "DISTINCT_BYTES"):
             monkeypatch.setattr(module, "DISTINCT_BYTES", 500_000)
     monkeypatch.setattr(gpu, "time_clock", lambda call, repeats: run_all([call], repeats))
@@ -186,13 +194,14 @@ def test_dfloat11_blocks_hold_all_their_words() -> None:
     assert dfloat11_kernel.shared_bytes(unit) == 512 * 4 + 4 + 2 * most
 
 
-def test_products_of_a_weight_and_of_a_block() -> None:
+def test_products_of_a_weight_and_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = linear.measure(common.synthetic_matrix(64, 256), (1, 2), (32,))
     assert [(row["table"], row["matrix"]) for row in rows] == [("few", "64 x 256"), ("many", "64 x 256")]
     assert (rows[0]["speed_at_1"], rows[0]["speed_at_2"], rows[1]["tokens"]) == (1, 1, 32)
     assert rows[0]["packed_bytes"] == samebits.encode(common.synthetic_matrix(64, 256)).nbytes
-    blocks = linear.measure_block([(64, 256), (256, 128)], (4, 8), "cpu")
-    assert [(row["tokens"], row["matrices"], row["overhead"]) for row in blocks] == [(4, 2, 0), (8, 2, 0)]
+    monkeypatch.setattr(linear, "BLOCK_INPUTS", (("up", "gate"), ("down",)))
+    blocks = linear.measure_block({"up": (64, 256), "gate": (64, 256), "down": (256, 128)}, (4, 8), "cpu")
+    assert [(row["tokens"], row["matrices"], row["overhead"]) for row in blocks] == [(4, 3, 0), (8, 3, 0)]
 
 
 def one_launch(monkeypatch: pytest.MonkeyPatch, flaw: int = 1) -> None:
@@ -213,14 +222,16 @@ def one_launch(monkeypatch: pytest.MonkeyPatch, flaw: int = 1) -> None:
 def test_many_tokens_are_timed_on_a_warm_device(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
     seen: list[float] = []
 
-    def time_graph(calls: Sequence[Callable[[], object]], repeats: int, warm_seconds: float) -> common.Timing:
+    def time_graphs(candidates: Sequence[object], repeats: int, warm_seconds: float) -> list[common.Timing]:
         seen.append(warm_seconds)
-        return SECOND
+        return [SECOND for _ in candidates]
 
-    monkeypatch.setattr(linear, "time_graph", time_graph)
+    monkeypatch.setattr(linear, "time_graphs", time_graphs)
+    monkeypatch.setattr(linear, "BLOCK_INPUTS", (("up",),))
     weight = common.synthetic_matrix(64, 256)
     linear.measure_tokens([weight], [samebits.encode(weight)], tokens)
-    linear.measure_block([(64, 256)], (tokens,), "cpu")
+    list(linear.measure_block({"up": (64, 256)}, (tokens,), "cpu"))
+    assert len(seen) == 2
     assert set(seen) == {linear.WARM_SECONDS if tokens >= 1024 else 0.0}
 
 
@@ -233,7 +244,10 @@ def test_products_of_one_input(monkeypatch: pytest.MonkeyPatch) -> None:
         most = linear.SMALL_KERNELS + max(len(call.args[1]) for call in calls)
         return common.Timing(most, most - 0.5, most + 0.5)
 
-    monkeypatch.setattr(linear, "time_graph", seconds)
+    def each(candidates: Sequence[Any], repeats: int, warm_seconds: float) -> list[common.Timing]:
+        return [seconds(calls, repeats, warm_seconds) for calls in candidates]
+
+    monkeypatch.setattr(linear, "time_graphs", each)
     shapes = [(64, 256), (32, 256), (32, 256)]
     [alone, two] = linear.measure_group(shapes, (1, 2), "cpu")
     assert (alone["tokens"], two["tokens"], alone["launches"], two["launches"]) == (1, 2, 0, 0)
@@ -266,8 +280,13 @@ def test_what_was_not_measured_again_stays(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_product_with_other_bits_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "linear", lambda x, packed, bias: F.linear(x, samebits.decode(packed)) * 2)
+    weight = common.synthetic_matrix(64, 256)
     with pytest.raises(SystemExit, match="not identical"):
-        linear.measure_block([(64, 256)], (4,), "cpu")
+        linear.measure_tokens([weight], [samebits.encode(weight)], 4)
+    one_launch(monkeypatch, flaw=2)
+    monkeypatch.setattr(linear, "BLOCK_INPUTS", (("up",),))
+    with pytest.raises(SystemExit, match="not identical"):
+        list(linear.measure_block({"up": (64, 256)}, (4,), "cpu"))
 
 
 def test_growth_has_every_time() -> None:
@@ -295,7 +314,7 @@ def test_variants(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     monkeypatch.setattr(variants, "variants", lambda header, tokens, split: [0, 3, 7, 9])
     monkeypatch.setattr(variants, "find_plan", lambda x, packed: None)
     monkeypatch.setattr(variants, "plan_of", lambda x, packed, bias: LinearPlan(2) if len(x) < 5 else None)
-    monkeypatch.setattr(variants, "timed", lambda calls: run_all(calls, 1))
+    monkeypatch.setattr(variants, "timed", lambda calls: [run_all(calls, 1)])
     monkeypatch.setattr(variants, "DISTINCT_BYTES", 100_000)
     variants.measure(weight, (1, 5), (0, 3, 7))
     assert capsys.readouterr().out.splitlines() == [

@@ -29,7 +29,7 @@ PLAN = LinearPlan(1)
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
     """Products of each launch; every product has a plan, and one launch is faster wherever there can be one."""
     seen: list[int] = []
 
@@ -50,11 +50,12 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(together, "Products", lambda launch: products)
     for name, result in (("is_supported", True), ("is_launchable", True), ("launch_together", "a launch")):
         monkeypatch.setattr(together, name, lambda *arguments, result=result: result)
-    monkeypatch.setattr(call, "_plan", lambda key, packed, device: PLAN)
+    monkeypatch.setattr(call, "_outcome", lambda key, packed, device: Outcome(PLAN, ""))
     monkeypatch.setattr(call, "products_of", lambda header, m, plan, device: products)
     monkeypatch.setattr(dispatch, "decode_cuda", samebits.decode)
     monkeypatch.setattr(dispatch, "together", Together())
-    monkeypatch.setattr(planner, "fastest_together", lambda x, operands: 1)
+    monkeypatch.setattr(planner, "fastest_together", lambda x, operands, are_fused: 1)
+    monkeypatch.setenv("SAMEBITS_CACHE", str(tmp_path))
     monkeypatch.setattr(Planner, "of", new_planner())
     monkeypatch.setattr(Planner, "outcome", lambda self, key: Outcome(PLAN, ""))
     monkeypatch.setattr(nvrtc, "where", lambda device: nvrtc.Where(7, 0))

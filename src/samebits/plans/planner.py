@@ -109,12 +109,15 @@ class Planner:
         """The variant of one launch for products of these keys; None: one by one. Not during graph capture."""
         if mode() is Mode.OFF:
             return None
+        are_fused = [self.outcome(key).fused is not None for key in keys]
         with torch.cuda.device(self.device), self._lock:
             if keys not in self._together:
-                self._together[keys] = self._grouped(keys, x, operands)
+                self._together[keys] = self._grouped(keys, x, operands, are_fused)
         return self._together[keys]
 
-    def _grouped(self, keys: tuple[PlanKey, ...], x: torch.Tensor, operands: Sequence[Operands]) -> int | None:
+    def _grouped(
+        self, keys: tuple[PlanKey, ...], x: torch.Tensor, operands: Sequence[Operands], are_fused: Sequence[bool]
+    ) -> int | None:
         """As stored by any process, for whoever uses it proves it by bytes; else found now."""
         stored = self._store.groups()
         variant = stored.get(keys)
@@ -123,7 +126,7 @@ class Planner:
         if keys in stored or mode() is Mode.CACHED:
             return stored.get(keys)
         try:
-            found = fastest_together(x, operands, [self.known[key].fused is not None for key in keys])
+            found = fastest_together(x, operands, are_fused)
         except (torch.OutOfMemoryError, DeviceError) as error:
             _log.warning("products of one input are made one by one: %s", error)
             return None
