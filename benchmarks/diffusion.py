@@ -10,14 +10,16 @@ On a GPU BF16 and compressed have a process each; text encoders and autoencoders
     eager      as a pipeline calls the model
     graphs     the whole step as one CUDA graph
 
-Each time is the median of REPEATS steps after LEARNING_STEPS, on a CPU one; peak_bytes is what torch allocated at most
-during these, weights included. Results are joined: models that are not run again stay in the file.
+Each time is the median of REPEATS steps behind WARM_SECONDS of others, so that the clock has fallen to where it stays;
+on a CPU behind one. peak_bytes is what torch allocated at most, weights included. Results are joined: models that are
+not run again stay in the file.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -32,8 +34,8 @@ from common import PACKAGES, Timing, add_results, cpu_name, runner, significant,
 
 Inputs = dict[str, Any]  # tensors, but for sizes
 WAYS = ("eager", "graphs")
-REPEATS = 3
-LEARNING_STEPS = 3  # until products of one input are made together, in a graph too
+REPEATS = 9
+WARM_SECONDS = 1.5
 
 
 def flux_inputs(config: Any, height: int, width: int, text: int) -> Inputs:
@@ -232,8 +234,7 @@ def measure(module: nn.Module, inputs: Inputs, way: str, device: str) -> Figures
         nonlocal output
         output = module(**inputs, return_dict=False)[0]
 
-    for _ in range(1 if device == "cpu" else LEARNING_STEPS):
-        step()
+    step()
     if device == "cpu":
         return Figures(time_calls(step, repeats=REPEATS), None, output)
     torch.cuda.synchronize()
@@ -244,7 +245,15 @@ def measure(module: nn.Module, inputs: Inputs, way: str, device: str) -> Figures
         with torch.cuda.graph(graph):
             step()
         run = graph.replay
-    timing = time_calls(lambda: (run(), torch.cuda.synchronize()), repeats=REPEATS)
+
+    def whole() -> None:
+        run()
+        torch.cuda.synchronize()
+
+    start = time.perf_counter()
+    while time.perf_counter() < start + WARM_SECONDS:
+        whole()
+    timing = time_calls(whole, repeats=REPEATS)
     return Figures(timing, torch.cuda.max_memory_allocated(), output.cpu())
 
 

@@ -46,7 +46,7 @@ class Arrangement:
     """What is made ready in memory before a launch: x as csrc/arrange.cu writes it, and where sums of ranges meet.
 
     linear_relay.cuh counts row groups that are decoded instead of meetings, and has what is decoded in place of parts;
-    linear_tiles.cuh has each block's tensor map there.
+    linear_tiles.cuh has each block's tensor map before the parts.
 
     Attributes:
         tokens, columns: of x; no tokens where the launch takes x as it is.
@@ -125,25 +125,32 @@ class Launch:
         return self.file, self.name, self.grid, self.warps, self.shared_bytes, self.jobs, self.boxes
 
 
-def shares(headers: Sequence[Header], stages: Sequence[int], device: int) -> list[int] | None:
+def shares(
+    headers: Sequence[Header], stages: Sequence[int], device: int, ranges: Sequence[int] | None = None
+) -> list[int] | None:
     """Blocks of each tensor of one launch, at most one for each multiprocessor; None if these are too few.
 
     One tensor has all of them; several have theirs so that the most stages of a block are as few as can be.
 
     Args:
         stages: that are decoded for a row group of each.
+        ranges: of K, each with as many blocks, where they have blocks of their own.
     """
+    ranges = ranges or [1] * len(headers)
     row_groups, multiprocessors = [header.geometry.row_groups for header in headers], nvrtc.multiprocessors(device)
     if len(headers) == 1:
-        return [min(row_groups[0], multiprocessors)]
+        return [min(row_groups[0], multiprocessors // ranges[0])] if multiprocessors >= ranges[0] else None
     pairs = list(zip(row_groups, stages, strict=True))
 
     def blocks(most: int) -> list[int]:
         return [-(-groups // max(1, most // each)) for groups, each in pairs]
 
+    def fit(most: int) -> bool:
+        return sum(own * each for own, each in zip(blocks(most), ranges, strict=True)) <= multiprocessors
+
     limits = sorted({own * each for groups, each in pairs for own in range(1, groups + 1)})
     limits = limits[bisect_left(limits, max(stages)) :]
-    place = bisect_left(limits, True, key=lambda most: sum(blocks(most)) <= multiprocessors)
+    place = bisect_left(limits, True, key=fit)
     return blocks(limits[place]) if place < len(limits) else None
 
 

@@ -12,6 +12,7 @@ from samebits.kernels import nvrtc
 from samebits.kernels.linear_job import (
     ATOM_BYTES,
     CHUNK_STAGES,
+    LANES,
     MAP_BYTES,
     Arrangement,
     Boxes,
@@ -34,20 +35,21 @@ def tiles(headers: tuple[Header, ...], m: int, splits: tuple[int, ...], device: 
     """One launch for one tensor or several, with as few batches as fit, and then as many warps; None as launch_of."""
     if m > MAX_TILE_TOKENS or not nvrtc.has_wgmma(device):
         return None
-    blocks = shares(headers, [header.geometry.stages for header in headers], device)
+    whole = [_Planner(*each, 1, m, device) for each in zip(headers, splits, strict=True)]
+    blocks = shares(headers, [each.decoded_stages for each in whole], device, [each.ranges for each in whole])
     if blocks is None:
         return None
     planners = [_Planner(*each, m, device) for each in zip(headers, splits, blocks, strict=True)]
     for more in range(max(each.own for each in planners)):
         found = _with_batches([each.batch(more) for each in planners], warps)
         if found:
-            return _launch(planners, blocks, *found)
+            return _launch(*found)
     return None
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """What a block of one tensor multiplies at once: ``slots`` row groups, ``batches`` times."""
+    """What a block of one tensor multiplies at once: ``slots`` row groups of a range, ``batches`` times."""
 
     planner: _Planner
     batches: int
@@ -72,10 +74,19 @@ class _Batch:
         """Bytes of shared memory."""
         return self.planner.fixed(decoders) + self.ring(decoders) * self.slot_bytes
 
+    @property
+    def blocks(self) -> int:
+        """Of all ranges."""
+        return self.planner.blocks * self.planner.ranges
+
+    def meetings(self, warps: int) -> int:
+        """Of ranges' sums, where there are several: one for each batch of each warp that multiplies."""
+        return self.planner.blocks * self.batches * warps if self.planner.ranges > 1 else 0
+
     def job(self, decoders: int, first_block: int) -> JobFields:
         """JobStructure's fields behind the pointers."""
         return self.planner.job_fields(self.slots, self.batches, decoders, ring=self.ring(decoders),
-                                       first_block=first_block)  # fmt: skip
+                                       first_block=first_block, blocks=self.blocks)  # fmt: skip
 
 
 def _with_batches(each: list[_Batch], warps: int) -> tuple[list[_Batch], int, int] | None:
@@ -83,32 +94,37 @@ def _with_batches(each: list[_Batch], warps: int) -> tuple[list[_Batch], int, in
     tiles = max(-(-batch.slots // _TILE) for batch in each)
     if tiles > 1 and min(batch.slots for batch in each) <= _TILE // 2:
         return None  # whose rows the kernel places otherwise
-    for decoders in range(warps - _others(each[0].planner.wide, tiles), 0, -1):
+    others = _multipliers(each[0].planner.wide, tiles) + 1  # one brings x
+    for decoders in range(warps - others, 0, -1):
         if all(batch.ring(decoders) for batch in each):
             return each, tiles, decoders
     return None
 
 
-def _others(wide: int, tiles: int) -> int:
-    """Warps that multiply, or bring x."""
-    return _WARPGROUP * (tiles if wide == MAX_TILE_TOKENS else 1) + 1
+def _multipliers(wide: int, tiles: int) -> int:
+    """Warps that multiply: for many tokens a warpgroup for each tile."""
+    return _WARPGROUP * (tiles if wide == MAX_TILE_TOKENS else 1)
 
 
-def _launch(
-    planners: Sequence[_Planner], blocks: Sequence[int], each: Sequence[_Batch], tiles: int, decoders: int
-) -> Launch:
-    m, wide, columns = planners[0].m, planners[0].wide, planners[0].stages * STAGE
+def _launch(each: Sequence[_Batch], tiles: int, decoders: int) -> Launch:
+    first = each[0].planner
+    m, wide, columns, multipliers = first.m, first.wide, first.stages * STAGE, _multipliers(first.wide, tiles)
+    blocks = [batch.blocks for batch in each]
     jobs = (batch.job(decoders, first) for batch, first in zip(each, accumulate(blocks, initial=0), strict=False))
-    maps = tuple(MAP_BYTES * own for own in blocks)
-    together = "_together" if len(planners) > 1 else ""
+    meetings = tuple(batch.meetings(multipliers) for batch in each)
+    sums = 4 * LANES * _WARPGROUP * tiles // multipliers * wide // 2  # bytes of a warp's, of one range
+    memory = tuple(
+        MAP_BYTES * batch.blocks + number * batch.planner.ranges * sums
+        for batch, number in zip(each, meetings, strict=True)
+    )
+    together = "_together" if len(each) > 1 else ""
     return Launch(f"linear_tiles{together}.cu", f"linear_tiles_{wide}_{tiles}{together}", sum(blocks),
-                  _others(wide, tiles) + decoders, max(batch.shared(decoders) for batch in each), tuple(jobs),
-                  Arrangement(0, columns, wide, 0, (0,) * len(maps), maps, 0), Boxes(m, columns, wide, STAGE),
-                  )  # fmt: skip
+                  multipliers + 1 + decoders, max(batch.shared(decoders) for batch in each), tuple(jobs),
+                  Arrangement(0, columns, wide, 0, meetings, memory, 0), Boxes(m, columns, wide, STAGE))  # fmt: skip
 
 
 class _Planner(Planner):
-    """Of one tensor."""
+    """Of one tensor, of whose ranges each has ``blocks`` blocks."""
 
     def __init__(self, header: Header, split: int, blocks: int, m: int, device: int) -> None:
         super().__init__(header, m, split, device, blocks)

@@ -19,8 +19,8 @@ struct Job {
     const u16* x;        // [tokens, columns]
     const u16* bias;     // [rows] or null
     u16* y;              // [tokens, rows]
-    float* parts;        // linear_pairs.cuh: where ranges' sums meet; linear_relay.cuh: where the weight is decoded to; there and in linear_tiles.cuh: each
-                         // block's tensor map
+    float* parts;        // linear_pairs.cuh, linear_tiles.cuh: where ranges' sums meet; linear_relay.cuh: where the weight is decoded to; there behind it,
+                         // in linear_tiles.cuh first of all: each block's tensor map
     u32* done;           // and, for each meeting, how many have come; or what is claimed, and flags
     int tokens, ranges, stages_per_range;
     int slots;           // row groups whose sums a block keeps in shared memory
@@ -201,6 +201,32 @@ __device__ __forceinline__ u32 add_to_flag(u32 flag, u32 value) {
 
 __device__ __forceinline__ void wait_until(u32 flag, u32 value) {
     while (read_flag(flag) < value) __nanosleep(40);
+}
+
+// A warp's sums of one range meet those of the others in memory; who brings the last adds them, in order. Returns whether this warp did.
+// parts: of all ranges, [ranges][tiles * count][32]; done: how many have come.
+template <int tiles, int count>
+__device__ __forceinline__ bool meet(float* parts, u32* done, int ranges, int range, int lane, float (&sums)[tiles][count]) {
+    constexpr int all = tiles * count;
+    parts += lane;
+    float* own = parts + range * (all * kLanes);
+#pragma unroll
+    for (int i = 0; i < all; ++i) __stcg(own + i * kLanes, sums[i / count][i % count]);
+    __threadfence();
+    __syncwarp();
+    u32 before = 0;
+    if (lane == 0) before = atomicAdd(done, 1);
+    if (int(__shfl_sync(kFull, before, 0)) + 1 < ranges) return false;
+    __threadfence();
+#pragma unroll
+    for (int i = 0; i < all; ++i) sums[i / count][i % count] = __ldcg(parts + i * kLanes);
+#pragma unroll 1
+    for (int other = 1; other < ranges; ++other) {
+        parts += all * kLanes;
+#pragma unroll
+        for (int i = 0; i < all; ++i) sums[i / count][i % count] += __ldcg(parts + i * kLanes);
+    }
+    return true;
 }
 
 __device__ __forceinline__ u32 to_bf16x2(float low, float high) {

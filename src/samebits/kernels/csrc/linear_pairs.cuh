@@ -426,22 +426,8 @@ __device__ __forceinline__ void finish_unit(const Geometry& geometry, const Job&
     constexpr int count = wide / 2;
     if (job.ranges > 1) {
         const int meeting = first_group / groups * job.token_tiles + unit.tokens;
-        float* parts = job.parts + size_t(meeting) * job.ranges * (count * kLanes) + lane;
-        float* own = parts + unit.range * (count * kLanes);
-#pragma unroll
-        for (int i = 0; i < count; ++i) __stcg(own + i * kLanes, sums[i]);
-        __threadfence();
-        __syncwarp();
-        u32 before = 0;
-        if (lane == 0) before = atomicAdd(job.done + meeting, 1);
-        if (int(__shfl_sync(kFull, before, 0)) + 1 < job.ranges) return;
-        __threadfence();
-#pragma unroll
-        for (int i = 0; i < count; ++i) sums[i] = __ldcg(parts + i * kLanes);
-#pragma unroll 1
-        for (int range = 1; range < job.ranges; ++range)
-#pragma unroll
-            for (int i = 0; i < count; ++i) sums[i] += __ldcg(parts + (range * count + i) * kLanes);
+        float* parts = job.parts + size_t(meeting) * job.ranges * (count * kLanes);
+        if (!meet(parts, job.done + meeting, job.ranges, unit.range, lane, reinterpret_cast<float (&)[1][count]>(sums))) return;
     }
     // With two row groups two lanes swap, so that each has four rows of a token, lanes with even t of the first row group and others of the second.
     // With one, each has two rows of a token.

@@ -1,6 +1,7 @@
-// The fused linear layer for up to 128 tokens, on Hopper. A block multiplies up to 16 row groups at once, batch after batch. Some of its warps
-// decode: a task is a chunk of one row group, and what comes out goes to a ring in shared memory. One warp has x copied to a second ring. One or two
-// warpgroups do nothing but multiply what is in the two with wgmma, which adds like mma.m16n8k16, and write y. See linear.cuh.
+// The fused linear layer for up to 128 tokens, on Hopper. A block multiplies a range of K of up to 16 row groups at once, batch after batch. Some of
+// its warps decode: a task is a chunk of one row group, and what comes out goes to a ring in shared memory. One warp has x copied to a second ring.
+// One or two warpgroups do nothing but multiply what is in the two with wgmma, which adds like mma.m16n8k16, and write y, or have the range's sums
+// meet those of the others. See linear.cuh.
 //
 // Weights are the left matrix, 64 rows (eight row groups) to a tile, tokens the right one. The ring of weights has a slot for each *pair* of
 // stages: for each row group two atoms (hopper.cuh), one a stage. Row g of a row group is row 2 g of its atom, or 2 g - 7 from g = 4 on: half a
@@ -23,41 +24,57 @@ __host__ __device__ constexpr int x_stages(int wide) { return wide <= 32 ? 2 : 1
 __host__ __device__ constexpr int x_slots(int wide) { return wide == 64 ? 6 : 4; }
 __host__ __device__ constexpr int x_bytes(int wide) { return x_stages(wide) * wide * 128; }   // of a slot
 
+// What of the weight a block multiplies: one range of K, and every `blocks`-th row group from `place` on, `own` in all, in batches.
+struct Share {
+    int range, place, blocks, own, batches;
+    int stage, end;              // of stages; of a chunk or pair, all are decoded from the first on
+    int chunk, chunks, pair, pairs;
+
+    __device__ __forceinline__ Share(const Geometry& geometry, const Job& job)
+        : place(divide(job.block(), job.by_ranges)), blocks(divide(job.blocks, job.by_ranges)), own(job.row_groups_of(place)) {
+        range = job.block() - place * job.ranges;
+        batches = (own + job.slots - 1) / job.slots;
+        stage = range * job.stages_per_range;
+        end = min(stage + job.stages_per_range, geometry.stages);
+        chunk = stage / kChunkStages;
+        chunks = (end - 1) / kChunkStages + 1 - chunk;
+        pair = stage >> 1;
+        pairs = (end + 1 >> 1) - pair;
+    }
+    __device__ __forceinline__ int row_group(int number) const { return number * blocks + place; }
+};
+
 // Which tasks a warp has, in the order of their numbers: chunk by chunk through a batch's row groups.
-struct Task { int batch, chunk, slot, group; };
+struct Task { int batch, chunk, slot, group; };   // chunk: of the range's
 
 struct Tasks {
-    int chunks, slots, own, batches;          // own: row groups of the block
-    int chunk_step, slot_step;                // from one task of a warp to its next
+    const Share& share;
+    int slots, chunk_step, slot_step;         // steps from one task of a warp to its next
     u32 by_slots;
-    int block, blocks;
 
-    __device__ __forceinline__ bool has(const Task& task) const { return task.batch < batches; }
+    __device__ __forceinline__ bool has(const Task& task) const { return task.batch < share.batches; }
     __device__ __forceinline__ Task first(int warp) const {
         const int chunk = divide(warp, by_slots);
         return settled({0, chunk, warp - chunk * slots, 0});
     }
-    __device__ __forceinline__ Task behind(Task task) const { return settled(moved(task)); }
-    __device__ __forceinline__ Task moved(Task task) const {
+    __device__ __forceinline__ Task behind(Task task) const {
         task.slot += slot_step;
         task.chunk += chunk_step;
         if (task.slot >= slots) {
             task.slot -= slots;
             ++task.chunk;
         }
-        return task;
+        return settled(task);
     }
-    __device__ __forceinline__ Task settled(Task task) const {   // at the next task whose row group exists
-        for (;;) {
-            while (task.chunk >= chunks) {
-                task.chunk -= chunks;
-                ++task.batch;
-            }
-            const int place = task.batch * slots + task.slot;
-            task.group = place * blocks + block;
-            if (place < own || !has(task)) return task;
-            task = moved(task);
+    // In its batch; in place of a row group that does not exist, the block's last: the ring needs every row group of a batch, and a barrier's parity
+    // suffices only if no warp leaves out tasks.
+    __device__ __forceinline__ Task settled(Task task) const {
+        while (task.chunk >= share.chunks) {
+            task.chunk -= share.chunks;
+            ++task.batch;
         }
+        task.group = share.row_group(min(task.batch * slots + task.slot, share.own - 1));
+        return task;
     }
 };
 
@@ -70,16 +87,16 @@ struct Rings {
 
 // Brings x to its ring, slot after slot, as often as there are batches; by a warp. map: the tensor map of x, in memory.
 template <int wide>
-__device__ __forceinline__ void bring(const Rings& rings, const Geometry& geometry, int batches, const void* map, int lane) {
+__device__ __forceinline__ void bring(const Rings& rings, const Share& share, const void* map, int lane) {
     RingPlace place{0, 0};
 #pragma unroll 1
-    for (int batch = 0; batch < batches; ++batch)
+    for (int batch = 0; batch < share.batches; ++batch)
 #pragma unroll 1
-        for (int stage = 0; stage < geometry.stages; stage += x_stages(wide)) {
+        for (int stage = share.stage; stage < share.end; stage += x_stages(wide)) {
             await(rings.x_empty + 8 * place.slot, place.parity ^ 1);
             if (lane == 0) {
                 const u32 full = rings.x_full + 8 * place.slot, slot = rings.x + place.slot * x_bytes(wide);
-                const int count = min(x_stages(wide), geometry.stages - stage);
+                const int count = min(x_stages(wide), share.end - stage);
                 expect(full, count * (wide * 128));
                 for (int i = 0; i < count; ++i) copy_box(slot + i * (wide * 128), map, 64 * (stage + i), 0, full);
             }
@@ -90,25 +107,18 @@ __device__ __forceinline__ void bring(const Rings& rings, const Geometry& geomet
 
 // Multiplies; `warp` counts those of all warpgroups that do, each for its own tiles.
 template <int wide, int tiles>
-__device__ __forceinline__ void multiply_tiles(const Rings& rings, const Geometry& geometry, const Job& job, int own, int batches, int warp,
+__device__ __forceinline__ void multiply_tiles(const Rings& rings, const Geometry& geometry, const Job& job, const Share& share, int warps, int warp,
                                                int lane) {
     constexpr int count = wide / 2;
     const int first_tile = (warp >> 2) * tiles;
     const bool narrow = job.slots <= kTileGroups / 2;
     float sums[tiles][count];
-    volatile float totals[tiles][count];   // of the ranges before; rarely used, and so kept in memory
     RingPlace pair{0, 0}, place{0, 0};     // of weights, of x
     u32 used = 0, used_x = 0;              // the barriers of what the last wgmma was done with
     auto release = [&] {
         if (used && lane == 0) arrive(used);
         if (used_x && lane == 0) arrive(used_x);
         used = used_x = 0;
-    };
-    auto clear = [&] {
-#pragma unroll
-        for (int tile = 0; tile < tiles; ++tile)
-#pragma unroll
-            for (int i = 0; i < count; ++i) sums[tile][i] = 0;
     };
     auto pin_all = [&] {
 #pragma unroll
@@ -117,14 +127,16 @@ __device__ __forceinline__ void multiply_tiles(const Rings& rings, const Geometr
     const int p = lane >> 2, g = (p >> 1) + 4 * (p & 1), odd = g & 1;   // p: the lane's row of an atom; g: of a row group
     await_kernel_before();
 #pragma unroll 1
-    for (int batch = 0; batch < batches; ++batch) {
-        clear();
-        int range_end = min(job.stages_per_range, geometry.stages);
+    for (int batch = 0; batch < share.batches; ++batch) {
+#pragma unroll
+        for (int tile = 0; tile < tiles; ++tile)
+#pragma unroll
+            for (int i = 0; i < count; ++i) sums[tile][i] = 0;
 #pragma unroll 1
-        for (int stage = 0; stage < geometry.stages; ++stage) {
-            const int part = stage % x_stages(wide);
+        for (int stage = share.stage; stage < share.end; ++stage) {
+            const int part = (stage - share.stage) % x_stages(wide);
             if (part == 0) await(rings.x_full + 8 * place.slot, place.parity);
-            if ((stage & 1) == 0) await(rings.full + 8 * pair.slot, pair.parity);
+            if ((stage & 1) == 0 || stage == share.stage) await(rings.full + 8 * pair.slot, pair.parity);
             const u64 left = describe(rings.weights + pair.slot * rings.slot_bytes + first_tile * kTileBytes + (stage & 1) * kAtomBytes,
                                       narrow ? kAtomBytes : kPairBytes);
             const u64 right = describe(rings.x + place.slot * x_bytes(wide) + part * (wide * 128), kAtomBytes);
@@ -139,7 +151,7 @@ __device__ __forceinline__ void multiply_tiles(const Rings& rings, const Geometr
             pin_all();
             wgmma_wait<1>();
             release();
-            const bool last = stage + 1 == geometry.stages;
+            const bool last = stage + 1 == share.end;
             if (part == x_stages(wide) - 1 || last) {
                 used_x = rings.x_empty + 8 * place.slot;
                 place.advance(x_slots(wide));
@@ -148,22 +160,14 @@ __device__ __forceinline__ void multiply_tiles(const Rings& rings, const Geometr
                 used = rings.empty + 8 * pair.slot;
                 pair.advance(rings.slots);
             }
-            if (stage + 1 < range_end) continue;
-            wgmma_wait<0>();
-            pin_all();
-            release();
-            if (stage >= job.stages_per_range)
-#pragma unroll
-                for (int tile = 0; tile < tiles; ++tile)
-#pragma unroll
-                    for (int i = 0; i < count; ++i) sums[tile][i] += totals[tile][i];
-            if (last) break;
-            range_end = min(range_end + job.stages_per_range, geometry.stages);
-#pragma unroll
-            for (int tile = 0; tile < tiles; ++tile)
-#pragma unroll
-                for (int i = 0; i < count; ++i) totals[tile][i] = sums[tile][i];
-            clear();
+        }
+        wgmma_wait<0>();
+        pin_all();
+        release();
+        if (job.ranges > 1) {
+            const int meeting = (share.place * job.batches + batch) * warps + warp;
+            float* parts = job.parts + job.blocks * (kMapBytes / 4) + size_t(meeting) * job.ranges * (tiles * count * kLanes);
+            if (!meet(parts, job.done + meeting, job.ranges, share.range, lane, sums)) continue;
         }
 #pragma unroll
         for (int tile = 0; tile < tiles; ++tile)
@@ -171,8 +175,8 @@ __device__ __forceinline__ void multiply_tiles(const Rings& rings, const Geometr
             for (int half = 0; half < 2; ++half) {
                 const int atom = 2 * (warp & 3) + half, slot = narrow ? atom >> 1 : (first_tile + tile) * kTileGroups + atom;
                 const int mine = batch * job.slots + slot;
-                if (slot >= job.slots || mine >= own || (narrow && half)) continue;
-                const int row = 8 * (mine * job.blocks + job.block()) + g;
+                if (slot >= job.slots || mine >= share.own || (narrow && half)) continue;
+                const int row = 8 * share.row_group(mine) + g;
                 const float bias = job.bias ? __uint_as_float(u32(job.bias[row]) << 16) : 0;
                 u32 words[wide / 8];       // two lanes swap, so that each has one token of two rows
 #pragma unroll
@@ -196,7 +200,8 @@ struct Decoder {
     const Geometry& geometry;
     const Packed& packed;
     const Job& job;
-    const int lane, last_group;
+    const Share& share;
+    const int lane;
     const Tasks tasks;
     u32* buffers;                          // two staging buffers
     const u32 copied;                      // the barrier of what is copied to them
@@ -206,21 +211,18 @@ struct Decoder {
     const u8* slab;                        // of the present task: its first
     StagedPlace staged;
 
-    __device__ __forceinline__ Decoder(const Geometry& geometry, const Packed& packed, const Job& job, int own, int batches, int warp, int lane,
+    __device__ __forceinline__ Decoder(const Geometry& geometry, const Packed& packed, const Job& job, const Share& share, int warp, int lane,
                                        u32* buffers, u32 copied)
-        : geometry(geometry), packed(packed), job(job), lane(lane), last_group((own - 1) * job.blocks + job.block()),
-          tasks{geometry.chunks_per_row_group, job.slots, batches * job.slots, batches, job.chunk_step, job.slot_step, job.by_slots, job.block(), job.blocks}, buffers(buffers),
+        : geometry(geometry), packed(packed), job(job), share(share), lane(lane), tasks{share, job.slots, job.chunk_step, job.slot_step, job.by_slots}, buffers(buffers),
           copied(copied), task(tasks.first(warp)) {}
 
-    __device__ __forceinline__ int stages_of(const Task& task) const { return min(kChunkStages, geometry.stages - task.chunk * kChunkStages); }
-    // In place of a row group that does not exist, the block's last: the ring needs every row group of a batch, and a barrier's parity suffices only
-    // if no warp leaves out tasks.
-    __device__ __forceinline__ int group_of(const Task& task) const { return min(task.group, last_group); }
+    __device__ __forceinline__ int chunk_of(const Task& task) const { return share.chunk + task.chunk; }
+    __device__ __forceinline__ int stages_of(const Task& task) const { return min(kChunkStages, geometry.stages - chunk_of(task) * kChunkStages); }
     __device__ __forceinline__ const u8* slab_of(const Task& task) const {
-        return packed.data + packed.planes + slab_offset(geometry.stages, group_of(task), task.chunk * kChunkStages);
+        return packed.data + packed.planes + slab_offset(geometry.stages, task.group, chunk_of(task) * kChunkStages);
     }
     __device__ __forceinline__ const u32* offset_of(const Task& task) const {
-        return reinterpret_cast<const u32*>(packed.data + packed.offsets) + size_t(group_of(task)) * geometry.chunks_per_row_group + task.chunk;
+        return reinterpret_cast<const u32*>(packed.data + packed.offsets) + size_t(task.group) * geometry.chunks_per_row_group + chunk_of(task);
     }
     __device__ __forceinline__ void load_stage(const u8* slab, int s) {
         raw[s] = load_raw(slab, s, lane);
@@ -267,15 +269,16 @@ struct Decoder {
     template <bool shifted>
     __device__ __forceinline__ void run(const Rings& rings, u32 table) {
         const u32 byte_mask = ((1u << packed.width) - 1) << 2, common = u32(packed.window >> 4) * 0x10101010u;
-        const int g = lane >> 2, t = lane & 3, p = g < 4 ? 2 * g : 2 * g - 7, pairs = (geometry.stages + 1) >> 1;
+        const int g = lane >> 2, t = lane & 3, p = g < 4 ? 2 * g : 2 * g - 7;
         const u32 lane_place = rings.weights + p * 128 + (((t >> 1) ^ p) << 4) + ((t & 1) << 3);
         int side = 0;                      // which staging buffer
         u32 copies = 0;                    // parity of the tasks done
 #pragma unroll 1
         while (tasks.has(task)) {
-            const int count = stages_of(task);
+            const int first_stage = chunk_of(task) * kChunkStages, count = min(kChunkStages, share.end - first_stage);
+            const int before = max(0, 2 * share.pair - first_stage);   // stages of pairs that belong to the range before
             const u32 atoms = lane_place + task.slot * kPairBytes;
-            RingPlace pair = RingPlace::of(task.batch * pairs + task.chunk * (kChunkStages / 2), rings.slots);
+            RingPlace pair = RingPlace::of(task.batch * share.pairs + (first_stage + before) / 2 - share.pair, rings.slots);
             const u32* buffer = buffers + side * job.buffer_words;
             const StagedPlace present = staged;
             const Task next = tasks.behind(task);
@@ -290,13 +293,13 @@ struct Decoder {
             }
             if (shifted) {
                 int shift = packed.shift;
-                if (packed.has_row_shifts) shift = reinterpret_cast<const i8*>(packed.data + packed.row_shifts)[group_of(task) * 8 + g];
+                if (packed.has_row_shifts) shift = reinterpret_cast<const i8*>(packed.data + packed.row_shifts)[task.group * 8 + g];
                 scale = scale_of(shift);
             }
             await(copied, copies);
             copies ^= 1;
             Opened chunk;
-            chunk.open(u32(__cvta_generic_to_shared(buffer + present.begin)), present.size, count, lane);
+            chunk.open(u32(__cvta_generic_to_shared(buffer + present.begin)), present.size, stages_of(task), lane);
             LookUps begun = chunk.begin(table, byte_mask);
             side ^= 1;
 #pragma unroll 1
@@ -319,19 +322,21 @@ struct Decoder {
                     store_stage<shifted>(atom, raw[s], upper[s], scale);
                     store_stage<shifted>(atom + kAtomBytes, raw[s + 1], upper[s + 1], scale);
                 };
-                store_pair(0);
-                pair.advance(rings.slots);
-                const bool both = run + 2 < count;
+                const bool has_first = run >= before, has_second = run + 2 >= before && run + 2 < count;
+                if (has_first) {
+                    store_pair(0);
+                    pair.advance(rings.slots);
+                }
                 const u32 second = rings.full + 8 * pair.slot;
-                if (both) {
+                if (has_second) {
                     store_pair(2);
                     pair.advance(rings.slots);
                 }
                 show_to_wgmma();
                 __syncwarp();
                 if (lane == 0) {
-                    arrive(first);
-                    if (both) arrive(second);
+                    if (has_first) arrive(first);
+                    if (has_second) arrive(second);
                 }
 #pragma unroll
                 for (int s = 0; s < kRun; ++s) load_stage(ahead, s);   // not before: a fence may wait for loads
@@ -349,7 +354,7 @@ template <int wide, int tiles, int warpgroups>
 __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& packed, const Job& job) {
     extern __shared__ __align__(128) u8 shared_bytes[];
     const int lane = threadIdx.x & 31, warp = __shfl_sync(kFull, threadIdx.x >> 5, 0), decoding = warp - 4 * warpgroups - 1;
-    const int own = job.row_groups_of(job.block()), batches = (own + job.slots - 1) / job.slots;
+    const Share share(geometry, job);
 
     // Shared memory: both rings (first of all, there, the table's entries), the tensor map of x, barriers, table, for each decoding warp two staging
     // buffers.
@@ -369,7 +374,7 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
     u32* table = reinterpret_cast<u32*>(shared + (copied + 8 * kMaxDecoders - base));
 
     let_kernel_behind_start();
-    Decoder decoder(geometry, packed, job, own, batches, max(decoding, 0), lane, table + job.table_words + max(decoding, 0) * 2 * job.buffer_words,
+    Decoder decoder(geometry, packed, job, share, max(decoding, 0), lane, table + job.table_words + max(decoding, 0) * 2 * job.buffer_words,
                     copied + 8 * max(decoding, 0));
     if (decoding >= 0) decoder.begin();
     if (threadIdx.x == 0) {
@@ -399,9 +404,9 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
         void* placed = reinterpret_cast<u8*>(job.parts) + job.block() * kMapBytes;
         await_kernel_before();
         place_map(placed, map, job.x, lane);
-        bring<wide>(rings, geometry, batches, placed, lane);
+        bring<wide>(rings, share, placed, lane);
     } else {
-        multiply_tiles<wide, tiles / warpgroups>(rings, geometry, job, own, batches, warp, lane);
+        multiply_tiles<wide, tiles / warpgroups>(rings, geometry, job, share, 4 * warpgroups, warp, lane);
     }
 }
 
