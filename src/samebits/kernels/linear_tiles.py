@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from samebits.format.geometry import STAGE
-from samebits.format.packed import Header
+from samebits.format.geometry import ROW_GROUP, STAGE
+from samebits.format.packed import Header, align
 from samebits.kernels import nvrtc
 from samebits.kernels.linear_job import (
     ATOM_BYTES,
     CHUNK_STAGES,
-    LANES,
     MAP_BYTES,
     Arrangement,
     Boxes,
@@ -25,6 +24,7 @@ from samebits.kernels.linear_job import (
 TILE_WARPS = 20  # kMaxThreads
 _X_STAGES = {16: 8, 32: 8, 64: 6, 128: 4}  # of x in its ring, by tokens that a kernel is made for
 _TILE = 8  # kTileGroups
+_X_LEFT = 64  # Matrices::x_left: of the kernel for so many tokens
 _WARPGROUP = 4  # warps
 _MAX_DECODERS = 16  # kMaxDecoders
 _MIN_RING = 3  # pairs of stages that a block keeps decoded
@@ -90,35 +90,36 @@ class _Batch:
 
 
 def _with_batches(each: list[_Batch], warps: int) -> tuple[list[_Batch], int, int] | None:
-    """These, tiles of a block, and how many warps decode; None if they do not fit."""
-    tiles = max(-(-batch.slots // _TILE) for batch in each)
-    if tiles > 1 and min(batch.slots for batch in each) <= _TILE // 2:
+    """These, row groups that a block's matrices have, and how many warps decode; None if they do not fit."""
+    slots, wide = [batch.slots for batch in each], each[0].planner.wide
+    groups = align(max(slots), _TILE // 2 if wide == _X_LEFT else _TILE)
+    if wide != _X_LEFT and groups > _TILE and min(slots) <= _TILE // 2:
         return None  # whose rows the kernel places otherwise
-    others = _multipliers(each[0].planner.wide, tiles) + 1  # one brings x
+    others = _multipliers(wide, groups) + 1  # one brings x
     for decoders in range(warps - others, 0, -1):
         if all(batch.ring(decoders) for batch in each):
-            return each, tiles, decoders
+            return each, groups, decoders
     return None
 
 
-def _multipliers(wide: int, tiles: int) -> int:
+def _multipliers(wide: int, groups: int) -> int:
     """Warps that multiply: for many tokens a warpgroup for each tile."""
-    return _WARPGROUP * (tiles if wide == MAX_TILE_TOKENS else 1)
+    return _WARPGROUP * (groups // _TILE if wide == MAX_TILE_TOKENS else 1)
 
 
-def _launch(each: Sequence[_Batch], tiles: int, decoders: int) -> Launch:
+def _launch(each: Sequence[_Batch], groups: int, decoders: int) -> Launch:
     first = each[0].planner
-    m, wide, columns, multipliers = first.m, first.wide, first.stages * STAGE, _multipliers(first.wide, tiles)
+    m, wide, columns, multipliers = first.m, first.wide, first.stages * STAGE, _multipliers(first.wide, groups)
     blocks = [batch.blocks for batch in each]
     jobs = (batch.job(decoders, first) for batch, first in zip(each, accumulate(blocks, initial=0), strict=False))
     meetings = tuple(batch.meetings(multipliers) for batch in each)
-    sums = 4 * LANES * _WARPGROUP * tiles // multipliers * wide // 2  # bytes of a warp's, of one range
+    sums = 4 * ROW_GROUP * groups * wide // multipliers  # bytes of a warp's, of one range
     memory = tuple(
         MAP_BYTES * batch.blocks + number * batch.planner.ranges * sums
         for batch, number in zip(each, meetings, strict=True)
     )
     together = "_together" if len(each) > 1 else ""
-    return Launch(f"linear_tiles{together}.cu", f"linear_tiles_{wide}_{tiles}{together}", sum(blocks),
+    return Launch(f"linear_tiles{together}.cu", f"linear_tiles_{wide}_{groups}{together}", sum(blocks),
                   multipliers + 1 + decoders, max(batch.shared(decoders) for batch in each), tuple(jobs),
                   Arrangement(0, columns, wide, 0, meetings, memory, 0), Boxes(m, columns, wide, STAGE))  # fmt: skip
 

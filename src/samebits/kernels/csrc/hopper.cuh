@@ -177,10 +177,11 @@ __device__ __forceinline__ void pin(float (&sums)[count]) {
 // lane (g, t) sums[4 j + 2 h + i] of row 16 w + 8 h + g and the right matrix's row 8 j + 2 t + i.
 template <int count>
 __device__ __forceinline__ void multiply_add(float (&d)[count], u64 left, u64 right) {
-    static_assert(count == 8 || count == 16 || count == 32 || (count % 8 == 0 && count >= 64 && count <= 128));
+    static_assert(count == 8 || count == 16 || count == 32 || count == 48 || (count % 8 == 0 && count >= 64 && count <= 128));
     if constexpr (count == 8) WGMMA("16", PLACES_8, "%8", "%9", SUMS_8(0));
     if constexpr (count == 16) WGMMA("32", PLACES_16, "%16", "%17", SUMS_16(0));
     if constexpr (count == 32) WGMMA("64", PLACES_32, "%32", "%33", SUMS_32(0));
+    if constexpr (count == 48) WGMMA("96", PLACES_48, "%48", "%49", SUMS_32(0), SUMS_16(32));
     if constexpr (count == 64) WGMMA("128", PLACES_64, "%64", "%65", SUMS_64(0));
     if constexpr (count == 72) WGMMA("144", PLACES_72, "%72", "%73", SUMS_64(0), SUMS_8(64));
     if constexpr (count == 80) WGMMA("160", PLACES_80, "%80", "%81", SUMS_64(0), SUMS_16(64));

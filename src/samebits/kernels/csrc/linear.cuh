@@ -235,6 +235,20 @@ __device__ __forceinline__ u32 to_bf16x2(float low, float high) {
     return result;
 }
 
+// Four words of each of a quad's lanes, of which lane t gets the t-th of all four.
+__device__ __forceinline__ Vec4 transpose(const u32 (&words)[4], int t) {
+    const bool odd = t & 1, upper = t & 2;
+    u32 own[4];     // of this lane and its neighbour, word 0 or 1 of both and then word 2 or 3
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+        const u32 other = __shfl_xor_sync(kFull, odd ? words[i] : words[i + 1], 1);
+        own[i] = odd ? other : words[i];
+        own[i + 1] = odd ? words[i + 1] : other;
+    }
+    const u32 first = __shfl_xor_sync(kFull, upper ? own[0] : own[2], 2), second = __shfl_xor_sync(kFull, upper ? own[1] : own[3], 2);
+    return upper ? Vec4{first, second, own[2], own[3]} : Vec4{own[0], own[1], first, second};
+}
+
 // Brings bytes from memory to L2, ahead of the loads to registers. By one thread.
 __device__ __forceinline__ void prefetch(const u8* data, int bytes) {
 #if __CUDA_ARCH__ >= 900

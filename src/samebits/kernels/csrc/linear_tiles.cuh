@@ -3,10 +3,11 @@
 // One or two warpgroups do nothing but multiply what is in the two with wgmma, which adds like mma.m16n8k16, and write y, or have the range's sums
 // meet those of the others. See linear.cuh.
 //
-// Weights are the left matrix, 64 rows (eight row groups) to a tile, tokens the right one. The ring of weights has a slot for each *pair* of
-// stages: for each row group two atoms (hopper.cuh), one a stage. Row g of a row group is row 2 g of its atom, or 2 g - 7 from g = 4 on: half a
-// warp writes to all banks. A tile's rows that belong to no row group hold what follows in shared memory, and nobody reads their sums. Where a tile
-// has no more than four row groups, each of the four warps has one: behind it stands what is decoded of it for the other stage.
+// Up to 64 tokens are the left matrix, and all row groups the right one: wgmma reads both once. Otherwise 64 rows (eight row groups, a tile) of the
+// weight are the left matrix, tokens the right one. The ring of weights has a slot for each *pair* of stages: for each row group two atoms
+// (hopper.cuh), one a stage. Row g of a row group is row 2 g of its atom, or 2 g - 7 from g = 4 on: half a warp writes to all banks. Rows of a matrix
+// that belong to no row group hold what follows in shared memory, and nobody reads their sums. Where a tile has no more than four row groups, each of
+// the four warps has one: behind it stands what is decoded of it for the other stage.
 // The ring of x has slots of one or two stages: of each, the tokens in their order. Rows behind the last token hold anything, too.
 #pragma once
 #include "hopper.cuh"
@@ -105,13 +106,78 @@ __device__ __forceinline__ void bring(const Rings& rings, const Share& share, co
         }
 }
 
-// Multiplies; `warp` counts those of all warpgroups that do, each for its own tiles.
-template <int wide, int tiles>
-__device__ __forceinline__ void multiply_tiles(const Rings& rings, const Geometry& geometry, const Job& job, const Share& share, int warps, int warp,
-                                               int lane) {
-    constexpr int count = wide / 2;
-    const int first_tile = (warp >> 2) * tiles;
+// How many tokens, or rows of the weight, wgmma multiplies by how many of the others.
+template <int wide, int groups, int warpgroups>
+struct Matrices {
+    static constexpr bool x_left = wide == 64;
+    static constexpr int tiles = x_left ? 1 : groups / kTileGroups / warpgroups, count = x_left ? 4 * groups : wide / 2;   // count: sums of a lane and tile
+};
+
+// A warp's sums to y where rows are the left matrix: two lanes swap, so that each has one token of two rows.
+template <int tiles, int count>
+__device__ __forceinline__ void write_rows(const Geometry& geometry, const Job& job, const Share& share, int batch, int warp, int lane, float (&sums)[tiles][count]) {
     const bool narrow = job.slots <= kTileGroups / 2;
+    const int p = lane >> 2, g = (p >> 1) + 4 * (p & 1), odd = g & 1;   // p: the lane's row of an atom; g: of a row group
+#pragma unroll
+    for (int tile = 0; tile < tiles; ++tile)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int atom = 2 * (warp & 3) + half, slot = narrow ? atom >> 1 : ((warp >> 2) * tiles + tile) * kTileGroups + atom;
+            const int mine = batch * job.slots + slot;
+            if (slot >= job.slots || mine >= share.own || (narrow && half)) continue;
+            const int row = 8 * share.row_group(mine) + g;
+            const float bias = job.bias ? __uint_as_float(u32(job.bias[row]) << 16) : 0;
+            u32 words[count / 4];
+#pragma unroll
+            for (int j = 0; j < count / 4; ++j) {
+                float low = sums[tile][4 * j + 2 * half], high = sums[tile][4 * j + 2 * half + 1];
+                if (job.bias) low += bias, high += bias;
+                const float other = __shfl_xor_sync(kFull, odd ? low : high, 8);
+                words[j] = odd ? to_bf16x2(other, high) : to_bf16x2(low, other);
+            }
+            const int token = 2 * (lane & 3) + odd;
+            u16* target = job.y + size_t(token) * geometry.rows + (row & ~1);
+#pragma unroll
+            for (int j = 0; j < count / 4; ++j, target += 8 * size_t(geometry.rows))
+                if (8 * j + token < job.tokens) *reinterpret_cast<u32*>(target) = words[j];
+        }
+}
+
+// The same where tokens are the left matrix. Of each row group a lane has rows t and t + 4 of two tokens; the quad's lanes swap, so that each has all
+// rows of every fourth row group.
+template <int count>
+__device__ __forceinline__ void write_tokens(const Geometry& geometry, const Job& job, const Share& share, int batch, int warp, int lane, float (&sums)[1][count]) {
+    const int t = lane & 3, odd = t & 1, first = batch * job.slots;
+    const int there = min(job.slots, share.own - first);   // row groups
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int token = 16 * warp + 8 * half + (lane >> 2);
+        u16* y = job.y + size_t(token) * geometry.rows;
+#pragma unroll
+        for (int slot = 0; slot < count / 4; slot += 4) {
+            u32 words[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                float low = sums[0][4 * (slot + i) + 2 * half], high = sums[0][4 * (slot + i) + 2 * half + 1];
+                if (job.bias) {
+                    const u16* bias = job.bias + 8 * share.row_group(first + min(slot + i, there - 1)) + t;
+                    low += __uint_as_float(u32(bias[0]) << 16), high += __uint_as_float(u32(bias[4]) << 16);
+                }
+                const float other = __shfl_xor_sync(kFull, odd ? low : high, 1);
+                words[i] = odd ? to_bf16x2(other, high) : to_bf16x2(low, other);
+            }
+            const Vec4 whole = transpose(words, t);   // rows 0 and 1, 4 and 5, 2 and 3, 6 and 7
+            if (token < job.tokens && slot + t < there) *reinterpret_cast<Vec4*>(y + 8 * share.row_group(first + slot + t)) = {whole.x, whole.z, whole.y, whole.w};
+        }
+    }
+}
+
+// Multiplies; `warp` counts those of all warpgroups that do.
+template <int wide, int groups, int warpgroups>
+__device__ __forceinline__ void multiply_tiles(const Rings& rings, const Geometry& geometry, const Job& job, const Share& share, int warp, int lane) {
+    using Own = Matrices<wide, groups, warpgroups>;
+    constexpr int tiles = Own::tiles, count = Own::count;
+    const u32 own_offset = Own::x_left ? 0 : (warp >> 2) * tiles * kTileBytes, stride = Own::x_left || job.slots > kTileGroups / 2 ? kPairBytes : kAtomBytes;
     float sums[tiles][count];
     RingPlace pair{0, 0}, place{0, 0};     // of weights, of x
     u32 used = 0, used_x = 0;              // the barriers of what the last wgmma was done with
@@ -124,7 +190,6 @@ __device__ __forceinline__ void multiply_tiles(const Rings& rings, const Geometr
 #pragma unroll
         for (int tile = 0; tile < tiles; ++tile) pin(sums[tile]);
     };
-    const int p = lane >> 2, g = (p >> 1) + 4 * (p & 1), odd = g & 1;   // p: the lane's row of an atom; g: of a row group
     await_kernel_before();
 #pragma unroll 1
     for (int batch = 0; batch < share.batches; ++batch) {
@@ -137,16 +202,18 @@ __device__ __forceinline__ void multiply_tiles(const Rings& rings, const Geometr
             const int part = (stage - share.stage) % x_stages(wide);
             if (part == 0) await(rings.x_full + 8 * place.slot, place.parity);
             if ((stage & 1) == 0 || stage == share.stage) await(rings.full + 8 * pair.slot, pair.parity);
-            const u64 left = describe(rings.weights + pair.slot * rings.slot_bytes + first_tile * kTileBytes + (stage & 1) * kAtomBytes,
-                                      narrow ? kAtomBytes : kPairBytes);
-            const u64 right = describe(rings.x + place.slot * x_bytes(wide) + part * (wide * 128), kAtomBytes);
+            const u64 rows = describe(rings.weights + pair.slot * rings.slot_bytes + own_offset + (stage & 1) * kAtomBytes, stride);
+            const u64 tokens = describe(rings.x + place.slot * x_bytes(wide) + part * (wide * 128), kAtomBytes);
             pin_all();
             wgmma_fence();
 #pragma unroll
             for (int step = 0; step < 4; ++step)
 #pragma unroll
-                for (int tile = 0; tile < tiles; ++tile)
-                    multiply_add(sums[tile], left + (tile * kTileBytes + step * 32) / 16, right + step * 32 / 16);
+                for (int tile = 0; tile < tiles; ++tile) {
+                    const u64 own_rows = rows + (tile * kTileBytes + step * 32) / 16, own_tokens = tokens + step * 32 / 16;
+                    if constexpr (Own::x_left) multiply_add(sums[tile], own_tokens, own_rows);
+                    else multiply_add(sums[tile], own_rows, own_tokens);
+                }
             wgmma_commit();
             pin_all();
             wgmma_wait<1>();
@@ -164,34 +231,14 @@ __device__ __forceinline__ void multiply_tiles(const Rings& rings, const Geometr
         wgmma_wait<0>();
         pin_all();
         release();
+        if (Own::x_left && 16 * warp >= job.tokens) continue;
         if (job.ranges > 1) {
-            const int meeting = (share.place * job.batches + batch) * warps + warp;
+            const int meeting = (share.place * job.batches + batch) * (4 * warpgroups) + warp;
             float* parts = job.parts + job.blocks * (kMapBytes / 4) + size_t(meeting) * job.ranges * (tiles * count * kLanes);
             if (!meet(parts, job.done + meeting, job.ranges, share.range, lane, sums)) continue;
         }
-#pragma unroll
-        for (int tile = 0; tile < tiles; ++tile)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int atom = 2 * (warp & 3) + half, slot = narrow ? atom >> 1 : (first_tile + tile) * kTileGroups + atom;
-                const int mine = batch * job.slots + slot;
-                if (slot >= job.slots || mine >= share.own || (narrow && half)) continue;
-                const int row = 8 * share.row_group(mine) + g;
-                const float bias = job.bias ? __uint_as_float(u32(job.bias[row]) << 16) : 0;
-                u32 words[wide / 8];       // two lanes swap, so that each has one token of two rows
-#pragma unroll
-                for (int j = 0; j < wide / 8; ++j) {
-                    float low = sums[tile][4 * j + 2 * half], high = sums[tile][4 * j + 2 * half + 1];
-                    if (job.bias) low += bias, high += bias;
-                    const float other = __shfl_xor_sync(kFull, odd ? low : high, 8);
-                    words[j] = odd ? to_bf16x2(other, high) : to_bf16x2(low, other);
-                }
-                const int token = 2 * (lane & 3) + odd;
-                u16* target = job.y + size_t(token) * geometry.rows + (row & ~1);
-#pragma unroll
-                for (int j = 0; j < wide / 8; ++j, target += 8 * size_t(geometry.rows))
-                    if (8 * j + token < job.tokens) *reinterpret_cast<u32*>(target) = words[j];
-            }
+        if constexpr (Own::x_left) write_tokens(geometry, job, share, batch, warp, lane, sums);
+        else write_rows(geometry, job, share, batch, warp, lane, sums);
     }
 }
 
@@ -349,8 +396,8 @@ struct Decoder {
     }
 };
 
-// wide: tokens, rounded up; tiles: of a block; warpgroups: that multiply.
-template <int wide, int tiles, int warpgroups>
+// wide: tokens, rounded up; groups: row groups that a block multiplies at once, rounded up; warpgroups: that multiply.
+template <int wide, int groups, int warpgroups>
 __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& packed, const Job& job) {
     extern __shared__ __align__(128) u8 shared_bytes[];
     const int lane = threadIdx.x & 31, warp = __shfl_sync(kFull, threadIdx.x >> 5, 0), decoding = warp - 4 * warpgroups - 1;
@@ -406,12 +453,12 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
         place_map(placed, map, job.x, lane);
         bring<wide>(rings, share, placed, lane);
     } else {
-        multiply_tiles<wide, tiles / warpgroups>(rings, geometry, job, share, 4 * warpgroups, warp, lane);
+        multiply_tiles<wide, groups, warpgroups>(rings, geometry, job, share, warp, lane);
     }
 }
 
-#define TILES_KERNEL(name, Argument, wide, tiles, warpgroups)                                                       \
+#define TILES_KERNEL(name, Argument, wide, groups, warpgroups)                                                      \
     extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) name(const __grid_constant__ Argument argument) { \
         const Product& product = own_product(argument);                                                             \
-        linear<wide, tiles, warpgroups>(product.geometry, product.packed, product.job);                             \
+        linear<wide, groups, warpgroups>(product.geometry, product.packed, product.job);                             \
     }

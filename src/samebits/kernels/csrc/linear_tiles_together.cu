@@ -1,11 +1,13 @@
 // Several weights: linear_tiles.cuh.
 #include "linear_tiles.cuh"
 
-TILES_KERNEL(linear_tiles_16_1_together, Together, 16, 1, 1)
-TILES_KERNEL(linear_tiles_16_2_together, Together, 16, 2, 1)
-TILES_KERNEL(linear_tiles_32_1_together, Together, 32, 1, 1)
-TILES_KERNEL(linear_tiles_32_2_together, Together, 32, 2, 1)
-TILES_KERNEL(linear_tiles_64_1_together, Together, 64, 1, 1)
-TILES_KERNEL(linear_tiles_64_2_together, Together, 64, 2, 1)
-TILES_KERNEL(linear_tiles_128_1_together, Together, 128, 1, 1)
-TILES_KERNEL(linear_tiles_128_2_together, Together, 128, 2, 2)
+TILES_KERNEL(linear_tiles_16_8_together, Together, 16, 8, 1)
+TILES_KERNEL(linear_tiles_16_16_together, Together, 16, 16, 1)
+TILES_KERNEL(linear_tiles_32_8_together, Together, 32, 8, 1)
+TILES_KERNEL(linear_tiles_32_16_together, Together, 32, 16, 1)
+TILES_KERNEL(linear_tiles_64_4_together, Together, 64, 4, 1)
+TILES_KERNEL(linear_tiles_64_8_together, Together, 64, 8, 1)
+TILES_KERNEL(linear_tiles_64_12_together, Together, 64, 12, 1)
+TILES_KERNEL(linear_tiles_64_16_together, Together, 64, 16, 1)
+TILES_KERNEL(linear_tiles_128_8_together, Together, 128, 8, 1)
+TILES_KERNEL(linear_tiles_128_16_together, Together, 128, 16, 2)
