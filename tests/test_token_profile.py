@@ -17,7 +17,7 @@ import token_profile  # noqa: E402
     ("kernel", "kind"),
     [
         ("linear_ahead_8_shared", "fused"),
-        ("linear_tiles_64_2", "fused"),
+        ("linear_tiles_64_16", "fused"),
         ("decode_quad_whole", "decoding"),
         ("decode_rows_quad_whole", "decoding"),
         ("nvjet_tst_192x8_64x8_2x1_v_bz_TNT", "bf16_product"),

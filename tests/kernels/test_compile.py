@@ -12,6 +12,7 @@ from samebits.kernels import nvrtc
 
 CAPABILITIES = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
 CHAINS = ("shared", "shared_borders", "global", "global_borders")
+TILES = [(tokens, groups) for tokens in (16, 32, 64, 128) for groups in ((4, 8, 12, 16) if tokens == 64 else (8, 16))]
 KERNELS = {
     "decode.cu": ["decode_quad_whole", "decode_quad_clipped", "decode_single_whole", "decode_single_clipped"],
     "compact.cu": ["decode_compact"],
@@ -26,10 +27,8 @@ KERNELS = {
     "linear_chains.cu": [f"linear_chains_{tokens}_{kind}" for tokens in (8, 16) for kind in CHAINS],
     "linear_ahead_together.cu": [f"linear_ahead_{tokens}_together" for tokens in (8, 16)],
     "linear_chains_together.cu": [f"linear_chains_{tokens}_{kind}_together" for tokens in (8, 16) for kind in CHAINS],
-    "linear_tiles.cu": [f"linear_tiles_{tokens}_{tiles}" for tokens in (16, 32, 64, 128) for tiles in (1, 2)],
-    "linear_tiles_together.cu": [
-        f"linear_tiles_{tokens}_{tiles}_together" for tokens in (16, 32, 64, 128) for tiles in (1, 2)
-    ],
+    "linear_tiles.cu": [f"linear_tiles_{tokens}_{groups}" for tokens, groups in TILES],
+    "linear_tiles_together.cu": [f"linear_tiles_{tokens}_{groups}_together" for tokens, groups in TILES],
     "linear_singles.cu": [f"linear_singles_{tokens}" for tokens in (4, 8, 16, 32)],
     "linear_singles_together.cu": [f"linear_singles_{tokens}_together" for tokens in (4, 8, 16, 32)],
     "linear_pairs.cu": [f"linear_pairs_{tokens}" for tokens in (4, 8, 16, 32, 64)],

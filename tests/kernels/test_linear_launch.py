@@ -76,7 +76,9 @@ def test_launches_fit(shape: tuple[int, int], chunk_words: int, tokens: int, hop
             if variant.kernel in DECODING_PAIRS or variant.kernel is Kernel.RELAY:
                 continue  # tests of their own
             assert (launch.arrangement is not None) == (variant.kernel is Kernel.TILES)
-            groups = slots * launch.grid  # of a batch
+            of_range = ranges if variant.kernel is Kernel.TILES else 1
+            assert launch.grid % of_range == 0
+            groups = slots * launch.grid // of_range  # of a batch
             assert job["batches"] * groups >= header.geometry.row_groups > (job["batches"] - 1) * groups
             assert launch.shared_bytes <= nvrtc.shared_memory(0) - STATIC_SHARED
             assert 1 <= launch.warps <= variant.warps
@@ -271,12 +273,13 @@ def test_what_is_compiled_for_a_product(tokens: int, hopper: bool) -> None:
     assert found == expected or (not hopper and {"decode.cu", "linear_chains.cu"} <= found <= expected)
 
 
+@pytest.mark.parametrize("split", [1, 2, 5])
 @pytest.mark.parametrize("tokens", [1, 16, 17, 33, 64, 65, 128])
 @pytest.mark.parametrize("chunk_words", [250, 470, 1000, 2049])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_tiles_keep_going(shape: tuple[int, int], chunk_words: int, tokens: int, hopper: bool) -> None:
+def test_tiles_keep_going(shape: tuple[int, int], chunk_words: int, tokens: int, split: int, hopper: bool) -> None:
     number = next(i for i, variant in enumerate(VARIANTS) if variant.kernel is Kernel.TILES)
-    launch = launch_of(header_of(shape, chunk_words), tokens, 1, number, 0)
+    launch = launch_of(header_of(shape, chunk_words), tokens, split, number, 0)
     if not hopper:
         assert launch is None
         assert max_tokens(0) == MAX_TOKENS
@@ -290,15 +293,20 @@ def check_tiles(launch: Launch, number: int = 0) -> None:
     """Of one tensor: warps and memory are enough for the kernel to keep going."""
     job = job_of(launch, number)
     slots, tokens = job["slots"], job["tokens"]
-    wide, tiles = map(int, launch.name.split("_")[2:4])
-    decoding = launch.warps - (4 * tiles if wide == 128 else 4) - 1
+    wide, groups = map(int, launch.name.split("_")[2:4])
+    multiplying = groups // 2 if wide == 128 else 4
+    decoding, ranges = launch.warps - multiplying - 1, job["ranges"]
     assert wide >= tokens
     assert launch.arrangement is not None
     assert launch.boxes is not None
-    assert launch.arrangement.grid == 0
-    assert launch.arrangement.parts_bytes[number] == 128 * job["blocks"]
+    meetings = job["blocks"] // ranges * job["batches"] * multiplying if ranges > 1 else 0
+    assert launch.arrangement.meetings[number] == meetings
+    sums = 8 * groups * wide // multiplying  # of a warp
+    assert launch.arrangement.parts_bytes[number] == 128 * job["blocks"] + 4 * sums * ranges * meetings
+    assert (launch.arrangement.grid > 0) == any(launch.arrangement.meetings)
     assert launch.boxes[2] == wide
-    assert 4 * (tiles - 1) < slots <= 8 * tiles
+    assert slots <= groups
+    assert groups == 8 or slots > 4 or wide == 64  # else rows are placed otherwise
     assert slots <= decoding <= 16
     assert job["chunk_step"] * slots + job["slot_step"] == decoding
     assert job["ring"] >= 3 + (-(-decoding // slots) - 1) * CHUNK_STAGES // 2
@@ -453,7 +461,8 @@ def test_joint_launches(group: tuple[tuple[tuple[int, int], int], ...], tokens: 
             next_block += blocks
             if variant.kernel in DECODING_PAIRS:
                 continue
-            assert own * blocks + longer == header.geometry.row_groups
+            of_range = blocks // ranges if variant.kernel is Kernel.TILES else blocks
+            assert own * of_range + longer == header.geometry.row_groups
             assert job["slots"] * job["batches"] >= own + (longer > 0)
             assert ranges <= split
             if variant.kernel is Kernel.TILES:
