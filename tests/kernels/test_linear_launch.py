@@ -76,9 +76,9 @@ def test_launches_fit(shape: tuple[int, int], chunk_words: int, tokens: int, hop
             if variant.kernel in DECODING_PAIRS or variant.kernel is Kernel.RELAY:
                 continue  # tests of their own
             assert (launch.arrangement is not None) == (variant.kernel is Kernel.TILES)
-            of_range = ranges if variant.kernel is Kernel.TILES else 1
-            assert launch.grid % of_range == 0
-            groups = slots * launch.grid // of_range  # of a batch
+            segments = job["segments"] if variant.kernel is Kernel.TILES else 1
+            assert launch.grid % segments == 0
+            groups = slots * launch.grid // segments  # of a batch
             assert job["batches"] * groups >= header.geometry.row_groups > (job["batches"] - 1) * groups
             assert launch.shared_bytes <= nvrtc.shared_memory(0) - STATIC_SHARED
             assert 1 <= launch.warps <= variant.warps
@@ -286,21 +286,22 @@ def test_tiles_keep_going(shape: tuple[int, int], chunk_words: int, tokens: int,
         return
     assert max_tokens(0) == MAX_HOPPER_TOKENS
     assert launch is not None
-    check_tiles(launch)
+    check_tiles(launch, header_of(shape, chunk_words).geometry.stages)
 
 
-def check_tiles(launch: Launch, number: int = 0) -> None:
+def check_tiles(launch: Launch, stages: int, number: int = 0) -> None:
     """Of one tensor: warps and memory are enough for the kernel to keep going."""
     job = job_of(launch, number)
     slots, tokens = job["slots"], job["tokens"]
     wide, groups = map(int, launch.name.split("_")[2:4])
     multiplying = groups // 2 if wide == 128 else 4
-    decoding, ranges = launch.warps - multiplying - 1, job["ranges"]
+    decoding, ranges, segments = launch.warps - multiplying - 1, job["ranges"], job["segments"]
     assert wide >= tokens
     assert launch.arrangement is not None
     assert launch.boxes is not None
-    meetings = job["blocks"] // ranges * job["batches"] * multiplying if ranges > 1 else 0
-    assert launch.arrangement.meetings[number] == meetings
+    assert (segments, job["segment_stages"]) in ((ranges, job["stages_per_range"]), (1, stages))
+    meetings = job["blocks"] // segments * job["batches"] * multiplying if ranges > 1 else 0
+    assert launch.arrangement.meetings[number] == (meetings if segments > 1 else 0)
     sums = 8 * groups * wide // multiplying  # of a warp
     assert launch.arrangement.parts_bytes[number] == 128 * job["blocks"] + 4 * sums * ranges * meetings
     assert (launch.arrangement.grid > 0) == any(launch.arrangement.meetings)
@@ -461,12 +462,12 @@ def test_joint_launches(group: tuple[tuple[tuple[int, int], int], ...], tokens: 
             next_block += blocks
             if variant.kernel in DECODING_PAIRS:
                 continue
-            of_range = blocks // ranges if variant.kernel is Kernel.TILES else blocks
-            assert own * of_range + longer == header.geometry.row_groups
+            of_segment = blocks // job["segments"] if variant.kernel is Kernel.TILES else blocks
+            assert own * of_segment + longer == header.geometry.row_groups
             assert job["slots"] * job["batches"] >= own + (longer > 0)
             assert ranges <= split
             if variant.kernel is Kernel.TILES:
-                check_tiles(launch, i)
+                check_tiles(launch, stages, i)
             most.append((own + (longer > 0)) * stages)
         assert next_block == launch.grid
         if variant.kernel is Kernel.AHEAD:  # with fewer for each block there would be too many blocks

@@ -58,6 +58,10 @@ class Tile(NamedTuple):
         return 2 if self.rows >= 224 else 1
 
     @property
+    def bias_bytes(self) -> int:
+        return 2 * self.rows
+
+    @property
     def slot_bytes(self) -> int:
         return (TILE_TOKENS + self.rows) * 2 * STAGE // self.parts
 
@@ -128,7 +132,8 @@ class _Planner(Planner):
 
     def fixed(self, tile: Tile) -> int:
         """Bytes of shared memory beside the ring."""
-        return ATOM_BYTES + MAP_BYTES + 4 * self.table + tile.decoders * 2 * tile.row_groups * 4 * self.buffer
+        buffers = tile.decoders * 2 * tile.row_groups * 4 * self.buffer
+        return ATOM_BYTES + MAP_BYTES + _MULTIPLIERS * tile.bias_bytes + 4 * self.table + buffers
 
     def slots(self, tile: Tile) -> int:
         """Of the ring, as many as fit; 0 if these are too few."""

@@ -27,6 +27,7 @@ _TILE = 8  # kTileGroups
 _X_LEFT = 64  # Matrices::x_left: of the kernel for so many tokens
 _WARPGROUP = 4  # warps
 _MAX_DECODERS = 16  # kMaxDecoders
+_MOST_DECODED = 1.125  # of all stages, where ranges are segments: chunks that two of them share are decoded twice
 _MIN_RING = 3  # pairs of stages that a block keeps decoded
 MAX_TILE_TOKENS = max(_X_STAGES)
 
@@ -36,7 +37,8 @@ def tiles(headers: tuple[Header, ...], m: int, splits: tuple[int, ...], device: 
     if m > MAX_TILE_TOKENS or not nvrtc.has_wgmma(device):
         return None
     whole = [_Planner(*each, 1, m, device) for each in zip(headers, splits, strict=True)]
-    blocks = shares(headers, [each.decoded_stages for each in whole], device, [each.ranges for each in whole])
+    segments, stages = [each.segments for each in whole], [each.segment_decoded for each in whole]
+    blocks = shares(headers, stages, device, segments)
     if blocks is None:
         return None
     planners = [_Planner(*each, m, device) for each in zip(headers, splits, blocks, strict=True)]
@@ -49,7 +51,7 @@ def tiles(headers: tuple[Header, ...], m: int, splits: tuple[int, ...], device: 
 
 @dataclass(frozen=True)
 class _Batch:
-    """What a block of one tensor multiplies at once: ``slots`` row groups of a range, ``batches`` times."""
+    """What a block of one tensor multiplies at once: ``slots`` row groups of a segment, ``batches`` times."""
 
     planner: _Planner
     batches: int
@@ -76,17 +78,22 @@ class _Batch:
 
     @property
     def blocks(self) -> int:
-        """Of all ranges."""
-        return self.planner.blocks * self.planner.ranges
+        """Of all segments."""
+        return self.planner.blocks * self.planner.segments
 
     def meetings(self, warps: int) -> int:
         """Of ranges' sums, where there are several: one for each batch of each warp that multiplies."""
         return self.planner.blocks * self.batches * warps if self.planner.ranges > 1 else 0
 
+    def counted(self, warps: int) -> int:
+        """Meetings of several blocks."""
+        return self.meetings(warps) if self.planner.segments > 1 else 0
+
     def job(self, decoders: int, first_block: int) -> JobFields:
         """JobStructure's fields behind the pointers."""
         return self.planner.job_fields(self.slots, self.batches, decoders, ring=self.ring(decoders),
-                                       first_block=first_block, blocks=self.blocks)  # fmt: skip
+                                       first_block=first_block, blocks=self.blocks, segments=self.planner.segments,
+                                       segment_stages=self.planner.segment_stages)  # fmt: skip
 
 
 def _with_batches(each: list[_Batch], warps: int) -> tuple[list[_Batch], int, int] | None:
@@ -112,24 +119,31 @@ def _launch(each: Sequence[_Batch], groups: int, decoders: int) -> Launch:
     m, wide, columns, multipliers = first.m, first.wide, first.stages * STAGE, _multipliers(first.wide, groups)
     blocks = [batch.blocks for batch in each]
     jobs = (batch.job(decoders, first) for batch, first in zip(each, accumulate(blocks, initial=0), strict=False))
-    meetings = tuple(batch.meetings(multipliers) for batch in each)
     sums = 4 * ROW_GROUP * groups * wide // multipliers  # bytes of a warp's, of one range
     memory = tuple(
-        MAP_BYTES * batch.blocks + number * batch.planner.ranges * sums
-        for batch, number in zip(each, meetings, strict=True)
+        MAP_BYTES * batch.blocks + batch.meetings(multipliers) * batch.planner.ranges * sums for batch in each
     )
+    counted = tuple(batch.counted(multipliers) for batch in each)
     together = "_together" if len(each) > 1 else ""
     return Launch(f"linear_tiles{together}.cu", f"linear_tiles_{wide}_{groups}{together}", sum(blocks),
                   multipliers + 1 + decoders, max(batch.shared(decoders) for batch in each), tuple(jobs),
-                  Arrangement(0, columns, wide, 0, meetings, memory, 0), Boxes(m, columns, wide, STAGE))  # fmt: skip
+                  Arrangement(0, columns, wide, 0, counted, memory, 0), Boxes(m, columns, wide, STAGE))  # fmt: skip
 
 
 class _Planner(Planner):
-    """Of one tensor, of whose ranges each has ``blocks`` blocks."""
+    """Of one tensor, of whose segments each has ``blocks`` blocks."""
 
     def __init__(self, header: Header, split: int, blocks: int, m: int, device: int) -> None:
         super().__init__(header, m, split, device, blocks)
         self.wide = next(wide for wide in _X_STAGES if wide >= m)
+        starts = range(0, self.stages, self.stages_per_range)
+        decoded = [
+            min(start + self.stages_per_range, self.stages) - start // CHUNK_STAGES * CHUNK_STAGES for start in starts
+        ]
+        is_cut = sum(decoded) <= _MOST_DECODED * self.stages
+        self.segments = self.ranges if is_cut else 1
+        self.segment_stages = self.stages_per_range if is_cut else self.stages
+        self.segment_decoded = max(decoded) if is_cut else self.stages
 
     def batch(self, more: int) -> _Batch:
         """With so many batches more than are needed, if there are row groups for them."""

@@ -30,7 +30,7 @@ struct Job {
     int own, longer;     // row groups of a block; of the first `longer` blocks one more
     int token_tiles, units;      // linear_pairs.cuh; linear_relay.cuh: pairs of tiles of tokens, and items
     u32 by_token_tiles, by_ranges;
-    int segments, segment_stages;   // linear_ahead.cuh: of K; linear_relay.cuh: pairs of a pass
+    int segments, segment_stages;   // linear_ahead.cuh, linear_tiles.cuh: of K; linear_relay.cuh: pairs of a pass
     u32 by_ring;
     u32 by_slots, by_range, by_chunks;   // for `divide`
     int table_words, x_words, buffer_words;   // of shared memory: decode table, x (before that, without Hopper's kernels, the table's entries), each staging buffer
@@ -203,31 +203,43 @@ __device__ __forceinline__ void wait_until(u32 flag, u32 value) {
     while (read_flag(flag) < value) __nanosleep(40);
 }
 
-// A warp's sums of one range meet those of the others in memory; who brings the last adds them, in order. Returns whether this warp did.
-// parts: of all ranges, [ranges][tiles * count][32]; done: how many have come.
+// Where a warp's sums of all ranges meet, in memory: [ranges][tiles * count][32].
 template <int tiles, int count>
-__device__ __forceinline__ bool meet(float* parts, u32* done, int ranges, int range, int lane, float (&sums)[tiles][count]) {
-    constexpr int all = tiles * count;
-    parts += lane;
-    float* own = parts + range * (all * kLanes);
+struct Meeting {
+    static constexpr int all = tiles * count;
+    using Sums = float[tiles][count];
+    float* parts;
+    int lane;
+
+    __device__ __forceinline__ float* part(int range) const { return parts + range * (all * kLanes) + lane; }
+    __device__ __forceinline__ void bring(int range, const Sums& sums) const {
+        float* own = part(range);
 #pragma unroll
-    for (int i = 0; i < all; ++i) __stcg(own + i * kLanes, sums[i / count][i % count]);
-    __threadfence();
-    __syncwarp();
-    u32 before = 0;
-    if (lane == 0) before = atomicAdd(done, 1);
-    if (int(__shfl_sync(kFull, before, 0)) + 1 < ranges) return false;
-    __threadfence();
-#pragma unroll
-    for (int i = 0; i < all; ++i) sums[i / count][i % count] = __ldcg(parts + i * kLanes);
-#pragma unroll 1
-    for (int other = 1; other < ranges; ++other) {
-        parts += all * kLanes;
-#pragma unroll
-        for (int i = 0; i < all; ++i) sums[i / count][i % count] += __ldcg(parts + i * kLanes);
+        for (int i = 0; i < all; ++i) __stcg(own + i * kLanes, sums[i / count][i % count]);
     }
-    return true;
-}
+    // Whether this warp is the last of so many that bring some. done: how many have come.
+    __device__ __forceinline__ bool is_last(u32* done, int parties) const {
+        __threadfence();
+        __syncwarp();
+        u32 before = 0;
+        if (lane == 0) before = atomicAdd(done, 1);
+        const bool is_last = int(__shfl_sync(kFull, before, 0)) + 1 == parties;
+        if (is_last) __threadfence();
+        return is_last;
+    }
+    // Adds all ranges' in order.
+    __device__ __forceinline__ void add(int ranges, Sums& sums) const {
+        const float* next = part(0);
+#pragma unroll
+        for (int i = 0; i < all; ++i) sums[i / count][i % count] = __ldcg(next + i * kLanes);
+#pragma unroll 1
+        for (int range = 1; range < ranges; ++range) {
+            next += all * kLanes;
+#pragma unroll
+            for (int i = 0; i < all; ++i) sums[i / count][i % count] += __ldcg(next + i * kLanes);
+        }
+    }
+};
 
 __device__ __forceinline__ u32 to_bf16x2(float low, float high) {
     u32 result;

@@ -426,8 +426,11 @@ __device__ __forceinline__ void finish_unit(const Geometry& geometry, const Job&
     constexpr int count = wide / 2;
     if (job.ranges > 1) {
         const int meeting = first_group / groups * job.token_tiles + unit.tokens;
-        float* parts = job.parts + size_t(meeting) * job.ranges * (count * kLanes);
-        if (!meet(parts, job.done + meeting, job.ranges, unit.range, lane, reinterpret_cast<float (&)[1][count]>(sums))) return;
+        const Meeting<1, count> met{job.parts + size_t(meeting) * job.ranges * (count * kLanes), lane};
+        auto& own = reinterpret_cast<float (&)[1][count]>(sums);
+        met.bring(unit.range, own);
+        if (!met.is_last(job.done + meeting, job.ranges)) return;
+        met.add(job.ranges, own);
     }
     // With two row groups two lanes swap, so that each has four rows of a token, lanes with even t of the first row group and others of the second.
     // With one, each has two rows of a token.

@@ -20,7 +20,7 @@ template <int rows_>
 struct Tile {
     static constexpr int rows = rows_, groups = rows / 8, parts = rows >= 224 ? 2 : 1;
     static constexpr u32 row_bytes = 128 / parts, atom_bytes = 8 * row_bytes;                      // of a part of a stage; an atom is a row group's
-    static constexpr u32 x_bytes = kTileTokens * row_bytes, part_bytes = rows * row_bytes, slot_bytes = x_bytes + part_bytes;
+    static constexpr u32 x_bytes = kTileTokens * row_bytes, part_bytes = rows * row_bytes, slot_bytes = x_bytes + part_bytes, bias_bytes = 2 * rows;
 };
 
 __device__ __forceinline__ u32 claim(u32* counter, u32 count) {
@@ -290,7 +290,7 @@ __device__ __forceinline__ void bring(const Relay<Tile>& relay, int lane) {
 // -- Multiplying --
 
 template <class Tile>
-__device__ __forceinline__ void multiply_tiles(const Relay<Tile>& relay, int warp, int lane) {
+__device__ __forceinline__ void multiply_tiles(const Relay<Tile>& relay, u32 biases, int warp, int lane) {
     const Job& job = relay.job;
     const Geometry& geometry = relay.geometry;
     const int g = lane >> 2, t = lane & 3;
@@ -303,6 +303,9 @@ __device__ __forceinline__ void multiply_tiles(const Relay<Tile>& relay, int war
 #pragma unroll 1
     for (Items<Tile> items{relay}; items.has(); items.advance()) {
         const auto [tile, token_tile] = items.at();
+        const int first_row = tile * Tile::rows, groups = relay.groups_of(tile);
+        Vec4 bias{};               // of a row group for each lane, asked for long before it is needed
+        if (job.bias && lane < groups) bias = *reinterpret_cast<const Vec4*>(job.bias + first_row + 8 * lane);
 #pragma unroll
         for (int i = 0; i < Tile::rows / 2; ++i) sums[i] = 0;
 #pragma unroll 1
@@ -326,7 +329,9 @@ __device__ __forceinline__ void multiply_tiles(const Relay<Tile>& relay, int war
         pin(sums);
         release();
         used = 0;
-        const int first_row = tile * Tile::rows, groups = relay.groups_of(tile);
+        __syncwarp();
+        if (lane < Tile::groups) store_shared(biases + 16 * lane, bias);
+        __syncwarp();
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int token = kTileTokens * token_tile + 16 * warp + 8 * half + g;
@@ -340,7 +345,7 @@ __device__ __forceinline__ void multiply_tiles(const Relay<Tile>& relay, int war
                     if (j + i >= Tile::groups) continue;
                     float low = sums[4 * (j + i) + 2 * half], high = sums[4 * (j + i) + 2 * half + 1];
                     if (job.bias) {
-                        const u32 bias = j + i < groups ? *reinterpret_cast<const u32*>(job.bias + first_row + 8 * (j + i) + 2 * t) : 0;
+                        const u32 bias = load_shared(biases + 16 * (j + i) + 4 * t);
                         low += __uint_as_float(bias << 16), high += __uint_as_float(bias & 0xffff0000u);
                     }
                     words[i] = to_bf16x2(low, high);
@@ -359,13 +364,13 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
     using OwnTile = Tile<rows>;
     const int lane = threadIdx.x & 31, warp = __shfl_sync(kFull, threadIdx.x >> 5, 0), decoding = warp - kMultipliers - 1;
 
-    // Shared memory: the ring (first of all, there, the table's entries), the tensor map, barriers, table, for each decoding warp two staging buffers
-    // for each row group of a unit.
+    // Shared memory: the ring (first of all, there, the table's entries), the tensor map, for each multiplying warp a tile's bias, barriers, table, for
+    // each decoding warp two staging buffers for each row group of a unit.
     const u32 start = u32(__cvta_generic_to_shared(shared_bytes)), base = (start + 1023) & ~1023u;
     u8* shared = shared_bytes + (base - start);
-    const u32 map = base + job.ring * OwnTile::slot_bytes;
-    u32* table = reinterpret_cast<u32*>(shared + (map + kMapBytes + 16 * job.ring - base));
-    const Relay<OwnTile> relay(geometry, packed, job, base, map + kMapBytes);
+    const u32 map = base + job.ring * OwnTile::slot_bytes, biases = map + kMapBytes, barriers = biases + kMultipliers * OwnTile::bias_bytes;
+    u32* table = reinterpret_cast<u32*>(shared + (barriers + 16 * job.ring - base));
+    const Relay<OwnTile> relay(geometry, packed, job, base, barriers);
 
     let_kernel_behind_start();
     if (threadIdx.x == 0) {
@@ -385,7 +390,7 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
     await_cluster();
 
     if (warp < kMultipliers) {
-        multiply_tiles(relay, warp, lane);
+        multiply_tiles(relay, biases + warp * OwnTile::bias_bytes, warp, lane);
     } else if (decoding < 0) {
         place_map(relay.map(), map, job.x, lane);
         bring(relay, lane);

@@ -1,5 +1,5 @@
-// The fused linear layer for up to 128 tokens, on Hopper. A block multiplies a range of K of up to 16 row groups at once, batch after batch. Some of
-// its warps decode: a task is a chunk of one row group, and what comes out goes to a ring in shared memory. One warp has x copied to a second ring.
+// The fused linear layer for up to 128 tokens, on Hopper. A block multiplies a segment of K, one range or all, of up to 16 row groups at once, batch
+// after batch. Some of its warps decode: a task is a chunk of one row group, and what comes out goes to a ring in shared memory. One warp has x copied to a second ring.
 // One or two warpgroups do nothing but multiply what is in the two with wgmma, which adds like mma.m16n8k16, and write y, or have the range's sums
 // meet those of the others. See linear.cuh.
 //
@@ -25,18 +25,17 @@ __host__ __device__ constexpr int x_stages(int wide) { return wide <= 32 ? 2 : 1
 __host__ __device__ constexpr int x_slots(int wide) { return wide == 64 ? 6 : 4; }
 __host__ __device__ constexpr int x_bytes(int wide) { return x_stages(wide) * wide * 128; }   // of a slot
 
-// What of the weight a block multiplies: one range of K, and every `blocks`-th row group from `place` on, `own` in all, in batches.
+// What of the weight a block multiplies: one segment of K, and every `blocks`-th row group from `place` on, `own` in all, in batches.
 struct Share {
-    int range, place, blocks, own, batches;
+    int place, blocks, own, batches;
     int stage, end;              // of stages; of a chunk or pair, all are decoded from the first on
     int chunk, chunks, pair, pairs;
 
     __device__ __forceinline__ Share(const Geometry& geometry, const Job& job)
-        : place(divide(job.block(), job.by_ranges)), blocks(divide(job.blocks, job.by_ranges)), own(job.row_groups_of(place)) {
-        range = job.block() - place * job.ranges;
+        : place(job.block() / job.segments), blocks(job.blocks / job.segments), own(job.row_groups_of(place)) {
         batches = (own + job.slots - 1) / job.slots;
-        stage = range * job.stages_per_range;
-        end = min(stage + job.stages_per_range, geometry.stages);
+        stage = (job.block() - place * job.segments) * job.segment_stages;
+        end = min(stage + job.segment_stages, geometry.stages);
         chunk = stage / kChunkStages;
         chunks = (end - 1) / kChunkStages + 1 - chunk;
         pair = stage >> 1;
@@ -46,7 +45,7 @@ struct Share {
 };
 
 // Which tasks a warp has, in the order of their numbers: chunk by chunk through a batch's row groups.
-struct Task { int batch, chunk, slot, group; };   // chunk: of the range's
+struct Task { int batch, chunk, slot, group; };   // chunk: of the segment's
 
 struct Tasks {
     const Share& share;
@@ -150,24 +149,28 @@ __device__ __forceinline__ void write_tokens(const Geometry& geometry, const Job
     const int t = lane & 3, odd = t & 1, first = batch * job.slots;
     const int there = min(job.slots, share.own - first);   // row groups
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int token = 16 * warp + 8 * half + (lane >> 2);
-        u16* y = job.y + size_t(token) * geometry.rows;
+    for (int slot = 0; slot < count / 4; slot += 4) {
+        float biases[4][2] = {};
+        if (job.bias)
 #pragma unroll
-        for (int slot = 0; slot < count / 4; slot += 4) {
+            for (int i = 0; i < 4; ++i)
+#pragma unroll
+                for (int k = 0; k < 2; ++k)
+                    biases[i][k] = __uint_as_float(u32(job.bias[8 * share.row_group(first + min(slot + i, there - 1)) + t + 4 * k]) << 16);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int token = 16 * warp + 8 * half + (lane >> 2);
             u32 words[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 float low = sums[0][4 * (slot + i) + 2 * half], high = sums[0][4 * (slot + i) + 2 * half + 1];
-                if (job.bias) {
-                    const u16* bias = job.bias + 8 * share.row_group(first + min(slot + i, there - 1)) + t;
-                    low += __uint_as_float(u32(bias[0]) << 16), high += __uint_as_float(u32(bias[4]) << 16);
-                }
+                if (job.bias) low += biases[i][0], high += biases[i][1];
                 const float other = __shfl_xor_sync(kFull, odd ? low : high, 1);
                 words[i] = odd ? to_bf16x2(other, high) : to_bf16x2(low, other);
             }
             const Vec4 whole = transpose(words, t);   // rows 0 and 1, 4 and 5, 2 and 3, 6 and 7
-            if (token < job.tokens && slot + t < there) *reinterpret_cast<Vec4*>(y + 8 * share.row_group(first + slot + t)) = {whole.x, whole.z, whole.y, whole.w};
+            u16* target = job.y + size_t(token) * geometry.rows + 8 * share.row_group(first + slot + t);
+            if (token < job.tokens && slot + t < there) *reinterpret_cast<Vec4*>(target) = {whole.x, whole.z, whole.y, whole.w};
         }
     }
 }
@@ -193,50 +196,55 @@ __device__ __forceinline__ void multiply_tiles(const Rings& rings, const Geometr
     await_kernel_before();
 #pragma unroll 1
     for (int batch = 0; batch < share.batches; ++batch) {
-#pragma unroll
-        for (int tile = 0; tile < tiles; ++tile)
-#pragma unroll
-            for (int i = 0; i < count; ++i) sums[tile][i] = 0;
+        const int meeting = (share.place * job.batches + batch) * (4 * warpgroups) + warp;
+        const Meeting<tiles, count> met{job.parts + job.blocks * (kMapBytes / 4) + size_t(meeting) * job.ranges * (tiles * count * kLanes), lane};
+        int range = share.stage / job.stages_per_range;
 #pragma unroll 1
-        for (int stage = share.stage; stage < share.end; ++stage) {
-            const int part = (stage - share.stage) % x_stages(wide);
-            if (part == 0) await(rings.x_full + 8 * place.slot, place.parity);
-            if ((stage & 1) == 0 || stage == share.stage) await(rings.full + 8 * pair.slot, pair.parity);
-            const u64 rows = describe(rings.weights + pair.slot * rings.slot_bytes + own_offset + (stage & 1) * kAtomBytes, stride);
-            const u64 tokens = describe(rings.x + place.slot * x_bytes(wide) + part * (wide * 128), kAtomBytes);
-            pin_all();
-            wgmma_fence();
+        for (int first = share.stage; first < share.end; first += job.stages_per_range, ++range) {
+            const int range_end = min(first + job.stages_per_range, share.end);
 #pragma unroll
-            for (int step = 0; step < 4; ++step)
+            for (int tile = 0; tile < tiles; ++tile)
 #pragma unroll
-                for (int tile = 0; tile < tiles; ++tile) {
-                    const u64 own_rows = rows + (tile * kTileBytes + step * 32) / 16, own_tokens = tokens + step * 32 / 16;
-                    if constexpr (Own::x_left) multiply_add(sums[tile], own_tokens, own_rows);
-                    else multiply_add(sums[tile], own_rows, own_tokens);
+                for (int i = 0; i < count; ++i) sums[tile][i] = 0;
+#pragma unroll 1
+            for (int stage = first; stage < range_end; ++stage) {
+                const int part = (stage - share.stage) % x_stages(wide);
+                if (part == 0) await(rings.x_full + 8 * place.slot, place.parity);
+                if ((stage & 1) == 0 || stage == share.stage) await(rings.full + 8 * pair.slot, pair.parity);
+                const u64 rows = describe(rings.weights + pair.slot * rings.slot_bytes + own_offset + (stage & 1) * kAtomBytes, stride);
+                const u64 tokens = describe(rings.x + place.slot * x_bytes(wide) + part * (wide * 128), kAtomBytes);
+                pin_all();
+                wgmma_fence();
+#pragma unroll
+                for (int step = 0; step < 4; ++step)
+#pragma unroll
+                    for (int tile = 0; tile < tiles; ++tile) {
+                        const u64 own_rows = rows + (tile * kTileBytes + step * 32) / 16, own_tokens = tokens + step * 32 / 16;
+                        if constexpr (Own::x_left) multiply_add(sums[tile], own_tokens, own_rows);
+                        else multiply_add(sums[tile], own_rows, own_tokens);
+                    }
+                wgmma_commit();
+                pin_all();
+                wgmma_wait<1>();
+                release();
+                const bool last = stage + 1 == share.end;
+                if (part == x_stages(wide) - 1 || last) {
+                    used_x = rings.x_empty + 8 * place.slot;
+                    place.advance(x_slots(wide));
                 }
-            wgmma_commit();
+                if ((stage & 1) || last) {
+                    used = rings.empty + 8 * pair.slot;
+                    pair.advance(rings.slots);
+                }
+            }
+            wgmma_wait<0>();
             pin_all();
-            wgmma_wait<1>();
             release();
-            const bool last = stage + 1 == share.end;
-            if (part == x_stages(wide) - 1 || last) {
-                used_x = rings.x_empty + 8 * place.slot;
-                place.advance(x_slots(wide));
-            }
-            if ((stage & 1) || last) {
-                used = rings.empty + 8 * pair.slot;
-                pair.advance(rings.slots);
-            }
+            if (job.ranges > 1) met.bring(range, sums);
         }
-        wgmma_wait<0>();
-        pin_all();
-        release();
         if (Own::x_left && 16 * warp >= job.tokens) continue;
-        if (job.ranges > 1) {
-            const int meeting = (share.place * job.batches + batch) * (4 * warpgroups) + warp;
-            float* parts = job.parts + job.blocks * (kMapBytes / 4) + size_t(meeting) * job.ranges * (tiles * count * kLanes);
-            if (!meet(parts, job.done + meeting, job.ranges, share.range, lane, sums)) continue;
-        }
+        if (job.segments > 1 && !met.is_last(job.done + meeting, job.segments)) continue;
+        if (job.ranges > 1) met.add(job.ranges, sums);
         if constexpr (Own::x_left) write_tokens(geometry, job, share, batch, warp, lane, sums);
         else write_rows(geometry, job, share, batch, warp, lane, sums);
     }
@@ -323,7 +331,7 @@ struct Decoder {
 #pragma unroll 1
         while (tasks.has(task)) {
             const int first_stage = chunk_of(task) * kChunkStages, count = min(kChunkStages, share.end - first_stage);
-            const int before = max(0, 2 * share.pair - first_stage);   // stages of pairs that belong to the range before
+            const int before = max(0, 2 * share.pair - first_stage);   // stages of pairs that belong to the segment before
             const u32 atoms = lane_place + task.slot * kPairBytes;
             RingPlace pair = RingPlace::of(task.batch * share.pairs + (first_stage + before) / 2 - share.pair, rings.slots);
             const u32* buffer = buffers + side * job.buffer_words;
