@@ -27,7 +27,7 @@ _TILE = 8  # kTileGroups
 _X_LEFT = 64  # Matrices::x_left: of the kernel for so many tokens
 _WARPGROUP = 4  # warps
 _MAX_DECODERS = 16  # kMaxDecoders
-_MOST_DECODED = 1.125  # of all stages, where ranges are segments: chunks that two of them share are decoded twice
+_MOST_DECODED = 1.125  # times as many stages as there are, where ranges are segments
 _MIN_RING = 3  # pairs of stages that a block keeps decoded
 MAX_TILE_TOKENS = max(_X_STAGES)
 
@@ -36,17 +36,30 @@ def tiles(headers: tuple[Header, ...], m: int, splits: tuple[int, ...], device: 
     """One launch for one tensor or several, with as few batches as fit, and then as many warps; None as launch_of."""
     if m > MAX_TILE_TOKENS or not nvrtc.has_wgmma(device):
         return None
-    whole = [_Planner(*each, 1, m, device) for each in zip(headers, splits, strict=True)]
-    segments, stages = [each.segments for each in whole], [each.segment_decoded for each in whole]
-    blocks = shares(headers, stages, device, segments)
+    is_cut = all(map(_is_worth_cutting, headers, splits))
+    whole = [_Planner(*each, 1, m, device, is_cut) for each in zip(headers, splits, strict=True)]
+    blocks = shares(headers, [each.decoded for each in whole], device, [each.segments for each in whole])
     if blocks is None:
         return None
-    planners = [_Planner(*each, m, device) for each in zip(headers, splits, blocks, strict=True)]
+    planners = [_Planner(*each, m, device, is_cut) for each in zip(headers, splits, blocks, strict=True)]
     for more in range(max(each.own for each in planners)):
         found = _with_batches([each.batch(more) for each in planners], warps)
         if found:
             return _launch(*found)
     return None
+
+
+def _decoded(header: Header, split: int) -> list[int]:
+    """Stages of a row group for each range: from its first chunk's first on."""
+    stages = header.geometry.stages
+    wide = -(-stages // split)
+    return [min(start + wide, stages) - start // CHUNK_STAGES * CHUNK_STAGES for start in range(0, stages, wide)]
+
+
+def _is_worth_cutting(header: Header, split: int) -> bool:
+    """Whether ranges should have blocks of their own: each copies less of x, but chunks that two share are decoded twice."""
+    decoded = _decoded(header, split)
+    return len(decoded) > 1 and sum(decoded) <= _MOST_DECODED * header.geometry.stages
 
 
 @dataclass(frozen=True)
@@ -133,17 +146,12 @@ def _launch(each: Sequence[_Batch], groups: int, decoders: int) -> Launch:
 class _Planner(Planner):
     """Of one tensor, of whose segments each has ``blocks`` blocks."""
 
-    def __init__(self, header: Header, split: int, blocks: int, m: int, device: int) -> None:
+    def __init__(self, header: Header, split: int, blocks: int, m: int, device: int, is_cut: bool) -> None:
         super().__init__(header, m, split, device, blocks)
         self.wide = next(wide for wide in _X_STAGES if wide >= m)
-        starts = range(0, self.stages, self.stages_per_range)
-        decoded = [
-            min(start + self.stages_per_range, self.stages) - start // CHUNK_STAGES * CHUNK_STAGES for start in starts
-        ]
-        is_cut = sum(decoded) <= _MOST_DECODED * self.stages
         self.segments = self.ranges if is_cut else 1
         self.segment_stages = self.stages_per_range if is_cut else self.stages
-        self.segment_decoded = max(decoded) if is_cut else self.stages
+        self.decoded = max(_decoded(header, self.segments))  # stages of a segment
 
     def batch(self, more: int) -> _Batch:
         """With so many batches more than are needed, if there are row groups for them."""
