@@ -57,7 +57,7 @@ def _decoded(header: Header, split: int) -> list[int]:
 
 
 def _is_worth_cutting(header: Header, split: int) -> bool:
-    """Whether ranges should have blocks of their own: each copies less of x, but chunks that two share are decoded twice."""
+    """Whether ranges should have blocks of their own: these copy less of x, but chunks of two are decoded twice."""
     decoded = _decoded(header, split)
     return len(decoded) > 1 and sum(decoded) <= _MOST_DECODED * header.geometry.stages
 
