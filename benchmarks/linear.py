@@ -28,7 +28,7 @@ import argparse
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -74,14 +74,41 @@ MANY_TOKENS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 MANY_SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (28672, 8192))  # of these, also with many tokens
 PREFILL_TOKENS = (128, 256, 512, 1024, 2048, 4096)
 BLOCK = "Llama 3.1 8B"
-# Columns of the input; rows of q, of k and of v, and of gate and of up.
-GROUPS = {
-    "Llama 3.1 8B": (4096, {"q, k, v": (4096, 1024, 1024), "gate, up": (14336, 14336)}),
-    "Qwen3 14B": (5120, {"q, k, v": (5120, 1024, 1024), "gate, up": (17408, 17408)}),
-    "Qwen3 32B": (5120, {"q, k, v": (8192, 1024, 1024), "gate, up": (25600, 25600)}),
-    "Mistral Small 24B": (5120, {"q, k, v": (4096, 1024, 1024), "gate, up": (32768, 32768)}),
-    "Llama 3 70B": (8192, {"q, k, v": (8192, 1024, 1024), "gate, up": (28672, 28672)}),
-}
+
+
+class Group(NamedTuple):
+    """Layers that share an input.
+
+    Attributes:
+        columns: of the input.
+        rows: of each weight.
+        tokens: where a model always has so many; else as asked for.
+    """
+
+    model: str
+    layers: str
+    columns: int
+    rows: tuple[int, ...]
+    has_bias: bool = False
+    tokens: int | None = None
+
+
+GROUPS = (
+    Group("Llama 3.1 8B", "q, k, v", 4096, (4096, 1024, 1024)),
+    Group("Llama 3.1 8B", "gate, up", 4096, (14336, 14336)),
+    Group("Qwen3 14B", "q, k, v", 5120, (5120, 1024, 1024)),
+    Group("Qwen3 14B", "gate, up", 5120, (17408, 17408)),
+    Group("Qwen3 32B", "q, k, v", 5120, (8192, 1024, 1024)),
+    Group("Qwen3 32B", "gate, up", 5120, (25600, 25600)),
+    Group("Mistral Small 24B", "q, k, v", 5120, (4096, 1024, 1024)),
+    Group("Mistral Small 24B", "gate, up", 5120, (32768, 32768)),
+    Group("Llama 3 70B", "q, k, v", 8192, (8192, 1024, 1024)),
+    Group("Llama 3 70B", "gate, up", 8192, (28672, 28672)),
+    Group("Stable Diffusion 3.5 large", "q, k, v of an image", 2432, (2432,) * 3, has_bias=True, tokens=4096),
+    Group("FLUX.1-dev", "q, k, v of an image", 3072, (3072,) * 3, has_bias=True, tokens=4096),
+    Group("FLUX.1-dev", "q, k, v of a text", 3072, (3072,) * 3, has_bias=True, tokens=512),
+    Group("FLUX.1-dev", "mlp, q, k, v of both", 3072, (12288, *(3072,) * 3), has_bias=True, tokens=4608),
+)
 # Of a block, the products that have an input in common.
 BLOCK_INPUTS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
 Layers = TypeVar("Layers", nn.ModuleList, nn.ModuleDict)
@@ -102,21 +129,31 @@ def main() -> int:
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("no CUDA device")
-    rows: list[dict[str, Any]] = []
+    if not (arguments.shapes or arguments.prefill or arguments.groups):
+        parser.error("nothing to measure")
+    for found in measured(arguments):
+        path = add_results(arguments.name, device_name(), found, KEYS)
+    print(path)
+    return 0
+
+
+def measured(arguments: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
+    """The rows of one weight, of a block, of one group: what is kept if the next takes too long."""
     for shape in arguments.shapes:
         few = arguments.tokens or FEW_TOKENS
         many = MANY_TOKENS if shape in MANY_SHAPES and not arguments.tokens else ()
-        rows += measure(synthetic_matrix(*shape, device="cuda"), few, many)
-    for row in measure_block(DECODER_LAYERS[BLOCK], arguments.prefill, "cuda") if arguments.prefill else ():
-        rows.append(row)
+        yield measure(synthetic_matrix(*shape, device="cuda"), few, many)
+    if arguments.prefill:
+        yield list(printed(measure_block(DECODER_LAYERS[BLOCK], arguments.prefill, "cuda")))
+    for group in GROUPS if arguments.groups else ():
+        tokens = (group.tokens,) if group.tokens else arguments.groups
+        yield list(printed(measure_group(group, tokens, "cuda")))
+
+
+def printed(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    for row in rows:
         print(row, flush=True)
-    for model, (columns, groups) in GROUPS.items() if arguments.groups else ():
-        for layers, heights in groups.items():
-            for row in measure_group([(height, columns) for height in heights], arguments.groups, "cuda"):
-                rows.append({"table": "together", "model": model, "layers": layers} | row)
-                print(rows[-1], flush=True)
-    print(add_results(arguments.name, device_name(), rows, KEYS))
-    return 0
+        yield row
 
 
 def counts(text: str) -> tuple[int, ...]:
@@ -157,7 +194,7 @@ def measure_block(shapes: dict[str, tuple[int, int]], tokens: tuple[int, ...], d
         for block in packed:
             for x, names in zip(inputs, BLOCK_INPUTS, strict=True):
                 layers = nn.ModuleList(block[name] for name in names)
-                launches += learned(x, layers, [dense[0][name].weight for name in names])
+                launches += learned(x, layers, (dense[0][name] for name in names))
         bf16, ours = timed(
             *([partial(products_of_block, inputs, block) for block in blocks] for blocks in (dense, packed)),
             tokens=number,
@@ -186,49 +223,51 @@ def find_plan(x: torch.Tensor, packed: samebits.PackedTensor, bias: torch.Tensor
         Planner.of(x.get_device()).outcome(key)
 
 
-def check_products(
-    inputs: dict[int, torch.Tensor], weights: list[torch.Tensor], packed: list[samebits.PackedTensor]
-) -> None:
+def check_same(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
     """Leave with an error if a product's words are not F.linear's."""
-    for weight, tensor in zip(weights, packed, strict=True):
-        x = inputs[weight.shape[1]]
-        check_same(linear(x, tensor, None), x, weight)
-
-
-def check_same(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
-    if not torch.equal(y.view(torch.int16), F.linear(x, weight).view(torch.int16)):
+    if not torch.equal(y.view(torch.int16), F.linear(x, weight, bias).view(torch.int16)):
         raise SystemExit(f"{tuple(weight.shape)} with {x.shape[0]} tokens: not identical")
 
 
 @torch.no_grad()
-def measure_group(shapes: Sequence[tuple[int, int]], tokens: tuple[int, ...], device: str) -> Iterator[dict[str, Any]]:
-    """Products of one input, as rows of the table "together"; each but for the names of its model and its layers."""
-    weights = [synthetic_matrix(*shape, seed=seed, device=device) for seed, shape in enumerate(shapes)]
-    dense = copies_of(nn.ModuleList(map(layer_of, weights)))
+def measure_group(group: Group, tokens: tuple[int, ...], device: str) -> Iterator[dict[str, Any]]:
+    """Products of one input, as rows of the table "together"."""
+    weights = [synthetic_matrix(rows, group.columns, seed=seed, device=device) for seed, rows in enumerate(group.rows)]
+    dense = copies_of(nn.ModuleList(layer_of(weight, group.has_bias) for weight in weights))
     compressed = deepcopy(dense[0])
     samebits.compress(compressed)
     modules = copies_of(compressed)
-    packed = [[samebits.PackedTensor.from_data(layer.sb_packed) for layer in layers] for layers in modules]
-    operators = [[partial(linear, packed=tensor, bias=None) for tensor in tensors] for tensors in packed]
+    operators = [list(map(operator_of, layers)) for layers in modules]
     for number in tokens:
-        x = activations(number, shapes[0][1], device)
-        check_products({x.shape[1]: x}, weights, packed[0])
-        [launches] = {learned(x, layers, weights) for layers in modules}  # every copy alike
-        bf16, one_by_one = timed_behind(x, dense), timed_behind(x, operators)
-        ours = timed_behind(x, modules) if launches else one_by_one
+        x = activations(number, group.columns, device)
+        samebits.prepare(compressed, batch_sizes=(number,))
+        for operator, layer in zip(operators[0], dense[0], strict=True):
+            check_same(operator(x), x, layer.weight, layer.bias)
+        [launches] = {learned(x, layers, dense[0]) for layers in modules}  # every copy alike
+        bf16, one_by_one, ours = timed_behind(x, dense, operators, modules if launches else operators)
         yield {
+            "table": "together",
+            "model": group.model,
+            "layers": group.layers,
             "tokens": number,
             **microseconds("bf16_microseconds", bf16),
             **microseconds("one_by_one_microseconds", one_by_one),
-            **microseconds("together_microseconds", ours),
+            **microseconds("together_microseconds", ours if launches else one_by_one),
             "launches": launches,
         }
 
 
-def layer_of(weight: torch.Tensor) -> nn.Linear:
-    layer = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
+def layer_of(weight: torch.Tensor, has_bias: bool = False) -> nn.Linear:
+    layer = nn.Linear(*reversed(weight.shape), bias=has_bias, device="meta")
     layer.weight = nn.Parameter(weight, requires_grad=False)
+    if has_bias:
+        layer.bias = nn.Parameter(activations(1, weight.shape[0], weight.device)[0], requires_grad=False)
     return layer
+
+
+def operator_of(layer: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    """samebits::linear with a packed layer's weight and bias."""
+    return partial(linear, packed=samebits.PackedTensor.from_data(layer.sb_packed), bias=layer.bias)
 
 
 def copies_of(layers: Layers) -> list[Layers]:
@@ -237,22 +276,27 @@ def copies_of(layers: Layers) -> list[Layers]:
     return [layers, *(deepcopy(layers) for _ in range(int(DISTINCT_BYTES / nbytes)))]
 
 
-def learned(x: torch.Tensor, layers: nn.ModuleList, weights: Sequence[torch.Tensor]) -> int:
+def learned(x: torch.Tensor, layers: nn.ModuleList, plain: Iterable[nn.Module]) -> int:
     """Have together.py learn a group; how many launches of several products it takes then. Every product is checked."""
+    plain = list(plain)
     for _ in range(LEARNING_CALLS):
         x.mul_(1)  # counts as another input
-        for layer, weight in zip(layers, weights, strict=True):
-            check_same(layer(x), x, weight)
+        for layer, same in zip(layers, plain, strict=True):
+            check_same(layer(x), x, same.weight, same.bias)
     first = resident(layers[0].sb_packed)
     return int(bool(first and first.followers and first.followers.chosen_for(x.shape[0])))
 
 
-def timed_behind(x: torch.Tensor, groups: Sequence[Iterable[Callable[[torch.Tensor], object]]]) -> Timing:
-    """Of the products of a group, without the small kernels in front of them."""
-    [whole] = timed([partial(behind_small_kernels, x, group) for group in groups])
-    [empty] = timed([partial(behind_small_kernels, x, ()) for _ in groups])
+Groups = Sequence[Iterable[Callable[[torch.Tensor], object]]]
+
+
+def timed_behind(x: torch.Tensor, *ways: Groups) -> list[Timing]:
+    """Of the products of a group, made in each of these ways, without the small kernels in front of them."""
+    every: list[Groups] = [*ways, [()] * len(ways[0])]
+    calls = [[partial(behind_small_kernels, x, group) for group in groups] for groups in every]
+    *whole, empty = timed(*calls, tokens=x.shape[0])
     alone = empty.median
-    return Timing(whole.median - alone, whole.fastest - alone, whole.slowest - alone)
+    return [Timing(each.median - alone, each.fastest - alone, each.slowest - alone) for each in whole]
 
 
 def behind_small_kernels(x: torch.Tensor, products: Iterable[Callable[[torch.Tensor], object]]) -> None:
@@ -268,7 +312,7 @@ def measure_tokens(dense: list[torch.Tensor], copies: list[samebits.PackedTensor
     x = activations(tokens, columns, dense[0].device)
     find_plan(x, copies[0])
     plan = plan_of(x, copies[0], None)
-    check_products({columns: x}, dense[:1], copies[:1])
+    check_same(linear(x, copies[0], None), x, dense[0])
     ways = [
         [partial(F.linear, x, weight) for weight in dense],
         [partial(linear, x, packed, None) for packed in copies],

@@ -235,7 +235,8 @@ def test_many_tokens_are_timed_on_a_warm_device(monkeypatch: pytest.MonkeyPatch,
     assert set(seen) == {linear.WARM_SECONDS if tokens >= 1024 else 0.0}
 
 
-def test_products_of_one_input(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_products_of_one_input(monkeypatch: pytest.MonkeyPatch, has_bias: bool) -> None:
     """A second for each product, and for each small kernel."""
 
     def seconds(calls: Sequence[Callable[[], object]], repeats: int, warm_seconds: float) -> common.Timing:
@@ -248,11 +249,12 @@ def test_products_of_one_input(monkeypatch: pytest.MonkeyPatch) -> None:
         return [seconds(calls, repeats, warm_seconds) for calls in candidates]
 
     monkeypatch.setattr(linear, "time_graphs", each)
-    shapes = [(64, 256), (32, 256), (32, 256)]
-    [alone, two] = linear.measure_group(shapes, (1, 2), "cpu")
+    group = linear.Group("a model", "its layers", 256, (64, 32, 32), has_bias)
+    [alone, two] = linear.measure_group(group, (1, 2), "cpu")
+    assert (alone["model"], alone["layers"]) == ("a model", "its layers")
     assert (alone["tokens"], two["tokens"], alone["launches"], two["launches"]) == (1, 2, 0, 0)
     one_launch(monkeypatch)
-    [row] = linear.measure_group(shapes, (1,), "cpu")
+    [row] = linear.measure_group(group, (1,), "cpu")
     assert row["launches"] == 1
     for name in ("bf16", "one_by_one", "together"):
         key = f"{name}_microseconds"
@@ -263,7 +265,7 @@ def test_products_of_one_input(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_products_of_one_input_with_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     one_launch(monkeypatch, flaw=2)
     with pytest.raises(SystemExit, match="not identical"):
-        list(linear.measure_group([(64, 256), (32, 256)], (1,), "cpu"))
+        list(linear.measure_group(linear.Group("", "", 256, (64, 32)), (1,), "cpu"))
 
 
 def test_what_was_not_measured_again_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
