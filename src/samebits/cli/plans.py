@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any
 
 from samebits.cli.console import print_json, print_lines, print_table
 from samebits.kernels.linear_launch import VARIANTS
 from samebits.plans import store
 from samebits.plans.environment import kernels_digest
 from samebits.plans.key import PlanKey
-from samebits.plans.store import Outcome, Stored
+from samebits.plans.store import Outcome
 
 
 def show_plans(as_json: bool) -> None:
     """Every file of plans: for which environment, and what was found for which product."""
     files = [(path, store.read(path)) for path in store.stored_files()]
     if as_json:
-        print_json({"folder": str(store.folder()), "files": [_as_json(*file) for file in files]})
+        print_json(
+            {
+                "folder": str(store.folder()),
+                "files": [{"path": str(path), **stored.to_json()} for path, stored in files],
+            }
+        )
         return
     print_lines(f"plans in {store.folder()}: {sum(len(stored.outcomes) for _, stored in files)}")
     for path, (environment, outcomes, groups) in files:
@@ -43,14 +46,6 @@ def clear_plans(as_json: bool) -> None:
 
 _COLUMNS = ("weight", "tokens", "bias", "plan", "fused, us", "decode first, us")
 _GROUP_COLUMNS = ("weights", "tokens", "made")
-
-
-def _as_json(path: object, stored: Stored) -> dict[str, Any]:
-    plans = [{**key._asdict(), **asdict(outcome)} for key, outcome in sorted(stored.outcomes.items())]
-    groups = [
-        {"products": [key._asdict() for key in keys], "variant": stored.groups[keys]} for keys in sorted(stored.groups)
-    ]
-    return {"path": str(path), "environment": stored.environment, "plans": plans, "groups": groups}
 
 
 def _variant(number: int, is_ours: bool) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -75,6 +75,18 @@ class Stored(NamedTuple):
     outcomes: dict[PlanKey, Outcome]
     groups: Groups
 
+    def to_json(self) -> dict[str, Any]:
+        plans = [{**key._asdict(), **outcome.to_json()} for key, outcome in sorted(self.outcomes.items(), key=_by_key)]
+        groups = [
+            {"products": [key._asdict() for key in keys], "variant": variant}
+            for keys, variant in sorted(self.groups.items(), key=_by_key)
+        ]
+        return {"environment": self.environment, "plans": plans, "groups": groups}
+
+
+def _by_key(item: tuple[Any, object]) -> Any:
+    return item[0]
+
 
 def folder() -> Path:
     """Where plans are kept: below SAMEBITS_CACHE, else in the user's cache folder."""
@@ -113,20 +125,15 @@ class PlanStore:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(self.path.with_suffix(".lock"), timeout=_LOCK_SECONDS):
                 stored = read(self.path)
-                self._replace({**stored.outcomes, **outcomes}, {**stored.groups, **groups})
+                every = {**stored.outcomes, **outcomes}, {**stored.groups, **groups}
+                self._replace(Stored(asdict(self.environment), *every))
         except (OSError, Timeout) as error:
             _log.warning("plans are not kept on disk: %s; set %s to a writable folder", error, CACHE_VARIABLE)
 
-    def _replace(self, outcomes: Mapping[PlanKey, Outcome], groups: Groups) -> None:
-        content = {
-            "version": _VERSION,
-            "environment": asdict(self.environment),
-            "plans": [{**key._asdict(), **outcome.to_json()} for key, outcome in outcomes.items()],
-            "groups": [{"products": _as_json(keys), "variant": variant} for keys, variant in groups.items()],
-        }
+    def _replace(self, stored: Stored) -> None:
         with NamedTemporaryFile("w", dir=self.path.parent, suffix=".new", delete=False, encoding="utf-8") as file:
             try:
-                json.dump(content, file, indent=1)
+                json.dump({"version": _VERSION, **stored.to_json()}, file, indent=1)
                 file.close()
                 os.replace(file.name, self.path)
             except OSError:
@@ -163,10 +170,6 @@ def clear() -> int:
     for path in (*files, *folder().glob("*.lock")):
         path.unlink(missing_ok=True)
     return len(files)
-
-
-def _as_json(keys: Sequence[PlanKey]) -> list[dict[str, Any]]:
-    return [key._asdict() for key in keys]
 
 
 def _variant(value: Any) -> int | None:
