@@ -9,6 +9,7 @@ import ctypes
 import gc
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -573,6 +574,31 @@ def test_the_drivers_error(driver: Driver) -> None:
         module(x_of(1, 1))
 
 
+def test_other_threads_go_on_while_the_driver_waits(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver is a semaphore, for which it waits until another thread of Python's lets it go on."""
+    libc, semaphore = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+    latest = (ctypes.c_long * 2)(int(time.time()) + 20, 0)  # else an error
+    own = nvrtc.Configured(SimpleNamespace(getPtr=lambda: ctypes.addressof(semaphore)), ctypes.addressof(latest))
+    monkeypatch.setattr(nvrtc, "launch_address", lambda: ctypes.cast(libc.sem_timedwait, ctypes.c_void_p).value)
+    monkeypatch.setattr(nvrtc, "configured", lambda *settings: own)
+    libc.sem_init(semaphore, 0, 8)
+    module = layer(0)
+    warm(module, driver)
+    while not libc.sem_trywait(semaphore):
+        pass
+
+    def let_go() -> None:
+        time.sleep(0.2)
+        libc.sem_post(semaphore)
+
+    other = threading.Thread(target=let_go)
+    other.start()
+    y = module(x_of(1, 1))
+    other.join()
+    assert y.shape == (1, 1, 64)
+    assert ways(driver) == (0, 0)
+
+
 def test_each_thread_has_its_turn(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "any", lambda self: True)
     modules = [layer(0), layer(1)]
@@ -649,6 +675,7 @@ GOOD = {
         {"where": (7,)},
         {"start": 0},
         {"room": "text"},
+        {"room": bytes(8193)},
     ],
 )
 def test_fields_that_do_not_fit(wrong: dict[str, Any]) -> None:

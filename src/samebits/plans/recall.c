@@ -9,7 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { MAX_OUTPUTS = 4, MAX_ARGUMENTS = 4, MAX_LAUNCHES = 2, MAX_PATCHES = 24 };
+enum { MAX_OUTPUTS = 4, MAX_ARGUMENTS = 4, MAX_LAUNCHES = 2, MAX_PATCHES = 24, MAX_ROOM = 8192 };
 enum { SAME = 1, OTHER = 0, FAILED = -1 };
 
 typedef int (*Start)(const void *config, void *function, void **arguments, void **extra); /* cuLaunchKernelEx */
@@ -32,7 +32,8 @@ typedef struct {
     long device;
     int joins, outputs, patch_count, launch_count;
     Start start;
-    char *room;
+    char *room; /* what the kernels are told, but for the addresses of a call */
+    size_t room_bytes;
     Patch patches[MAX_PATCHES];
     Launch launches[MAX_LAUNCHES];
 } Shortcut;
@@ -131,7 +132,7 @@ static PyObject *shortcut_new(PyTypeObject *type, PyObject *args, PyObject *kwar
     Py_ssize_t outputs = PyTuple_Size(self->sizes), others = PyTuple_Size(self->others);
     self->outputs = (int)outputs, self->start = (Start)(uintptr_t)start;
     int fits = outputs >= 1 && outputs <= MAX_OUTPUTS && others == outputs - 1 && PyTuple_Size(self->plans) == others &&
-               PyTuple_Size(self->where) == 2 && self->start;
+               PyTuple_Size(self->where) == 2 && self->start && room_bytes <= MAX_ROOM;
     if (!fits || !read_patches(self, patches, room_bytes) || !read_launches(self, launches, room_bytes)) {
         if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "not the fields of a shortcut");
         Py_DECREF(self);
@@ -143,6 +144,7 @@ static PyObject *shortcut_new(PyTypeObject *type, PyObject *args, PyObject *kwar
         return PyErr_NoMemory();
     }
     memcpy(self->room, room, (size_t)room_bytes);
+    self->room_bytes = (size_t)room_bytes;
     return (PyObject *)self;
 }
 
@@ -409,21 +411,27 @@ static int forget(Call *call, PyObject *resident) {
     return failed ? FAILED : OTHER;
 }
 
-/* Nothing of Python's runs in here, so no other thread can come between the addresses and their launch. */
+/* Other threads run meanwhile, for the driver waits where a GPU has as many launches before it as it takes, and these may wait for what another thread
+   launches on another GPU. So each call has a copy of its own of what the kernels are told. */
 static int launch(Shortcut *known, const uint64_t *addresses) {
+    uint64_t room[MAX_ROOM / sizeof(uint64_t)];
+    char *told = (char *)room;
+    int result = 0;
+    memcpy(told, known->room, known->room_bytes);
     for (int i = 0; i < known->patch_count; i++) {
         const Patch *patch = &known->patches[i];
         uint64_t address = addresses[patch->source] + (uint64_t)patch->addend;
-        memcpy(known->room + patch->offset, &address, sizeof address);
+        memcpy(told + patch->offset, &address, sizeof address);
     }
-    for (int i = 0; i < known->launch_count; i++) {
+    PyThreadState *state = PyEval_SaveThread();
+    for (int i = 0; i < known->launch_count && !result; i++) {
         const Launch *each = &known->launches[i];
         void *arguments[MAX_ARGUMENTS];
-        for (int j = 0; j < each->count; j++) arguments[j] = known->room + each->offsets[j];
-        int result = known->start(each->config, each->function, arguments, NULL);
-        if (result) return result;
+        for (int j = 0; j < each->count; j++) arguments[j] = told + each->offsets[j];
+        result = known->start(each->config, each->function, arguments, NULL);
     }
-    return 0;
+    PyEval_RestoreThread(state);
+    return result;
 }
 
 /* Puts what was made for others where these will ask for it: as Together.multiply. */
