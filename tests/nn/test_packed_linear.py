@@ -373,6 +373,54 @@ def test_traced_as_with_the_plain_weight(
     assert same_bits(*made)
 
 
+@pytest.mark.parametrize("trains_bias", [True, False, None])
+@pytest.mark.parametrize("trains_input", [True, False])
+@pytest.mark.parametrize("dimensions", [2, 3])
+def test_compiled_training_keeps_weights_packed(dimensions: int, trains_input: bool, trains_bias: bool | None) -> None:
+    """None: no bias. Something else is always trained."""
+    dense, packed = make(bias=trains_bias is not None)
+    given = INPUT if dimensions == 3 else INPUT[0]
+    scales = torch.full((96,), 1.5, dtype=torch.bfloat16)
+    made = []
+    for module in (dense, packed):
+        if trains_bias is not None:
+            module.bias.requires_grad_(trains_bias)
+        torch.compiler.reset()
+        x, scale = given.clone().requires_grad_(trains_input), scales.clone().requires_grad_()
+        y = torch.compile(lambda x, scale, module=module: module(x) * scale, backend="aot_eager", fullgraph=True)(
+            x, scale
+        )
+        kept = y.grad_fn.saved_tensors
+        if module is packed:
+            assert all(tuple(tensor.shape) not in ((96, 64), (64, 96)) for tensor in kept)
+            assert any(tensor.dtype is torch.uint8 for tensor in kept) == trains_input
+        y.float().square().sum().backward()
+        wanted = [x, scale, *([] if trains_bias is None else [module.bias])]
+        made.append([y.detach(), *(each.grad for each in wanted if each.requires_grad)])
+    assert len(made[0]) == len(made[1]) == 2 + trains_input + bool(trains_bias)
+    for theirs, ours in zip(*made, strict=True):
+        assert same_bits(ours, theirs)
+
+
+@pytest.mark.parametrize("case", ["autocast", "float32", "gaps"])
+def test_compiled_training_otherwise(case: str) -> None:
+    """As torch has it: other types, inputs with gaps."""
+    dense, packed = make()
+    made = []
+    for module in (dense, packed):
+        torch.compiler.reset()
+        x = GAPS["transposed"]() if case == "gaps" else INPUT.clone()
+        x = (x.float() if case == "float32" else x).detach().requires_grad_()
+        compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+        with torch.autocast("cpu", torch.bfloat16, enabled=case != "gaps"):
+            y = compiled(x)
+        y.float().square().sum().backward()
+        made.append((y.detach(), x.grad))
+    assert made[1][1] is not None
+    for theirs, ours in zip(*made, strict=True):
+        assert same_bits(ours, theirs)
+
+
 def test_hooks_run(products: list[torch.Tensor]) -> None:
     _, packed = make()
     seen: list[int] = []

@@ -424,12 +424,15 @@ class PackedLinearModule(PackedModule):
         """
         recipe, is_whole = self.sb_recipes["weight"], input.is_contiguous()
         is_fused = bool(recipe.operands) and _is_fusible(input, bias)
-        is_folded = input.dim() > 2 and (is_fused if is_whole else recipe.shows_requires_grad(input.device))
+        is_frozen = not is_fused and is_whole and bool(recipe.operands) and _is_trained(input, bias)
+        is_operator = is_fused or is_frozen
+        is_folded = input.dim() > 2 and (is_operator if is_whole else recipe.shows_requires_grad(input.device))
         rows = input.flatten(0, -2) if is_folded else input
         addend = None if is_folded and not is_whole else bias
-        if is_fused:
+        if is_operator:
+            product = torch.ops.samebits.linear if is_fused else torch.ops.samebits.frozen_linear
             numbers = [int(number) for number in recipe.operands.split()]
-            y = torch.ops.samebits.linear(rows, self._parameters[_DATA], addend, numbers[:2], numbers[2:])
+            y = product(rows, self._parameters[_DATA], addend, numbers[:2], numbers[2:])
         else:
             y = F.linear(rows, self.sb_decode("weight"), addend)
         y = y.unflatten(0, input.shape[:-1]) if is_folded else y
@@ -439,6 +442,15 @@ class PackedLinearModule(PackedModule):
 def _is_fusible(input: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """Whether nothing but the values of a product is asked for."""
     return not _is_watched() and _is_plain(input) and (bias is None or _is_plain(bias))
+
+
+def _is_trained(input: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Of a trace: whether gradients of these are recorded, and the product is of two dimensions and BF16."""
+    if not torch.is_grad_enabled() or torch.is_autocast_enabled(input.device.type):
+        return False
+    operands = [input] if bias is None else [input, bias]
+    is_own = all(type(each) in (torch.Tensor, nn.Parameter) and each.dtype is torch.bfloat16 for each in operands)
+    return is_own and input.dim() >= 2 and any(each.requires_grad for each in operands)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

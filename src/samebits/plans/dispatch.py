@@ -1,6 +1,12 @@
-"""The operator samebits::linear: the fused product under a plan, or decode and cuBLAS; the same bits either way."""
+"""The operator samebits::linear: the fused product under a plan, or decode and cuBLAS; the same bits either way.
+
+samebits::frozen_linear is the same for traces that record gradients of the input and the bias: its backward decodes the
+weight again, so a graph need not keep it.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -17,6 +23,7 @@ _LIBRARY.define(
     "linear(Tensor x, Tensor data, Tensor? bias, int[] shape, int[] fields) -> Tensor",
     tags=(torch.Tag.flexible_layout,),  # else Inductor copies x, and rounds what else it makes of x in another place
 )
+_LIBRARY.define("frozen_linear(Tensor x, Tensor data, Tensor? bias, int[] shape, int[] fields) -> Tensor")
 
 together = Together()
 product_again = recall.product_of(together.turns)
@@ -78,7 +85,22 @@ def _linear_fake(
     return x.new_empty((*x.shape[:-1], shape[0]))
 
 
-_LIBRARY.impl("linear", _decode_and_multiply, "CPU")
-_LIBRARY.impl("linear", _linear_on_cuda, "CUDA")
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _, data, _, ctx.shape, ctx.fields = inputs
+    ctx.save_for_backward(data)
+
+
+def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """As torch's own, of two dimensions."""
+    [data] = ctx.saved_tensors
+    has_x, _, has_bias, *_ = ctx.needs_input_grad
+    of_x = grad @ decode_packed(_packed(data, ctx.shape, ctx.fields)) if has_x else None
+    return of_x, None, grad.sum(0) if has_bias else None, None, None
+
+
+for _name in ("linear", "frozen_linear"):
+    _LIBRARY.impl(_name, _decode_and_multiply, "CPU")
+    _LIBRARY.impl(_name, _linear_on_cuda, "CUDA")
+    torch.library.register_fake(f"samebits::{_name}", _linear_fake, lib=_LIBRARY)
 _LIBRARY.impl("linear", _decode_and_multiply, "FuncTorchBatched")  # torch.vmap knows what to do with F.linear
-torch.library.register_fake("samebits::linear", _linear_fake, lib=_LIBRARY)
+torch.library.register_autograd("samebits::frozen_linear", _gradients, setup_context=_keep, lib=_LIBRARY)
