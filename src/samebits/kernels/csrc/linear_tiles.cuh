@@ -1,10 +1,10 @@
 // The fused linear layer for up to 128 tokens, on Hopper. A block multiplies a segment of K, one range or all, of up to 16 row groups at once, batch
-// after batch. Some of its warps decode: a task is a chunk of one row group, and what comes out goes to a ring in shared memory. One warp has x copied to a second ring.
-// One or two warpgroups do nothing but multiply what is in the two with wgmma, which adds like mma.m16n8k16, and write y, or have the range's sums
-// meet those of the others. See linear.cuh.
+// after batch. Some of its warps decode: a task is a chunk of one row group, and what comes out goes to a ring in shared memory. One warp has x copied
+// to a second ring. One or two warpgroups do nothing but multiply what is in the two with wgmma, which adds like mma.m16n8k16, and write y, or have a
+// range's sums meet those of the others. See linear.cuh.
 //
-// Up to 64 tokens are the left matrix, and all row groups the right one: wgmma reads both once. Otherwise 64 rows (eight row groups, a tile) of the
-// weight are the left matrix, tokens the right one. The ring of weights has a slot for each *pair* of stages: for each row group two atoms
+// With 33 to 64 tokens these are the left matrix, and all row groups the right one: wgmma reads both once. Otherwise 64 rows of the weight (eight row
+// groups, a tile) are the left matrix, tokens the right one. The ring of weights has a slot for each *pair* of stages: for each row group two atoms
 // (hopper.cuh), one a stage. Row g of a row group is row 2 g of its atom, or 2 g - 7 from g = 4 on: half a warp writes to all banks. Rows of a matrix
 // that belong to no row group hold what follows in shared memory, and nobody reads their sums. Where a tile has no more than four row groups, each of
 // the four warps has one: behind it stands what is decoded of it for the other stage.
