@@ -152,6 +152,15 @@ def test_every_number_of_tokens_and_split(tokens: int) -> None:
     assert assert_all_alike(weight.cuda(), packed, tokens, (1, 2, 3, 4, 5, 7, 8)) >= 14
 
 
+@pytest.mark.parametrize("tokens", [9, 33, 64, 128])
+def test_ranges_that_begin_within_chunks(tokens: int) -> None:
+    """And within pairs of stages; linear_tiles.cuh decodes such chunks for both ranges."""
+    weight = weight_of("patches", 520, 14336)
+    packed = samebits.encode(weight).to("cuda")
+    skip_unless_supported(packed, tokens)
+    assert assert_all_alike(weight.cuda(), packed, tokens, (3, 4)) >= 4
+
+
 @pytest.mark.parametrize("tokens", [129, 513, 1000, 2100])
 @pytest.mark.parametrize("shape", [(72, 1088), (1064, 2880), (136, 6080), (4104, 2112)], ids=str)
 def test_many_tokens(shape: tuple[int, int], tokens: int) -> None:
@@ -324,7 +333,7 @@ GROUPS = (
 def test_several_weights_in_one_launch(group: tuple[tuple[str, int], ...], tokens: int, columns: int) -> None:
     weights = [weight_of(kind, rows, columns) for kind, rows in group]
     x, tried = inputs(tokens, columns, tokens), 0
-    for splits in ((1, 1, 1, 1), (2, 3, 5, 1)):
+    for splits in ((1, 1, 1, 1), (2, 3, 5, 1), (2, 4, 2, 4)):  # the last are all cut by linear_tiles.cuh
         biases = [torch.randn(rows, device="cuda").bfloat16() if i % 2 else None for i, (_, rows) in enumerate(group)]
         operands = [
             Operands(samebits.encode(weight).to("cuda"), bias, LinearPlan(split))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 from samebits.format.geometry import ROW_GROUP, STAGE
 from samebits.format.packed import Header, align
@@ -27,39 +28,41 @@ _TILE = 8  # kTileGroups
 _X_LEFT = 64  # Matrices::x_left: of the kernel for so many tokens
 _WARPGROUP = 4  # warps
 _MAX_DECODERS = 16  # kMaxDecoders
-_MOST_DECODED = 1.125  # times as many stages as there are, where ranges are segments
+_GROUP_CYCLES = 33 + 8 + 8  # of a row group's stage
 _MIN_RING = 3  # pairs of stages that a block keeps decoded
 MAX_TILE_TOKENS = max(_X_STAGES)
 
 
 def tiles(headers: tuple[Header, ...], m: int, splits: tuple[int, ...], device: int, warps: int) -> Launch | None:
-    """One launch for one tensor or several, with as few batches as fit, and then as many warps; None as launch_of."""
+    """One launch for one tensor or several, with as few batches as fit, and then as many warps; None as launch_of.
+
+    Where ranges have blocks of their own, each block copies less of x and multiplies more row groups at once, but what
+    two of them share of a chunk is decoded twice.
+    """
     if m > MAX_TILE_TOKENS or not nvrtc.has_wgmma(device):
         return None
-    is_cut = all(map(_is_worth_cutting, headers, splits))
+    ways = (False, True) if max(splits) > 1 else (False,)
+    found = filter(None, (_fitting(headers, m, splits, device, warps, is_cut) for is_cut in ways))
+    best = min(found, key=_expected, default=None)
+    return _launch(*best) if best else None
+
+
+def _fitting(
+    headers: tuple[Header, ...], m: int, splits: tuple[int, ...], device: int, warps: int, is_cut: bool
+) -> _Fitting | None:
+    """``is_cut``: every range has blocks of its own."""
     whole = [_Planner(*each, 1, m, device, is_cut) for each in zip(headers, splits, strict=True)]
     blocks = shares(headers, [each.decoded for each in whole], device, [each.segments for each in whole])
     if blocks is None:
         return None
     planners = [_Planner(*each, m, device, is_cut) for each in zip(headers, splits, blocks, strict=True)]
-    for more in range(max(each.own for each in planners)):
-        found = _with_batches([each.batch(more) for each in planners], warps)
-        if found:
-            return _launch(*found)
-    return None
+    every = ([each.batch(more) for each in planners] for more in range(max(each.own for each in planners)))
+    return next(filter(None, (_with_batches(each, warps) for each in every)), None)
 
 
-def _decoded(header: Header, split: int) -> list[int]:
-    """Stages of a row group for each range: from its first chunk's first on."""
-    stages = header.geometry.stages
-    wide = -(-stages // split)
-    return [min(start + wide, stages) - start // CHUNK_STAGES * CHUNK_STAGES for start in range(0, stages, wide)]
-
-
-def _is_worth_cutting(header: Header, split: int) -> bool:
-    """Whether ranges should have blocks of their own: these copy less of x, but chunks of two are decoded twice."""
-    decoded = _decoded(header, split)
-    return len(decoded) > 1 and sum(decoded) <= _MOST_DECODED * header.geometry.stages
+def _expected(fitting: _Fitting) -> int:
+    """Cycles of shared memory that the busiest block takes."""
+    return max(batch.batches * batch.planner.decoded * batch.stage_cycles for batch in fitting.each)
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,11 @@ class _Batch:
         return self.planner.fixed(decoders) + self.ring(decoders) * self.slot_bytes
 
     @property
+    def stage_cycles(self) -> int:
+        """Of shared memory: what is decoded is looked up, written and read, x written and read."""
+        return _GROUP_CYCLES * self.slots + 2 * self.planner.wide
+
+    @property
     def blocks(self) -> int:
         """Of all segments."""
         return self.planner.blocks * self.planner.segments
@@ -109,8 +117,20 @@ class _Batch:
                                        segment_stages=self.planner.segment_stages)  # fmt: skip
 
 
-def _with_batches(each: list[_Batch], warps: int) -> tuple[list[_Batch], int, int] | None:
-    """These, row groups that a block's matrices have, and how many warps decode; None if they do not fit."""
+class _Fitting(NamedTuple):
+    """What fits into memory.
+
+    Attributes:
+        groups: row groups that a block's matrices have.
+        decoders: warps.
+    """
+
+    each: list[_Batch]
+    groups: int
+    decoders: int
+
+
+def _with_batches(each: list[_Batch], warps: int) -> _Fitting | None:
     slots, wide = [batch.slots for batch in each], each[0].planner.wide
     groups = align(max(slots), _TILE // 2 if wide == _X_LEFT else _TILE)
     if wide != _X_LEFT and groups > _TILE and min(slots) <= _TILE // 2:
@@ -118,7 +138,7 @@ def _with_batches(each: list[_Batch], warps: int) -> tuple[list[_Batch], int, in
     others = _multipliers(wide, groups) + 1  # one brings x
     for decoders in range(warps - others, 0, -1):
         if all(batch.ring(decoders) for batch in each):
-            return each, groups, decoders
+            return _Fitting(each, groups, decoders)
     return None
 
 
@@ -151,7 +171,10 @@ class _Planner(Planner):
         self.wide = next(wide for wide in _X_STAGES if wide >= m)
         self.segments = self.ranges if is_cut else 1
         self.segment_stages = self.stages_per_range if is_cut else self.stages
-        self.decoded = max(_decoded(header, self.segments))  # stages of a segment
+        firsts = range(0, self.stages, self.segment_stages)
+        ends = [min(first + self.segment_stages, self.stages) for first in firsts]
+        whole = [first // CHUNK_STAGES * CHUNK_STAGES for first in firsts]
+        self.decoded = max(end - first for first, end in zip(whole, ends, strict=True))  # stages of a segment
 
     def batch(self, more: int) -> _Batch:
         """With so many batches more than are needed, if there are row groups for them."""
