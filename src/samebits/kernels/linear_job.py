@@ -126,7 +126,7 @@ class Launch:
 
 
 def shares(
-    headers: Sequence[Header], stages: Sequence[int], device: int, ranges: Sequence[int] | None = None
+    headers: Sequence[Header], stages: Sequence[int], device: int, segments: Sequence[int] | None = None
 ) -> list[int] | None:
     """Blocks of each tensor of one launch, at most one for each multiprocessor; None if these are too few.
 
@@ -134,19 +134,19 @@ def shares(
 
     Args:
         stages: that are decoded for a row group of each.
-        ranges: of K, each with as many blocks, where they have blocks of their own.
+        segments: of K, each of which has as many blocks of its own; else there is one.
     """
-    ranges = ranges or [1] * len(headers)
+    segments = segments or [1] * len(headers)
     row_groups, multiprocessors = [header.geometry.row_groups for header in headers], nvrtc.multiprocessors(device)
     if len(headers) == 1:
-        return [min(row_groups[0], multiprocessors // ranges[0])] if multiprocessors >= ranges[0] else None
+        return [min(row_groups[0], multiprocessors // segments[0])] if multiprocessors >= segments[0] else None
     pairs = list(zip(row_groups, stages, strict=True))
 
     def blocks(most: int) -> list[int]:
         return [-(-groups // max(1, most // each)) for groups, each in pairs]
 
     def fit(most: int) -> bool:
-        return sum(own * each for own, each in zip(blocks(most), ranges, strict=True)) <= multiprocessors
+        return sum(own * each for own, each in zip(blocks(most), segments, strict=True)) <= multiprocessors
 
     limits = sorted({own * each for groups, each in pairs for own in range(1, groups + 1)})
     limits = limits[bisect_left(limits, max(stages)) :]

@@ -131,6 +131,7 @@ class _Fitting(NamedTuple):
 
 
 def _with_batches(each: list[_Batch], warps: int) -> _Fitting | None:
+    """With as many warps that decode as fit."""
     slots, wide = [batch.slots for batch in each], each[0].planner.wide
     groups = align(max(slots), _TILE // 2 if wide == _X_LEFT else _TILE)
     if wide != _X_LEFT and groups > _TILE and min(slots) <= _TILE // 2:

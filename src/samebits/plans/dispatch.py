@@ -19,11 +19,11 @@ from samebits.plans.call import call_of
 from samebits.plans.together import Together
 
 _LIBRARY = torch.library.Library("samebits", "FRAGMENT")
-_LIBRARY.define(
-    "linear(Tensor x, Tensor data, Tensor? bias, int[] shape, int[] fields) -> Tensor",
-    tags=(torch.Tag.flexible_layout,),  # else Inductor copies x, and rounds what else it makes of x in another place
-)
-_LIBRARY.define("frozen_linear(Tensor x, Tensor data, Tensor? bias, int[] shape, int[] fields) -> Tensor")
+for _name in ("linear", "frozen_linear"):
+    _LIBRARY.define(
+        f"{_name}(Tensor x, Tensor data, Tensor? bias, int[] shape, int[] fields) -> Tensor",
+        tags=(torch.Tag.flexible_layout,),  # else Inductor copies x, and rounds what else it makes of x elsewhere
+    )
 
 together = Together()
 product_again = recall.product_of(together.turns)
