@@ -244,7 +244,7 @@ def measure_group(group: Group, tokens: tuple[int, ...], device: str) -> Iterato
         for operator, layer in zip(operators[0], dense[0], strict=True):
             check_same(operator(x), x, layer.weight, layer.bias)
         [launches] = {learned(x, layers, dense[0]) for layers in modules}  # every copy alike
-        bf16, one_by_one, ours = timed_behind(x, dense, operators, modules if launches else operators)
+        bf16, one_by_one, *together = timed_behind(x, dense, operators, *([modules] if launches else []))
         yield {
             "table": "together",
             "model": group.model,
@@ -252,7 +252,7 @@ def measure_group(group: Group, tokens: tuple[int, ...], device: str) -> Iterato
             "tokens": number,
             **microseconds("bf16_microseconds", bf16),
             **microseconds("one_by_one_microseconds", one_by_one),
-            **microseconds("together_microseconds", ours if launches else one_by_one),
+            **microseconds("together_microseconds", together[0] if launches else one_by_one),
             "launches": launches,
         }
 

@@ -62,7 +62,7 @@ def _fitting(
 
 def _expected(fitting: _Fitting) -> int:
     """Cycles of shared memory that the busiest block takes."""
-    return max(batch.batches * batch.planner.decoded * batch.stage_cycles for batch in fitting.each)
+    return max(batch.cycles for batch in fitting.each)
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,9 @@ class _Batch:
         return self.planner.fixed(decoders) + self.ring(decoders) * self.slot_bytes
 
     @property
-    def stage_cycles(self) -> int:
-        """Of shared memory: what is decoded is looked up, written and read, x written and read."""
-        return _GROUP_CYCLES * self.slots + 2 * self.planner.wide
+    def cycles(self) -> int:
+        """Of shared memory: at each stage what is decoded is looked up, written and read, x written and read."""
+        return self.batches * self.planner.decoded * (_GROUP_CYCLES * self.slots + 2 * self.planner.wide)
 
     @property
     def blocks(self) -> int:
@@ -149,8 +149,8 @@ def _multipliers(wide: int, groups: int) -> int:
 
 
 def _launch(each: Sequence[_Batch], groups: int, decoders: int) -> Launch:
-    first = each[0].planner
-    m, wide, columns, multipliers = first.m, first.wide, first.stages * STAGE, _multipliers(first.wide, groups)
+    one = each[0].planner
+    m, wide, columns, multipliers = one.m, one.wide, one.stages * STAGE, _multipliers(one.wide, groups)
     blocks = [batch.blocks for batch in each]
     jobs = (batch.job(decoders, first) for batch, first in zip(each, accumulate(blocks, initial=0), strict=False))
     sums = 4 * ROW_GROUP * groups * wide // multipliers  # bytes of a warp's, of one range

@@ -19,11 +19,6 @@ from samebits.plans.call import call_of
 from samebits.plans.together import Together
 
 _LIBRARY = torch.library.Library("samebits", "FRAGMENT")
-for _name in ("linear", "frozen_linear"):
-    _LIBRARY.define(
-        f"{_name}(Tensor x, Tensor data, Tensor? bias, int[] shape, int[] fields) -> Tensor",
-        tags=(torch.Tag.flexible_layout,),  # else Inductor copies x, and rounds what else it makes of x elsewhere
-    )
 
 together = Together()
 product_again = recall.product_of(together.turns)
@@ -99,6 +94,10 @@ def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
 
 
 for _name in ("linear", "frozen_linear"):
+    _LIBRARY.define(
+        f"{_name}(Tensor x, Tensor data, Tensor? bias, int[] shape, int[] fields) -> Tensor",
+        tags=(torch.Tag.flexible_layout,),  # else Inductor copies x, and rounds what else it makes of x elsewhere
+    )
     _LIBRARY.impl(_name, _decode_and_multiply, "CPU")
     _LIBRARY.impl(_name, _linear_on_cuda, "CUDA")
     torch.library.register_fake(f"samebits::{_name}", _linear_fake, lib=_LIBRARY)

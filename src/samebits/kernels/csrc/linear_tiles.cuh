@@ -468,5 +468,5 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
 #define TILES_KERNEL(name, Argument, wide, groups, warpgroups)                                                      \
     extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) name(const __grid_constant__ Argument argument) { \
         const Product& product = own_product(argument);                                                             \
-        linear<wide, groups, warpgroups>(product.geometry, product.packed, product.job);                             \
+        linear<wide, groups, warpgroups>(product.geometry, product.packed, product.job);                            \
     }
