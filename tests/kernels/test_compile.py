@@ -13,6 +13,7 @@ from samebits.kernels import nvrtc
 CAPABILITIES = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
 CHAINS = ("shared", "shared_borders", "global", "global_borders")
 TILES = [(tokens, groups) for tokens in (16, 32, 64, 128) for groups in ((4, 8, 12, 16) if tokens == 64 else (8, 16))]
+CLUSTERS = [(tokens, rows) for tokens in (128, 256) for rows in (64, 96, 112)]
 KERNELS = {
     "decode.cu": ["decode_quad_whole", "decode_quad_clipped", "decode_single_whole", "decode_single_clipped"],
     "compact.cu": ["decode_compact"],
@@ -36,6 +37,8 @@ KERNELS = {
     "linear_warpgroups.cu": [f"linear_warpgroups_{tokens}" for tokens in (64, 128, 256)],
     "linear_relay.cu": [f"linear_relay_{rows}" for rows in range(128, 257, 16)],
     "linear_relay_together.cu": [f"linear_relay_{rows}_together" for rows in range(128, 257, 16)],
+    "linear_clusters.cu": [f"linear_clusters_{tokens}_{rows}" for tokens, rows in CLUSTERS],
+    "linear_clusters_together.cu": [f"linear_clusters_{tokens}_{rows}_together" for tokens, rows in CLUSTERS],
     "arrange.cu": ["arrange"],
     "tables.cu": ["make_table_quad", "make_table_single"],
     "encode.cu": ["row_statistics", "histogram", "quad_counts", "measure_quad", "write_single", "digest"],
@@ -45,7 +48,7 @@ KERNELS = {
 HOPPER_ONLY = tuple(
     file
     for file in KERNELS
-    if file.startswith(("linear_tiles", "linear_singles", "linear_pairs", "linear_warp", "linear_relay"))
+    if file.startswith("linear_") and not file.startswith(("linear_ahead", "linear_chains"))
 )
 
 

@@ -13,7 +13,10 @@ from samebits.format.packed import Header
 from samebits.kernels import linear_chains, nvrtc
 from samebits.kernels.decode import STATIC_SHARED, staging_words
 from samebits.kernels.linear import is_supported, sources
-from samebits.kernels.linear_job import CHUNK_STAGES, Kernel, Launch, magic
+from samebits.kernels.linear_clusters import MAX_CLUSTER_TOKENS
+from samebits.kernels.linear_clusters import TILES as CLUSTER_TILES
+from samebits.kernels.linear_clusters import Tile as ClusterTile
+from samebits.kernels.linear_job import ATOM_BYTES, CHUNK_STAGES, CLUSTER, MAP_BYTES, Kernel, Launch, magic
 from samebits.kernels.linear_launch import (
     MAX_HOPPER_TOKENS,
     MAX_TOKENS,
@@ -24,7 +27,7 @@ from samebits.kernels.linear_launch import (
     max_tokens,
 )
 from samebits.kernels.linear_pairs import MAX_WGMMA_TOKENS
-from samebits.kernels.linear_relay import CLUSTER, TILE_TOKENS, Tile
+from samebits.kernels.linear_relay import TILE_TOKENS, Tile
 from samebits.kernels.linear_tiles import MAX_TILE_TOKENS
 from samebits.kernels.structures import JobStructure
 
@@ -37,8 +40,10 @@ MOST_TOKENS = {
     Kernel.PAIRS: 64,
     Kernel.WARPGROUPS: MAX_WGMMA_TOKENS,
     Kernel.RELAY: MAX_HOPPER_TOKENS,
+    Kernel.CLUSTERS: MAX_CLUSTER_TOKENS,
 }
 DECODING_PAIRS = (Kernel.SINGLES, Kernel.PAIRS, Kernel.WARPGROUPS)
+MANY_TOKENS = (Kernel.RELAY, Kernel.CLUSTERS)
 SHAPES = ((8, 1024), (1064, 2880), (5120, 5120), (12288, 4096), (28672, 8192), (151936, 4096))
 
 
@@ -73,7 +78,7 @@ def test_launches_fit(shape: tuple[int, int], chunk_words: int, tokens: int, hop
             assert job["tokens"] == tokens <= MOST_TOKENS[variant.kernel]
             assert (ranges - 1) * per_range < header.geometry.stages <= ranges * per_range
             assert (job["ring"] > 0) == (variant.kernel is not Kernel.CHAINS)
-            if variant.kernel in DECODING_PAIRS or variant.kernel is Kernel.RELAY:
+            if variant.kernel in DECODING_PAIRS + MANY_TOKENS:
                 continue  # tests of their own
             assert (launch.arrangement is not None) == (variant.kernel is Kernel.TILES)
             segments = job["segments"] if variant.kernel is Kernel.TILES else 1
@@ -268,6 +273,7 @@ def test_what_is_compiled_for_a_product(tokens: int, hopper: bool) -> None:
     if hopper:
         expected |= {"arrange.cu"} | ({"linear_pairs.cu", "linear_tiles.cu"} if tokens <= 64 else {"linear_relay.cu"})
         expected |= {"linear_warpgroups.cu"} if tokens <= 512 else set()
+        expected |= {"linear_clusters.cu"} if 128 < tokens <= MAX_CLUSTER_TOKENS else set()
         expected |= {"linear_singles.cu"} if tokens <= 32 else set()
     found = sources(header, tokens, 0)
     assert found == expected or (not hopper and {"decode.cu", "linear_chains.cu"} <= found <= expected)
@@ -448,7 +454,7 @@ def test_joint_launches(group: tuple[tuple[tuple[int, int], int], ...], tokens: 
         if launch is None:
             continue
         found += 1
-        assert variant.kernel not in (Kernel.WARPGROUPS, Kernel.RELAY)
+        assert variant.kernel not in (Kernel.WARPGROUPS, *MANY_TOKENS)
         assert launch.shared_bytes <= nvrtc.shared_memory(0) - STATIC_SHARED
         assert launch.grid <= nvrtc.multiprocessors(0)
         next_block, most = 0, []
@@ -486,7 +492,7 @@ def test_joint_relays(shapes: list[tuple[int, int]], tokens: int, hopper: bool) 
     clusters = nvrtc.multiprocessors(0) // CLUSTER
     for number, variant in enumerate(VARIANTS):
         launch = joint_launch(headers, tokens, ones, number, 0)
-        if launch is None:
+        if launch is None or variant.kernel is Kernel.CLUSTERS:
             continue
         found += 1
         assert variant.kernel is Kernel.RELAY
@@ -514,6 +520,64 @@ def test_joint_relays(shapes: list[tuple[int, int]], tokens: int, hopper: bool) 
         rounds = max(-(-of_tensor // own) for of_tensor, own in units)
         assert rounds == 1 or sum(-(-of_tensor // (rounds - 1)) for of_tensor, _ in units) > clusters
     assert (found > 0) == hopper
+
+
+@pytest.mark.parametrize("tokens", [129, 256, 257, 512, 1024])
+@pytest.mark.parametrize("chunk_words", [250, 470, 1000])
+@pytest.mark.parametrize("shapes", [[shape] for shape in SHAPES] + [[shape for shape, _ in each] for each in GROUPS], ids=str)
+def test_clusters_cover_weights(shapes: list[tuple[int, int]], chunk_words: int, tokens: int, hopper: bool) -> None:
+    """Every row and token is in one unit of one tensor's clusters, rings are deep enough, and every decoding warp has work."""
+    headers, found = tuple(header_of(shape, chunk_words) for shape in shapes), 0
+    ones, fitting = (1,) * len(headers), set()
+    for number, variant in enumerate(VARIANTS):
+        if variant.kernel is not Kernel.CLUSTERS:
+            continue
+        launch = clusters_of(headers, tokens, ones, number)
+        assert clusters_of(headers, tokens, (*ones[:-1], 2), number) is None
+        if launch is None:
+            continue
+        found += 1
+        tile = ClusterTile(*map(int, launch.name.split("_")[2:4]))
+        fitting.add(tile)
+        assert tile in CLUSTER_TILES
+        assert launch.name.endswith("_together") == (len(headers) > 1)
+        assert launch.warps == 16 <= variant.warps
+        assert 8 + 1 + tile.own_groups <= launch.warps  # multiplying, the carrier, decoding
+        assert launch.shared_bytes <= nvrtc.shared_memory(0) - STATIC_SHARED
+        assert launch.boxes == (tokens, shapes[0][1], tile.tokens, 64)
+        assert tile.tokens <= 256  # of a tensor map's box
+        memory, next_block = launch.arrangement, 0
+        assert memory is not None
+        assert (memory.tokens, memory.grid, memory.meetings) == (0, 0, (0,) * len(headers))
+        assert memory.parts == tuple(accumulate(memory.parts_bytes[:-1], initial=0))
+        for i, header in enumerate(headers):
+            job = job_of(launch, i)
+            assert (job["tokens"], job["ranges"], job["first_block"]) == (tokens, 1, next_block)
+            assert job["blocks"] % CLUSTER == 0
+            assert 1 <= job["blocks"] // CLUSTER <= job["units"]
+            next_block += job["blocks"]
+            tiles, pairs = job["units"] // job["token_tiles"], job["token_tiles"]
+            assert job["units"] == tiles * pairs
+            assert tile.rows * (tiles - 1) < 8 * header.geometry.row_groups <= tile.rows * tiles
+            assert CLUSTER * tile.tokens * (pairs - 1) < tokens <= CLUSTER * tile.tokens * pairs
+            assert job["ring"] >= 3
+            slots = job["ring"] * tile.slot_bytes
+            assert slots >= 4 * header.symbol_count  # where the table's entries are, first of all
+            staging = tile.own_groups * 2 * 4 * job["buffer_words"]
+            barriers = 3 * 8 * job["ring"] + 8 * 8
+            needed = ATOM_BYTES - 1 + slots + MAP_BYTES + barriers + 15 + 4 * job["table_words"] + staging
+            assert needed <= launch.shared_bytes
+            assert job["buffer_words"] == staging_words(header)
+            assert memory.parts_bytes[i] == MAP_BYTES * job["blocks"]
+        assert next_block == launch.grid <= nvrtc.multiprocessors(0)
+    assert len(fitting) == found
+    assert (found > 0) == hopper
+
+
+def clusters_of(headers: tuple[Header, ...], tokens: int, splits: tuple[int, ...], number: int) -> Launch | None:
+    if len(headers) > 1:
+        return joint_launch(headers, tokens, splits, number, 0)
+    return launch_of(*headers, tokens, *splits, number, 0)
 
 
 def test_divisions_by_multiplication() -> None:

@@ -23,6 +23,7 @@ MAX_TOKENS = 16  # of the kernels that take x as mma's right operand
 LANES = 32
 ATOM_BYTES = 1024  # hopper.cuh: a stage of a row group, decoded
 MAP_BYTES = 128  # hopper.cuh: kMapBytes
+CLUSTER = 2  # kCluster: blocks of linear_relay.cuh and linear_clusters.cuh
 _ARRANGE_THREADS = 128
 
 
@@ -39,6 +40,7 @@ class Kernel(Enum):
     PAIRS = "each warp decodes two row groups and multiplies them"
     WARPGROUPS = "warpgroups decode what they multiply"
     RELAY = "some warps decode to memory, whence warpgroups multiply"
+    CLUSTERS = "tiles are decoded by two blocks, for warpgroups of both to multiply"
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +48,7 @@ class Arrangement:
     """What is made ready in memory before a launch: x as csrc/arrange.cu writes it, and where sums of ranges meet.
 
     linear_relay.cuh counts row groups that are decoded instead of meetings, and has what is decoded in place of parts;
-    linear_tiles.cuh has each block's tensor map before the parts.
+    linear_tiles.cuh has each block's tensor map before the parts, linear_clusters.cuh nothing else.
 
     Attributes:
         tokens, columns: of x; no tokens where the launch takes x as it is.
@@ -152,6 +154,17 @@ def shares(
     limits = limits[bisect_left(limits, max(stages)) :]
     place = bisect_left(limits, True, key=fit)
     return blocks(limits[place]) if place < len(limits) else None
+
+
+def cluster_shares(units: Sequence[int], clusters: int) -> list[int]:
+    """Clusters of each tensor, such that the one with the most units ends soon."""
+    rounds = range(1, sum(units) + 1)
+    least = rounds[bisect_left(rounds, True, key=lambda most: sum(-(-each // most) for each in units) <= clusters)]
+    shares = [-(-each // least) for each in units]
+    for _ in range(clusters - sum(shares)):  # the others may help to decode
+        busiest = max(range(len(units)), key=lambda i: units[i] / shares[i])
+        shares[busiest] = min(shares[busiest] + 1, units[busiest])
+    return shares
 
 
 def magic(divisor: int) -> int:

@@ -10,6 +10,7 @@ from samebits.format.packed import Header
 from samebits.kernels import linear_pairs, nvrtc
 from samebits.kernels.linear_ahead import ahead
 from samebits.kernels.linear_chains import chains
+from samebits.kernels.linear_clusters import WARPS, clusters
 from samebits.kernels.linear_job import (
     MAX_TOKENS,
     Kernel,
@@ -19,7 +20,8 @@ from samebits.kernels.linear_relay import TILES, relay
 from samebits.kernels.linear_tiles import TILE_WARPS, tiles
 
 _WARPGROUP = 4  # warps
-_RANKS = 3  # linear_relay.cuh: tiles of which the fastest is found by trying
+_RANKS = 3  # linear_relay.cuh, linear_clusters.cuh: tiles of which the fastest is found by trying
+_RANKED = {Kernel.RELAY: relay, Kernel.CLUSTERS: clusters}
 
 MAX_HOPPER_TOKENS = 16384  # with more, decoding first takes a hundredth of the time
 
@@ -32,7 +34,7 @@ class Variant:
         kernel: which.
         warps: of a block, at most (csrc: of the launch bounds).
         shared_x: keep x in shared memory.
-        rank: of linear_relay.cuh's tiles, which differ in rows: how many are expected to be faster.
+        rank: of linear_relay.cuh's or linear_clusters.cuh's tiles: how many are expected to be faster.
     """
 
     kernel: Kernel
@@ -42,7 +44,7 @@ class Variant:
 
     def __str__(self) -> str:
         place = "" if self.shared_x else ", x in global memory"
-        rank = f", tile {self.rank + 1}" if self.kernel is Kernel.RELAY else ""
+        rank = f", tile {self.rank + 1}" if self.kernel in _RANKED else ""
         return f"{self.kernel.name.lower()}, {self.warps} warps{place}{rank}"
 
 
@@ -62,6 +64,7 @@ VARIANTS = (
     Variant(Kernel.PAIRS, warps=8),
     *(Variant(Kernel.RELAY, max(tile.warps for tile in TILES), rank=rank) for rank in range(_RANKS)),
     Variant(Kernel.CHAINS, warps=12),
+    *(Variant(Kernel.CLUSTERS, WARPS, rank=rank) for rank in range(_RANKS)),
 )
 
 
@@ -74,8 +77,8 @@ def max_tokens(device: int) -> int:
 def launch_of(header: Header, m: int, split: int, variant: int, device: int) -> Launch | None:
     """None if it does not fit, or there is no such kernel."""
     kind = VARIANTS[variant]
-    if kind.kernel is Kernel.RELAY:
-        return relay((header,), m, (split,), device, kind.rank)
+    if kind.kernel in _RANKED:
+        return _RANKED[kind.kernel]((header,), m, (split,), device, kind.rank)
     if kind.kernel is Kernel.WARPGROUPS:
         return linear_pairs.warpgroups(header, m, split, device, kind.warps)
     if kind.kernel in (Kernel.SINGLES, Kernel.PAIRS):
@@ -118,8 +121,8 @@ def joint_launch(
         return ahead(headers, m, splits, device, kind.warps)
     if kind.kernel is Kernel.CHAINS:
         return chains(headers, m, splits, device, kind.warps, shared_x=kind.shared_x)
-    if kind.kernel is Kernel.RELAY:
-        return relay(headers, m, splits, device, kind.rank)
+    if kind.kernel in _RANKED:
+        return _RANKED[kind.kernel](headers, m, splits, device, kind.rank)
     if kind.kernel is Kernel.TILES:
         return tiles(headers, m, splits, device, kind.warps)
     return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
@@ -10,10 +9,19 @@ from typing import NamedTuple
 from samebits.format.geometry import ROW_GROUP, STAGE
 from samebits.format.packed import Header
 from samebits.kernels import nvrtc
-from samebits.kernels.linear_job import ATOM_BYTES, MAP_BYTES, Arrangement, Boxes, JobFields, Launch, Planner
+from samebits.kernels.linear_job import (
+    ATOM_BYTES,
+    CLUSTER,
+    MAP_BYTES,
+    Arrangement,
+    Boxes,
+    JobFields,
+    Launch,
+    Planner,
+    cluster_shares,
+)
 
 TILE_TOKENS = 128  # kTileTokens
-CLUSTER = 2  # kCluster: blocks
 _MULTIPLIERS = 8  # kMultipliers: warps
 _SIGNAL = 8  # kSignal: stages
 _BARRIER_BYTES = 16  # of a slot of the ring
@@ -79,24 +87,13 @@ def relay(headers: tuple[Header, ...], m: int, splits: tuple[int, ...], device: 
         return None
     planners = [_Planner(header, m, 1, device) for header in headers]
     fitting = [tile for tile in TILES if all(each.slots(tile) for each in planners)]
-    shares = {tile: _shares([each.units(tile) for each in planners], clusters) for tile in fitting}
+    shares = {tile: cluster_shares([each.units(tile) for each in planners], clusters) for tile in fitting}
 
     def expected(tile: Tile) -> float:
         return max(each.expected(tile, own) for each, own in zip(planners, shares[tile], strict=True))
 
     fitting.sort(key=expected)
     return _launch(fitting[rank], planners, shares[fitting[rank]]) if rank < len(fitting) else None
-
-
-def _shares(units: Sequence[int], clusters: int) -> list[int]:
-    """Clusters of each tensor, such that the one with the most units ends soon."""
-    rounds = range(1, sum(units) + 1)
-    least = rounds[bisect_left(rounds, True, key=lambda most: sum(-(-each // most) for each in units) <= clusters)]
-    shares = [-(-each // least) for each in units]
-    for _ in range(clusters - sum(shares)):  # the others help to decode
-        busiest = max(range(len(units)), key=lambda i: units[i] / shares[i])
-        shares[busiest] = min(shares[busiest] + 1, units[busiest])
-    return shares
 
 
 def _launch(tile: Tile, planners: Sequence[_Planner], shares: Sequence[int]) -> Launch:

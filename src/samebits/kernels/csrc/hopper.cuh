@@ -59,6 +59,15 @@ __device__ __forceinline__ void copy_bulk_to(u32 shared, const void* global, u32
                  "l"(global), "r"(bytes), "r"(barrier), "h"(blocks) : "memory");
 }
 
+// Starts a copy of whole 16-byte units from shared memory to the same place in that of another block of the cluster, for which the latter's barrier waits.
+__device__ __forceinline__ void copy_to_block(u32 block, u32 shared, u32 bytes, u32 barrier) {
+    asm volatile("{ .reg .u32 there, barrier_there;\n"
+                 "  mapa.shared::cluster.u32 there, %0, %3;\n"
+                 "  mapa.shared::cluster.u32 barrier_there, %2, %3;\n"
+                 "  cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [there], [%0], %1, [barrier_there]; }" ::"r"(shared), "r"(bytes),
+                 "r"(barrier), "r"(block) : "memory");
+}
+
 // Starts a copy of a box of a two-dimensional tensor, whose map is in global memory, to which a barrier waits.
 __device__ __forceinline__ void copy_box(u32 shared, const void* map, int x, int y, u32 barrier) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(shared), "l"(map),
@@ -177,11 +186,12 @@ __device__ __forceinline__ void pin(float (&sums)[count]) {
 // lane (g, t) sums[4 j + 2 h + i] of row 16 w + 8 h + g and the right matrix's row 8 j + 2 t + i.
 template <int count>
 __device__ __forceinline__ void multiply_add(float (&d)[count], u64 left, u64 right) {
-    static_assert(count == 8 || count == 16 || count == 32 || count == 48 || (count % 8 == 0 && count >= 64 && count <= 128));
+    static_assert(count == 8 || count == 16 || count == 32 || count == 48 || count == 56 || (count % 8 == 0 && count >= 64 && count <= 128));
     if constexpr (count == 8) WGMMA("16", PLACES_8, "%8", "%9", SUMS_8(0));
     if constexpr (count == 16) WGMMA("32", PLACES_16, "%16", "%17", SUMS_16(0));
     if constexpr (count == 32) WGMMA("64", PLACES_32, "%32", "%33", SUMS_32(0));
     if constexpr (count == 48) WGMMA("96", PLACES_48, "%48", "%49", SUMS_32(0), SUMS_16(32));
+    if constexpr (count == 56) WGMMA("112", PLACES_56, "%56", "%57", SUMS_32(0), SUMS_16(32), SUMS_8(48));
     if constexpr (count == 64) WGMMA("128", PLACES_64, "%64", "%65", SUMS_64(0));
     if constexpr (count == 72) WGMMA("144", PLACES_72, "%72", "%73", SUMS_64(0), SUMS_8(64));
     if constexpr (count == 80) WGMMA("160", PLACES_80, "%80", "%81", SUMS_64(0), SUMS_16(64));

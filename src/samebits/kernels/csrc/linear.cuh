@@ -20,7 +20,7 @@ struct Job {
     const u16* bias;     // [rows] or null
     u16* y;              // [tokens, rows]
     float* parts;        // linear_pairs.cuh, linear_tiles.cuh: where ranges' sums meet; linear_relay.cuh: where the weight is decoded to; there behind it,
-                         // in linear_tiles.cuh first of all: each block's tensor map
+                         // in linear_tiles.cuh first of all, in linear_clusters.cuh alone: each block's tensor map
     u32* done;           // and, for each meeting, how many have come; or what is claimed, and flags
     int tokens, ranges, stages_per_range;
     int slots;           // row groups whose sums a block keeps in shared memory
@@ -28,7 +28,7 @@ struct Job {
     int chunk_step, slot_step;   // warps of a block = chunk_step * slots + slot_step
     int first_block, blocks;     // of the grid
     int own, longer;     // row groups of a block; of the first `longer` blocks one more
-    int token_tiles, units;      // linear_pairs.cuh; linear_relay.cuh: pairs of tiles of tokens, and items
+    int token_tiles, units;      // linear_pairs.cuh; linear_relay.cuh, linear_clusters.cuh: pairs of tiles of tokens, and items
     u32 by_token_tiles, by_ranges;
     int segments, segment_stages;   // linear_ahead.cuh, linear_tiles.cuh: of K; linear_relay.cuh: pairs of a pass
     u32 by_ring;
@@ -37,9 +37,9 @@ struct Job {
     int x_places;        // linear_ahead.cuh: runs of x that a segment keeps
     int ring;            // linear_tiles.cuh: pairs of stages that a block keeps decoded, at least those of the chunks that a warp is ahead;
                          // linear_pairs.cuh: slots of x; with mma, pairs of stages;
-                         // linear_ahead.cuh: runs that a line keeps decoded; linear_relay.cuh: parts of stages
+                         // linear_ahead.cuh: runs that a line keeps decoded; linear_relay.cuh: parts of stages; linear_clusters.cuh: stages
     Walk walks[2][kWalks];               // of the warps of blocks with one row group more, and of others
-    u32 x_map[32];       // linear_relay.cuh, linear_tiles.cuh: the tensor map of x, but for its address
+    u32 x_map[32];       // linear_relay.cuh, linear_tiles.cuh, linear_clusters.cuh: the tensor map of x, but for its address
 
     __device__ __forceinline__ int block() const { return int(blockIdx.x) - first_block; }
     __device__ __forceinline__ int row_groups_of(int block) const { return own + (block < longer); }

@@ -5,17 +5,14 @@
 //
 // With 33 to 64 tokens these are the left matrix, and all row groups the right one: wgmma reads both once. Otherwise 64 rows of the weight (eight row
 // groups, a tile) are the left matrix, tokens the right one. The ring of weights has a slot for each *pair* of stages: for each row group two atoms
-// (hopper.cuh), one a stage. Row g of a row group is row 2 g of its atom, or 2 g - 7 from g = 4 on: half a warp writes to all banks. Rows of a matrix
-// that belong to no row group hold what follows in shared memory, and nobody reads their sums. Where a tile has no more than four row groups, each of
-// the four warps has one: behind it stands what is decoded of it for the other stage.
+// (atoms.cuh), one a stage. Rows of a matrix that belong to no row group hold what follows in shared memory, and nobody reads their sums. Where a tile has no
+// more than four row groups, each of the four warps has one: behind it stands what is decoded of it for the other stage.
 // The ring of x has slots of one or two stages: of each, the tokens in their order. Rows behind the last token hold anything, too.
 #pragma once
-#include "hopper.cuh"
-#include "linear.cuh"
+#include "atoms.cuh"
 
 constexpr int kMaxThreads = 640;          // leaves 96 registers to each
 constexpr int kMaxDecoders = 16;
-constexpr int kAtomBytes = 1024;
 constexpr int kPairBytes = 2 * kAtomBytes;
 constexpr int kTileBytes = 8 * kPairBytes;
 constexpr int kTileGroups = 8;
@@ -142,39 +139,6 @@ __device__ __forceinline__ void write_rows(const Geometry& geometry, const Job& 
         }
 }
 
-// The same where tokens are the left matrix. Of each row group a lane has rows t and t + 4 of two tokens; the quad's lanes swap, so that each has all
-// rows of every fourth row group.
-template <int count>
-__device__ __forceinline__ void write_tokens(const Geometry& geometry, const Job& job, const Share& share, int batch, int warp, int lane, float (&sums)[1][count]) {
-    const int t = lane & 3, odd = t & 1, first = batch * job.slots;
-    const int there = min(job.slots, share.own - first);   // row groups
-#pragma unroll
-    for (int slot = 0; slot < count / 4; slot += 4) {
-        float biases[4][2] = {};
-        if (job.bias)
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-#pragma unroll
-                for (int k = 0; k < 2; ++k)
-                    biases[i][k] = __uint_as_float(u32(job.bias[8 * share.row_group(first + min(slot + i, there - 1)) + t + 4 * k]) << 16);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int token = 16 * warp + 8 * half + (lane >> 2);
-            u32 words[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                float low = sums[0][4 * (slot + i) + 2 * half], high = sums[0][4 * (slot + i) + 2 * half + 1];
-                if (job.bias) low += biases[i][0], high += biases[i][1];
-                const float other = __shfl_xor_sync(kFull, odd ? low : high, 1);
-                words[i] = odd ? to_bf16x2(other, high) : to_bf16x2(low, other);
-            }
-            const Vec4 whole = transpose(words, t);   // rows 0 and 1, 4 and 5, 2 and 3, 6 and 7
-            u16* target = job.y + size_t(token) * geometry.rows + 8 * share.row_group(first + slot + t);
-            if (token < job.tokens && slot + t < there) *reinterpret_cast<Vec4*>(target) = {whole.x, whole.z, whole.y, whole.w};
-        }
-    }
-}
-
 // Multiplies; `warp` counts those of all warpgroups that do.
 template <int wide, int groups, int warpgroups>
 __device__ __forceinline__ void multiply_tiles(const Rings& rings, const Geometry& geometry, const Job& job, const Share& share, int warp, int lane) {
@@ -245,87 +209,35 @@ __device__ __forceinline__ void multiply_tiles(const Rings& rings, const Geometr
         if (Own::x_left && 16 * warp >= job.tokens) continue;
         if (job.segments > 1 && !met.is_last(job.done + meeting, job.segments)) continue;
         if (job.ranges > 1) met.add(job.ranges, sums);
-        if constexpr (Own::x_left) write_tokens(geometry, job, share, batch, warp, lane, sums);
+        const int first = batch * job.slots;
+        if constexpr (Own::x_left)
+            write_tokens(geometry, job, 16 * warp + (lane >> 2), min(job.slots, share.own - first), lane, sums[0], [&](int slot) { return share.row_group(first + slot); });
         else write_rows(geometry, job, share, batch, warp, lane, sums);
     }
 }
 
 // Decodes; `warp` is the number among the decoding warps.
-struct Decoder {
-    const Geometry& geometry;
-    const Packed& packed;
-    const Job& job;
+struct Decoder : ChunkReader {
     const Share& share;
-    const int lane;
     const Tasks tasks;
-    u32* buffers;                          // two staging buffers
-    const u32 copied;                      // the barrier of what is copied to them
     Task task;
-    Vec4 raw[kRun];
-    u32 signs[kRun / 2];
-    const u8* slab;                        // of the present task: its first
-    StagedPlace staged;
 
     __device__ __forceinline__ Decoder(const Geometry& geometry, const Packed& packed, const Job& job, const Share& share, int warp, int lane,
                                        u32* buffers, u32 copied)
-        : geometry(geometry), packed(packed), job(job), share(share), lane(lane), tasks{share, job.slots, job.chunk_step, job.slot_step, job.by_slots}, buffers(buffers),
-          copied(copied), task(tasks.first(warp)) {}
+        : ChunkReader(geometry, packed, job, lane, buffers, copied), share(share), tasks{share, job.slots, job.chunk_step, job.slot_step, job.by_slots},
+          task(tasks.first(warp)) {}
 
     __device__ __forceinline__ int chunk_of(const Task& task) const { return share.chunk + task.chunk; }
-    __device__ __forceinline__ int stages_of(const Task& task) const { return min(kChunkStages, geometry.stages - chunk_of(task) * kChunkStages); }
-    __device__ __forceinline__ const u8* slab_of(const Task& task) const {
-        return packed.data + packed.planes + slab_offset(geometry.stages, task.group, chunk_of(task) * kChunkStages);
-    }
-    __device__ __forceinline__ const u32* offset_of(const Task& task) const {
-        return reinterpret_cast<const u32*>(packed.data + packed.offsets) + size_t(task.group) * geometry.chunks_per_row_group + chunk_of(task);
-    }
-    __device__ __forceinline__ void load_stage(const u8* slab, int s) {
-        raw[s] = load_raw(slab, s, lane);
-        if (s & 1) signs[s / 2] = load_once_u32(slab + (s >> 1) * kSlabBytes + 4 * lane);
-    }
-
-    __device__ __forceinline__ void stage(int side, u32 start, u32 stop) {
-        const StreamUnits streams(packed, start, stop);
-        if (lane == 0) copy_bulk(u32(__cvta_generic_to_shared(buffers + side * job.buffer_words)), streams.source, 16 * streams.units, copied);
-        staged = streams.place;
-    }
-
     // Before the table is there.
     __device__ __forceinline__ void begin() {
-        if (lane == 0) {
-            open_barrier(copied, 1);
-            show_barrier();
-        }
-        if (tasks.has(task)) {
-            const u32* offset = offset_of(task);
-            const u32 start = load_u32(offset), stop = load_u32(offset + 1);
-            slab = slab_of(task);
-            stage(0, start, stop);
-#pragma unroll
-            for (int s = 0; s < kRun; ++s) load_stage(slab, s);
-            prefetch_planes(slab, stages_of(task), lane);
-        }
-    }
-
-    // The words of a stage to its atom.
-    template <bool shifted>
-    __device__ __forceinline__ void store_stage(u32 place, Vec4 raw, Vec4 upper, u32 scale) const {
-        auto store = [&](u32 q, u32 raw, u32 upper) {
-            u32 low = __byte_perm(raw, upper, 0x5140), high = __byte_perm(raw, upper, 0x7362);
-            if (shifted) low = unshift(low, scale), high = unshift(high, scale);
-            store_shared(place ^ (q << 5), Vec2{low, high});
-        };
-        store(0, raw.x, upper.x);
-        store(1, raw.y, upper.y);
-        store(2, raw.z, upper.z);
-        store(3, raw.w, upper.w);
+        open_copied();
+        if (tasks.has(task)) ChunkReader::begin(task.group, chunk_of(task));
     }
 
     template <bool shifted>
     __device__ __forceinline__ void run(const Rings& rings, u32 table) {
         const u32 byte_mask = ((1u << packed.width) - 1) << 2, common = u32(packed.window >> 4) * 0x10101010u;
-        const int g = lane >> 2, t = lane & 3, p = g < 4 ? 2 * g : 2 * g - 7;
-        const u32 lane_place = rings.weights + p * 128 + (((t >> 1) ^ p) << 4) + ((t & 1) << 3);
+        const u32 lane_place = rings.weights + atom_place(lane);
         int side = 0;                      // which staging buffer
         u32 copies = 0;                    // parity of the tasks done
 #pragma unroll 1
@@ -334,48 +246,36 @@ struct Decoder {
             const int before = max(0, 2 * share.pair - first_stage);   // stages of pairs that belong to the segment before
             const u32 atoms = lane_place + task.slot * kPairBytes;
             RingPlace pair = RingPlace::of(task.batch * share.pairs + (first_stage + before) / 2 - share.pair, rings.slots);
-            const u32* buffer = buffers + side * job.buffer_words;
+            const u32* buffer = buffers + side * buffer_words;
             const StagedPlace present = staged;
             const Task next = tasks.behind(task);
             const u8 *ahead = slab, *next_slab = slab;
-            u32 start = 0, stop = 0, scale = kNoShift;
+            u32 start = 0, stop = 0;
             if (tasks.has(next)) {
-                const u32* offset = offset_of(next);
+                const u32* offset = offset_of(next.group, chunk_of(next));
                 start = load_u32(offset);
                 stop = load_u32(offset + 1);
-                next_slab = slab_of(next);
-                prefetch_planes(next_slab, stages_of(next), lane);
+                next_slab = slab_of(next.group, chunk_of(next));
+                prefetch_planes(next_slab, stages_of(chunk_of(next)), lane);
             }
-            if (shifted) {
-                int shift = packed.shift;
-                if (packed.has_row_shifts) shift = reinterpret_cast<const i8*>(packed.data + packed.row_shifts)[task.group * 8 + g];
-                scale = scale_of(shift);
-            }
+            const u32 scale = shifted ? ChunkReader::scale(task.group) : kNoShift;
             await(copied, copies);
             copies ^= 1;
             Opened chunk;
-            chunk.open(u32(__cvta_generic_to_shared(buffer + present.begin)), present.size, stages_of(task), lane);
+            chunk.open(u32(__cvta_generic_to_shared(buffer + present.begin)), present.size, stages_of(chunk_of(task)), lane);
             LookUps begun = chunk.begin(table, byte_mask);
             side ^= 1;
 #pragma unroll 1
             for (int run = 0; run < count; run += kRun) {
                 ahead = run + kRun < count ? ahead + kRun / 2 * kSlabBytes : next_slab;
                 Vec4 upper[kRun];
-#pragma unroll
-                for (int s = 0; s < kRun; ++s) {
-                    upper[s] = chunk.go_on(begun, table, byte_mask);
-                    chunk.complete(upper[s], common);
-                    begun = chunk.begin(table, byte_mask);
-                    chunk.mend(upper[s], s, lane);
-                    upper[s] = with_signs(signs[s / 2] << (4 * (s & 1)), upper[s]);
-                }
-                chunk.pass(kRun);
+                decode_run<false>(chunk, begun, upper, table, byte_mask, common);
                 const u32 first = rings.full + 8 * pair.slot;
                 auto store_pair = [&](int s) {
                     await(rings.empty + 8 * pair.slot, pair.parity ^ 1);
                     const u32 atom = atoms + pair.slot * rings.slot_bytes;
-                    store_stage<shifted>(atom, raw[s], upper[s], scale);
-                    store_stage<shifted>(atom + kAtomBytes, raw[s + 1], upper[s + 1], scale);
+                    store_atom<shifted>(atom, raw[s], upper[s], scale);
+                    store_atom<shifted>(atom + kAtomBytes, raw[s + 1], upper[s + 1], scale);
                 };
                 const bool has_first = run >= before, has_second = run + 2 >= before && run + 2 < count;
                 if (has_first) {
@@ -393,8 +293,7 @@ struct Decoder {
                     if (has_first) arrive(first);
                     if (has_second) arrive(second);
                 }
-#pragma unroll
-                for (int s = 0; s < kRun; ++s) load_stage(ahead, s);   // not before: a fence may wait for loads
+                load_run(ahead);                                                // not before: a fence may wait for loads
                 if (run == 0 && tasks.has(next)) stage(side, start, stop);   // these two are there by now
             }
             __syncwarp();
