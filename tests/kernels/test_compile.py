@@ -46,9 +46,7 @@ KERNELS = {
 
 
 HOPPER_ONLY = tuple(
-    file
-    for file in KERNELS
-    if file.startswith("linear_") and not file.startswith(("linear_ahead", "linear_chains"))
+    file for file in KERNELS if file.startswith("linear_") and not file.startswith(("linear_ahead", "linear_chains"))
 )
 
 

@@ -524,9 +524,11 @@ def test_joint_relays(shapes: list[tuple[int, int]], tokens: int, hopper: bool) 
 
 @pytest.mark.parametrize("tokens", [129, 256, 257, 512, 1024])
 @pytest.mark.parametrize("chunk_words", [250, 470, 1000])
-@pytest.mark.parametrize("shapes", [[shape] for shape in SHAPES] + [[shape for shape, _ in each] for each in GROUPS], ids=str)
+@pytest.mark.parametrize(
+    "shapes", [*([shape] for shape in SHAPES), *([each for each, _ in group] for group in GROUPS)], ids=str
+)
 def test_clusters_cover_weights(shapes: list[tuple[int, int]], chunk_words: int, tokens: int, hopper: bool) -> None:
-    """Every row and token is in one unit of one tensor's clusters, rings are deep enough, and every decoding warp has work."""
+    """Every row and token is in one unit of one tensor's clusters, and all that a block keeps has room."""
     headers, found = tuple(header_of(shape, chunk_words) for shape in shapes), 0
     ones, fitting = (1,) * len(headers), set()
     for number, variant in enumerate(VARIANTS):

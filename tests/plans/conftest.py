@@ -87,6 +87,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeGpu:
     for module in (call, dispatch):
         monkeypatch.setattr(module, "decode_cuda", samebits.decode)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # as tensors in main memory say
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: fake.is_capturing)
     monkeypatch.setenv("SAMEBITS_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv(planner.MODE_VARIABLE, raising=False)

@@ -248,6 +248,24 @@ def test_each_device_has_plans_of_its_own(weight: torch.Tensor) -> None:
     assert not Planner.of(0).known
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@torch.no_grad()
+def test_products_made_again_on_another_device() -> None:
+    """Layers of a model that is divided between GPUs run there, while the first one stays current."""
+    if recall.native is None:
+        pytest.skip("the native part is not compiled here")
+    weights = [Probe.make(rows, COLUMNS, torch.device("cuda"), rows).weight.to("cuda:1") for rows in (4096, 1024, 1024)]
+    layers = nn.ModuleList([_layer(weight) for weight in weights])
+    samebits.prepare(layers, batch_sizes=(1,))
+    for seed in range(10):
+        x = inputs(1, seed).to("cuda:1")
+        for layer, weight in zip(layers, weights, strict=True):
+            made = dispatch.product_again(x, layer.get_parameter("sb_packed"), None)
+            assert made is not None or seed < 4
+            assert_same(layer(x) if made is None else made, F.linear(x, weight))
+            assert torch.cuda.current_device() == 0
+
+
 @pytest.mark.parametrize("tokens", [1, 8, 1024])
 def test_products_of_one_input_together(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a layer of attention asks for them, also in a CUDA graph that is replayed with other inputs."""

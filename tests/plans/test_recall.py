@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -70,8 +71,13 @@ class Driver:
         self.configs: list[tuple[Any, ...]] = []
         self.plans: Any = None
 
+    def exchange_device(self, device: int) -> int:
+        before, self.device = self.device, device
+        return before
+
     def start(self, config: int, function: int, arguments: int, extra: int | None) -> int:
         assert extra is None
+        assert self.device == DEVICE
         assert self.configs[config - 1][-2:] == (True, DEVICE)  # early
         sizes = {"arrange": [ctypes.sizeof(ArrangementStructure)], "decode": DECODE_SIZES}
         pointers = (ctypes.c_void_p * 4).from_address(arguments)
@@ -116,7 +122,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     )
     played.plans = plans
     settings: list[tuple[object, str, Any]] = [
-        (torch._C, "_cuda_getDevice", lambda: played.device),
+        (torch._C, "_cuda_exchangeDevice", played.exchange_device),
+        (torch._C, "_cuda_maybeExchangeDevice", played.exchange_device),
         (torch._C, "_cuda_getCurrentRawStream", lambda device: played.stream),
         (torch._C, "_cuda_isCurrentStreamCapturing", lambda: played.capturing),
         (torch.cuda, "current_device", lambda: played.device),
@@ -428,10 +435,6 @@ def capture(driver: Driver, module: nn.Linear) -> None:
     driver.capturing = True
 
 
-def other_device(driver: Driver, module: nn.Linear) -> None:
-    driver.device = 1
-
-
 def change_bias(driver: Driver, module: nn.Linear) -> None:
     module.bias.add_(1)
 
@@ -460,7 +463,7 @@ def replace_bytes(driver: Driver, module: nn.Linear) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [change_stream, capture, other_device, change_bias, replace_bias, no_bias, change_bytes, move_bytes, replace_bytes],
+    [change_stream, capture, change_bias, replace_bias, no_bias, change_bytes, move_bytes, replace_bytes],
 )
 def test_anything_changed_goes_the_usual_way(driver: Driver, change: Callable[[Driver, nn.Linear], None]) -> None:
     module = layer(0, bias=True)
@@ -472,7 +475,35 @@ def test_anything_changed_goes_the_usual_way(driver: Driver, change: Callable[[D
     assert ways(driver) == (1, 0)
 
 
-@pytest.mark.parametrize("raising", ["_cuda_getDevice", "shape"])
+@pytest.mark.parametrize("result", [0, 719])
+def test_a_device_that_is_not_the_current_one(driver: Driver, result: int) -> None:
+    """Products are made on their input's, and the current one stays; whatever happens."""
+    module = layer(0)
+    warm(module, driver)
+    driver.device, driver.result = 1, result
+    with pytest.raises(DeviceError, match="719") if result else nullcontext():
+        module(x_of(1, 1))
+    assert ways(driver) == (0, 1)
+    assert driver.device == 1
+    driver.result, driver.stream = 0, 8
+    module(x_of(1, 1))  # in the usual way
+    assert driver.device == 1
+
+
+def test_a_device_that_cannot_be_left(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(device: int) -> int:
+        raise RuntimeError(f"no device {device}")
+
+    module = layer(0)
+    warm(module, driver)
+    monkeypatch.setattr(torch._C, "_cuda_maybeExchangeDevice", refuse, raising=False)
+    monkeypatch.setattr(dispatch, "product_again", recall.product_of(dispatch.together.turns))
+    driver.device = 1
+    with pytest.raises(RuntimeError, match="no device 1"):
+        module(x_of(1, 1))
+
+
+@pytest.mark.parametrize("raising", ["_cuda_exchangeDevice", "shape"])
 def test_what_cannot_be_asked_goes_the_usual_way(driver: Driver, raising: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As torch's device in a forked process, or a nested tensor's shape."""
 

@@ -151,13 +151,17 @@ def _decoded_bytes(module: nn.Module, packed: list[nn.Parameter]) -> int:
 
 
 def _cache_layers(model: Any, where: str) -> Iterator[CacheLayer]:
+    from transformers.cache_utils import Cache
+
     for module in model.modules():
         if hasattr(module, "config"):
             module.config._experts_implementation = "batched_mm"  # the others look at the tokens' values
     try:
         with torch.inference_mode():
             output = model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device="meta"), use_cache=True)
-        layers = (output.get("past_key_values") or output.get("cache_params")).layers
+        layers = next(value.layers for value in output.values() if isinstance(value, Cache))
+    except StopIteration:
+        raise InputError("its model gives no cache to measure", where=where, mend="leave --context out") from None
     except (RuntimeError, NotImplementedError, AttributeError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         what = f"its cache cannot be measured without weights ({reason})"

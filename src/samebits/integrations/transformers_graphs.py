@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.cache_utils import StaticCache, StaticLayer
+from transformers.cache_utils import Cache, StaticCache, StaticLayer
 
 from samebits.errors import InputError
 
 Place = tuple[str, ...]  # of an argument, with the names of the dicts that it is in
-_CACHE: Place = ("past_key_values",)
 _COMPILED = "get_compiled_call"  # of a model: what generate asks for the step
 _NUMBERS = (bool, int, float, str, type(None))  # compared by value
 _log = logging.getLogger(__name__)
@@ -152,7 +151,7 @@ def captured(run: Callable[[], Any]) -> Callable[[], Any]:
 
 def _obstacle(others: dict[Place, Any]) -> str | None:
     """Why a step cannot be replayed, as far as its arguments tell."""
-    cache = others.get(_CACHE)
+    cache = next((value for value in others.values() if isinstance(value, Cache)), None)  # its name has changed
     if not isinstance(cache, StaticCache):
         return f"its cache is {'missing' if cache is None else f'a {type(cache).__name__}'}, not a StaticCache"
     if cache.offloading:

@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from samebits.format.packed import Header, PackedTensor
+from samebits.kernels import nvrtc
 from samebits.kernels.decode import decode_cuda
 from samebits.kernels.ops import decode_packed, header_of
 from samebits.plans import recall
@@ -26,15 +27,16 @@ product_again = recall.product_of(together.turns)
 
 def linear_of_module(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> torch.Tensor:
     """``linear`` for the modules of a model, whose products of one input are made together (plans/together.py)."""
-    made = together.take(x, packed, bias)
-    if made is not None:
-        return made
-    call = call_of(x, packed, bias)
-    if call is None:
-        y = F.linear(x, decode_cuda(packed), bias)
-        recall.remember_decoded(x, packed, bias)
-        return y
-    return together.multiply(x, packed, bias, call)
+    with nvrtc.on_device(x.get_device()):
+        made = together.take(x, packed, bias)
+        if made is not None:
+            return made
+        call = call_of(x, packed, bias)
+        if call is None:
+            y = F.linear(x, decode_cuda(packed), bias)
+            recall.remember_decoded(x, packed, bias)
+            return y
+        return together.multiply(x, packed, bias, call)
 
 
 def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -48,10 +50,11 @@ def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> 
     Returns:
         [..., N]; without a gradient.
     """
-    call = call_of(x, packed, bias)
-    if call is None:
-        return F.linear(x, decode_cuda(packed), bias)
-    return call.multiply(x, packed, bias)
+    with nvrtc.on_device(x.get_device()):
+        call = call_of(x, packed, bias)
+        if call is None:
+            return F.linear(x, decode_cuda(packed), bias)
+        return call.multiply(x, packed, bias)
 
 
 def _packed(data: torch.Tensor, shape: list[int], fields: list[int]) -> PackedTensor:

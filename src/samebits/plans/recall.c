@@ -40,8 +40,8 @@ typedef struct {
 
 typedef struct {
     PyObject_HEAD
-    PyObject *turns, *residents, *tensor, *parameter, *dtype, *current_device, *current_stream, *is_capturing, *is_autocast;
-    PyObject *forward_ad, *interpreter, *modes, *tracing, *is_grad_enabled, *environment, *getters;
+    PyObject *turns, *residents, *tensor, *parameter, *dtype, *exchange_device, *restore_device, *current_stream, *is_capturing;
+    PyObject *is_autocast, *forward_ad, *interpreter, *modes, *tracing, *is_grad_enabled, *environment, *getters;
 } Recall;
 
 /* Names of attributes, made when the module is. */
@@ -252,11 +252,29 @@ static int is_unwatched(Recall *self) {
 /* What is asked of the operands once. The version is NULL where an inference tensor has none. */
 typedef struct {
     PyObject *turn, *x, *data, *bias, *id, *shape, *device, *address, *version, *stream;
+    PyObject *before; /* torch's device, before that of x was made the current one */
 } Call;
+
+/* Makes the device from before the current one again, if that is not x's. */
+static int call_leave(Recall *self, Call *call) {
+    if (!call->before) return 0;
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    int same = equals(call->before, call->device);
+    PyObject *left = same == OTHER ? PyObject_CallFunctionObjArgs(self->restore_device, call->before, NULL) : NULL;
+    int failed = same == FAILED || (same == OTHER && !left);
+    Py_XDECREF(left);
+    if (!failed) {
+        PyErr_Restore(type, value, traceback);
+    } else {
+        Py_XDECREF(type), Py_XDECREF(value), Py_XDECREF(traceback);
+    }
+    return failed ? -1 : 0;
+}
 
 static void call_clear(Call *call) {
     Py_XDECREF(call->id), Py_XDECREF(call->shape), Py_XDECREF(call->device), Py_XDECREF(call->address);
-    Py_XDECREF(call->version), Py_XDECREF(call->stream);
+    Py_XDECREF(call->version), Py_XDECREF(call->stream), Py_XDECREF(call->before);
 }
 
 /* Tensors without strides or memory of their own say so by a RuntimeError, as does a GPU after a fork. */
@@ -269,10 +287,8 @@ static int other_or_failed(void) {
 static int call_read(Recall *self, Call *call) {
     if (!(call->shape = PyObject_GetAttr(call->x, name_shape))) return other_or_failed();
     if (!(call->device = PyObject_CallMethodObjArgs(call->x, name_get_device, NULL))) return FAILED;
-    PyObject *current = PyObject_CallNoArgs(self->current_device);
-    if (!current) return other_or_failed();
-    int same = equals_new(current, call->device);
-    if (same != SAME) return same;
+    call->before = PyObject_CallFunctionObjArgs(self->exchange_device, call->device, NULL);
+    if (!call->before) return other_or_failed();
     int capturing = is_true_new(PyObject_CallNoArgs(self->is_capturing));
     if (capturing) return capturing < 0 ? FAILED : OTHER;
     if (!(call->stream = PyObject_CallFunctionObjArgs(self->current_stream, call->device, NULL))) return FAILED;
@@ -537,8 +553,9 @@ static PyObject *recall_product(Recall *self, PyObject *const *args, Py_ssize_t 
     }
     PyObject *turn = PyObject_GetAttr(self->turns, name_last);
     PyObject *every = turn ? PyObject_GetAttr(turn, name_made) : NULL, *y = NULL;
-    Call call = {turn, args[0], args[1], args[2], NULL, NULL, NULL, NULL, NULL, NULL};
+    Call call = {turn, args[0], args[1], args[2], NULL, NULL, NULL, NULL, NULL, NULL, NULL};
     if (every && (call.id = PyLong_FromVoidPtr(call.data))) y = answer(self, &call, every);
+    if (call_leave(self, &call)) Py_CLEAR(y);
     Py_XDECREF(turn), Py_XDECREF(every);
     call_clear(&call);
     return y;
@@ -552,20 +569,20 @@ static void recall_dealloc(PyObject *self) {
 }
 
 static PyObject *recall_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"turns", "residents", "tensor", "parameter", "dtype", "current_device", "current_stream",
-                            "is_capturing", "is_autocast", "forward_ad", "interpreter", "modes", "tracing",
-                            "is_grad_enabled", "environment", "getters", NULL};
+    static char *names[] = {"turns", "residents", "tensor", "parameter", "dtype", "exchange_device", "restore_device",
+                            "current_stream", "is_capturing", "is_autocast", "forward_ad", "interpreter", "modes",
+                            "tracing", "is_grad_enabled", "environment", "getters", NULL};
     allocfunc allocate_type = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    PyObject *fields[16] = {NULL};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!OOOOOOOOOOOOOO!", names, &fields[0], &PyDict_Type, &fields[1],
+    PyObject *fields[17] = {NULL};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!OOOOOOOOOOOOOOO!", names, &fields[0], &PyDict_Type, &fields[1],
                                      &fields[2], &fields[3], &fields[4], &fields[5], &fields[6], &fields[7], &fields[8],
                                      &fields[9], &fields[10], &fields[11], &fields[12], &fields[13], &fields[14],
-                                     &PyTuple_Type, &fields[15]))
+                                     &fields[15], &PyTuple_Type, &fields[16]))
         return NULL;
     Recall *self = (Recall *)allocate_type(type, 0);
     if (!self) return NULL;
     PyObject **each = &self->turns;
-    for (int i = 0; i < 16; i++) each[i] = Py_NewRef(fields[i]);
+    for (int i = 0; i < 17; i++) each[i] = Py_NewRef(fields[i]);
     return (PyObject *)self;
 }
 

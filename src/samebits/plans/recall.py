@@ -36,7 +36,7 @@ except ImportError:
     native = None
 
 _MAX_SHAPES = 16  # of inputs of one weight
-_can_recall = native is not None and hasattr(torch._C, "_cuda_getDevice")
+_can_recall = native is not None and hasattr(torch._C, "_cuda_exchangeDevice")
 
 
 def product_of(turns: Turns) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], Any]:
@@ -46,8 +46,9 @@ def product_of(turns: Turns) -> Callable[[torch.Tensor, torch.Tensor, torch.Tens
     own = torch._C
     recall = native.Recall(
         turns=turns, residents=residents, tensor=torch.Tensor, parameter=nn.Parameter, dtype=torch.bfloat16,
-        current_device=own._cuda_getDevice, current_stream=own._cuda_getCurrentRawStream,
-        is_capturing=own._cuda_isCurrentStreamCapturing, is_autocast=torch.is_autocast_enabled, forward_ad=forward_ad,
+        exchange_device=own._cuda_exchangeDevice, restore_device=own._cuda_maybeExchangeDevice,
+        current_stream=own._cuda_getCurrentRawStream, is_capturing=own._cuda_isCurrentStreamCapturing,
+        is_autocast=torch.is_autocast_enabled, forward_ad=forward_ad,
         interpreter=own._functorch.peek_interpreter_stack, modes=own._len_torch_dispatch_stack,
         tracing=own._get_tracing_state, is_grad_enabled=torch.is_grad_enabled, environment=environment,
         getters=environment.getters(),
@@ -76,7 +77,7 @@ def remember(
     x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, call: Call, products: Products,
     joint: Joint = ALONE, *, joins: bool = True,
 ) -> None:  # fmt: skip
-    """That ``products`` has made this product, and perhaps others with it.
+    """That ``products`` has made this product, and perhaps others with it, on the current device.
 
     Args:
         joins: products of the same input may be made together with this one.
@@ -113,7 +114,7 @@ def remember_decoded(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor |
 
 def _room_for(x: torch.Tensor, packed: PackedTensor) -> Resident | None:
     """None where nothing can be remembered, or not now: a shape that comes once, as of a prompt, is not worth it."""
-    if not _can_recall or torch.cuda.current_device() != x.get_device() or torch.cuda.is_current_stream_capturing():
+    if not _can_recall or torch.cuda.is_current_stream_capturing():
         return None
     kept = resident(packed.data)
     if kept is None or x.shape in kept.shortcuts:
