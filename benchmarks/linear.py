@@ -4,8 +4,9 @@
                                 [--groups 1,8,...]
 
 It writes results/<name>.json: a row that the file has already of the same case, device and versions is replaced, the
-others of that device and these versions stay. Every shape is measured with few tokens, MANY_SHAPES also with many;
-``--tokens`` takes the place of both. An empty "" leaves shapes, prefill or groups out.
+others of that device and these versions stay. Every shape is measured with few tokens, a row of the table "few", and
+MANY_SHAPES also with many, each a row of the table "many"; with ``--tokens`` every shape has rows of the latter only, for these
+numbers. An empty "" leaves shapes, prefill or groups out.
 
 Every product is compared with F.linear's as 16-bit words first. Times are medians of CUDA graph replays over more than
 900 MB of distinct weights, BF16's and packed ones' in turns, from WARM_TOKENS tokens on after WARM_SECONDS of replays,
@@ -140,8 +141,8 @@ def main() -> int:
 def measured(arguments: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
     """The rows of one weight, of a block, of one group: what is kept if the next takes too long."""
     for shape in arguments.shapes:
-        few = arguments.tokens or FEW_TOKENS
-        many = MANY_TOKENS if shape in MANY_SHAPES and not arguments.tokens else ()
+        few = () if arguments.tokens else FEW_TOKENS
+        many = arguments.tokens or (MANY_TOKENS if shape in MANY_SHAPES else ())
         yield measure(synthetic_matrix(*shape, device="cuda"), few, many)
     if arguments.prefill:
         yield list(printed(measure_block(DECODER_LAYERS[BLOCK], arguments.prefill, "cuda")))
@@ -165,13 +166,15 @@ def shapes(text: str) -> list[tuple[int, int]]:
 
 
 def measure(weight: torch.Tensor, few: tuple[int, ...], many: tuple[int, ...]) -> list[dict[str, Any]]:
-    """The products of one weight: a row of the table "few", and a row of the table "many" for each of ``many``."""
+    """The products of one weight: a row of the table "few" if there are any, and one of "many" for each of ``many``."""
     copies = [copy for (copy,) in distinct([encode_checked(weight)])]
     dense = [weight, *(weight.clone() for _ in range(int(DISTINCT_BYTES / weight.nbytes)))]
     results = []
     for tokens in few + many:
         results.append(measure_tokens(dense, copies, tokens))
         print(results[-1], flush=True)
+    if not few:
+        return results
     first = few_row(weight, results[: len(few)]) | {
         "packed_bytes": copies[0].nbytes,
         "read_tb_per_s": significant(measure_read_rate([copy.data for copy in copies], REPEATS) / 1e12),

@@ -18,8 +18,9 @@ from typing import Any
 from common import read_results
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = ("families", "language-models", "offload", "parallel", "plans")
+DOCUMENTS = ("families", "h100", "language-models", "offload", "parallel", "plans")
 PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{page}.md" for page in DOCUMENTS))
+LIKE = {"h100": "h200", "linear-h100": "linear"}  # results of another card, whose tables are the same
 SCRIPTS = {"h200": "gpu", "memory": "memory_compress", "profile": "token_profile"}  # of results named otherwise
 MARKED = re.compile(r"(<!-- table: (\S+)\.(\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 PLOT = re.compile(r"(<!-- plot: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -381,15 +382,15 @@ def table_text(name: str, table: str, root: str = "") -> str:
     rows = [row for row in results["rows"] if row["table"] == table]
     if not rows:
         return ""
-    every_key = [key for key in rows[0] if key != "table"]
-    columns = COLUMNS.get(f"{name}.{table}") or {key.replace("_", " "): key for key in every_key}
+    every_key, like = [key for key in rows[0] if key != "table"], LIKE.get(name, name)
+    columns = COLUMNS.get(f"{like}.{table}") or {key.replace("_", " "): key for key in every_key}
     lines = [list(columns), ["---", *["---:"] * (len(columns) - 1)]]
     lines += [[cell_text(cell, row) for cell in columns.values()] for row in rows]
     versions = ", ".join(f"{package} {number}" for package, number in results["versions"].items())
     file = f"benchmarks/results/{name}.json"
-    made = f"`python benchmarks/{SCRIPTS.get(name, name)}.py`"
+    made = f"`python benchmarks/{SCRIPTS.get(like, like)}.py`"
     source = f"<sub>[{file}]({root}{file}), made by {made}: {results['device']}; {versions}; {results['date']}</sub>"
-    caption = CAPTIONS.get(f"{name}.{table}")
+    caption = CAPTIONS.get(f"{like}.{table}")
     markdown = "".join(f"| {' | '.join(line)} |\n" for line in lines)
     return (f"{caption}\n\n" if caption else "") + f"{markdown}\n{source}\n"
 

@@ -1,4 +1,4 @@
-"""The fused linear layer on a CUDA device: csrc/linear_*.cuh; pairs, tiles and relay on Hopper.
+"""The fused linear layer on a CUDA device: csrc/linear_*.cuh; all but ahead and chains on Hopper alone.
 
 All give the bits of one order of summation: K is cut into ranges of whole stages, each summed in fp32 by
 ``mma.m16n8k16`` step after step; the ranges' sums are added in order, then the bias; one rounding. cuBLAS sums in this
