@@ -5,8 +5,8 @@
 
 It writes results/<name>.json: a row that the file has already of the same case, device and versions is replaced, the
 others of that device and these versions stay. Every shape is measured with few tokens, a row of the table "few", and
-MANY_SHAPES also with many, each a row of the table "many"; with ``--tokens`` every shape has rows of the latter only, for these
-numbers. An empty "" leaves shapes, prefill or groups out.
+MANY_SHAPES also with many, each a row of the table "many"; with ``--tokens`` every shape has rows of "many" alone, for
+these numbers. An empty "" leaves shapes, prefill or groups out.
 
 Every product is compared with F.linear's as 16-bit words first. Times are medians of CUDA graph replays over more than
 900 MB of distinct weights, BF16's and packed ones' in turns, from WARM_TOKENS tokens on after WARM_SECONDS of replays,
