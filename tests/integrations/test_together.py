@@ -60,6 +60,7 @@ def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
     monkeypatch.setattr(Planner, "outcome", lambda self, key: Outcome(PLAN, ""))
     monkeypatch.setattr(nvrtc, "where", lambda device: nvrtc.Where(7, 0))
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # as tensors in main memory say
     monkeypatch.setattr(packed_module, "_is_plain", lambda tensor: not tensor.requires_grad)
     return seen
 

@@ -26,6 +26,8 @@ from samebits.kernels.linear import (
     launch_together,
     variants,
 )
+from samebits.kernels.linear_clusters import MAX_CLUSTER_TOKENS, clusters
+from samebits.kernels.linear_clusters import TILES as CLUSTER_TILES
 from samebits.kernels.linear_launch import MAX_TOKENS, VARIANTS, joint_launch, launch_of, nearest_launch
 from samebits.kernels.linear_pairs import MAX_WGMMA_TOKENS
 from samebits.kernels.linear_relay import TILES, relay
@@ -169,8 +171,10 @@ def test_many_tokens(shape: tuple[int, int], tokens: int) -> None:
     packed = samebits.encode(weight).to("cuda")
     skip_unless_supported(packed, tokens)
     expected = plain_linear(inputs(tokens, shape[1], tokens), weight.cuda(), None, 1)
-    for rank in range(len(TILES)):
-        launch = relay((packed.header,), tokens, (1,), 0, rank)
+    tiles = [(relay, rank) for rank in range(len(TILES))]
+    tiles += [(clusters, rank) for rank in range(len(CLUSTER_TILES)) if tokens <= MAX_CLUSTER_TOKENS]
+    for make, rank in tiles:
+        launch = make((packed.header,), tokens, (1,), 0, rank)
         assert launch is not None
         (y,) = Products(launch)(inputs(tokens, shape[1], tokens), None, lambda: [Operands(packed, None, LinearPlan(1))])
         assert first_difference(y, expected) is None, launch.name

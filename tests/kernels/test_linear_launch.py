@@ -16,7 +16,7 @@ from samebits.kernels.linear import is_supported, sources
 from samebits.kernels.linear_clusters import MAX_CLUSTER_TOKENS
 from samebits.kernels.linear_clusters import TILES as CLUSTER_TILES
 from samebits.kernels.linear_clusters import Tile as ClusterTile
-from samebits.kernels.linear_job import ATOM_BYTES, CHUNK_STAGES, CLUSTER, MAP_BYTES, Kernel, Launch, magic
+from samebits.kernels.linear_job import ATOM_BYTES, CHUNK_STAGES, MAP_BYTES, Kernel, Launch, magic
 from samebits.kernels.linear_launch import (
     MAX_HOPPER_TOKENS,
     MAX_TOKENS,
@@ -27,6 +27,7 @@ from samebits.kernels.linear_launch import (
     max_tokens,
 )
 from samebits.kernels.linear_pairs import MAX_WGMMA_TOKENS
+from samebits.kernels.linear_ranked import CLUSTER
 from samebits.kernels.linear_relay import TILE_TOKENS, Tile
 from samebits.kernels.linear_tiles import MAX_TILE_TOKENS
 from samebits.kernels.structures import JobStructure

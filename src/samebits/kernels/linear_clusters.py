@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, product
+from itertools import product
 from typing import NamedTuple
 
 from samebits.format.geometry import ROW_GROUP, STAGE
 from samebits.format.packed import Header
 from samebits.kernels import nvrtc
-from samebits.kernels.linear_job import (
-    ATOM_BYTES,
-    CLUSTER,
-    MAP_BYTES,
-    Arrangement,
-    Boxes,
-    JobFields,
-    Launch,
-    Planner,
-    cluster_shares,
-)
+from samebits.kernels.linear_job import ATOM_BYTES, MAP_BYTES, Arrangement, Boxes, JobFields, Launch
+from samebits.kernels.linear_ranked import CLUSTER, Ranked, TilePlanner, ranked
 
 MAX_CLUSTER_TOKENS = 1024  # with more, a weight is decoded too often
 WARPS = 16  # kWarps
@@ -75,43 +66,29 @@ def clusters(headers: tuple[Header, ...], m: int, splits: tuple[int, ...], devic
 
     Of one tensor or several of as many columns, each with blocks of its own. None as launch_of.
     """
-    most = nvrtc.multiprocessors(device) // CLUSTER
-    if not nvrtc.has_wgmma(device) or most < len(headers) or max(splits) > 1:
+    if not nvrtc.has_wgmma(device) or max(splits) > 1 or not _MIN_TOKENS < m <= MAX_CLUSTER_TOKENS:
         return None
-    if not _MIN_TOKENS < m <= MAX_CLUSTER_TOKENS:
-        return None
-    planners = [_Planner(header, m, 1, device, 1) for header in headers]
-    fitting = [tile for tile in TILES if all(each.slots(tile) for each in planners)]
-    shares = {tile: cluster_shares([each.units(tile) for each in planners], most) for tile in fitting}
-
-    def expected(tile: Tile) -> float:
-        return max(each.expected(tile, own) for each, own in zip(planners, shares[tile], strict=True))
-
-    fitting.sort(key=expected)
-    return _launch(fitting[rank], planners, shares[fitting[rank]]) if rank < len(fitting) else None
+    planners = [_Planner(header, m, device) for header in headers]
+    found = ranked(planners, TILES, device, rank)
+    return _launch(planners, found) if found else None
 
 
-def _launch(tile: Tile, planners: Sequence[_Planner], shares: Sequence[int]) -> Launch:
-    m, columns = planners[0].m, planners[0].stages * STAGE
-    firsts = accumulate((CLUSTER * own for own in shares[:-1]), initial=0)
-    jobs = (each.job(tile, own, first) for each, own, first in zip(planners, shares, firsts, strict=True))
-    maps = tuple(CLUSTER * own * MAP_BYTES for own in shares)
+def _launch(planners: Sequence[_Planner], found: Ranked[Tile]) -> Launch:
+    m, columns, tile = planners[0].m, planners[0].stages * STAGE, found.tile
+    maps = tuple(CLUSTER * own * MAP_BYTES for own in found.clusters)
     memory = Arrangement(0, columns, tile.tokens, 0, (0,) * len(planners), maps, 0)
     together = "_together" if len(planners) > 1 else ""
     return Launch(f"linear_clusters{together}.cu", f"linear_clusters_{tile.tokens}_{tile.rows}{together}",
-                  CLUSTER * sum(shares), WARPS, max(each.shared(tile) for each in planners), tuple(jobs), memory,
+                  CLUSTER * sum(found.clusters), WARPS, max(each.shared(tile) for each in planners), found.jobs, memory,
                   Boxes(m, columns, tile.tokens, STAGE))  # fmt: skip
 
 
-class _Planner(Planner):
-    """Of one tensor; how many clusters it has is found for all tensors of a launch."""
-
+class _Planner(TilePlanner[Tile]):
     def pairs(self, tile: Tile) -> int:
         """Of tiles of tokens, of which each block of a cluster multiplies one."""
         return -(-self.m // (CLUSTER * tile.tokens))
 
     def units(self, tile: Tile) -> int:
-        """That clusters multiply, one at a time."""
         return -(-self.row_groups * ROW_GROUP // tile.rows) * self.pairs(tile)
 
     def fixed(self, tile: Tile) -> int:
@@ -119,7 +96,6 @@ class _Planner(Planner):
         return ATOM_BYTES + MAP_BYTES + _COPIED_BYTES + 4 * self.table + tile.own_groups * 2 * 4 * self.buffer
 
     def slots(self, tile: Tile) -> int:
-        """Of the ring, as many as fit; 0 if these are too few."""
         fitting = (4 * self.room - self.fixed(tile)) // (tile.slot_bytes + _BARRIERS * _BARRIER_BYTES)
         enough = fitting >= _MIN_SLOTS and fitting * tile.slot_bytes >= 4 * self.entries
         return min(fitting, _MAX_SLOTS) if enough else 0
@@ -129,11 +105,9 @@ class _Planner(Planner):
         return self.fixed(tile) + self.slots(tile) * (tile.slot_bytes + _BARRIERS * _BARRIER_BYTES)
 
     def expected(self, tile: Tile, clusters: int) -> float:
-        """How long it takes: as long as the clusters with the most units."""
         return _START + -(-self.units(tile) // clusters) * (self.stages * tile.stage + _FINISH)
 
     def job(self, tile: Tile, clusters: int, first_block: int) -> JobFields:
-        """JobStructure's fields behind the pointers."""
         return self.job_fields(tile.rows // ROW_GROUP, 1, tile.own_groups, ring=self.slots(tile),
                                first_block=first_block, blocks=CLUSTER * clusters, token_tiles=self.pairs(tile),
                                units=self.units(tile))  # fmt: skip

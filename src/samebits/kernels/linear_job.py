@@ -23,7 +23,6 @@ MAX_TOKENS = 16  # of the kernels that take x as mma's right operand
 LANES = 32
 ATOM_BYTES = 1024  # hopper.cuh: a stage of a row group, decoded
 MAP_BYTES = 128  # hopper.cuh: kMapBytes
-CLUSTER = 2  # kCluster: blocks of linear_relay.cuh and linear_clusters.cuh
 _ARRANGE_THREADS = 128
 
 
@@ -154,17 +153,6 @@ def shares(
     limits = limits[bisect_left(limits, max(stages)) :]
     place = bisect_left(limits, True, key=fit)
     return blocks(limits[place]) if place < len(limits) else None
-
-
-def cluster_shares(units: Sequence[int], clusters: int) -> list[int]:
-    """Clusters of each tensor, such that the one with the most units ends soon."""
-    rounds = range(1, sum(units) + 1)
-    least = rounds[bisect_left(rounds, True, key=lambda most: sum(-(-each // most) for each in units) <= clusters)]
-    shares = [-(-each // least) for each in units]
-    for _ in range(clusters - sum(shares)):  # the others may help to decode
-        busiest = max(range(len(units)), key=lambda i: units[i] / shares[i])
-        shares[busiest] = min(shares[busiest] + 1, units[busiest])
-    return shares
 
 
 def magic(divisor: int) -> int:

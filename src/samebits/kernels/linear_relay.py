@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 from samebits.format.geometry import ROW_GROUP, STAGE
 from samebits.format.packed import Header
 from samebits.kernels import nvrtc
-from samebits.kernels.linear_job import (
-    ATOM_BYTES,
-    CLUSTER,
-    MAP_BYTES,
-    Arrangement,
-    Boxes,
-    JobFields,
-    Launch,
-    Planner,
-    cluster_shares,
-)
+from samebits.kernels.linear_job import ATOM_BYTES, MAP_BYTES, Arrangement, Boxes, JobFields, Launch
+from samebits.kernels.linear_ranked import CLUSTER, Ranked, TilePlanner, ranked
 
 TILE_TOKENS = 128  # kTileTokens
 _MULTIPLIERS = 8  # kMultipliers: warps
@@ -82,38 +72,24 @@ def relay(headers: tuple[Header, ...], m: int, splits: tuple[int, ...], device: 
 
     Of one tensor or several of as many columns, each with blocks of its own. None as launch_of.
     """
-    clusters = nvrtc.multiprocessors(device) // CLUSTER
-    if not nvrtc.has_wgmma(device) or clusters < len(headers) or max(splits) > 1 or m <= TILE_TOKENS:
+    if not nvrtc.has_wgmma(device) or max(splits) > 1 or m <= TILE_TOKENS:
         return None
-    planners = [_Planner(header, m, 1, device) for header in headers]
-    fitting = [tile for tile in TILES if all(each.slots(tile) for each in planners)]
-    shares = {tile: cluster_shares([each.units(tile) for each in planners], clusters) for tile in fitting}
-
-    def expected(tile: Tile) -> float:
-        return max(each.expected(tile, own) for each, own in zip(planners, shares[tile], strict=True))
-
-    fitting.sort(key=expected)
-    return _launch(fitting[rank], planners, shares[fitting[rank]]) if rank < len(fitting) else None
+    planners = [_Planner(header, m, device) for header in headers]
+    found = ranked(planners, TILES, device, rank)
+    return _launch(planners, found) if found else None
 
 
-def _launch(tile: Tile, planners: Sequence[_Planner], shares: Sequence[int]) -> Launch:
-    m, columns = planners[0].m, planners[0].stages * STAGE
-    firsts = accumulate((CLUSTER * own for own in shares[:-1]), initial=0)
-    jobs = (each.job(tile, own, first) for each, own, first in zip(planners, shares, firsts, strict=True))
-    decoded = tuple(each.memory(tile, own) for each, own in zip(planners, shares, strict=True))
+def _launch(planners: Sequence[_Planner], found: Ranked[Tile]) -> Launch:
+    m, columns, tile = planners[0].m, planners[0].stages * STAGE, found.tile
+    decoded = tuple(each.memory(tile, own) for each, own in zip(planners, found.clusters, strict=True))
     memory = Arrangement(0, columns, TILE_TOKENS, 0, tuple(each.flags(tile) for each in planners), decoded, 0)
     together = "_together" if len(planners) > 1 else ""
-    return Launch(f"linear_relay{together}.cu", f"linear_relay_{tile.rows}{together}", CLUSTER * sum(shares),
-                  tile.warps, max(each.shared(tile) for each in planners), tuple(jobs), memory,
+    return Launch(f"linear_relay{together}.cu", f"linear_relay_{tile.rows}{together}", CLUSTER * sum(found.clusters),
+                  tile.warps, max(each.shared(tile) for each in planners), found.jobs, memory,
                   Boxes(m, columns, TILE_TOKENS, STAGE // tile.parts))  # fmt: skip
 
 
-class _Planner(Planner):
-    """Of one tensor; how many clusters it has is found for all tensors of a launch."""
-
-    def __init__(self, header: Header, m: int, split: int, device: int) -> None:
-        super().__init__(header, m, split, device, 1)
-
+class _Planner(TilePlanner[Tile]):
     @property
     def pairs(self) -> int:
         """Of tiles of tokens, of which each block of a cluster multiplies one."""
@@ -124,7 +100,6 @@ class _Planner(Planner):
         return -(-self.row_groups * ROW_GROUP // tile.rows)
 
     def units(self, tile: Tile) -> int:
-        """That clusters multiply, one at a time."""
         return self.tiles(tile) * self.pairs
 
     def fixed(self, tile: Tile) -> int:
@@ -133,7 +108,6 @@ class _Planner(Planner):
         return ATOM_BYTES + MAP_BYTES + _MULTIPLIERS * tile.bias_bytes + 4 * self.table + buffers
 
     def slots(self, tile: Tile) -> int:
-        """Of the ring, as many as fit; 0 if these are too few."""
         fitting = (4 * self.room - self.fixed(tile)) // (tile.slot_bytes + _BARRIER_BYTES)
         enough = fitting >= tile.parts * _MIN_SLOTS and fitting * tile.slot_bytes >= 4 * self.entries
         return min(fitting, tile.parts * _MAX_SLOTS) if enough else 0
@@ -166,7 +140,6 @@ class _Planner(Planner):
         return _START + max(waves * multiply + 33 * decoded, decode + multiply / 2)
 
     def job(self, tile: Tile, clusters: int, first_block: int) -> JobFields:
-        """JobStructure's fields behind the pointers."""
         passes = -(-2 * self.m * self.stages * STAGE // _CACHED_BYTES)
         pairs_of_pass = -(-self.pairs // passes)
         side_by_side = min(self.tiles(tile), -(-clusters // pairs_of_pass))
