@@ -3,84 +3,133 @@
 from __future__ import annotations
 
 import os
+import re
+from importlib.resources import files
 from threading import Barrier
 
 import pytest
+import torch
 
 from samebits.errors import DeviceError
 from samebits.kernels import nvrtc
+from samebits.kernels.nvrtc import Source
 
 CAPABILITIES = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
 CHAINS = ("shared", "shared_borders", "global", "global_borders")
 TILES = [(tokens, groups) for tokens in (16, 32, 64, 128) for groups in ((4, 8, 12, 16) if tokens == 64 else (8, 16))]
-CLUSTERS = [(tokens, rows) for tokens in (128, 256) for rows in (64, 96, 112)]
-KERNELS = {
-    "decode.cu": ["decode_quad_whole", "decode_quad_clipped", "decode_single_whole", "decode_single_clipped"],
-    "compact.cu": ["decode_compact"],
-    "df11.cu": ["decode_df11"],
+LINEAR = {
+    "linear_ahead.cu": [f"linear_ahead_{tokens}" for tokens in (8, 16)],
+    "linear_chains.cu": [f"linear_chains_{tokens}_{kind}" for tokens in (8, 16) for kind in CHAINS],
+    "linear_clusters.cu": [f"linear_clusters_{tokens}_{rows}" for tokens in (128, 256) for rows in (64, 96, 112)],
+    "linear_pairs.cu": [f"linear_pairs_{tokens}" for tokens in (4, 8, 16, 32, 64)],
+    "linear_relay.cu": [f"linear_relay_{rows}" for rows in range(256, 127, -16)],
+    "linear_singles.cu": [f"linear_singles_{tokens}" for tokens in (4, 8, 16, 32)],
+    "linear_tiles.cu": [f"linear_tiles_{tokens}_{groups}" for tokens, groups in TILES],
+}
+INSTANCES = {
+    "decode.cu": [f"decode_{code}_{variant}" for code in ("quad", "single") for variant in ("whole", "clipped")],
     "rows.cu": [
         f"decode_{entries}_{code}_{variant}"
         for entries in ("rows", "experts")
         for code in ("quad", "single")
         for variant in ("whole", "clipped")
     ],
-    "linear_ahead.cu": [f"linear_ahead_{tokens}" for tokens in (8, 16)],
-    "linear_chains.cu": [f"linear_chains_{tokens}_{kind}" for tokens in (8, 16) for kind in CHAINS],
-    "linear_ahead_together.cu": [f"linear_ahead_{tokens}_together" for tokens in (8, 16)],
-    "linear_chains_together.cu": [f"linear_chains_{tokens}_{kind}_together" for tokens in (8, 16) for kind in CHAINS],
-    "linear_tiles.cu": [f"linear_tiles_{tokens}_{groups}" for tokens, groups in TILES],
-    "linear_tiles_together.cu": [f"linear_tiles_{tokens}_{groups}_together" for tokens, groups in TILES],
-    "linear_singles.cu": [f"linear_singles_{tokens}" for tokens in (4, 8, 16, 32)],
-    "linear_singles_together.cu": [f"linear_singles_{tokens}_together" for tokens in (4, 8, 16, 32)],
-    "linear_pairs.cu": [f"linear_pairs_{tokens}" for tokens in (4, 8, 16, 32, 64)],
-    "linear_pairs_together.cu": [f"linear_pairs_{tokens}_together" for tokens in (4, 8, 16, 32, 64)],
+    **{file: [name + end for end in ("", "_together") for name in names] for file, names in LINEAR.items()},
     "linear_warpgroups.cu": [f"linear_warpgroups_{tokens}" for tokens in (64, 128, 256)],
-    "linear_relay.cu": [f"linear_relay_{rows}" for rows in range(128, 257, 16)],
-    "linear_relay_together.cu": [f"linear_relay_{rows}_together" for rows in range(128, 257, 16)],
-    "linear_clusters.cu": [f"linear_clusters_{tokens}_{rows}" for tokens, rows in CLUSTERS],
-    "linear_clusters_together.cu": [f"linear_clusters_{tokens}_{rows}_together" for tokens, rows in CLUSTERS],
-    "arrange.cu": ["arrange"],
-    "tables.cu": ["make_table_quad", "make_table_single"],
-    "encode.cu": ["row_statistics", "histogram", "quad_counts", "measure_quad", "write_single", "digest"],
 }
+WHOLE = {
+    "arrange.cu": ["arrange"],
+    "compact.cu": ["decode_compact"],
+    "df11.cu": ["decode_df11"],
+    "encode.cu": [
+        "row_statistics", "histogram", "quad_counts", "digest",
+        *(f"{what}_{code}" for what in ("measure", "write") for code in ("quad", "single")),
+    ],
+    "tables.cu": ["make_table_quad", "make_table_single"],
+}  # fmt: skip
+EVERYWHERE = ("linear_ahead.cu", "linear_chains.cu")  # of the fused layer's kernels; the others are Hopper's
 
 
-HOPPER_ONLY = tuple(
-    file for file in KERNELS if file.startswith("linear_") and not file.startswith(("linear_ahead", "linear_chains"))
+def capabilities(file: str) -> list[tuple[int, int]]:
+    return [(9, 0)] if file.startswith("linear_") and file not in EVERYWHERE else CAPABILITIES
+
+
+def test_every_file_is_known() -> None:
+    csrc = files("samebits.kernels").joinpath("csrc")
+    assert {file.name for file in csrc.iterdir() if file.name.endswith(".cu")} == INSTANCES.keys() | WHOLE.keys()
+    assert {file: sorted(nvrtc.instances(file)) for file in INSTANCES} == {
+        file: sorted(names) for file, names in INSTANCES.items()
+    }
+    assert not any(nvrtc.instances(file) for file in WHOLE)
+
+
+def symbols(binary: bytes) -> set[str]:
+    """Of those that are kernels, and perhaps of others."""
+    return {text.decode() for text in re.findall(rb"(?<=\0)\w+(?=\0)", binary)}
+
+
+@pytest.mark.parametrize(
+    ("file", "kernel", "capability"),
+    [(file, name, each) for file, names in INSTANCES.items() for name in names for each in capabilities(file)],
+    ids=lambda value: value if isinstance(value, str) else nvrtc.architecture(value),
 )
+def test_kernels_compile(file: str, kernel: str, capability: tuple[int, int]) -> None:
+    """Each alone."""
+    binary = nvrtc.compile_source(file, nvrtc.architecture(capability), kernel, cached=False).code
+    assert binary[:4] == b"\x7fELF"
+    assert symbols(binary) & {*INSTANCES[file]} == {kernel}
 
 
 @pytest.mark.parametrize(
     ("file", "capability"),
-    [(file, each) for file in KERNELS for each in CAPABILITIES if file not in HOPPER_ONLY or each == (9, 0)],
+    [(file, each) for file in WHOLE for each in capabilities(file)],
     ids=lambda value: value if isinstance(value, str) else nvrtc.architecture(value),
 )
-def test_sources_compile(file: str, capability: tuple[int, int]) -> None:
+def test_files_compile(file: str, capability: tuple[int, int]) -> None:
     binary = nvrtc.compile_source(file, nvrtc.architecture(capability), cached=False).code
     assert binary[:4] == b"\x7fELF"
-    assert all(name.encode() in binary for name in KERNELS[file])
+    assert {*WHOLE[file]} <= symbols(binary)
 
 
-def test_sources_are_compiled_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_compiled_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     both = Barrier(2, timeout=60)  # one after the other would never pass it
-    compiled: list[tuple[str, int]] = []
+    first, second = Source("a.cu", "one"), Source("a.cu", "two")
+    compiled: list[tuple[Source, int]] = []
 
-    def module(name: str, device: int) -> None:
+    def module(source: Source, device: int) -> None:
         both.wait()
-        compiled.append((name, device))
+        compiled.append((source, device))
 
     monkeypatch.setattr(nvrtc, "_module", module)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    nvrtc.compile_all(["a.cu", "b.cu", "a.cu"], 3)
-    assert sorted(compiled) == [("a.cu", 3), ("b.cu", 3)]
+    nvrtc.compile_all([first, second, first], 3)
+    assert sorted(compiled) == [(first, 3), (second, 3)]
     nvrtc.compile_all([], 3)
 
-    def refuse(name: str, device: int) -> None:
-        raise DeviceError(f"cannot compile {name}")
+    def refuse(source: Source, device: int) -> None:
+        raise DeviceError(f"cannot compile {source.kernel}")
 
     monkeypatch.setattr(nvrtc, "_module", refuse)
-    with pytest.raises(DeviceError, match=r"cannot compile [ab]\.cu"):
-        nvrtc.compile_all(["a.cu", "b.cu"], 3)
+    with pytest.raises(DeviceError, match=r"cannot compile (one|two)"):
+        nvrtc.compile_all([first, second], 3)
+
+
+def test_a_file_of_other_kernels_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[tuple[str, ...]] = []
+    monkeypatch.setattr(nvrtc, "compile_source", lambda *arguments: compiled.append(arguments) or len(compiled))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    modules = [
+        nvrtc._module(Source(file, kernel), 99)
+        for file, kernel in (
+            ("tables.cu", "make_table_quad"), ("tables.cu", "make_table_single"),
+            ("decode.cu", "decode_quad_whole"), ("decode.cu", "decode_quad_clipped"),
+        )
+    ]  # fmt: skip
+    assert modules == [1, 1, 2, 3]
+    assert compiled == [
+        ("tables.cu", "sm_90a"), ("decode.cu", "sm_90a", "decode_quad_whole"),
+        ("decode.cu", "sm_90a", "decode_quad_clipped"),
+    ]  # fmt: skip
 
 
 def test_without_a_folder_for_what_is_compiled(
@@ -104,6 +153,6 @@ def test_headers_are_included_once() -> None:
 
 
 def test_a_compiler_error_names_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvrtc, "source", lambda name: "this is no CUDA")
+    monkeypatch.setattr(nvrtc, "source", lambda file, kernel: "this is no CUDA")
     with pytest.raises(DeviceError, match=r"cannot compile decode\.cu for sm_80"):
         nvrtc.compile_source("decode.cu", "sm_80", cached=False)

@@ -12,7 +12,7 @@ from samebits.format.geometry import Code, Layout
 from samebits.format.packed import Header
 from samebits.kernels import linear_chains, nvrtc
 from samebits.kernels.decode import STATIC_SHARED, staging_words
-from samebits.kernels.linear import is_supported, sources
+from samebits.kernels.linear import LinearPlan, is_supported, sources
 from samebits.kernels.linear_clusters import MAX_CLUSTER_TOKENS
 from samebits.kernels.linear_clusters import TILES as CLUSTER_TILES
 from samebits.kernels.linear_clusters import Tile as ClusterTile
@@ -45,6 +45,12 @@ MOST_TOKENS = {
 }
 DECODING_PAIRS = (Kernel.SINGLES, Kernel.PAIRS, Kernel.WARPGROUPS)
 MANY_TOKENS = (Kernel.RELAY, Kernel.CLUSTERS)
+GROUPS = (
+    (((4096, 4096), 2), ((1024, 4096), 3), ((1024, 4096), 3)),
+    (((14336, 4096), 1), ((14336, 4096), 1)),
+    (((8192, 8192), 1), ((1024, 8192), 6), ((1024, 8192), 6)),
+    (((64, 1024), 1), ((151936, 1024), 2), ((8, 1024), 5), ((2048, 1024), 1)),
+)
 SHAPES = ((8, 1024), (1064, 2880), (5120, 5120), (12288, 4096), (28672, 8192), (151936, 4096))
 
 
@@ -265,10 +271,13 @@ def check_lines(header: Header, launch: Launch, number: int = 0) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 16, 64, 300, 4096])
 def test_what_is_compiled_for_a_product(tokens: int, hopper: bool) -> None:
-    """All that calibration tries, whatever the split, but for what only other splits need."""
-    header = header_of((4096, 4096), 470)
+    """The kernels of its variants, and to decode first; each of them is there."""
+    header, plans = header_of((4096, 4096), 470), [LinearPlan(1, number) for number in range(len(VARIANTS))]
+    found = sources(header, tokens, plans, 0)
+    assert all(source.kernel in nvrtc.instances(source.file) or source.file == "arrange.cu" for source in found)
+    files = {source.file for source in found}
     if tokens > max_tokens(0):
-        assert sources(header, tokens, 0) == {"decode.cu"}
+        assert found == {("decode.cu", "decode_quad_whole")}
         return
     expected = {"decode.cu"} | ({"linear_ahead.cu", "linear_chains.cu"} if tokens <= 16 else set())
     if hopper:
@@ -276,8 +285,18 @@ def test_what_is_compiled_for_a_product(tokens: int, hopper: bool) -> None:
         expected |= {"linear_warpgroups.cu"} if tokens <= 512 else set()
         expected |= {"linear_clusters.cu"} if 128 < tokens <= MAX_CLUSTER_TOKENS else set()
         expected |= {"linear_singles.cu"} if tokens <= 32 else set()
-    found = sources(header, tokens, 0)
-    assert found == expected or (not hopper and {"decode.cu", "linear_chains.cu"} <= found <= expected)
+    assert files == expected or (not hopper and {"decode.cu", "linear_chains.cu"} <= files <= expected)
+    assert len(found) <= len(files) + 2 * len(plans)
+
+
+@pytest.mark.parametrize("shapes", [[shape for shape, _ in group] for group in GROUPS], ids=str)
+@pytest.mark.parametrize("tokens", [1, 16, 64, 300, 4096])
+def test_what_is_compiled_for_several(tokens: int, shapes: list[tuple[int, int]], hopper: bool) -> None:
+    headers = tuple(header_of(shape, 470) for shape in shapes)
+    launches = [joint_launch(headers, tokens, (1,) * len(headers), number, 0) for number in range(len(VARIANTS))]
+    found = set().union(*(launch.sources for launch in launches if launch))
+    assert all(source.kernel in nvrtc.instances(source.file) or source.file == "arrange.cu" for source in found)
+    assert found or not hopper
 
 
 @pytest.mark.parametrize("split", [1, 2, 5])
@@ -434,14 +453,6 @@ def unit_at(job: dict[str, Any], header: Header, tile: Tile, index: int) -> tupl
     first = band * side_by_side
     chunk, place = divmod(inside, -(-min(side_by_side, geometry.row_groups - first) // tile.row_groups))
     return first + tile.row_groups * place, chunk
-
-
-GROUPS = (
-    (((4096, 4096), 2), ((1024, 4096), 3), ((1024, 4096), 3)),
-    (((14336, 4096), 1), ((14336, 4096), 1)),
-    (((8192, 8192), 1), ((1024, 8192), 6), ((1024, 8192), 6)),
-    (((64, 1024), 1), ((151936, 1024), 2), ((8, 1024), 5), ((2048, 1024), 1)),
-)
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 9, 16, 17, 64, 65, 128])

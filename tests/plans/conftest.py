@@ -29,7 +29,7 @@ class FakeGpu:
         linear, fused: the two kernels.
         times: microseconds of every variant, then of decoding first.
         fused_calls: plans of the fused products so far, in order.
-        compiled: sources that were compiled side by side.
+        compiled: plans whose kernels were compiled side by side.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class FakeGpu:
         self.fused: Callable[..., torch.Tensor] = split_linear
         self.times = [5.0, 3.0, 9.0]
         self.fused_calls: list[LinearPlan] = []
-        self.compiled: list[set[str]] = []
+        self.compiled: list[set[object]] = []
         self.is_capturing = False
 
     def fused_linear(
@@ -81,8 +81,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeGpu:
     monkeypatch.setattr(call, "is_launchable", lambda header, m, plan, device: is_supported(header, m, device))
     monkeypatch.setattr(calibrate, "variants", lambda header, m, split: [0, 1])
     monkeypatch.setattr(calibrate, "first_variant", lambda header, m, split: 0)
-    monkeypatch.setattr(calibrate, "sources", lambda header, m, device: {f"{m}.cu"})
-    monkeypatch.setattr(calibrate, "compile_all", lambda names, device: fake.compiled.append({*names}))
+    monkeypatch.setattr(calibrate, "sources", lambda header, m, plans, device: plans)
+    monkeypatch.setattr(calibrate, "compile_all", lambda sources, device: fake.compiled.append({*sources}))
     monkeypatch.setattr(calibrate, "microseconds", fake.microseconds)
     for module in (call, dispatch):
         monkeypatch.setattr(module, "decode_cuda", samebits.decode)

@@ -55,7 +55,9 @@ def test_finds_a_split_under_its_smallest_number(gpu: FakeGpu) -> None:
 @pytest.mark.parametrize("tokens", [1, 8, 128])
 def test_finds_it_for_many_tokens(gpu: FakeGpu, tokens: int) -> None:
     assert found(key(tokens=tokens)).plan == LinearPlan(gpu.split, 1)
-    assert gpu.compiled == [{f"{tokens}.cu"}]
+    first, others = gpu.compiled
+    assert first == {LinearPlan(split) for split in candidate_splits(key().columns)} | {LinearPlan(1, 1)}
+    assert others == {LinearPlan(gpu.split), LinearPlan(gpu.split, 1)}
 
 
 def test_no_split_is_right(gpu: FakeGpu) -> None:

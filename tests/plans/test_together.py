@@ -318,6 +318,6 @@ def test_fastest_variant(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
         gpu.fused_calls.clear()
         assert calibrate.fastest_together(normal(1, K), operands, [True, False]) == best
         assert len(gpu.fused_calls) == 5  # of six, for one is decoded first
-    assert gpu.compiled == [{"a", "an"}] * 3
+    assert gpu.compiled == [{("a", "launch"), ("an", "other")}] * 3
     launches.clear()
     assert calibrate.fastest_together(normal(1, K), operands, [True, False]) is None

@@ -128,10 +128,18 @@ class _Prepared(NamedTuple):
             what = f"a tensor of shape {tuple(packed.shape)} is too large for the CUDA kernels"
             raise DeviceError(what, mend="decode it on the CPU")
         block = _Block.of(header, device)
-        name = f"{kernel}_{header.code.name.lower()}_{'whole' if whole else 'clipped'}"
         structure = PackedStructure.of(packed, decode_table(packed))
-        return cls(nvrtc.kernel(file, name, device), block.warps, block.shared_bytes, GeometryStructure.of(geometry),
-                   structure, block.division)  # fmt: skip
+        function = nvrtc.kernel(file, _name(kernel, header, whole), device)
+        return cls(function, block.warps, block.shared_bytes, GeometryStructure.of(geometry), structure, block.division)
+
+
+def decode_source(header: Header) -> nvrtc.Source:
+    """What is compiled for ``decode_cuda``, of the quad or the single code."""
+    return nvrtc.Source("decode.cu", _name("decode", header, is_whole(header.geometry)))
+
+
+def _name(kernel: str, header: Header, whole: bool) -> str:
+    return f"{kernel}_{header.code.name.lower()}_{'whole' if whole else 'clipped'}"
 
 
 def staging_words(header: Header) -> int:

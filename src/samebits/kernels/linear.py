@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -20,6 +20,7 @@ from samebits.errors import DeviceError
 from samebits.format.geometry import ROW_GROUP, SLAB_BYTES, STAGE, Code, Layout
 from samebits.format.packed import Header, PackedTensor
 from samebits.kernels import nvrtc
+from samebits.kernels.decode import decode_source
 from samebits.kernels.linear_job import CHUNK_STAGES, Arrangement, Launch
 from samebits.kernels.linear_launch import VARIANTS, different, joint_launch, launch_of, max_tokens, nearest_launch
 from samebits.kernels.repeat import Patch, Repeat, Step, X
@@ -75,14 +76,10 @@ def variants(header: Header, m: int, split: int) -> list[int]:
     return list(different(_launches(header, m, split, torch.cuda.current_device())))
 
 
-def sources(header: Header, m: int, device: int) -> set[str]:
-    """Under csrc, what supported products take, fused in one way or another or decoded first."""
-    launches = [launch for launch in _launches(header, m, 1, device) if launch]
-    return {
-        "decode.cu",
-        *(launch.file for launch in launches),
-        *("arrange.cu" for launch in launches if launch.arrangement and launch.arrangement.grid),
-    }
+def sources(header: Header, m: int, plans: Iterable[LinearPlan], device: int) -> set[nvrtc.Source]:
+    """What is compiled for supported products, fused under these plans or decoded first."""
+    launches = (launch_of(header, m, plan.split, plan.variant, device) for plan in plans)
+    return {decode_source(header)}.union(*(launch.sources for launch in launches if launch))
 
 
 def first_variant(header: Header, m: int, split: int) -> int | None:

@@ -48,7 +48,7 @@ def _launch(planners: Sequence[_Planner], blocks: Sequence[int], warps: int, rin
         each.job(ring, first) for each, ring, first in zip(planners, rings, accumulate(blocks, initial=0), strict=False)
     )
     shared_bytes = 4 * max(each.fixed(warps) + ring * each.run for each, ring in zip(planners, rings, strict=True))
-    return Launch(f"linear_ahead{together}.cu", f"{planners[0].name}{together}", sum(blocks), warps, shared_bytes,
+    return Launch("linear_ahead.cu", f"{planners[0].name}{together}", sum(blocks), warps, shared_bytes,
                   tuple(jobs))  # fmt: skip
 
 

@@ -87,7 +87,7 @@ def chains(
     together = "_together" if len(planners) > 1 else ""
     jobs = (each.job(warps, first) for each, first in zip(planners, accumulate(blocks, initial=0), strict=False))
     name = f"linear_chains_{OCTET * planners[0].octets}_{kind}{together}"
-    return Launch(f"linear_chains{together}.cu", name, sum(blocks), warps,
+    return Launch("linear_chains.cu", name, sum(blocks), warps,
                   4 * max(each.fixed + warps * each.warp for each in planners), tuple(jobs))  # fmt: skip
 
 

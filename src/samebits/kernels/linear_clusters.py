@@ -78,7 +78,7 @@ def _launch(planners: Sequence[_Planner], found: Ranked[Tile]) -> Launch:
     maps = tuple(CLUSTER * own * MAP_BYTES for own in found.clusters)
     memory = Arrangement(0, columns, tile.tokens, 0, (0,) * len(planners), maps, 0)
     together = "_together" if len(planners) > 1 else ""
-    return Launch(f"linear_clusters{together}.cu", f"linear_clusters_{tile.tokens}_{tile.rows}{together}",
+    return Launch("linear_clusters.cu", f"linear_clusters_{tile.tokens}_{tile.rows}{together}",
                   CLUSTER * sum(found.clusters), WARPS, max(each.shared(tile) for each in planners), found.jobs, memory,
                   Boxes(m, columns, tile.tokens, STAGE))  # fmt: skip
 

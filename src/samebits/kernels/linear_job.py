@@ -121,6 +121,12 @@ class Launch:
         return LANES * self.warps
 
     @property
+    def sources(self) -> set[nvrtc.Source]:
+        """What is compiled for it."""
+        arranged = self.arrangement and self.arrangement.grid
+        return {nvrtc.Source(self.file, self.name)} | ({nvrtc.Source("arrange.cu", "arrange")} if arranged else set())
+
+    @property
     def key(self) -> tuple[object, ...]:
         """The same for launches that do the same for the same tensors, as variants often do."""
         return self.file, self.name, self.grid, self.warps, self.shared_bytes, self.jobs, self.boxes

@@ -173,7 +173,7 @@ def _launch(way: _Way, warps: int, planners: Sequence[_Planner], shares: Sequenc
         for each, first, blocks in zip(planners, accumulate(shares, initial=0), shares, strict=False)
     )
     together = "_together" if len(planners) > 1 else ""
-    return Launch(f"{way.stem}{together}.cu", f"{way.stem}_{way.tokens}{together}", sum(shares), warps + _OTHER_WARPS,
+    return Launch(f"{way.stem}.cu", f"{way.stem}_{way.tokens}{together}", sum(shares), warps + _OTHER_WARPS,
                   memory.total, tuple(jobs),
                   Arrangement(tokens, stages * STAGE, way.wide, x_bytes, meetings, parts, part_steps)
                   if tokens or any(meetings) else None)  # fmt: skip

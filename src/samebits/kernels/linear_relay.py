@@ -84,7 +84,7 @@ def _launch(planners: Sequence[_Planner], found: Ranked[Tile]) -> Launch:
     decoded = tuple(each.memory(tile, own) for each, own in zip(planners, found.clusters, strict=True))
     memory = Arrangement(0, columns, TILE_TOKENS, 0, tuple(each.flags(tile) for each in planners), decoded, 0)
     together = "_together" if len(planners) > 1 else ""
-    return Launch(f"linear_relay{together}.cu", f"linear_relay_{tile.rows}{together}", CLUSTER * sum(found.clusters),
+    return Launch("linear_relay.cu", f"linear_relay_{tile.rows}{together}", CLUSTER * sum(found.clusters),
                   tile.warps, max(each.shared(tile) for each in planners), found.jobs, memory,
                   Boxes(m, columns, TILE_TOKENS, STAGE // tile.parts))  # fmt: skip
 

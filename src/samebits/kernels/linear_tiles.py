@@ -159,7 +159,7 @@ def _launch(each: Sequence[_Batch], groups: int, decoders: int) -> Launch:
     )
     counted = tuple(batch.counted(multipliers) for batch in each)
     together = "_together" if len(each) > 1 else ""
-    return Launch(f"linear_tiles{together}.cu", f"linear_tiles_{wide}_{groups}{together}", sum(blocks),
+    return Launch("linear_tiles.cu", f"linear_tiles_{wide}_{groups}{together}", sum(blocks),
                   multipliers + 1 + decoders, max(batch.shared(decoders) for batch in each), tuple(jobs),
                   Arrangement(0, columns, wide, 0, counted, memory, 0), Boxes(m, columns, wide, STAGE))  # fmt: skip
 

@@ -26,17 +26,21 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"\n', re.MULTILINE)
+_INSTANCE = re.compile(r"^[A-Z]+_KERNEL\((\w+), .*\)\n", re.MULTILINE)  # a kernel that is made of a template
 _ANY_ADDRESS = 1 << 32
 _MEND = "pip install cuda-core cuda-bindings, of the CUDA version that torch was built for, or use the CPU"
 
 
-def source(name: str) -> str:
-    """The text of csrc/``name`` with its headers put in place, each once."""
+def source(file: str, kernel: str | None = None) -> str:
+    """The text of csrc/``file`` with its headers put in place, each once.
+
+    Args:
+        kernel: one of ``instances(file)``, without the others.
+    """
     seen: set[str] = set()
 
     def read(file: str) -> str:
-        text = files("samebits.kernels").joinpath("csrc", file).read_text(encoding="utf-8")
-        return _INCLUDE.sub(include, text.replace("#pragma once\n", ""))
+        return _INCLUDE.sub(include, _text(file).replace("#pragma once\n", ""))
 
     def include(match: re.Match[str]) -> str:
         if match[1] in seen:
@@ -44,7 +48,17 @@ def source(name: str) -> str:
         seen.add(match[1])
         return read(match[1])
 
-    return read(name)
+    return _INSTANCE.sub(lambda match: match[0] if kernel in (None, match[1]) else "", read(file))
+
+
+def instances(file: str) -> list[str]:
+    """The kernels that csrc/``file`` makes of templates: each takes the compiler about as long alone."""
+    return _INSTANCE.findall(_text(file))
+
+
+@cache
+def _text(file: str) -> str:
+    return files("samebits.kernels").joinpath("csrc", file).read_text(encoding="utf-8")
 
 
 def architecture(capability: tuple[int, int]) -> str:
@@ -53,8 +67,11 @@ def architecture(capability: tuple[int, int]) -> str:
     return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
 
 
-def compile_source(name: str, target: str, *, cached: bool = True) -> Any:
-    """Compile csrc/``name`` for ``target`` to a cuda.core ObjectCode (needs no GPU).
+def compile_source(file: str, target: str, kernel: str | None = None, *, cached: bool = True) -> Any:
+    """Compile csrc/``file`` for ``target`` to a cuda.core ObjectCode (needs no GPU).
+
+    Args:
+        kernel: as ``source``.
 
     Raises:
         DeviceError: cuda-core or NVRTC is missing, or the compiler refuses the source.
@@ -65,9 +82,9 @@ def compile_source(name: str, target: str, *, cached: bool = True) -> Any:
         from cuda.core.utils import FileStreamProgramCache
     except ImportError as error:
         raise DeviceError(f"the CUDA kernels need cuda-core ({error})", mend=_MEND) from error
-    options = ProgramOptions(name=name, arch=target, std="c++17")
+    options = ProgramOptions(name=file, arch=target, std="c++17")
     try:
-        program = Program(source(name), "c++", options)
+        program = Program(source(file, kernel), "c++", options)
         if cached:
             try:
                 return program.compile("cubin", cache=FileStreamProgramCache())
@@ -75,23 +92,37 @@ def compile_source(name: str, target: str, *, cached: bool = True) -> Any:
                 _log.warning("compiled kernels are not kept, and are compiled anew in each process: %s", error)
         return program.compile("cubin")
     except (CUDAError, RuntimeError, OSError) as error:
-        raise DeviceError(f"cannot compile {name} for {target}: {error}", mend=_MEND) from error
+        raise DeviceError(f"cannot compile {kernel or file} for {target}: {error}", mend=_MEND) from error
+
+
+class Source(NamedTuple):
+    """Where a kernel is: a file under csrc, and its name there."""
+
+    file: str
+    kernel: str
 
 
 @cache
-def _module(name: str, device: int) -> Any:
-    return compile_source(name, architecture(torch.cuda.get_device_capability(device)))
+def _module(source: Source, device: int) -> Any:
+    if source.kernel not in instances(source.file):
+        return _whole_module(source.file, device)
+    return compile_source(source.file, architecture(torch.cuda.get_device_capability(device)), source.kernel)
 
 
-def compile_all(names: Iterable[str], device: int) -> None:
-    """Have these sources under csrc compiled for a device, side by side: NVRTC takes seconds and one thread for each.
+@cache
+def _whole_module(file: str, device: int) -> Any:
+    return compile_source(file, architecture(torch.cuda.get_device_capability(device)))
+
+
+def compile_all(sources: Iterable[Source], device: int) -> None:
+    """Have these kernels compiled for a device, side by side: NVRTC takes a second and one thread for each.
 
     Raises:
         DeviceError: as compile_source.
     """
-    names = sorted({*names})
-    with ThreadPoolExecutor(max(1, min(len(names), os.cpu_count() or 1))) as threads:
-        list(threads.map(lambda name: _module(name, device), names))
+    sources = sorted({*sources})
+    with ThreadPoolExecutor(max(1, min(len(sources), os.cpu_count() or 1))) as threads:
+        list(threads.map(lambda source: _module(source, device), sources))
 
 
 @cache
@@ -101,7 +132,7 @@ def kernel(file: str, name: str, device: int) -> Kernel:
     from cuda.core import Device
 
     Device(device).set_current()
-    function = _module(file, device).get_kernel(name)
+    function = _module(Source(file, name), device).get_kernel(name)
     attribute = driver.CUfunction_attribute
     available = shared_memory(device) - function.attributes[device].shared_size_bytes
     for name, value in (

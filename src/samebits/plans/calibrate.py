@@ -65,8 +65,12 @@ class Trial:
     def is_supported(self) -> bool:
         return is_supported(self.packed.header, self.key.tokens, self.packed.data.get_device())
 
-    def variants(self, split: int) -> list[int]:
-        return variants(self.packed.header, self.key.tokens, split)
+    def plans(self, split: int) -> list[LinearPlan]:
+        return [LinearPlan(split, variant) for variant in variants(self.packed.header, self.key.tokens, split)]
+
+    def compile(self, plans: Sequence[LinearPlan]) -> None:
+        device = self.packed.data.get_device()
+        compile_all(sources(self.packed.header, self.key.tokens, plans, device), device)
 
     def first_plans(self) -> list[LinearPlan]:
         """One for each split that the kernel can do."""
@@ -105,12 +109,14 @@ def calibrate(key: PlanKey, device: torch.device) -> Outcome:
     trial = Trial(key, device)
     if not trial.is_supported:
         return Outcome(None, UNSUPPORTED)
-    number = trial.packed.data.get_device()
-    compile_all(sources(trial.packed.header, key.tokens, number), number)
-    plans = _right_ones(trial, trial.first_plans())
+    plans = trial.first_plans()
+    trial.compile([*plans, *trial.plans(1)])  # most are not split
+    plans = _right_ones(trial, plans)
     if len(plans) > 1:
         return Outcome(None, f"splits {', '.join(str(plan.split) for plan in plans)} cannot be told apart")
-    plans = trial.agreeing([replace(plan, variant=v) for plan in plans for v in trial.variants(plan.split)], 0)
+    plans = [variant for plan in plans for variant in trial.plans(plan.split)]
+    trial.compile(plans)
+    plans = trial.agreeing(plans, 0)
     if not plans:
         return Outcome(None, "no split gives cuBLAS's bits")
     x, packed = trial.probe.plain(key.tokens, 0), trial.packed
@@ -125,7 +131,7 @@ def confirm(key: PlanKey, plan: LinearPlan, device: torch.device) -> bool:
     """Whether a plan that was found by another process is right here too: one probe."""
     trial = Trial(key, device)
     known = plan.split in candidate_splits(key.columns) and trial.is_supported
-    return known and plan.variant in trial.variants(plan.split) and bool(trial.agreeing([plan], 0))
+    return known and plan in trial.plans(plan.split) and bool(trial.agreeing([plan], 0))
 
 
 def _right_ones(trial: Trial, plans: list[LinearPlan]) -> list[LinearPlan]:
@@ -164,7 +170,7 @@ def fastest_together(x: torch.Tensor, operands: Sequence[Operands], are_fused: S
     fitting = different(launch_together(operands, _tokens(x), variant, device) for variant in range(len(VARIANTS)))
     if not fitting:
         return None
-    compile_all((launch.file for launch in fitting.values()), device)
+    compile_all(set().union(*(launch.sources for launch in fitting.values())), device)
     copies = [
         [each._replace(packed=packed) for each, packed in zip(operands, weights, strict=True)]
         for weights in _cold_copies([each.packed for each in operands], x)

@@ -1,6 +1,6 @@
-// One weight in a launch.
 #include "linear_chains.cuh"
 
+// One weight in a launch.
 LINEAR_KERNEL(linear_chains_8_shared, Product, kMaxWarps, linear<shared, 1>)
 LINEAR_KERNEL(linear_chains_8_shared_borders, Product, kMaxWarps, linear<shared, 1, true>)
 LINEAR_KERNEL(linear_chains_8_global, Product, kMaxWarps, linear<global, 1>)
@@ -9,3 +9,13 @@ LINEAR_KERNEL(linear_chains_16_shared, Product, kFewWarps, linear<shared, 2>)
 LINEAR_KERNEL(linear_chains_16_shared_borders, Product, kFewWarps, linear<shared, 2, true>)
 LINEAR_KERNEL(linear_chains_16_global, Product, kFewWarps, linear<global, 2>)
 LINEAR_KERNEL(linear_chains_16_global_borders, Product, kFewWarps, linear<global, 2, true>)
+
+// Several weights of one input.
+LINEAR_KERNEL(linear_chains_8_shared_together, Together, kMaxWarps, linear<shared, 1>)
+LINEAR_KERNEL(linear_chains_8_shared_borders_together, Together, kMaxWarps, linear<shared, 1, true>)
+LINEAR_KERNEL(linear_chains_8_global_together, Together, kMaxWarps, linear<global, 1>)
+LINEAR_KERNEL(linear_chains_8_global_borders_together, Together, kMaxWarps, linear<global, 1, true>)
+LINEAR_KERNEL(linear_chains_16_shared_together, Together, kFewWarps, linear<shared, 2>)
+LINEAR_KERNEL(linear_chains_16_shared_borders_together, Together, kFewWarps, linear<shared, 2, true>)
+LINEAR_KERNEL(linear_chains_16_global_together, Together, kFewWarps, linear<global, 2>)
+LINEAR_KERNEL(linear_chains_16_global_borders_together, Together, kFewWarps, linear<global, 2, true>)

@@ -1,9 +1,0 @@
-// Several weights: linear_clusters.cuh.
-#include "linear_clusters.cuh"
-
-CLUSTERS_KERNEL(linear_clusters_128_64_together, Together, 128, 64)
-CLUSTERS_KERNEL(linear_clusters_128_96_together, Together, 128, 96)
-CLUSTERS_KERNEL(linear_clusters_128_112_together, Together, 128, 112)
-CLUSTERS_KERNEL(linear_clusters_256_64_together, Together, 256, 64)
-CLUSTERS_KERNEL(linear_clusters_256_96_together, Together, 256, 96)
-CLUSTERS_KERNEL(linear_clusters_256_112_together, Together, 256, 112)
