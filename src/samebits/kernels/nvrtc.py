@@ -52,7 +52,7 @@ def source(file: str, kernel: str | None = None) -> str:
 
 
 def instances(file: str) -> list[str]:
-    """The kernels that csrc/``file`` makes of templates: each takes the compiler about as long alone."""
+    """The kernels that csrc/``file`` makes of templates, each of which is compiled alone."""
     return _INSTANCE.findall(_text(file))
 
 
