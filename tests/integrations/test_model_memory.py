@@ -140,3 +140,12 @@ def test_a_cache_that_cannot_be_measured(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(InputError, match="cannot be measured without weights"):
         model_memory.model_memory(tmp_path, SELECTION, None)
+
+
+def test_a_model_that_gives_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = transformers.LlamaConfig(num_hidden_layers=1, hidden_size=64, architectures=["LlamaForCausalLM"])
+    config.save_pretrained(tmp_path)
+    output = transformers.modeling_outputs.CausalLMOutputWithPast(logits=torch.zeros(1))
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", lambda self, **arguments: output)
+    with pytest.raises(InputError, match="no cache to measure"):
+        model_memory.model_memory(tmp_path, SELECTION, None)

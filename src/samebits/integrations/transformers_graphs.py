@@ -151,7 +151,8 @@ def captured(run: Callable[[], Any]) -> Callable[[], Any]:
 
 def _obstacle(others: dict[Place, Any]) -> str | None:
     """Why a step cannot be replayed, as far as its arguments tell."""
-    cache = next((value for value in others.values() if isinstance(value, Cache)), None)  # its name has changed
+    # By its class: transformers 5.24 calls it cache, before it was past_key_values.
+    cache = next((value for value in others.values() if isinstance(value, Cache)), None)
     if not isinstance(cache, StaticCache):
         return f"its cache is {'missing' if cache is None else f'a {type(cache).__name__}'}, not a StaticCache"
     if cache.offloading:

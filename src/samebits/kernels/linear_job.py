@@ -21,7 +21,7 @@ CHUNK_STAGES = 16  # csrc: kChunkStages
 OCTET = 8  # tokens that one mma instruction takes
 MAX_TOKENS = 16  # of the kernels that take x as mma's right operand
 LANES = 32
-ATOM_BYTES = 1024  # hopper.cuh: a stage of a row group, decoded
+ATOM_BYTES = 1024  # atoms.cuh: kAtomBytes
 MAP_BYTES = 128  # hopper.cuh: kMapBytes
 _ARRANGE_THREADS = 128
 

@@ -11,11 +11,7 @@ from samebits.kernels import linear_pairs, nvrtc
 from samebits.kernels.linear_ahead import ahead
 from samebits.kernels.linear_chains import chains
 from samebits.kernels.linear_clusters import WARPS, clusters
-from samebits.kernels.linear_job import (
-    MAX_TOKENS,
-    Kernel,
-    Launch,
-)
+from samebits.kernels.linear_job import MAX_TOKENS, Kernel, Launch
 from samebits.kernels.linear_relay import TILES, relay
 from samebits.kernels.linear_tiles import TILE_WARPS, tiles
 

@@ -102,16 +102,14 @@ class Source(NamedTuple):
     kernel: str
 
 
-@cache
 def _module(source: Source, device: int) -> Any:
-    if source.kernel not in instances(source.file):
-        return _whole_module(source.file, device)
-    return compile_source(source.file, architecture(torch.cuda.get_device_capability(device)), source.kernel)
+    """With that kernel alone, if it is an instance, else with all of its file."""
+    return _compiled(source.file, source.kernel if source.kernel in instances(source.file) else None, device)
 
 
 @cache
-def _whole_module(file: str, device: int) -> Any:
-    return compile_source(file, architecture(torch.cuda.get_device_capability(device)))
+def _compiled(file: str, kernel: str | None, device: int) -> Any:
+    return compile_source(file, architecture(torch.cuda.get_device_capability(device)), kernel)
 
 
 def compile_all(sources: Iterable[Source], device: int) -> None:

@@ -50,11 +50,10 @@ def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> 
     Returns:
         [..., N]; without a gradient.
     """
-    with nvrtc.on_device(x.get_device()):
-        call = call_of(x, packed, bias)
-        if call is None:
-            return F.linear(x, decode_cuda(packed), bias)
-        return call.multiply(x, packed, bias)
+    call = call_of(x, packed, bias)
+    if call is None:
+        return F.linear(x, decode_cuda(packed), bias)
+    return call.multiply(x, packed, bias)
 
 
 def _packed(data: torch.Tensor, shape: list[int], fields: list[int]) -> PackedTensor:

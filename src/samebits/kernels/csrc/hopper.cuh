@@ -86,6 +86,8 @@ __device__ __forceinline__ void place_map(void* map, u32 shared, const void* add
                  "fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" ::"l"(map), "r"(shared) : "memory");
 }
 
+constexpr int kCluster = 2;      // blocks of a cluster: linear_relay.cuh, linear_clusters.cuh
+
 __device__ __forceinline__ u32 block_of_cluster() {
     u32 rank;
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));

@@ -13,7 +13,6 @@
 #pragma once
 #include "atoms.cuh"
 
-constexpr int kCluster = 2;
 constexpr int kMultipliers = 8;                // warps; behind them the carrier, and then those that decode
 constexpr int kWarps = 16;
 constexpr int kTokenAtoms = 64;                // tokens that wgmma takes at once

@@ -11,7 +11,6 @@
 #include "linear.cuh"
 
 constexpr int kTileTokens = 128;
-constexpr int kCluster = 2;
 constexpr int kMultipliers = 8;                // warps; of the others one brings what is multiplied, the rest decode
 constexpr int kSignal = 8;                     // stages
 
