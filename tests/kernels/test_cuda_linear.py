@@ -35,6 +35,7 @@ from tests.codecs.tensors import without_compact
 
 pytestmark = pytest.mark.gpu
 PLAIN = Path(__file__).with_name("plain_linear.cu")
+DEFAULT_PORT, LAUNCH_ORDER_PORT = 0, 2  # of an edge in a CUDA graph: behind the kernel's end, or beside it
 TOKENS = (1, 2, 3, 7, 8, 9, 16, 17, 31, 32, 33, 63, 64, 65, 100, 128, 129, 256, 300, 512)
 
 
@@ -303,6 +304,40 @@ def test_behind_each_other(tokens: int) -> None:
                 assert first_difference(found, expected[i]) is None, (order, i, variant)
             for found in (ordered, ordered_again):
                 assert torch.equal(found, sorted_ones[i]), (order, i, variant)
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 48, 128, 200, 600])
+def test_begins_beside_the_kernel_in_front(tokens: int) -> None:
+    """In a graph, behind a kernel that writes the input at its end, and has not let anything start."""
+    weight, split = weight_of("normal", 4096, 2048), 2 if tokens <= MAX_WGMMA_TOKENS else 1
+    packed = samebits.encode(weight).to("cuda")
+    skip_unless_supported(packed, tokens)
+    terms = torch.empty(max(16384 // tokens, 32), tokens, 2048, dtype=torch.bfloat16, device="cuda")
+    x = inputs(tokens, 2048, 0)
+    for variant in variants(packed.header, tokens, split):
+        plan = LinearPlan(split, variant)
+        fused_linear(x, packed, None, plan)  # from the second launch on these bytes it may start early
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        with torch.cuda.graph(graph):
+            torch.sum(terms, 0, out=x)
+            y = fused_linear(x, packed, None, plan)
+        assert ports_of(graph) - {DEFAULT_PORT} == {LAUNCH_ORDER_PORT}
+        for seed in range(3):
+            terms.normal_(generator=torch.Generator("cuda").manual_seed(seed))
+            x.fill_(float("nan"))
+            graph.replay()
+            assert not x.isnan().any()
+            assert first_difference(y, plain_linear(x, weight.cuda(), None, split)) is None, f"variant {variant}"
+
+
+def ports_of(graph: torch.cuda.CUDAGraph) -> set[int]:
+    """When the nodes of a kept graph let those behind them begin."""
+    from cuda.bindings import driver
+
+    raw = driver.CUgraph(graph.raw_cuda_graph())
+    *_, count = driver.cuGraphGetEdges(raw, 0)
+    _, _, _, edges, _ = driver.cuGraphGetEdges(raw, count)
+    return {edge.from_port for edge in edges}
 
 
 @pytest.mark.parametrize("kind", ["normal", "patches", "raw chunks"])

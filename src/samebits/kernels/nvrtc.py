@@ -272,7 +272,41 @@ def launcher(
     def launch(pointers: int) -> None:
         _check(start(pointers, 0))
 
-    return launch
+    if not (early and _starts_early(device)):
+        return launch
+    captured = launcher(function, grid, threads, shared, stream, False, device)
+
+    def launch_or_capture(pointers: int) -> None:
+        if torch.cuda.is_current_stream_capturing() and _begins_beside_next(stream):
+            captured(pointers)
+        else:
+            launch(pointers)
+
+    return launch_or_capture
+
+
+def _begins_beside_next(stream: int) -> bool:
+    """Have what is captured next begin when all blocks of the kernel in front of it have; False if that is no kernel.
+
+    By itself a launch that starts early does so when the kernel in front lets it, or has ended, and torch's kernels
+    never let it. That it may do so sooner only an edge of a graph can say, and it waits for that kernel all the same.
+    """
+    from cuda.bindings import driver
+
+    result, _, _, _, nodes, edges, *_ = driver.cuStreamGetCaptureInfo(driver.CUstream(stream))
+    _check((result,))
+    if len(nodes) != 1 or any(edge.from_port or edge.type for edge in edges):
+        return False
+    result, kind = driver.cuGraphNodeGetType(nodes[0])
+    _check((result,))
+    if kind != driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL:
+        return False
+    edge = driver.CUgraphEdgeData()
+    edge.from_port = driver.CU_GRAPH_KERNEL_NODE_PORT_LAUNCH_ORDER
+    edge.type = driver.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC.value
+    flags = driver.CUstreamUpdateCaptureDependencies_flags.CU_STREAM_SET_CAPTURE_DEPENDENCIES.value
+    _check(driver.cuStreamUpdateCaptureDependencies(driver.CUstream(stream), nodes, [edge], 1, flags))
+    return True
 
 
 def tensor_map(rows: int, columns: int, box_rows: int, box_columns: int) -> tuple[int, ...]:
