@@ -21,7 +21,8 @@ together, from the median time between two tokens, without the first SETTLED one
 step compiled. Times are those of the GPU's own clock (CUDA events). ``peak_bytes`` is torch's max_memory_allocated.
 ``repeats`` says whether both times gave the same tokens: where BF16's differ, ``same_tokens`` tells nothing. Attention
 is not cuDNN's, for samebits.verify.repeatable_attention's reason. Compiled steps round where the model does
-(emulate_precision_casts): as Inductor has it otherwise, it depends on what it makes one kernel of.
+(emulate_precision_casts) and divide sums alike in both forms (deterministic): else that depends on what Inductor makes
+one kernel of, and on what was faster when it tried.
 
 Cases are taken by their number of tokens, small ones first, until each model's share of --seconds is spent; what is
 left out is said. Rows are written after each model. A row that the file has already of the same case, device and
@@ -168,7 +169,7 @@ def _timed(run: Callable[..., torch.Tensor], device: str) -> tuple[Clock, torch.
 @repeatable_attention()
 def measure_all(name: str, settings: list[Setting], device: str, packed: bool, deadline: float) -> list[Figures]:
     """As many settings as there is time for, on one model, which is gone afterwards."""
-    torch._inductor.config.emulate_precision_casts = True
+    torch._inductor.config.emulate_precision_casts = torch._inductor.config.deterministic = True
     start = time.monotonic()
     model = build(name, device, packed)
     if packed:
