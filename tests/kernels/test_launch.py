@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from cuda.bindings import driver
 
 import samebits
 from samebits.format.packed import PackedTensor
@@ -268,3 +269,60 @@ def test_a_tensor_map_goes_with_the_job(monkeypatch: pytest.MonkeyPatch, launche
         assert list(launches[-1].job.x_map) == list(words)
         assert launches[-1].job.ring == RING
     assert asked == [boxes]
+
+
+KERNEL, COPY = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL, driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMCPY
+PROGRAMMATIC = driver.CUgraphEdgeData()
+PROGRAMMATIC.from_port = PROGRAMMATIC.type = 1
+
+
+@pytest.mark.parametrize(
+    ("nodes", "edges", "beside"),
+    [
+        ([KERNEL], [driver.CUgraphEdgeData()], True),
+        ([KERNEL], [], True),
+        ([], [], False),
+        ([COPY], [driver.CUgraphEdgeData()], False),
+        ([KERNEL, KERNEL], [driver.CUgraphEdgeData()] * 2, False),
+        ([KERNEL], [PROGRAMMATIC], False),
+    ],
+    ids=["a kernel", "a kernel, nothing said of edges", "nothing", "a copy", "two kernels", "edge of its own"],
+)
+@pytest.mark.parametrize("capturing", [False, True])
+def test_begins_beside_a_kernel_in_a_graph(
+    nodes: list[Any], edges: list[Any], beside: bool, capturing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stream's next node has an edge that says so, and is launched without the attribute that makes another."""
+    done, told, started = driver.CUresult.CUDA_SUCCESS, [], []
+
+    def configured(*settings: Any) -> nvrtc.Configured:
+        return nvrtc.Configured(settings[-2], 0)  # early
+
+    def start(early: bool, *others: Any) -> tuple[Any]:
+        started.append(early)
+        return (done,)
+
+    def update(stream: Any, *changes: Any) -> tuple[Any]:
+        told.append((int(stream), *changes))
+        return (done,)
+
+    for target, name, value in (
+        (nvrtc, "_starts_early", lambda device: True),
+        (nvrtc, "configured", configured),
+        (torch.cuda, "is_current_stream_capturing", lambda: capturing),
+        (driver, "cuLaunchKernelEx", start),
+        (driver, "cuStreamGetCaptureInfo", lambda stream: (done, 1, 5, None, nodes, edges, len(nodes))),
+        (driver, "cuGraphNodeGetType", lambda node: (done, node)),
+        (driver, "cuStreamUpdateCaptureDependencies", update),
+    ):
+        monkeypatch.setattr(target, name, value)
+    nvrtc.launcher.cache_clear()
+    nvrtc.launcher("kernel", 1, 32, 0, 7, True, 0)(0)  # type: ignore[arg-type]
+    nvrtc.launcher.cache_clear()
+    assert started == [not (capturing and beside)]
+    if not (capturing and beside):
+        assert told == []
+        return
+    [(stream, depends, [edge], count, replaces)] = told
+    assert (stream, depends, count, replaces) == (7, nodes, 1, 1)
+    assert (edge.from_port, edge.to_port, edge.type) == (2, 0, 1)
