@@ -5,15 +5,15 @@ A result file is ``benchmarks/results/<name>.json``:
     {"name": "h200",                    the file's name
      "device": "NVIDIA H200",           what was measured, as its driver or the system names it
      "versions": {"python": "3.11.7", "torch": "2.13.0", "samebits": "0.1.0", ...},
-     "date": "2026-11-21",              ISO, UTC
-     "rows": [{"table": "decode", "matrix": "12288 x 4096", "bits_per_weight": 10.65, "decode_tb_per_s": 2.1, ...}]}
+     "rows": [{"table": "decode", "matrix": "12288 x 4096", "bits_per_weight": 10.65, "decode_tb_per_s": 2.1, ...,
+               "date": "2026-11-21"}]}
 
-Each row is flat: its ``table`` says to which table it belongs, all other keys are that table's columns. Values are
-text, numbers, booleans or None; units are part of the key (``seconds``, ``bytes``, ``bits_per_weight``,
-``gweights_per_s``, ``tb_per_s``); a median comes with its spread as ``<key>_slowest`` and ``<key>_fastest``.
-``write_results`` writes such a file. ``tables.py`` puts the tables that README.md asks for with
-``<!-- table: name.table -->`` between the markers, with the columns named in its COLUMNS, or with all columns where it
-has none for that table.
+Each row is flat: its ``table`` says to which table it belongs and its ``date`` (ISO, UTC) when it was measured, all
+other keys are that table's columns. Values are text, numbers, booleans or None; units are part of the key
+(``seconds``, ``bytes``, ``bits_per_weight``, ``gweights_per_s``, ``tb_per_s``); a median comes with its spread as
+``<key>_slowest`` and ``<key>_fastest``. ``write_results`` writes such a file. ``tables.py`` puts the tables that pages
+ask for with ``<!-- table: name.table -->`` between the markers, with the columns named in its COLUMNS, or with all
+where it has none for that table.
 """
 
 from __future__ import annotations
@@ -206,9 +206,10 @@ def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
 
 
 def write_results(name: str, device: str, rows: list[dict[str, Any]], packages: Iterable[str] = PACKAGES) -> Path:
-    """Write ``results/<name>.json``, with the versions of ``packages``."""
-    date = datetime.datetime.now(datetime.UTC).date().isoformat()
-    content = {"name": name, "device": device, "versions": versions(packages), "date": date, "rows": rows}
+    """Write ``results/<name>.json``, with the versions of ``packages``; rows without a date were measured today."""
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    dated = [row if "date" in row else row | {"date": today} for row in rows]
+    content = {"name": name, "device": device, "versions": versions(packages), "rows": dated}
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps(content, indent=1) + "\n")

@@ -382,14 +382,15 @@ def table_text(name: str, table: str, root: str = "") -> str:
     rows = [row for row in results["rows"] if row["table"] == table]
     if not rows:
         return ""
-    every_key, like = [key for key in rows[0] if key != "table"], LIKE.get(name, name)
+    every_key, like = [key for key in rows[0] if key not in ("table", "date")], LIKE.get(name, name)
     columns = COLUMNS.get(f"{like}.{table}") or {key.replace("_", " "): key for key in every_key}
     lines = [list(columns), ["---", *["---:"] * (len(columns) - 1)]]
     lines += [[cell_text(cell, row) for cell in columns.values()] for row in rows]
     versions = ", ".join(f"{package} {number}" for package, number in results["versions"].items())
     file = f"benchmarks/results/{name}.json"
     made = f"`python benchmarks/{SCRIPTS.get(like, like)}.py`"
-    source = f"<sub>[{file}]({root}{file}), made by {made}: {results['device']}; {versions}; {results['date']}</sub>"
+    dates = " to ".join(sorted({min(row["date"] for row in rows), max(row["date"] for row in rows)}))
+    source = f"<sub>[{file}]({root}{file}), made by {made}: {results['device']}; {versions}; {dates}</sub>"
     caption = CAPTIONS.get(f"{like}.{table}")
     markdown = "".join(f"| {' | '.join(line)} |\n" for line in lines)
     return (f"{caption}\n\n" if caption else "") + f"{markdown}\n{source}\n"

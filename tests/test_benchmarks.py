@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import sys
 from pathlib import Path
@@ -45,19 +46,20 @@ def test_dfloat11_leaves_a_unit_with_high_exponents_uncompressed() -> None:
 @pytest.mark.parametrize("path", sorted((BENCHMARKS / "results").glob("*.json")), ids=lambda path: path.stem)
 def test_result_files_have_the_form_of_common(path: Path) -> None:
     content = json.loads(path.read_text())
-    assert content.keys() == {"name", "device", "versions", "date", "rows"}
+    assert content.keys() == {"name", "device", "versions", "rows"}
     assert content["name"] == path.stem
-    assert all(
-        "table" in row and not isinstance(value, dict | list) for row in content["rows"] for value in row.values()
-    )
+    assert all("table" in row and datetime.date.fromisoformat(row["date"]) for row in content["rows"])
+    assert not any(isinstance(value, dict | list) for row in content["rows"] for value in row.values())
 
 
 def test_a_table_without_columns_of_its_own_shows_all(monkeypatch: pytest.MonkeyPatch) -> None:
     results = {
         "device": "a device",
         "versions": {"torch": "2"},
-        "date": "2026-01-01",
-        "rows": [{"table": "speed", "tb_per_s": 2.1, "note": None}, {"table": "other", "x": 1}],
+        "rows": [
+            {"table": "speed", "tb_per_s": 2.1, "note": None, "date": "2026-01-02"},
+            {"table": "other", "x": 1, "date": "2026-01-03"},
+        ],
     }
     monkeypatch.setattr(tables, "read_results", lambda name: results)
     text = tables.with_tables("before\n<!-- table: gpu.speed -->\nold\n<!-- end -->\nafter\n")
@@ -69,7 +71,7 @@ def test_a_table_without_columns_of_its_own_shows_all(monkeypatch: pytest.Monkey
         "| 2.1 |  |",
         "",
     ]
-    assert "a device; torch 2; 2026-01-01" in text
+    assert "a device; torch 2; 2026-01-02</sub>" in text
     assert "old" not in text
     assert text.endswith("<!-- end -->\nafter\n")
 
@@ -81,11 +83,13 @@ def test_products_that_are_made_one_by_one_are_called_so(monkeypatch: pytest.Mon
         for end in ("", "_slowest", "_fastest")
     }
     row = {"table": "together", "model": "a", "layers": "q, k, v", "tokens": 1} | times
-    rows = [row | {"launches": launches} for launches in (1, 0)]
-    results = {"device": "a device", "versions": {"torch": "2"}, "date": "2026-01-01", "rows": rows}
+    rows = [row | {"launches": launches, "date": f"2026-01-0{1 + launches}"} for launches in (1, 0)]
+    results = {"device": "a device", "versions": {"torch": "2"}, "rows": rows}
     monkeypatch.setattr(tables, "read_results", lambda name: results)
     time = "10.0 (10.0 to 10.0)"
-    assert tables.table_text("linear", "together").splitlines()[5:7] == [
+    lines = tables.table_text("linear", "together").splitlines()
+    assert lines[5:7] == [
         f"| a | q, k, v | 1 | {time} | {time} | {time} | 1.00 |",
         f"| a | q, k, v | 1 | {time} | {time} | one by one | 1.00 |",
     ]
+    assert lines[-1].endswith("a device; torch 2; 2026-01-01 to 2026-01-02</sub>")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -270,13 +271,13 @@ def test_products_of_one_input_with_other_bits(monkeypatch: pytest.MonkeyPatch) 
 
 def test_what_was_not_measured_again_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(common, "RESULTS", tmp_path)
-    for rows in ([{"table": "few", "matrix": "a"}, {"table": "together", "model": "b", "tokens": 1}],
-                 [{"table": "together", "model": "b", "tokens": 1, "launches": 1}]):  # fmt: skip
+    old = [{"table": "few", "matrix": "a", "date": "2026-01-01"}, {"table": "together", "model": "b", "tokens": 1}]
+    new = {"table": "together", "model": "b", "tokens": 1, "launches": 1}
+    for rows in (old, [new]):
         common.add_results("linear", "a device", rows, linear.KEYS)
-    assert common.read_results("linear")["rows"] == [
-        {"table": "few", "matrix": "a"},
-        {"table": "together", "model": "b", "tokens": 1, "launches": 1},
-    ]
+    first, second = common.read_results("linear")["rows"]
+    assert first == old[0]
+    assert second == new | {"date": datetime.datetime.now(datetime.UTC).date().isoformat()}
     assert linear.shapes("") == []
 
 

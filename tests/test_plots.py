@@ -58,7 +58,8 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write(folder: Path, name: str) -> None:
-    content = {"name": name, "device": "a device", "versions": {}, "date": "2026-01-01", "rows": ROWS[name]}
+    rows = [row | {"date": "2026-01-01"} for row in ROWS[name]]
+    content = {"name": name, "device": "a device", "versions": {}, "rows": rows}
     (folder / f"{name}.json").write_text(json.dumps(content))
 
 
