@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -52,6 +53,26 @@ def test_a_replayed_step_is_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     samebits.prepare(model, [2])
     setting = generate.Setting("graphs", 2, 50, 20)
     replayed = generate.measure(model, setting, "cuda")
+    monkeypatch.setattr(transformers_graphs, "captured", lambda run: run)
+    called = generate.measure(model, setting, "cuda")
+    assert replayed.tokens == called.tokens
+
+
+def test_windows_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By one graph before they are full and another one then, in each of two runs."""
+    windowed = SMALL | {"architectures": ["MistralForCausalLM"], "sliding_window": 64}
+    monkeypatch.setitem(models.MODELS, "small", ("mistral", windowed))
+    model = models.build("small", "cuda", True)
+    samebits.prepare(model, [2])
+    setting, captured, graphs = generate.Setting("graphs", 2, 50, 40), transformers_graphs.captured, []
+
+    def counted(run: Any) -> Any:
+        graphs.append(captured(run))
+        return graphs[-1]
+
+    monkeypatch.setattr(transformers_graphs, "captured", counted)
+    replayed = generate.measure(model, setting, "cuda")
+    assert len(graphs) == 4
     monkeypatch.setattr(transformers_graphs, "captured", lambda run: run)
     called = generate.measure(model, setting, "cuda")
     assert replayed.tokens == called.tokens

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, CompileConfig, DynamicCache, StaticCache
+from transformers.cache_utils import StaticSlidingWindowLayer
 
 import samebits
 from samebits.errors import InputError
@@ -54,8 +55,8 @@ def cache() -> StaticCache:
     return StaticCache(config=config(), max_cache_len=16)
 
 
-def generated(model: Any, **options: Any) -> torch.Tensor:
-    prompt = torch.arange(2 * 5).reshape(2, 5) + 1
+def generated(model: Any, length: int = 5, **options: Any) -> torch.Tensor:
+    prompt = torch.arange(2 * length).reshape(2, length) + 1
     compiled = CompileConfig()
     compiled._compile_all_devices = True  # a CPU too
     if options:
@@ -80,16 +81,115 @@ def test_the_same_tokens(kind: str) -> None:
     assert "get_compiled_call" not in vars(model)
 
 
-def test_windows_are_not_replayed(caplog: pytest.LogCaptureFixture) -> None:
-    """Their caches count in Python."""
-    model, capture = made("mistral", sliding_window=8), Recorder()
-    expected = generated(model)
+class Frozen(Recorder):
+    """A replay does what a graph would: it takes the branches that were captured, and Python counts nothing."""
+
+    def __init__(self, cache: StaticCache) -> None:
+        super().__init__()
+        self.windows = [vars(layer) for layer in cache.layers if isinstance(layer, StaticSlidingWindowLayer)]
+
+    def __call__(self, run: Callable[[], Any]) -> Callable[[], Any]:
+        captured = [
+            {name: window[name] for name in ("cumulative_length_int", "update") if name in window}
+            for window in self.windows
+        ]
+
+        def replayed() -> Any:
+            counts = [window["cumulative_length_int"] for window in self.windows]
+            for window, then in zip(self.windows, captured, strict=True):
+                window.update(then)
+            output = run()
+            for window, count in zip(self.windows, counts, strict=True):
+                window.pop("update", None)
+                window["cumulative_length_int"] = count
+            return output
+
+        for window in self.windows:  # a capture runs Python, and computes nothing
+            window["cumulative_length_int"] += 1
+        return super().__call__(replayed)
+
+
+def refuse(run: Callable[[], Any]) -> Callable[[], Any]:
+    raise RuntimeError("operation not permitted when stream is capturing")
+
+
+WINDOWS = {
+    "mistral": {"sliding_window": 8},  # in all layers
+    "gemma3_text": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "cohere2": {"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]},
+}
+
+
+@pytest.mark.parametrize("prompt", [2, 5, 8, 12])
+@pytest.mark.parametrize("kind", WINDOWS)
+def test_windows(kind: str, prompt: int) -> None:
+    """Which are full at once, or become full; then there is another graph."""
+    model = made(kind, **WINDOWS[kind])
+    with decoding_steps(model, refuse):
+        expected = generated(model, prompt, cache_implementation="static")
+    cache = StaticCache(config=model.config, max_cache_len=32)
+    capture = Frozen(cache)
     with decoding_steps(model, capture):
-        assert torch.equal(generated(model, cache_implementation="static"), expected)
+        assert torch.equal(generated(model, prompt, past_key_values=cache), expected)
+    windows = [layer for layer in cache.layers if isinstance(layer, StaticSlidingWindowLayer)]
+    assert {window.cumulative_length_int for window in windows} == {prompt + 11}
+    assert not any("update" in vars(window) for window in windows)
+    before = max(8 - prompt - 2, 0)  # replays
+    assert (capture.captures, capture.replays) == (1 + (before > 0), before + 11 - max(8 - prompt, 0) - 2)
+
+
+def step_of_window(kept: list[Any]) -> tuple[StaticCache, Callable[..., int]]:
+    """A step that does nothing but tell the cache's only layer of its tokens."""
+    cache = StaticCache(config=config("mistral", sliding_window=8), max_cache_len=16)
+    cache.layers = cache.layers[:1]
+
+    def forward(ids: torch.Tensor, past_key_values: StaticCache, **others: Any) -> int:
+        kept.append(vars(cache.layers[0]).get("update"))
+        states = torch.zeros(1, 2, ids.shape[-1], 16)
+        return int(past_key_values.update(states, states, 0)[0].shape[-2])
+
+    return cache, forward
+
+
+@pytest.mark.parametrize(
+    ("options", "tokens", "reason"),
+    [
+        ({"mask": torch.ones(1, 5)}, 1, "masks of a sliding window are made in the model, by what Python has counted"),
+        ({}, 1, "masks of a sliding window are made in the model, by what Python has counted"),
+        ({"mask": torch.ones(1, 1, 2, 8)}, 2, "a sliding window takes in more than one token at a time"),
+    ],
+)
+def test_windows_that_are_not_captured(
+    options: dict[str, Any], tokens: int, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache, forward = step_of_window([])
+    capture = Recorder()
+    step = DecodingStep(forward, capture)
+    for _ in range(12):
+        step(ids=torch.ones(1, tokens), past_key_values=cache, **options)
     assert capture.captures == 0
-    assert [record.getMessage() for record in caplog.records if record.name.startswith("samebits")] == [
-        "samebits.cuda_graphs: the decoding step runs as it is: its cache has layers of StaticSlidingWindowLayer"
+    assert cache.layers[0].cumulative_length_int == 12 * tokens
+    assert [record.getMessage() for record in caplog.records] == [
+        f"samebits.cuda_graphs: the decoding step runs as it is: {reason}"
     ]
+
+
+def test_a_full_window_whose_capture_fails() -> None:
+    """It counts on, and moves as it did before."""
+    seen: list[Any] = []
+    cache, forward = step_of_window(seen)
+
+    def capture(run: Callable[[], Any]) -> Callable[[], Any]:
+        run()
+        return refuse(run)
+
+    step = DecodingStep(forward, capture)
+    for _ in range(8):
+        cache.update(torch.zeros(1, 2, 1, 16), torch.zeros(1, 2, 1, 16), 0)
+    for _ in range(5):
+        assert step(ids=torch.ones(1, 1), past_key_values=cache, mask=torch.ones(1, 1, 1, 8)) == 8
+    assert [update is None for update in seen] == [True, True, False, True, True, True]
+    assert cache.layers[0].cumulative_length_int == 13
 
 
 def test_contents_may_change(cache: StaticCache) -> None:
@@ -158,7 +258,7 @@ def test_a_capture_that_fails(cache: StaticCache, caplog: pytest.LogCaptureFixtu
     def capture(run: Callable[[], Any]) -> Callable[[], Any]:
         nonlocal tries
         tries += 1
-        raise RuntimeError("operation not permitted when stream is capturing")
+        return refuse(run)
 
     step = DecodingStep(lambda ids, past_key_values: ids + 1, capture)
     assert [int(step(ids=torch.tensor(n), past_key_values=cache)) for n in range(6)] == [1, 2, 3, 4, 5, 6]

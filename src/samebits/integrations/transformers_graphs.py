@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.cache_utils import Cache, StaticCache, StaticLayer
+from transformers.cache_utils import Cache, StaticCache, StaticLayer, StaticSlidingWindowLayer
 
 from samebits.errors import InputError
 
 Place = tuple[str, ...]  # of an argument, with the names of the dicts that it is in
+Windows = list[StaticSlidingWindowLayer]  # of a cache: layers that keep a window of tokens, and count them in Python
 _COMPILED = "get_compiled_call"  # of a model: what generate asks for the step
 _NUMBERS = (bool, int, float, str, type(None))  # compared by value
 _log = logging.getLogger(__name__)
@@ -25,9 +26,10 @@ def cuda_graphs(model: nn.Module) -> Iterator[None]:
     """Inside, ``model.generate(..., cache_implementation="static")`` replays its decoding step as a CUDA graph.
 
     The step is the model's forward for one more token of each sequence, of BF16 models as of compressed ones. In each
-    call of ``generate`` the first two steps run as they are, the next one is captured, all others are replays. Prompts
-    run as they are, as does what cannot be captured, which the log says: other caches than those of attention over all
-    tokens, for example, and models whose kernels depend on values.
+    call of ``generate`` the first two steps run as they are, the next one is captured, all others are replays; once
+    more where a sliding window has become full. Prompts run as they are, as does what cannot be captured, which the log
+    says: other caches than those of attention over all tokens or a window, for example, and models whose kernels depend
+    on values.
 
     On a CPU it does nothing.
 
@@ -95,6 +97,8 @@ class DecodingStep:
         self.model, self.capture, self.calls = model, capture, 0
         self._inputs: dict[Place, torch.Tensor] = {}
         self._others: dict[Place, Any] = {}
+        self._windows: Windows = []
+        self._full: list[bool] = []  # of the windows
         self._replay: Callable[[], Any] | None = None
         self._captures = False  # or it stays as it is
 
@@ -102,31 +106,50 @@ class DecodingStep:
         leaves = dict(_leaves(arguments))
         inputs = {place: value for place, value in leaves.items() if isinstance(value, torch.Tensor)}
         others = {place: value for place, value in leaves.items() if place not in inputs}
-        if not (self.calls and _are_alike(inputs, self._inputs) and _are_same(others, self._others)):
+        alike = self.calls and _are_alike(inputs, self._inputs) and _are_same(others, self._others)
+        if not alike or (self._captures and _are_full(self._windows) != self._full):
             self._begin(inputs, others)
         self.calls += 1
         if self.calls <= self.EAGER_CALLS or not self._captures:
-            return self.model(**arguments)
+            return self._called(arguments)
         if self._replay is None:
             self._replay = self._captured(inputs)
         if self._replay is None:
             return self.model(**arguments)
         for place, value in inputs.items():
             self._inputs[place].copy_(value)
-        return self._replay()
+        counts = [window.cumulative_length_int for window in self._windows]
+        output = self._replay()
+        for window, count in zip(self._windows, counts, strict=True):
+            window.cumulative_length_int = count + 1
+        return output
 
     def _begin(self, inputs: dict[Place, torch.Tensor], others: dict[Place, Any]) -> None:
         self.calls, self._inputs, self._others, self._replay = 0, inputs, others, None
-        obstacle = _obstacle(others)
+        self._windows = _windows_of(others)
+        self._full = _are_full(self._windows)
+        self._refuse(_obstacle(inputs, others, self._windows))
+
+    def _refuse(self, obstacle: str | None) -> None:
         self._captures = obstacle is None
         if obstacle:
             _log.warning("samebits.cuda_graphs: the decoding step runs as it is: %s", obstacle)
+
+    def _called(self, arguments: dict[str, Any]) -> Any:
+        """The step as it is."""
+        counts = [window.cumulative_length_int for window in self._windows]
+        output = self.model(**arguments)
+        counted = {window.cumulative_length_int - count for window, count in zip(self._windows, counts, strict=True)}
+        if self._captures and counted - {1}:
+            self._refuse("a sliding window takes in more than one token at a time")
+        return output
 
     def _captured(self, inputs: dict[Place, torch.Tensor]) -> Callable[[], Any] | None:
         """None where it cannot be; then nothing was launched."""
         self._inputs = {place: value.clone() for place, value in inputs.items()}
         try:
-            return self.capture(partial(self.model, **_nested(self._inputs | self._others)))
+            with _as_captured(self._windows):
+                return self.capture(partial(self.model, **_nested(self._inputs | self._others)))
         except RuntimeError as error:
             self._captures = False
             _log.warning("samebits.cuda_graphs: the decoding step runs as it is, it cannot be captured: %s", error)
@@ -149,17 +172,56 @@ def captured(run: Callable[[], Any]) -> Callable[[], Any]:
     return replay
 
 
-def _obstacle(others: dict[Place, Any]) -> str | None:
+def _windows_of(others: dict[Place, Any]) -> Windows:
+    cache = _cache_of(others)
+    return [layer for layer in cache.layers if type(layer) is StaticSlidingWindowLayer] if cache else []
+
+
+def _are_full(windows: Windows) -> list[bool]:
+    """Whether each window moves on by a token with each step."""
+    return [window.cumulative_length_int >= window.max_cache_len for window in windows]
+
+
+@contextmanager
+def _as_captured(windows: Windows) -> Iterator[None]:
+    """Has windows that are full move by what can be captured, and none count a step that is not done yet."""
+    counts = [window.cumulative_length_int for window in windows]
+    for window, full in zip(windows, _are_full(windows), strict=True):
+        if full:
+            vars(window)["update"] = partial(_move, window)
+    try:
+        yield
+    finally:
+        for window, count in zip(windows, counts, strict=True):
+            vars(window).pop("update", None)
+            window.cumulative_length_int = count
+
+
+def _move(window: StaticSlidingWindowLayer, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> Any:
+    """``window.update`` of one token without an index from the host, which would have to wait for it."""
+    for kept, new in ((window.keys, keys), (window.values, values)):
+        kept.copy_(torch.cat((kept[:, :, 1:], new), dim=-2))
+    return window.keys, window.values
+
+
+def _cache_of(others: dict[Place, Any]) -> Any:
+    """By its class: transformers 5.24 calls it cache, before it was past_key_values."""
+    return next((value for value in others.values() if isinstance(value, Cache)), None)
+
+
+def _obstacle(inputs: dict[Place, torch.Tensor], others: dict[Place, Any], windows: Windows) -> str | None:
     """Why a step cannot be replayed, as far as its arguments tell."""
-    # By its class: transformers 5.24 calls it cache, before it was past_key_values.
-    cache = next((value for value in others.values() if isinstance(value, Cache)), None)
+    cache = _cache_of(others)
     if not isinstance(cache, StaticCache):
         return f"its cache is {'missing' if cache is None else f'a {type(cache).__name__}'}, not a StaticCache"
     if cache.offloading:
         return "its cache is offloaded"
-    kinds = {type(layer) for layer in cache.layers} - {StaticLayer}
-    if kinds:  # sliding windows count tokens in Python
+    kinds = {type(layer) for layer in cache.layers} - {StaticLayer, StaticSlidingWindowLayer}
+    if kinds:
         return f"its cache has layers of {', '.join(sorted(kind.__name__ for kind in kinds))}"
+    masks = [value.ndim for place, value in inputs.items() if any("mask" in name for name in place)]
+    if windows and (not masks or min(masks) < 4):
+        return "masks of a sliding window are made in the model, by what Python has counted"
     kept = [name for name in ("output_attentions", "output_hidden_states") if others.get((name,))]
     return f"{kept[0]} keeps tensors that the next replay overwrites" if kept else None
 
