@@ -138,6 +138,69 @@ def test_windows(kind: str, prompt: int) -> None:
     assert (capture.captures, capture.replays) == (1 + (before > 0), before + 11 - max(8 - prompt, 0) - 2)
 
 
+LAYERS = {"layer_types": ["linear_attention", "full_attention"]}
+EXPERTS = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("qwen3_5_text", LAYERS),
+        ("qwen3_next", LAYERS | EXPERTS),
+        ("bamba", {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 16}),
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}),
+        ("falcon_h1", {}),
+    ],
+)
+def test_states_instead_of_attention(kind: str, options: dict[str, Any]) -> None:
+    """They stay where they are in memory."""
+    model = made(kind, **options)
+    with decoding_steps(model, refuse):
+        expected = generated(model, cache_implementation="static")
+    cache = StaticCache(config=model.config, max_cache_len=32)
+    capture = Frozen(cache)
+    with decoding_steps(model, capture):
+        assert torch.equal(generated(model, past_key_values=cache), expected)
+    assert (capture.captures, capture.replays) == (1, 9)
+
+
+def test_states_that_are_kept_in_modules(caplog: pytest.LogCaptureFixture) -> None:
+    """A replay would begin with those of the capture each time."""
+    model, capture = made("recurrent_gemma", block_types=["recurrent", "attention"], lru_width=64), Recorder()
+    with decoding_steps(model, capture):
+        generated(model, cache_implementation="static")
+    assert capture.captures == 0
+    assert "each step changes the model's model.layers.0.temporal_block." in caplog.text
+
+
+@pytest.mark.parametrize("change", ["moved", "counted", "inside"])
+def test_a_cache_that_python_changes(change: str, cache: StaticCache, caplog: pytest.LogCaptureFixture) -> None:
+    layer: Any = cache.layers[0]
+    layer.states, layer.count, layer.extra = torch.zeros(4), 0, {"states": [torch.zeros(4)]}
+
+    def forward(ids: torch.Tensor, past_key_values: StaticCache) -> int:
+        layer.states.add_(1)
+        if change == "moved":
+            layer.states = layer.states.clone()
+        elif change == "counted":
+            layer.count += 1
+        else:
+            layer.extra["states"][0] = layer.extra["states"][0] + 1
+        return int(ids)
+
+    capture = Recorder()
+    step = DecodingStep(forward, capture)
+    assert [step(ids=torch.tensor(number), past_key_values=cache) for number in range(5)] == [0, 1, 2, 3, 4]
+    assert capture.captures == 0
+    place = {"moved": "states", "counted": "count", "inside": "extra[states][0]"}[change]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"samebits.cuda_graphs: the decoding step runs as it is: each step changes its cache's layers[0].{place} in "
+        "Python, which no replay does"
+    ]
+
+
 def step_of_window(kept: list[Any]) -> tuple[StaticCache, Callable[..., int]]:
     """A step that does nothing but tell the cache's only layer of its tokens."""
     cache = StaticCache(config=config("mistral", sliding_window=8), max_cache_len=16)
@@ -156,7 +219,7 @@ def step_of_window(kept: list[Any]) -> tuple[StaticCache, Callable[..., int]]:
     [
         ({"mask": torch.ones(1, 5)}, 1, "masks of a sliding window are made in the model, by what Python has counted"),
         ({}, 1, "masks of a sliding window are made in the model, by what Python has counted"),
-        ({"mask": torch.ones(1, 1, 2, 8)}, 2, "a sliding window takes in more than one token at a time"),
+        ({"mask": torch.ones(1, 1, 2, 8)}, 2, "a sliding window does not take in one token a step"),
     ],
 )
 def test_windows_that_are_not_captured(

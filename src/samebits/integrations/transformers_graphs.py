@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.cache_utils import Cache, StaticCache, StaticLayer, StaticSlidingWindowLayer
+from transformers.cache_utils import Cache, StaticCache, StaticSlidingWindowLayer
 
 from samebits.errors import InputError
 
@@ -28,8 +28,7 @@ def cuda_graphs(model: nn.Module) -> Iterator[None]:
     The step is the model's forward for one more token of each sequence, of BF16 models as of compressed ones. In each
     call of ``generate`` the first two steps run as they are, the next one is captured, all others are replays; once
     more where a sliding window has become full. Prompts run as they are, as does what cannot be captured, which the log
-    says: other caches than those of attention over all tokens or a window, for example, and models whose kernels depend
-    on values.
+    says: caches that grow, for example, states that each step puts elsewhere, kernels that depend on values.
 
     On a CPU it does nothing.
 
@@ -136,13 +135,31 @@ class DecodingStep:
             _log.warning("samebits.cuda_graphs: the decoding step runs as it is: %s", obstacle)
 
     def _called(self, arguments: dict[str, Any]) -> Any:
-        """The step as it is."""
-        counts = [window.cumulative_length_int for window in self._windows]
+        """The step as it is; the last one before the capture shows what it does in Python, which no replay does."""
+        if not self._captures or self.calls < self.EAGER_CALLS:
+            return self.model(**arguments)
+        counts, before = [window.cumulative_length_int for window in self._windows], self._state()
         output = self.model(**arguments)
         counted = {window.cumulative_length_int - count for window, count in zip(self._windows, counts, strict=True)}
-        if self._captures and counted - {1}:
-            self._refuse("a sliding window takes in more than one token at a time")
+        changed = sorted(place for place, _ in before.items() ^ self._state().items())
+        if changed:
+            self._refuse(f"each step changes {changed[0]} in Python, which no replay does")
+        elif counted - {1}:
+            self._refuse("a sliding window does not take in one token a step")
         return output
+
+    def _state(self) -> dict[str, Any]:
+        """What a step may go on from: the cache, but for the counts of windows, and tensors that modules keep."""
+        state: dict[str, Any] = {}
+        for number, layer in enumerate(_cache_of(self._others).layers):
+            for name, value in vars(layer).items():
+                if name != "cumulative_length_int" or layer not in self._windows:
+                    _note(state, f"its cache's layers[{number}].{name}", value)
+        for path, module in self.model.named_modules() if isinstance(self.model, nn.Module) else ():
+            for name, value in (*vars(module).items(), *module._buffers.items()):
+                if isinstance(value, torch.Tensor):
+                    _note(state, f"the model's {path}.{name}".replace("'s .", "'s "), value)
+        return state
 
     def _captured(self, inputs: dict[Place, torch.Tensor]) -> Callable[[], Any] | None:
         """None where it cannot be; then nothing was launched."""
@@ -173,13 +190,24 @@ def captured(run: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def _windows_of(others: dict[Place, Any]) -> Windows:
-    cache = _cache_of(others)
-    return [layer for layer in cache.layers if type(layer) is StaticSlidingWindowLayer] if cache else []
+    layers = getattr(_cache_of(others), "layers", ())
+    return [layer for layer in layers if getattr(type(layer), "update", None) is StaticSlidingWindowLayer.update]
 
 
 def _are_full(windows: Windows) -> list[bool]:
     """Whether each window moves on by a token with each step."""
     return [window.cumulative_length_int >= window.max_cache_len for window in windows]
+
+
+def _note(state: dict[str, Any], place: str, value: Any) -> None:
+    """A value by itself, a tensor by where it is, whatever is in it."""
+    if isinstance(value, torch.Tensor):
+        state[place] = (value.data_ptr(), value.shape, value.stride(), value.dtype)
+    elif isinstance(value, list | tuple | dict):
+        for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            _note(state, f"{place}[{name}]", inner)
+    else:
+        state[place] = value if isinstance(value, _NUMBERS) else id(value)
 
 
 @contextmanager
@@ -216,9 +244,6 @@ def _obstacle(inputs: dict[Place, torch.Tensor], others: dict[Place, Any], windo
         return f"its cache is {'missing' if cache is None else f'a {type(cache).__name__}'}, not a StaticCache"
     if cache.offloading:
         return "its cache is offloaded"
-    kinds = {type(layer) for layer in cache.layers} - {StaticLayer, StaticSlidingWindowLayer}
-    if kinds:
-        return f"its cache has layers of {', '.join(sorted(kind.__name__ for kind in kinds))}"
     masks = [value.ndim for place, value in inputs.items() if any("mask" in name for name in place)]
     if windows and (not masks or min(masks) < 4):
         return "masks of a sliding window are made in the model, by what Python has counted"
