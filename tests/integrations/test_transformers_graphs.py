@@ -15,6 +15,7 @@ from transformers.cache_utils import StaticSlidingWindowLayer
 
 import samebits
 from samebits.errors import InputError
+from samebits.integrations import transformers_graphs
 from samebits.integrations.transformers_graphs import DecodingStep, decoding_steps
 
 TINY = {
@@ -56,7 +57,7 @@ def cache() -> StaticCache:
 
 
 def generated(model: Any, length: int = 5, **options: Any) -> torch.Tensor:
-    prompt = torch.arange(2 * length).reshape(2, length) + 1
+    prompt = torch.arange(2 * length, device=model.device).reshape(2, length) + 1
     compiled = CompileConfig()
     compiled._compile_all_devices = True  # a CPU too
     if options:
@@ -113,7 +114,7 @@ def refuse(run: Callable[[], Any]) -> Callable[[], Any]:
     raise RuntimeError("operation not permitted when stream is capturing")
 
 
-WINDOWS = {
+WINDOWS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 8},  # in all layers
     "gemma3_text": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
     "cohere2": {"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]},
@@ -144,19 +145,19 @@ EXPERTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        ("qwen3_5_text", LAYERS),
-        ("qwen3_next", LAYERS | EXPERTS),
-        ("bamba", {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 16}),
-        ("lfm2", {"layer_types": ["conv", "full_attention"]}),
-        ("falcon_h1", {}),
-    ],
-)
-def test_states_instead_of_attention(kind: str, options: dict[str, Any]) -> None:
+STATES: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": LAYERS,
+    "qwen3_next": LAYERS | EXPERTS,
+    "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 16},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "falcon_h1": {},
+}
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_states_instead_of_attention(kind: str) -> None:
     """They stay where they are in memory."""
-    model = made(kind, **options)
+    model = made(kind, **STATES[kind])
     with decoding_steps(model, refuse):
         expected = generated(model, cache_implementation="static")
     cache = StaticCache(config=model.config, max_cache_len=32)
@@ -164,6 +165,24 @@ def test_states_instead_of_attention(kind: str, options: dict[str, Any]) -> None
     with decoding_steps(model, capture):
         assert torch.equal(generated(model, past_key_values=cache), expected)
     assert (capture.captures, capture.replays) == (1, 9)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [*WINDOWS, *STATES])
+def test_replays_of_a_gpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, graphs, captured = made(kind, **(WINDOWS | STATES)[kind]).to("cuda"), [], transformers_graphs.captured
+    samebits.compress(model)
+    with decoding_steps(model, refuse):
+        expected = generated(model, cache_implementation="static")
+
+    def counted(run: Callable[[], Any]) -> Callable[[], Any]:
+        graphs.append(captured(run))
+        return graphs[-1]
+
+    monkeypatch.setattr(transformers_graphs, "captured", counted)
+    with samebits.cuda_graphs(model):
+        assert torch.equal(generated(model, cache_implementation="static"), expected)
+    assert len(graphs) == (2 if kind in WINDOWS else 1)
 
 
 def test_states_that_are_kept_in_modules(caplog: pytest.LogCaptureFixture) -> None:
