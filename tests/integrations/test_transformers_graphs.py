@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, CompileConfig, DynamicCache, StaticCache
 from transformers.cache_utils import StaticSlidingWindowLayer
 
@@ -57,15 +59,27 @@ def cache() -> StaticCache:
 
 
 def generated(model: Any, length: int = 5, **options: Any) -> torch.Tensor:
+    return written(model, length, **options)[0]
+
+
+def logits_of(model: Any, length: int = 5, **options: Any) -> torch.Tensor:
+    """Of all new tokens, as words: tokens alone tell little of a model that was not trained."""
+    _, logits = written(model, length, **options)
+    return torch.stack(logits).view(torch.int32)
+
+
+def written(model: Any, length: int, **options: Any) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """Tokens, and the logits of each new one in FP32."""
     prompt = torch.arange(2 * length, device=model.device).reshape(2, length) + 1
     compiled = CompileConfig()
     compiled._compile_all_devices = True  # a CPU too
     if options:
         options["compile_config"] = compiled
-    tokens: torch.Tensor = model.generate(
-        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12, do_sample=False, **options
-    )
-    return tokens
+    output = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12, do_sample=False, output_logits=True,
+        return_dict_in_generate=True, **options,
+    )  # fmt: skip
+    return output.sequences, output.logits
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
@@ -82,31 +96,51 @@ def test_the_same_tokens(kind: str) -> None:
     assert "get_compiled_call" not in vars(model)
 
 
-class Frozen(Recorder):
-    """A replay does what a graph would: it takes the branches that were captured, and Python counts nothing."""
+class Operations(TorchDispatchMode):
+    """What a graph has of a function: its operations on tensors that stay where they are, without any Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all: list[tuple[Any, tuple[Any, ...], dict[str, Any], list[torch.Tensor]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            refuse(lambda: None)  # the host would have to wait for a value
+        output = func(*args, **(kwargs or {}))
+        self.all.append((func, args, kwargs or {}, tensors_of(output)))
+        return output
+
+    def replay(self) -> None:
+        for func, args, kwargs, outputs in self.all:
+            inputs = {each.untyped_storage().data_ptr() for each in tensors_of((args, kwargs))}
+            for there, again in zip(outputs, tensors_of(func(*args, **kwargs)), strict=True):
+                if there.untyped_storage().data_ptr() not in inputs:  # else a view, or written to already
+                    there.copy_(again)
+
+
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+class Graphs(Recorder):
+    """A replay does what a graph would; a capture computes nothing, though Python runs."""
 
     def __init__(self, cache: StaticCache) -> None:
         super().__init__()
-        self.windows = [vars(layer) for layer in cache.layers if isinstance(layer, StaticSlidingWindowLayer)]
+        self.cache = cache
 
     def __call__(self, run: Callable[[], Any]) -> Callable[[], Any]:
-        captured = [
-            {name: window[name] for name in ("cumulative_length_int", "update") if name in window}
-            for window in self.windows
-        ]
+        kept = tensors_of([vars(layer) for layer in self.cache.layers])
+        before = [tensor.clone() for tensor in kept]
+        with Operations() as operations:
+            output = run()
+        for tensor, value in zip(kept, before, strict=True):
+            tensor.copy_(value)
 
         def replayed() -> Any:
-            counts = [window["cumulative_length_int"] for window in self.windows]
-            for window, then in zip(self.windows, captured, strict=True):
-                window.update(then)
-            output = run()
-            for window, count in zip(self.windows, counts, strict=True):
-                window.pop("update", None)
-                window["cumulative_length_int"] = count
+            operations.replay()
             return output
 
-        for window in self.windows:  # a capture runs Python, and computes nothing
-            window["cumulative_length_int"] += 1
         return super().__call__(replayed)
 
 
@@ -127,11 +161,11 @@ def test_windows(kind: str, prompt: int) -> None:
     """Which are full at once, or become full; then there is another graph."""
     model = made(kind, **WINDOWS[kind])
     with decoding_steps(model, refuse):
-        expected = generated(model, prompt, cache_implementation="static")
+        expected = logits_of(model, prompt, past_key_values=StaticCache(config=model.config, max_cache_len=32))
     cache = StaticCache(config=model.config, max_cache_len=32)
-    capture = Frozen(cache)
+    capture = Graphs(cache)
     with decoding_steps(model, capture):
-        assert torch.equal(generated(model, prompt, past_key_values=cache), expected)
+        assert torch.equal(logits_of(model, prompt, past_key_values=cache), expected)
     windows = [layer for layer in cache.layers if isinstance(layer, StaticSlidingWindowLayer)]
     assert {window.cumulative_length_int for window in windows} == {prompt + 11}
     assert not any("update" in vars(window) for window in windows)
@@ -159,11 +193,11 @@ def test_states_instead_of_attention(kind: str) -> None:
     """They stay where they are in memory."""
     model = made(kind, **STATES[kind])
     with decoding_steps(model, refuse):
-        expected = generated(model, cache_implementation="static")
+        expected = logits_of(model, past_key_values=StaticCache(config=model.config, max_cache_len=32))
     cache = StaticCache(config=model.config, max_cache_len=32)
-    capture = Frozen(cache)
+    capture = Graphs(cache)
     with decoding_steps(model, capture):
-        assert torch.equal(generated(model, past_key_values=cache), expected)
+        assert torch.equal(logits_of(model, past_key_values=cache), expected)
     assert (capture.captures, capture.replays) == (1, 9)
 
 
@@ -173,7 +207,7 @@ def test_replays_of_a_gpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, graphs, captured = made(kind, **(WINDOWS | STATES)[kind]).to("cuda"), [], transformers_graphs.captured
     samebits.compress(model)
     with decoding_steps(model, refuse):
-        expected = generated(model, cache_implementation="static")
+        expected = logits_of(model, cache_implementation="static")
 
     def counted(run: Callable[[], Any]) -> Callable[[], Any]:
         graphs.append(captured(run))
@@ -181,7 +215,7 @@ def test_replays_of_a_gpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(transformers_graphs, "captured", counted)
     with samebits.cuda_graphs(model):
-        assert torch.equal(generated(model, cache_implementation="static"), expected)
+        assert torch.equal(logits_of(model, cache_implementation="static"), expected)
     assert len(graphs) == (2 if kind in WINDOWS else 1)
 
 
