@@ -389,8 +389,9 @@ def table_text(name: str, table: str, root: str = "") -> str:
     versions = ", ".join(f"{package} {number}" for package, number in results["versions"].items())
     file = f"benchmarks/results/{name}.json"
     made = f"`python benchmarks/{SCRIPTS.get(like, like)}.py`"
-    dates = " to ".join(sorted({min(row["date"] for row in rows), max(row["date"] for row in rows)}))
-    source = f"<sub>[{file}]({root}{file}), made by {made}: {results['device']}; {versions}; {dates}</sub>"
+    dates = [row["date"] for row in rows]
+    measured = " to ".join(sorted({min(dates), max(dates)}))
+    source = f"<sub>[{file}]({root}{file}), made by {made}: {results['device']}; {versions}; {measured}</sub>"
     caption = CAPTIONS.get(f"{like}.{table}")
     markdown = "".join(f"| {' | '.join(line)} |\n" for line in lines)
     return (f"{caption}\n\n" if caption else "") + f"{markdown}\n{source}\n"

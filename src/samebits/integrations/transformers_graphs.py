@@ -117,7 +117,7 @@ class DecodingStep:
             return self.model(**arguments)
         for place, value in inputs.items():
             self._inputs[place].copy_(value)
-        counts = [window.cumulative_length_int for window in self._windows]
+        counts = _counts_of(self._windows)
         output = self._replay()
         for window, count in zip(self._windows, counts, strict=True):
             window.cumulative_length_int = count + 1
@@ -126,21 +126,21 @@ class DecodingStep:
     def _begin(self, inputs: dict[Place, torch.Tensor], others: dict[Place, Any]) -> None:
         self.calls, self._inputs, self._others, self._replay = 0, inputs, others, None
         self._windows = _windows_of(others)
-        self._full = _are_full(self._windows)
-        self._refuse(_obstacle(inputs, others, self._windows))
+        self._full, self._captures = _are_full(self._windows), True
+        if obstacle := _obstacle(inputs, others, self._windows):
+            self._refuse(obstacle)
 
-    def _refuse(self, obstacle: str | None) -> None:
-        self._captures = obstacle is None
-        if obstacle:
-            _log.warning("samebits.cuda_graphs: the decoding step runs as it is: %s", obstacle)
+    def _refuse(self, obstacle: str) -> None:
+        self._captures = False
+        _log.warning("samebits.cuda_graphs: the decoding step runs as it is: %s", obstacle)
 
     def _called(self, arguments: dict[str, Any]) -> Any:
         """The step as it is; the last one before the capture shows what it does in Python, which no replay does."""
         if not self._captures or self.calls < self.EAGER_CALLS:
             return self.model(**arguments)
-        counts, before = [window.cumulative_length_int for window in self._windows], self._state()
+        counts, before = _counts_of(self._windows), self._state()
         output = self.model(**arguments)
-        counted = {window.cumulative_length_int - count for window, count in zip(self._windows, counts, strict=True)}
+        counted = {now - then for now, then in zip(_counts_of(self._windows), counts, strict=True)}
         changed = sorted(place for place, _ in before.items() ^ self._state().items())
         if changed:
             self._refuse(f"each step changes {changed[0]} in Python, which no replay does")
@@ -158,7 +158,7 @@ class DecodingStep:
         for path, module in self.model.named_modules() if isinstance(self.model, nn.Module) else ():
             for name, value in (*vars(module).items(), *module._buffers.items()):
                 if isinstance(value, torch.Tensor):
-                    _note(state, f"the model's {path}.{name}".replace("'s .", "'s "), value)
+                    _note(state, f"the model's {'.'.join(filter(None, (path, name)))}", value)
         return state
 
     def _captured(self, inputs: dict[Place, torch.Tensor]) -> Callable[[], Any] | None:
@@ -168,8 +168,7 @@ class DecodingStep:
             with _as_captured(self._windows):
                 return self.capture(partial(self.model, **_nested(self._inputs | self._others)))
         except RuntimeError as error:
-            self._captures = False
-            _log.warning("samebits.cuda_graphs: the decoding step runs as it is, it cannot be captured: %s", error)
+            self._refuse(f"it cannot be captured: {error}")
             return None
 
 
@@ -194,6 +193,11 @@ def _windows_of(others: dict[Place, Any]) -> Windows:
     return [layer for layer in layers if getattr(type(layer), "update", None) is StaticSlidingWindowLayer.update]
 
 
+def _counts_of(windows: Windows) -> list[int]:
+    """Of tokens so far."""
+    return [window.cumulative_length_int for window in windows]
+
+
 def _are_full(windows: Windows) -> list[bool]:
     """Whether each window moves on by a token with each step."""
     return [window.cumulative_length_int >= window.max_cache_len for window in windows]
@@ -213,7 +217,7 @@ def _note(state: dict[str, Any], place: str, value: Any) -> None:
 @contextmanager
 def _as_captured(windows: Windows) -> Iterator[None]:
     """Has windows that are full move by what can be captured, and none count a step that is not done yet."""
-    counts = [window.cumulative_length_int for window in windows]
+    counts = _counts_of(windows)
     for window, full in zip(windows, _are_full(windows), strict=True):
         if full:
             vars(window)["update"] = partial(_move, window)

@@ -178,15 +178,23 @@ class Where(NamedTuple):
 def where(device: int) -> Where:
     """Of a launch now on torch's current stream of a device."""
     stream = current_stream(device)
-    return Where(stream, _capture(stream) if torch.cuda.is_current_stream_capturing() else 0)
+    return Where(stream, _capture(stream).number if torch.cuda.is_current_stream_capturing() else 0)
 
 
-def _capture(stream: int) -> int:
+class _Capture(NamedTuple):
+    """A graph that is being captured on a stream: its number, and the nodes, with edges, that the next depends on."""
+
+    number: int
+    nodes: list[Any]
+    edges: list[Any]
+
+
+def _capture(stream: int) -> _Capture:
     from cuda.bindings import driver
 
-    result, _, number, *_ = driver.cuStreamGetCaptureInfo(driver.CUstream(stream))
+    result, _, number, _, nodes, edges, *_ = driver.cuStreamGetCaptureInfo(driver.CUstream(stream))
     _check((result,))
-    return int(number)
+    return _Capture(int(number), nodes, edges)
 
 
 _ALREADY = nullcontext()
@@ -293,8 +301,7 @@ def _begins_beside_next(stream: int) -> bool:
     """
     from cuda.bindings import driver
 
-    result, _, _, _, nodes, edges, *_ = driver.cuStreamGetCaptureInfo(driver.CUstream(stream))
-    _check((result,))
+    _, nodes, edges = _capture(stream)
     if len(nodes) != 1 or any(edge.from_port or edge.type for edge in edges):
         return False
     result, kind = driver.cuGraphNodeGetType(nodes[0])
