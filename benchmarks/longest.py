@@ -1,4 +1,5 @@
-"""How much a model remembers before memory runs out, BF16 beside compressed; and what it takes at its peak.
+"""How much a model remembers before memory runs out, BF16 beside compressed, with its cache packed too; what it takes
+at its peak; and what a packed cache costs.
 
     python benchmarks/longest.py                                     on a GPU, to results/longest.json
     python benchmarks/longest.py --models "Mistral Nemo 12B"
@@ -12,9 +13,11 @@ How they are counted: a prompt of PROMPT tokens is read. Then entries are put in
 random keys and values for STEP tokens or a 32nd of those it has, and the model generates the next token; again and
 again until torch is out of memory. So the tokens in between take in the cache what they would take in any run, in the
 same way (it grows by concatenation, whose copy counts), and the others are real decoding steps with all that these
-need. The result is what the cache held after the last step that succeeded: up to 3 % less than possible. Reading so
-long a prompt at once would take more, for its activations. Positions beyond those that a model was trained for count
-like others; several sequences (``batch``) keep below them.
+need. transformers' DynamicCache is measured with both models, samebits.PackedCache with the compressed one; random
+entries are normal, and take about as many bits as those of trained models. The result is what the cache held after the
+last step that succeeded: up to 3 % less than possible. Reading so long a prompt at once would take more, for its
+activations. Positions beyond those that a model was trained for count like others; several sequences (``batch``) keep
+below them.
 
 BF16 counts only where at least ROOM bytes are left beside its weights; else it does not fit, and there is no ratio.
 ``predicted_tokens`` are those of ``samebits estimate --context 1 --batch N --gpu M`` for a folder with the
@@ -22,13 +25,19 @@ config.json.
 
 Table "peak": torch's max_memory_allocated while one sequence of CONTEXT tokens is generated, its prompt included,
 beside the peak that ``samebits estimate --context CONTEXT`` predicts of config.json alone.
+
+Table "cache", for the models of CACHED: the median time of a decoding step, eager, with so many tokens in the cache,
+random ones but for the last STEPS, with DynamicCache and with PackedCache; the bytes of both; and whether the logits of
+all steps are the same.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -57,6 +66,8 @@ PROMPT = 128  # tokens
 STEP = 64  # tokens, at least
 SHARE = 32  # of the tokens in the cache
 CONTEXT = 4096  # tokens
+CACHED: dict[str, tuple[int, ...]] = {"Llama 3.1 8B": (4096, 32768, 131072), "tiny": (512,)}  # tokens
+STEPS = 16
 GENERATED = 16  # of them
 KEYS = ("model", "cap_bytes", "batch", "context")
 
@@ -68,37 +79,45 @@ def predicted(name: str) -> ModelMemory:
         return model_memory(Path(folder), Selection(), None)
 
 
+def fill(cache: DynamicCache, tokens: int, device: str) -> None:
+    """With so many more random ones, by its own ``update``."""
+    for number, layer in enumerate(cache.layers):
+        keys = layer.keys
+        shape, dtype = (*keys.shape[:2], tokens, keys.shape[3]), keys.dtype
+        del keys
+        entries = torch.randn(shape, dtype=dtype, device=device)
+        cache.update(entries, entries, number)
+
+
 @torch.no_grad()
-def longest(model: Any, batch: int, device: str, most: int | None = None) -> int:
+def longest(
+    model: Any, batch: int, device: str, most: int | None = None, cache_class: Callable[..., Any] = DynamicCache
+) -> int:
     """Tokens of each sequence in the cache when memory is spent, or from ``most`` on; 0 if not even a prompt fits."""
     held = 0
     try:
-        cache = DynamicCache(config=model.config)
+        cache = cache_class(config=model.config)
         token = random_prompt(model, batch, PROMPT, device)
         while most is None or held < most:
             output = model(input_ids=token, past_key_values=cache, use_cache=True, logits_to_keep=1)
             token = output.logits[:, -1].argmax(-1, keepdim=True)
             held = cache.get_seq_length()
-            more = max(STEP, held // SHARE) - 1
-            for number, layer in enumerate(cache.layers):
-                shape = (*layer.keys.shape[:2], more, layer.keys.shape[3])
-                entries = torch.randn(shape, dtype=layer.keys.dtype, device=device)
-                cache.update(entries, entries, number)
+            fill(cache, max(STEP, held // SHARE) - 1, device)
     except torch.OutOfMemoryError:
         pass
     return held
 
 
-def longest_under(cap: int, model: Any, batch: int, device: str) -> int | None:
+def longest_under(cap: int, model: Any, batch: int, device: str, **options: Any) -> int | None:
     """Tokens of all sequences on a card of ``cap`` bytes; None where the weights leave less than ROOM."""
     forget(device)
     if device != "cuda":
-        return batch * longest(model, batch, device, PROMPT + 2 * STEP)
+        return batch * longest(model, batch, device, PROMPT + 2 * STEP, **options)
     if cap - torch.cuda.memory_allocated() < ROOM:
         return None
     torch.cuda.set_per_process_memory_fraction(cap / torch.cuda.get_device_properties(device).total_memory)
     try:
-        return batch * longest(model, batch, device)
+        return batch * longest(model, batch, device, **options)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
         forget(device)
@@ -116,6 +135,40 @@ def measured_peak(model: Any, context: int, device: str) -> int | None:
     return torch.cuda.max_memory_allocated() if device == "cuda" else None
 
 
+@torch.no_grad()
+def decoding_steps(model: Any, cache: DynamicCache, context: int, device: str) -> tuple[float, int, torch.Tensor]:
+    """Seconds of one with about ``context`` tokens in the cache, the cache's bytes, and the logits of all of them."""
+    torch.manual_seed(0)
+    token, seconds, logits = random_prompt(model, 1, PROMPT, device), [], []
+    for number in range(STEPS + 1):  # the first is the prompt
+        start = time.perf_counter()
+        output = model(input_ids=token, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        token = output.logits[:, -1].argmax(-1, keepdim=True)
+        int(token)  # there
+        seconds.append(time.perf_counter() - start)
+        logits.append(output.logits)
+        if number == 0:
+            fill(cache, context - PROMPT - STEPS, device)
+    packed = isinstance(cache, samebits.PackedCache)
+    nbytes = cache.nbytes if packed else sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    return statistics.median(seconds[1:]), nbytes, torch.cat(logits)
+
+
+def cache_row(name: str, model: Any, context: int, device: str) -> dict[str, Any]:
+    """Of table "cache"."""
+    steps = {}
+    for cache_class in (DynamicCache, samebits.PackedCache):
+        forget(device)
+        steps[cache_class] = decoding_steps(model, cache_class(config=model.config), context, device)
+    (plain, plain_bytes, expected), (packed, packed_bytes, logits) = steps.values()
+    return {
+        "table": "cache", "model": name, "batch": 1, "context": context, "dynamic_cache_bytes": plain_bytes,
+        "packed_cache_bytes": packed_bytes, "ratio": significant(packed_bytes / plain_bytes),
+        "dynamic_cache_milliseconds": significant(1e3 * plain), "packed_cache_milliseconds": significant(1e3 * packed),
+        "same_logits": torch.equal(logits.view(torch.int16), expected.view(torch.int16)),
+    }  # fmt: skip
+
+
 def rows(name: str, context: int, device: str) -> Iterator[dict[str, Any]]:
     """Both tables of a model; one model at a time is in memory."""
     memory = predicted(name)
@@ -129,9 +182,12 @@ def rows(name: str, context: int, device: str) -> Iterator[dict[str, Any]]:
         "weights_bytes": memory.resident, "cache_bytes": memory.cache(context, 1), "layer_bytes": memory.decoded,
         "bf16_predicted_bytes": memory.plain_peak(context, 1),
     }  # fmt: skip
+    for tokens in CACHED.get(name, ()):
+        yield cache_row(name, model, tokens, device)
     if not cap:
         return
     ours = longest_under(cap, model, batch, device)
+    packed = longest_under(cap, model, batch, device, cache_class=samebits.PackedCache)
     del model
     forget(device)
     plain = None
@@ -140,10 +196,12 @@ def rows(name: str, context: int, device: str) -> Iterator[dict[str, Any]]:
         del model
         forget(device)
     limits = memory.longest(cap - memory.peak(0, 0), batch), memory.longest(cap - memory.plain_peak(0, 0), batch)
+    ratio, packed_ratio = (significant(most / plain) if most and plain else None for most in (ours, packed))
     yield {
         "table": "longest", "model": name, "cap_bytes": cap, "batch": batch,
         "bf16_room_bytes": cap - memory.plain_peak(0, 0), "bf16_tokens": plain,
-        "samebits_tokens": ours, "ratio": significant(ours / plain) if ours and plain else None, "paper_ratio": paper,
+        "samebits_tokens": ours, "ratio": ratio, "packed_cache_tokens": packed, "packed_cache_ratio": packed_ratio,
+        "paper_ratio": paper,
         "predicted_tokens": batch * max(0, limits[0] or 0), "bf16_predicted_tokens": batch * max(0, limits[1] or 0),
     }  # fmt: skip
 

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 import samebits
-from samebits.integrations import transformers_graphs
+from samebits.integrations import transformers_cache, transformers_graphs
+from samebits.verify import repeatable_attention
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -97,3 +99,29 @@ def test_memory_ends_at_the_cap() -> None:
     assert 0.6 * longest.ROOM < tokens * bytes_per_token < longest.ROOM + (64 << 20)
     torch.empty(2 * longest.ROOM, dtype=torch.uint8, device="cuda")  # there is no cap any more
     assert longest.longest_under(torch.cuda.memory_allocated() + longest.ROOM - 1, model, 1, "cuda") is None
+
+
+def test_a_packed_cache_gives_the_same_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a compressed model and in BF16."""
+    monkeypatch.setattr(transformers_cache, "BLOCK_WORDS", 1 << 19)
+    for packed in (True, False):
+        row = longest.cache_row("small", models.build("small", "cuda", packed), 7000, "cuda")
+        assert row["same_logits"] is True
+        assert 0.6 < row["ratio"] < 0.8
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 3}], ids=str)
+def test_a_packed_cache_in_generate(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers_cache, "BLOCK_WORDS", 1 << 14)  # whatever code that takes
+    model = models.build("small", "cuda", True)
+    prompt = models.random_prompt(model, 2, 300, "cuda")
+    found = []
+    for cache in (DynamicCache(config=model.config), samebits.PackedCache(model.config)):
+        torch.manual_seed(0)
+        with repeatable_attention():
+            output = model.generate(
+                prompt, attention_mask=torch.ones_like(prompt), past_key_values=cache, max_new_tokens=100, **options
+            )
+        found.append(output.tolist())
+    assert found[0] == found[1]
+    assert len(cache.layers[0]._keys._blocks) > 1

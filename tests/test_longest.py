@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from samebits.integrations import transformers_cache
+
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
@@ -39,12 +41,14 @@ def test_counts_what_the_last_step_held(most: int, held: int) -> None:
 
 
 def test_rows() -> None:
-    peak, most = longest.rows("tiny", 64, "cpu")
+    peak, cached, most = longest.rows("tiny", 64, "cpu")
     parts = sum(peak[f"{part}_bytes"] for part in ("weights", "cache", "layer"))
     assert peak["predicted_bytes"] == parts
     assert peak["measured_bytes"] is None
     assert most["bf16_tokens"] == most["samebits_tokens"] == 2 * (longest.PROMPT + 2 * longest.STEP)
-    assert most["ratio"] == 1
+    assert (cached["context"], cached["same_logits"]) == (512, True)
+    assert most["packed_cache_tokens"] == most["samebits_tokens"]
+    assert most["ratio"] == most["packed_cache_ratio"] == 1
     assert most["predicted_tokens"] > 0
     assert most["bf16_predicted_tokens"] > 0
 
@@ -61,6 +65,15 @@ def test_a_packed_model_is_predicted_to_hold_more() -> None:
 
 def test_no_ratio_where_bf16_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(longest.CASES, "tiny", (longest.GIB // 2, 1, None))
-    _, most = longest.rows("tiny", 64, "cpu")
-    assert (most["bf16_tokens"], most["ratio"]) == (None, None)
+    *_, most = longest.rows("tiny", 64, "cpu")
+    assert (most["bf16_tokens"], most["ratio"], most["packed_cache_ratio"]) == (None, None, None)
     assert most["samebits_tokens"]
+
+
+def test_a_step_with_a_packed_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers_cache, "BLOCK_WORDS", 1 << 17)
+    row = longest.cache_row("tiny", models.build("tiny", "cpu", True), 7000, "cpu")
+    assert row["same_logits"] is True
+    assert row["packed_cache_bytes"] == pytest.approx(row["ratio"] * row["dynamic_cache_bytes"], rel=0.01)
+    assert 0.6 < row["ratio"] < 0.8
+    assert row["packed_cache_milliseconds"] > 0

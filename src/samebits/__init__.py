@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from samebits.api import decode, encode
     from samebits.format.packed import PackedTensor
     from samebits.integrations.transformers import SamebitsConfig
+    from samebits.integrations.transformers_cache import PackedCache
     from samebits.integrations.transformers_graphs import cuda_graphs
     from samebits.nn.convert import compress, decompress
     from samebits.nn.offload import offload, onload
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "PackedCache",
     "PackedTensor",
     "SamebitsConfig",
     "SingleFile",
@@ -41,6 +43,7 @@ __all__ = [
 _HOMES = {
     "encode": "samebits.api",
     "decode": "samebits.api",
+    "PackedCache": "samebits.integrations.transformers_cache",
     "PackedTensor": "samebits.format.packed",
     "SamebitsConfig": "samebits.integrations.transformers",
     "SingleFile": "samebits.nn.single_file",

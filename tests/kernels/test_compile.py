@@ -45,6 +45,7 @@ WHOLE = {
         "row_statistics", "histogram", "quad_counts", "digest",
         *(f"{what}_{code}" for what in ("measure", "write") for code in ("quad", "single")),
     ],
+    "pieces.cu": ["decode_pieces"],
     "tables.cu": ["make_table_quad", "make_table_single"],
 }  # fmt: skip
 EVERYWHERE = ("linear_ahead.cu", "linear_chains.cu")  # of the fused layer's kernels; the others are Hopper's

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -127,7 +128,7 @@ class _Prepared(NamedTuple):
         if max(geometry.rows, geometry.columns, geometry.chunks) >= 1 << 31:
             what = f"a tensor of shape {tuple(packed.shape)} is too large for the CUDA kernels"
             raise DeviceError(what, mend="decode it on the CPU")
-        block = _Block.of(header, device)
+        block = Block.of(header, device)
         structure = PackedStructure.of(packed, decode_table(packed))
         function = nvrtc.kernel(file, _name(kernel, header, whole), device)
         return cls(function, block.warps, block.shared_bytes, GeometryStructure.of(geometry), structure, block.division)
@@ -154,19 +155,28 @@ def staging_words(header: Header) -> int:
 
 
 @dataclass(frozen=True)
-class _Block:
-    """The blocks in which a tensor is decoded."""
+class Block:
+    """The blocks in which tensors are decoded."""
 
     warps: int
     division: DivisionStructure
 
     @classmethod
     @cache
-    def of(cls, header: Header, device: int) -> _Block:
-        """As many warps as fit."""
-        buffer_words = staging_words(header)
-        words = table_words(header)
-        entry_words = align(header.symbol_count, 4)
+    def of(cls, header: Header, device: int) -> Block:
+        """For one tensor."""
+        return cls.of_any([header], device)
+
+    @classmethod
+    def of_any(cls, headers: Sequence[Header], device: int) -> Block:
+        """For each of several, with as many warps as fit.
+
+        Raises:
+            DeviceError: none do.
+        """
+        buffer_words = max(map(staging_words, headers))
+        words = max(map(table_words, headers))
+        entry_words = max(align(header.symbol_count, 4) for header in headers)
         available = nvrtc.shared_memory(device) - STATIC_SHARED - 4 * (words + entry_words)
         warps = min(MAX_WARPS, available // (8 * buffer_words))
         if warps < 1:

@@ -112,6 +112,15 @@ class RoutedStructure(ctypes.Structure):
     _fields_ = (("flags", ctypes.c_void_p), ("entry_words", ctypes.c_int64))
 
 
+class PieceStructure(ctypes.Structure):
+    """csrc/pieces.cu: Piece."""
+
+    _fields_ = (
+        ("geometry", GeometryStructure), ("packed", PackedStructure), ("first_chunk", ctypes.c_int64),
+        ("start", ctypes.c_int64), ("words", ctypes.c_int64), ("rows", ctypes.c_int32), ("unused", ctypes.c_int32),
+    )  # fmt: skip
+
+
 class SourceStructure(ctypes.Structure):
     """csrc/encode.cu: Source."""
 

@@ -16,7 +16,7 @@ struct AllChunks {
 #define DECODE_KERNEL(name, quad, clip)                                                                      \
     extern "C" __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)                                    \
     name(const Geometry geometry, const Packed packed, u16* output, const Division division) {               \
-        decode_tasks<quad, clip>(geometry, packed, AllChunks{geometry, output}, division);                   \
+        decode_tasks<quad, clip>(geometry, packed, AllChunks{geometry, output}, division, Blocks::of_launch());                   \
     }
 DECODE_KERNEL(decode_quad_whole, true, kAll)
 DECODE_KERNEL(decode_quad_clipped, true, kWords)

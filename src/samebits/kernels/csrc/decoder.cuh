@@ -25,6 +25,9 @@ enum Clip {
 struct Window {
     u16* output;   // where the tensor's first word would go
     i64 begin, end;
+
+    // A row's first word, counted from there.
+    __device__ __forceinline__ i64 start_of(i64 row, int columns) const { return row * columns; }
 };
 
 // Where a lane's words of a stage go.
@@ -56,7 +59,7 @@ struct LoadedTurn {
     }
 };
 
-template <bool quad>
+template <bool quad, class Window>
 struct Decoder {
     const Geometry& geometry;
     const Packed& packed;
@@ -198,7 +201,7 @@ struct Decoder {
     __device__ __forceinline__ Place place_at(int row_group, int stage) const {
         const i64 row = i64(row_group) * 8 + (lane >> 2);
         const int column = 64 * stage + 4 * (lane & 3);
-        const i64 start = row * geometry.columns;
+        const i64 start = window.start_of(row, geometry.columns);
         return {start + column, column, window.begin <= start && start < window.end, scale_of(row)};
     }
 
@@ -214,19 +217,27 @@ struct Decoder {
 // kernels/decode.py.
 struct Division { int table_words, entry_words, buffer_words; };
 
-// Tasks number what a launch decodes:
-//   count()       how many there are, as the launch knows
+// The blocks that share tasks: the one at hand, and how many there are.
+struct Blocks {
+    int index, count;
+
+    static __device__ __forceinline__ Blocks of_launch() { return {int(blockIdx.x), int(gridDim.x)}; }
+};
+
+// Tasks number what blocks decode:
+//   count()       how many there are
 //   sparse        whether some of them may turn out not to be wanted
 //   wanted(task)  whether this one is
 //   chunk(task)   the chunk it decodes
 //   window(task)  what it stores of that
 template <bool quad, Clip clip, class Tasks>
-__device__ __forceinline__ void decode_tasks(const Geometry& geometry, const Packed& packed, const Tasks& tasks, const Division& division) {
+__device__ __forceinline__ void decode_tasks(const Geometry& geometry, const Packed& packed, const Tasks& tasks, const Division& division,
+                                             const Blocks& blocks) {
     extern __shared__ __align__(16) u32 shared[];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5, count = tasks.count();
     // All blocks together move along the tensor, so that what is read and written at a time lies together. Where tasks are few, some
     // warps have none.
-    const int decoders = min(warps, (count + int(gridDim.x) - 1) / int(gridDim.x)), stride = gridDim.x * decoders;
+    const int decoders = min(warps, (count + blocks.count - 1) / blocks.count), stride = blocks.count * decoders;
     u32* buffers = shared + division.table_words + division.entry_words + warp * 2 * division.buffer_words;
     const u32* offsets = reinterpret_cast<const u32*>(packed.data + packed.offsets);
 
@@ -252,11 +263,11 @@ __device__ __forceinline__ void decode_tasks(const Geometry& geometry, const Pac
 
     let_kernel_behind_start();
     if (Tasks::sparse) await_kernel_before();   // which tasks are wanted may have just been written
-    int task = next_wanted(warp < decoders ? blockIdx.x * decoders + warp : count), slot = 0;
+    int task = next_wanted(warp < decoders ? blocks.index * decoders + warp : count), slot = 0;
     if (Tasks::sparse && !__syncthreads_or(task < count)) return;   // before the table is built for nothing
     find(task);
     const Table<quad> table(packed, shared, shared + division.table_words);
-    Decoder<quad> decoder{geometry, packed, u32(__cvta_generic_to_shared(shared)), lane, ((1u << packed.width) - 1) << 2, u32(packed.window >> 4) * 0x10101010u, {}};
+    Decoder<quad, decltype(tasks.window(0))> decoder{geometry, packed, u32(__cvta_generic_to_shared(shared)), lane, ((1u << packed.width) - 1) << 2, u32(packed.window >> 4) * 0x10101010u, {}};
     StagedPlace staged = stage_chunk(task, 0);
     Chunk extent{};
     LoadedTurn loaded;

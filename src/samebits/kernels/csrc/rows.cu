@@ -75,7 +75,7 @@ struct RoutedChunks {
 #define GATHER_KERNEL(name, quad, clip)                                                                            \
     extern "C" __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)                                          \
     name(const Geometry geometry, const Packed packed, u16* output, const Division division, const Gather gather) { \
-        decode_tasks<quad, clip>(geometry, packed, GatheredChunks{geometry, gather, output}, division);            \
+        decode_tasks<quad, clip>(geometry, packed, GatheredChunks{geometry, gather, output}, division, Blocks::of_launch());            \
     }
 GATHER_KERNEL(decode_rows_quad_whole, true, kRows)
 GATHER_KERNEL(decode_rows_quad_clipped, true, kWords)
@@ -85,7 +85,7 @@ GATHER_KERNEL(decode_rows_single_clipped, false, kWords)
 #define ROUTED_KERNEL(name, quad, clip)                                                                            \
     extern "C" __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)                                          \
     name(const Geometry geometry, const Packed packed, u16* output, const Division division, const Routed routed) { \
-        decode_tasks<quad, clip>(geometry, packed, RoutedChunks{geometry, routed, output}, division);              \
+        decode_tasks<quad, clip>(geometry, packed, RoutedChunks{geometry, routed, output}, division, Blocks::of_launch());              \
     }
 ROUTED_KERNEL(decode_experts_quad_whole, true, kAll)
 ROUTED_KERNEL(decode_experts_quad_clipped, true, kWords)

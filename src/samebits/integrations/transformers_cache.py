@@ -1,0 +1,387 @@
+"""A key-value cache for transformers whose tokens are packed: about two thirds of the memory, and the same bits.
+
+Of each layer's keys and of its values the latest tokens lie as they are. As soon as there are enough of them, they are
+encoded as a block, behind the blocks that there are:
+
+    | block | block | block | latest |     tokens, oldest first
+
+For attention a layer's blocks are decoded, one layer at a time, into a tensor as DynamicCache would have it. On a GPU
+one launch decodes all blocks of a layer's keys, another one those of its values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from samebits.api import decode, encode
+from samebits.errors import InputError
+from samebits.format.geometry import ROW_GROUP
+from samebits.format.packed import PackedTensor, align
+from samebits.kernels.pieces import STORED, Piece, Pieces, can_be_piece
+
+BLOCK_WORDS = 1 << 21  # of a block, at least
+MOST_WORDS = 1 << 25  # of one that a long prompt makes
+ROW_TOKENS = 64  # whose states of one head are a row, of a scale of its own, where a block has so many
+LATEST_TOKENS = 16  # never packed: assisted generation takes back a few tokens at every step
+SEGMENT_BYTES = 64 << 20
+SEGMENT_SHARE = 8
+_SEGMENT_UNIT = 2 << 20  # in which torch's allocator rounds
+_ALIGNMENT = 256
+
+
+class PackedCache(DynamicCache):  # type: ignore[misc]
+    """DynamicCache in about two thirds of the memory: ``model.generate(..., past_key_values=PackedCache(config))``.
+
+    Attention gets the same tensors, bit for bit, so tokens and logits are those of DynamicCache, for BF16 models as for
+    compressed ones. Each step decodes what is packed, one layer at a time, which takes memory for one layer's keys and
+    values, and time in proportion to the tokens.
+
+    Packed are BF16 states of layers that keep all tokens. Layers with a sliding window, states of linear attention, and
+    states of other dtypes or that need gradients stay as they are.
+
+    Args:
+        config: the model's, by which layers with a window are known; without it every layer keeps all tokens.
+        offloading: keep layers in main memory and bring them one ahead, as DynamicCache does.
+        block_tokens: how many tokens are packed at a time; by default as many as have two million words in a layer's
+            keys.
+
+    Raises:
+        InputError: ``block_tokens`` is not positive.
+    """
+
+    layers: list[Any]
+    layer_class_to_replicate: Any
+
+    def __init__(
+        self, config: Any = None, *, offloading: bool = False, block_tokens: int | None = None, **options: Any
+    ) -> None:
+        if block_tokens is not None and block_tokens < 1:
+            raise InputError(f"blocks of {block_tokens} tokens", mend="give a number from 1 on, or none")
+        super().__init__(config=config, offloading=offloading, **options)
+        new_layer = partial(PackedLayer, Arena(), block_tokens)
+        self.layers = [new_layer() if type(layer) is DynamicLayer else layer for layer in self.layers]
+        if self.layer_class_to_replicate is DynamicLayer:
+            self.layer_class_to_replicate = new_layer
+
+    @property
+    def nbytes(self) -> int:
+        """Of all keys and values, as they are kept."""
+        return sum(_nbytes(layer) for layer in self.layers)
+
+
+def _nbytes(layer: Any) -> int:
+    if isinstance(layer, PackedLayer):
+        return layer.nbytes
+    return sum(value.nbytes for value in vars(layer).values() if isinstance(value, torch.Tensor))
+
+
+class PackedLayer(DynamicLayer):  # type: ignore[misc]
+    """A layer of a PackedCache. Whoever asks for ``keys`` or ``values`` has all of them decoded."""
+
+    def __init__(self, arena: Arena, block_tokens: int | None = None) -> None:
+        self._keys, self._values = PackedStates(arena, block_tokens), PackedStates(arena, block_tokens)
+        super().__init__()
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """[sequences, heads, tokens, channels], contiguous; None before the first token."""
+        return self._keys.all()
+
+    @keys.setter
+    def keys(self, states: torch.Tensor | None) -> None:
+        self._keys.replace(states)
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """As ``keys``."""
+        return self._values.all()
+
+    @values.setter
+    def values(self, states: torch.Tensor | None) -> None:
+        self._values.replace(states)
+
+    @property
+    def nbytes(self) -> int:
+        """Of keys and values, as they are kept."""
+        return self._keys.nbytes + self._values.nbytes
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take in more tokens; all keys and values, as DynamicLayer has them."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        return self._keys.updated(key_states), self._values.updated(value_states)
+
+    def get_seq_length(self) -> int:
+        return self._keys.tokens
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last ``-tokens_to_remove`` tokens; all but the first so many if it is positive."""
+        held = self.get_seq_length()
+        removed = -tokens_to_remove if tokens_to_remove <= 0 else held - tokens_to_remove
+        for states in self._both() if removed > 0 else ():
+            states.forget(min(removed, held))
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.keys = self.values = None
+        self.is_initialized = False
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        for states in self._both():
+            states.select(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        for states in self._both():
+            states.select(states.sequences().repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        for states in self._both():
+            states.select(states.sequences()[indices])
+
+    def offload(self) -> None:
+        """All of it to main memory."""
+        for states in self._both():
+            states.move(torch.device("cpu"))
+
+    def prefetch(self) -> None:
+        """All of it back to its device."""
+        for states in self._both():
+            states.move(self.device)
+
+    def _both(self) -> Iterator[PackedStates]:
+        """Keys and values, where there are any."""
+        return iter((self._keys, self._values) if self.is_initialized else ())
+
+
+class Block(NamedTuple):
+    """Some tokens' states, packed.
+
+    Attributes:
+        shape: sequences, heads, tokens, channels, as they were packed.
+        order: which of these sequences there are now, int64; None: all, as they were.
+    """
+
+    packed: PackedTensor
+    shape: tuple[int, int, int, int]
+    order: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, states: torch.Tensor, arena: Arena) -> Block:
+        """
+        Args:
+            states: [sequences, heads, tokens, channels], bfloat16.
+        """
+        sequences, heads, tokens, channels = states.shape
+        packed = encode(states.reshape(sequences * heads * _rows_of(states.shape), -1))
+        return cls(PackedTensor(packed.header, arena.keep(packed.data)), (sequences, heads, tokens, channels))
+
+    @property
+    def tokens(self) -> int:
+        return self.shape[2]
+
+    def piece(self, start: int) -> Piece | None:
+        """Where one launch can decode it together with others; ``start``: tokens in front of it."""
+        _, _, tokens, channels = self.shape
+        piece = Piece(self.packed, start * channels, tokens * channels)
+        return piece if self.order is None and channels % STORED == 0 and can_be_piece(piece) else None
+
+    def decoded(self) -> torch.Tensor:
+        states = decode(self.packed).view(self.shape)
+        return states if self.order is None else states.index_select(0, self.order)
+
+    def select(self, indices: torch.Tensor) -> Block:
+        return self._replace(order=indices if self.order is None else self.order[indices])
+
+    def to(self, device: torch.device) -> Block:
+        order = None if self.order is None else self.order.to(device, non_blocking=True)
+        return self._replace(packed=self.packed.to(device, non_blocking=True), order=order)
+
+
+def _rows_of(shape: torch.Size) -> int:
+    """Rows that a head's states are packed as: some tokens each, and whole row groups if there can be."""
+    sequences, heads, tokens, _ = shape
+    rows = max(tokens // ROW_TOKENS, ROW_GROUP // math.gcd(ROW_GROUP, sequences * heads))
+    return rows if tokens % rows == 0 else 1
+
+
+class Arena:
+    """Memory for what stays, in large segments.
+
+    torch's allocator would put each block into what is free at the moment, which is of the size of a layer's states,
+    and is wanted again for those of the next layer. A segment is free when nothing in it is needed any more.
+    """
+
+    def __init__(self) -> None:
+        self._segments: dict[torch.device, torch.Tensor] = {}  # the last of each device, from where it is free
+        self._held = 0  # bytes
+
+    def keep(self, data: torch.Tensor) -> torch.Tensor:
+        """A copy of uint8 ``data``; itself in main memory."""
+        if not data.is_cuda:
+            return data
+        size = align(data.numel(), _ALIGNMENT)
+        with torch.inference_mode(False), torch.no_grad():  # else nothing could be added outside of inference mode
+            free = self._segments.get(data.device)
+            if free is None or free.numel() < size:
+                torch.cuda.empty_cache()  # what comes and goes goes, and leaves its place whole
+                wanted = align(max(size, min(SEGMENT_BYTES, self._held // SEGMENT_SHARE)), _SEGMENT_UNIT)
+                free = torch.empty(wanted, dtype=torch.uint8, device=data.device)
+            self._held += size
+            self._segments[data.device] = free[size:]
+            return free[: data.numel()].copy_(data)
+
+
+class Decoding(NamedTuple):
+    """How blocks are decoded.
+
+    Attributes:
+        pieces: those that one launch decodes.
+        others: with the tokens in front of them.
+        tokens: of all.
+    """
+
+    pieces: Pieces | None
+    others: list[tuple[int, Block]]
+    tokens: int
+
+    @classmethod
+    def of(cls, blocks: list[Block]) -> Decoding:
+        pieces, others, start = [], [], 0
+        for block in blocks:
+            piece = block.piece(start)
+            if piece is None:
+                others.append((start, block))
+            else:
+                pieces.append(piece)
+            start += block.tokens
+        return cls(Pieces(pieces) if pieces else None, others, start)
+
+    def into(self, output: torch.Tensor) -> None:
+        """
+        Args:
+            output: [sequences, heads, tokens, channels], contiguous; tokens behind those of the blocks stay.
+        """
+        for start, block in self.others:
+            output[:, :, start : start + block.tokens] = block.decoded()
+        if self.pieces:
+            self.pieces.decode(output.view(len(output) * output.shape[1], -1))
+
+
+class PackedStates:
+    """A layer's keys, or its values.
+
+    Args:
+        block_tokens: as PackedCache has it.
+    """
+
+    def __init__(self, arena: Arena, block_tokens: int | None = None) -> None:
+        self._arena, self._block_tokens = arena, block_tokens
+        self._blocks: list[Block] = []
+        self._latest: torch.Tensor | None = None  # behind all blocks; contiguous
+        self._decoding: Decoding | None = None  # of the blocks, as soon as it is needed
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what holds addresses, for copies."""
+        return vars(self) | {"_decoding": None}
+
+    @property
+    def tokens(self) -> int:
+        latest = 0 if self._latest is None else self._latest.shape[2]
+        return self._how().tokens + latest
+
+    @property
+    def nbytes(self) -> int:
+        latest = 0 if self._latest is None else self._latest.nbytes
+        return sum(block.packed.nbytes for block in self._blocks) + latest
+
+    def replace(self, states: torch.Tensor | None) -> None:
+        """By others, of any number of tokens."""
+        self._set([], None if states is None else states.contiguous())
+
+    def updated(self, states: torch.Tensor) -> torch.Tensor:
+        """All states, these behind the others."""
+        latest = [] if self._latest is None else [self._latest]
+        self._latest = torch.cat([*latest, states], dim=2)
+        every = self.all()
+        assert every is not None
+        self._pack()
+        return every
+
+    def all(self) -> torch.Tensor | None:
+        latest = self._latest
+        if not self._blocks or latest is None:
+            return latest
+        how = self._how()
+        sequences, heads, tokens, channels = latest.shape
+        output = latest.new_empty((sequences, heads, how.tokens + tokens, channels))
+        how.into(output)
+        output[:, :, how.tokens :] = latest
+        return output
+
+    def _how(self) -> Decoding:
+        if self._decoding is None:
+            self._decoding = Decoding.of(self._blocks)
+        return self._decoding
+
+    def sequences(self) -> torch.Tensor:
+        """Their indices."""
+        assert self._latest is not None
+        return torch.arange(len(self._latest), device=self._latest.device)
+
+    def select(self, indices: torch.Tensor) -> None:
+        """Keep these sequences, in this order."""
+        if self._latest is not None:
+            indices = indices.to(self._latest.device)
+            self._set([block.select(indices) for block in self._blocks], self._latest.index_select(0, indices))
+
+    def forget(self, tokens: int) -> None:
+        """The last ones."""
+        blocks, latest = [*self._blocks], self._latest
+        assert latest is not None
+        while tokens > latest.shape[2]:
+            tokens -= latest.shape[2]
+            latest = blocks.pop().decoded()
+        self._set(blocks, latest[:, :, : latest.shape[2] - tokens].clone())
+
+    def move(self, device: torch.device) -> None:
+        if self._latest is not None and self._latest.device != device:
+            self._set([block.to(device) for block in self._blocks], self._latest.to(device, non_blocking=True))
+
+    def _pack(self) -> None:
+        """As many of the latest tokens as make up blocks."""
+        latest = self._latest
+        assert latest is not None
+        unit = self._block_tokens or default_block_tokens(latest.shape)
+        packable = (latest.shape[2] - LATEST_TOKENS) // unit * unit
+        if packable <= 0 or latest.dtype != torch.bfloat16 or latest.requires_grad:
+            return
+        words = latest.numel() // latest.shape[2]
+        most = max(1, MOST_WORDS // (words * unit)) * unit
+        blocks = [
+            Block.of(latest[:, :, start : min(start + most, packable)], self._arena)
+            for start in range(0, packable, most)
+        ]
+        self._set([*self._blocks, *blocks], latest[:, :, packable:].clone())
+
+    def _set(self, blocks: list[Block], latest: torch.Tensor | None) -> None:
+        self._blocks, self._latest, self._decoding = blocks, latest, None
+
+
+def default_block_tokens(shape: torch.Size) -> int:
+    """Tokens of a block of states [sequences, heads, tokens, channels]: a power of two, and whole rows."""
+    sequences, heads, _, channels = shape
+    wanted = -(-BLOCK_WORDS // max(1, sequences * heads * channels))
+    return 1 << (max(ROW_TOKENS, wanted) - 1).bit_length()

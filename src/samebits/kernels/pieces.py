@@ -1,0 +1,95 @@
+"""Several packed tensors decoded into one tensor on a CUDA device, by one launch: csrc/pieces.cu."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+
+from samebits.format.geometry import Code
+from samebits.format.packed import PackedTensor
+from samebits.kernels import nvrtc
+from samebits.kernels.decode import Block, is_whole
+from samebits.kernels.structures import GeometryStructure, PackedStructure, PieceStructure
+
+_ALIGNMENT = 16  # bytes; what the kernel's loads need
+STORED = 4  # words that a lane stores at once
+
+
+class Piece(NamedTuple):
+    """A packed tensor, and where its words belong: ``words`` of each entry of the output, from ``start`` on."""
+
+    packed: PackedTensor
+    start: int
+    words: int
+
+    @property
+    def rows(self) -> int:
+        """Of the packed tensor, in each entry."""
+        return self.words // self.packed.header.geometry.columns
+
+
+def can_be_piece(piece: Piece) -> bool:
+    """Whether the kernel can decode it: the quad code without padding, with whole rows in each entry."""
+    header = piece.packed.header
+    return (
+        piece.packed.data.is_cuda
+        and header.code is Code.QUAD
+        and is_whole(header.geometry)
+        and piece.words % header.geometry.columns == 0
+        and piece.start % STORED == 0
+        and piece.packed.data.data_ptr() % _ALIGNMENT == 0
+    )
+
+
+class Pieces:
+    """What a launch is told of its pieces, in memory on their device.
+
+    Args:
+        pieces: at least one, each of which ``can_be_piece``, all on one device. They must not change.
+    """
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self._pieces = tuple(pieces)  # their bytes must stay
+        self._device = pieces[0].packed.data.get_device()
+        headers = [piece.packed.header for piece in pieces]
+        ends = [0, *accumulate(header.geometry.chunks for header in headers)]
+        self._chunks = ends[-1]
+        self._block = Block.of_any(headers, self._device)
+        structures = (PieceStructure * len(pieces))(*map(_structure, pieces, ends))
+        told = torch.frombuffer(bytearray(structures), dtype=torch.uint8)
+        with nvrtc.on_device(self._device):
+            self._told = told.pin_memory().to(pieces[0].packed.device, non_blocking=True)
+        self._is_there = False
+
+    def decode(self, output: torch.Tensor) -> None:
+        """All pieces, on torch's current stream.
+
+        Args:
+            output: bfloat16 [entries, words], contiguous, ``words`` a multiple of 4. What belongs to no piece stays.
+
+        Raises:
+            DeviceError: the kernel cannot be built or launched.
+        """
+        assert output.is_contiguous()
+        assert output.shape[1] % STORED == 0
+        with nvrtc.on_device(self._device):
+            function = nvrtc.kernel("pieces.cu", "decode_pieces", self._device)
+            grid = min(nvrtc.multiprocessors(self._device), self._chunks)
+            # Early behind another kernel, but not behind what wrote pieces.
+            early, self._is_there = self._is_there, True
+            nvrtc.launch(
+                function, grid, 32 * self._block.warps, self._block.shared_bytes,
+                ctypes.c_void_p(self._told.data_ptr()), ctypes.c_int32(len(self._pieces)),
+                ctypes.c_int64(self._chunks), ctypes.c_void_p(output.data_ptr()), ctypes.c_int64(output.shape[1]),
+                self._block.division, early=early,
+            )  # fmt: skip
+
+
+def _structure(piece: Piece, first_chunk: int) -> PieceStructure:
+    header = piece.packed.header
+    return PieceStructure(GeometryStructure.of(header.geometry), PackedStructure.of(piece.packed), first_chunk,
+                          piece.start, piece.words, piece.rows)  # fmt: skip
