@@ -5,10 +5,14 @@
 Each tensor's round trip is checked before it counts; the smallest stay as they are, as in `samebits compress`. The
 limit is 8 bits of sign and mantissa and the entropy of the exponents, tensor by tensor. DFloat11's size is counted from
 its layout (dfloat11_size.py), one unit a layer, as it groups them.
+
+Table "cache" is about keys and values instead: those that the embedded model has of SEQUENCES times TOKENS tokens of
+the text that it was trained on, in the form in which samebits.PackedCache packs them.
 """
 
 from __future__ import annotations
 
+import gzip
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -18,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dfloat11_size
 from common import (
@@ -31,9 +36,12 @@ from common import (
     write_results,
 )
 from samebits.bf16 import entropy, exponent_histogram
+from samebits.integrations.transformers_cache import matrix_of
 from samebits.jobs.options import MIN_WEIGHTS
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
+TEXT = EXAMPLE_MODEL.parent / "kjv.txt.gz"
+SEQUENCES, TOKENS = 64, 256
 
 
 @dataclass
@@ -76,7 +84,7 @@ class Size:
             "limit_bits_per_weight": round(limit, 3),
             "bits_per_weight": round(bits, 3),
             "overhead_bits": round(bits - limit, 3),
-            "dfloat11_bits_per_weight": round(8 * self.dfloat11_bytes / self.weights, 3),
+            "dfloat11_bits_per_weight": round(8 * self.dfloat11_bytes / self.weights, 3) or None,
             "tensors": self.tensors,
             "raw_tensors": self.raw_tensors,
         }
@@ -120,6 +128,22 @@ def synthetic_rows() -> Iterator[dict[str, Any]]:
         yield size_of_unit(matrices).row("models", f"a layer of {model}'s shapes, synthetic weights")
 
 
+@torch.no_grad()
+def cache_rows() -> Iterator[dict[str, Any]]:
+    """Keys and values, each of all layers."""
+    tokenizer = AutoTokenizer.from_pretrained(EXAMPLE_MODEL)
+    model = AutoModelForCausalLM.from_pretrained(EXAMPLE_MODEL, dtype=torch.bfloat16)
+    text = gzip.decompress(TEXT.read_bytes()).decode()[: 16 * SEQUENCES * TOKENS]
+    verses = " ".join(line.partition(" ")[2] for line in text.splitlines())
+    tokens = tokenizer(verses, return_tensors="pt").input_ids[0, : SEQUENCES * TOKENS].view(SEQUENCES, TOKENS)
+    cache = model(tokens, use_cache=True).past_key_values
+    for name in ("keys", "values"):
+        size = Size()
+        for layer in cache.layers:
+            size.add_tensor(matrix_of(getattr(layer, name)))
+        yield size.row("cache", name)
+
+
 def main() -> None:
     rows = [
         *checkpoint_rows(
@@ -129,6 +153,7 @@ def main() -> None:
             "king-james", "king-james (examples/)", checkpoint_tensors(EXAMPLE_MODEL / "model.safetensors")
         ),
         *synthetic_rows(),
+        *cache_rows(),
     ]
     print(write_results("sizes", cpu_name(), rows))
 

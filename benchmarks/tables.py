@@ -134,6 +134,15 @@ COLUMNS: dict[str, dict[str, Cell]] = {
     "sizes.models": {"model": "name"} | SIZE_COLUMNS,
     "sizes.minilm": {"part": "name"} | SIZE_COLUMNS,
     "sizes.king-james": {"part": "name"} | SIZE_COLUMNS,
+    "sizes.cache": {
+        "states": "name",
+        "words": decimals("weights", 0),
+        "BF16": megabytes("bf16_bytes"),
+        "packed": megabytes("packed_bytes"),
+        "of BF16": percent("ratio"),
+        "limit, bits": decimals("limit_bits_per_weight", 3),
+        "packed, bits": decimals("bits_per_weight", 3),
+    },
     "h200.codec": {
         "matrix": "matrix",
         "bits a weight": decimals("bits_per_weight", 2),
@@ -275,8 +284,20 @@ COLUMNS: dict[str, dict[str, Cell]] = {
         "BF16, tokens": tokens_that_fit,
         "samebits, tokens": decimals("samebits_tokens", 0),
         "times as many": decimals("ratio", 1),
+        "with PackedCache, tokens": decimals("packed_cache_tokens", 0),
+        "times as many as BF16": decimals("packed_cache_ratio", 1),
         "DFloat11's paper": decimals("paper_ratio", 1),
         "predicted, tokens": decimals("predicted_tokens", 0),
+    },
+    "longest.cache": {
+        "model": "model",
+        "tokens": "context",
+        "DynamicCache": gigabytes("dynamic_cache_bytes"),
+        "PackedCache": gigabytes("packed_cache_bytes"),
+        "of DynamicCache": percent("ratio"),
+        "a step with DynamicCache, ms": decimals("dynamic_cache_milliseconds", 1),
+        "with PackedCache, ms": decimals("packed_cache_milliseconds", 1),
+        "logits": verdict("same_logits"),
     },
     "longest.peak": {
         "model": "model",
@@ -345,7 +366,7 @@ Whole models of real shapes and synthetic weights through transformers' `generat
 every token compared; a static cache, each decoding step replayed as one CUDA graph (`samebits.cuda_graphs`):""",
     "longest.longest": """\
 Tokens in the key-value cache when memory runs out, on cards emulated in memory alone; BF16 counts where at least 1 GiB
-is left beside its weights:""",
+is left beside its weights. With `samebits.PackedCache` the cache is packed as well, at no bit's cost:""",
     "diffusion.steps": """\
 One denoising step of diffusion transformers in their real configurations, with synthetic weights, at batch 1; the
 memory is that of the transformer alone, with its activations:""",

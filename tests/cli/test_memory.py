@@ -35,6 +35,9 @@ def test_what_fits(samebits: Command, example: Path) -> None:
     assert (report["fits"], report["bf16_fits"]) == (True, True)
     assert report["longest_context"] == (20_000_000 - report["peak_bytes"]) // (4 * CACHE) + 512
     assert report["longest_context"] > report["bf16_longest_context"]
+    assert (
+        report["packed_cache_peak_bytes"] - report["packed_cache_bytes"] == report["peak_bytes"] - report["cache_bytes"]
+    )
     outcome = samebits(*arguments)
     assert f"samebits fits into 20MB, 4.61 MB to spare; {report['longest_context']:,} tokens would\n" in outcome.out
 
@@ -42,6 +45,16 @@ def test_what_fits(samebits: Command, example: Path) -> None:
 def test_what_does_not_fit(samebits: Command, example: Path) -> None:
     outcome = samebits("estimate", example, "--context", 512, "--gpu", "10MB")
     assert "BF16 does not fit into 10MB; its weights alone are too large\n" in outcome.out
+
+
+def test_a_packed_cache_holds_more(samebits: Command, example: Path) -> None:
+    arguments = ("estimate", example, "--context", 100_000, "--gpu", "1GB")
+    report = samebits(*arguments, "--json").json
+    tokens = report["packed_cache_longest_context"]
+    assert 1.05 < tokens / report["longest_context"] < 1.2  # one layer of four is decoded
+    lines = samebits(*arguments).out.splitlines()
+    [line] = [line for line in lines if line.startswith("samebits with PackedCache fits into 1GB, ")]
+    assert line.endswith(f" to spare; {tokens:,} tokens would")
 
 
 def test_a_config_that_no_model_can_be_made_of(samebits: Command, config: Path) -> None:

@@ -110,7 +110,7 @@ def test_the_decoded_layer_is_the_largest_that_is_no_embedding(tmp_path: Path) -
 
 def test_the_longest_context() -> None:
     weights = Weights(100, 10, 160)
-    memory = ModelMemory(weights, 3, 5, (CacheLayer(3, 1 << 60, 0), CacheLayer(2, 10, 7)), 20)
+    memory = ModelMemory(weights, 3, 5, (CacheLayer(3, 1 << 60, 0, False), CacheLayer(2, 10, 7, False)), 20)
     assert memory.peak(100, 2) == 100 + 3 + 10 + 5 + 20 + 2 * (300 + 20 + 7)
     assert memory.plain_peak(100, 2) == 160 + 5 + 2 * (300 + 20 + 7)
     for room in (13, 14, 100, 1000, 1001, 1002):
@@ -118,8 +118,36 @@ def test_the_longest_context() -> None:
         assert longest is not None
         assert memory.cache(longest, 2) <= room < memory.cache(longest + 1, 2) or longest == -1
     assert memory.longest(13, 2) == -1
-    windows = ModelMemory(weights, 3, 5, (CacheLayer(2, 10, 0),), 20)
+    windows = ModelMemory(weights, 3, 5, (CacheLayer(2, 10, 0, False),), 20)
     assert (windows.longest(20, 1), windows.longest(19, 1), windows.longest(-1, 1)) == (None, 9, -1)
+
+
+def test_a_packed_cache() -> None:
+    """Two layers of 4 KB a token that are packed, and a window."""
+    layers = (CacheLayer(4096, 1 << 60, 0, True), CacheLayer(4096, 1 << 60, 0, True), CacheLayer(2, 10, 7, False))
+    memory = ModelMemory(Weights(100, 10, 160), 3, 5, layers, 20)
+    assert memory.packed_cache(500, 1) == memory.cache(500, 1) + 500 * 4096
+    assert memory.packed_cache_peak(500, 1) == memory.peak(500, 1) + 500 * 4096
+    for tokens, batch in ((50_000, 1), (9_000, 4)):
+        unpacked = 1024 // batch + 16
+        packed = (tokens - unpacked) * 4096 * model_memory.BITS_PER_WEIGHT / 16
+        expected = batch * (tokens * 4096 + 2 * (unpacked * 4096 + packed) + 20 + 7)
+        assert memory.packed_cache(tokens, batch) == pytest.approx(expected, rel=1e-9)
+        longest = memory.longest(memory.packed_cache(tokens, batch), batch, packed_cache=True)
+        assert longest == tokens
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_what_is_packed_of_a_cache(name: str, tmp_path: Path) -> None:
+    """The bytes of a PackedCache, as far as they are certain: a model's random states take what they take."""
+    reference = make(name, tmp_path)
+    memory = model_memory.model_memory(tmp_path, SELECTION, None)
+    assert [layer.packs for layer in memory.cache_layers] == [name == "llama", True]
+    cache = samebits.PackedCache(reference.model.config)
+    with torch.no_grad():
+        reference.model(reference.tokens, past_key_values=cache)
+    sequences, tokens = reference.tokens.shape
+    assert sum(layer.packed_nbytes(tokens, sequences) for layer in memory.cache_layers) == cache.nbytes
 
 
 @pytest.mark.parametrize("architecture", [None, "BertForMaskedLM", "T5ForConditionalGeneration", "NoSuchModel"])

@@ -52,6 +52,8 @@ def _figures(memory: ModelMemory, context: int, batch: int, limit: int | None) -
         "cache_bytes": memory.cache(context, batch),
         "decoded_layer_bytes": memory.decoded,
         "peak_bytes": memory.peak(context, batch),
+        "packed_cache_bytes": memory.packed_cache(context, batch),
+        "packed_cache_peak_bytes": memory.packed_cache_peak(context, batch),
         "bf16_peak_bytes": memory.plain_peak(context, batch),
     }
     if limit is None:
@@ -62,6 +64,7 @@ def _figures(memory: ModelMemory, context: int, batch: int, limit: int | None) -
         "fits": memory.peak(context, batch) <= limit,
         "bf16_fits": memory.plain_peak(context, batch) <= limit,
         "longest_context": memory.longest(room, batch),
+        "packed_cache_longest_context": memory.longest(room, batch, packed_cache=True),
         "bf16_longest_context": memory.longest(plain_room, batch),
     }
 
@@ -72,23 +75,31 @@ def _rooms(memory: ModelMemory, limit: int) -> tuple[int, int]:
 
 
 def _print(memory: ModelMemory, title: str, context: int, batch: int) -> None:
-    other, cache = memory.weights.other + memory.buffers, memory.cache(context, batch)
+    weights, cache = memory.weights.packed + memory.weights.other + memory.buffers, memory.cache(context, batch)
     plain = memory.weights.plain + memory.buffers
     rows = [
-        ("weights", size(memory.weights.packed + other), size(plain)),
-        ("their decode tables", size(memory.tables), size(0)),
-        ("key-value cache", size(cache), size(cache)),
-        ("one decoded layer at most", size(memory.decoded), size(0)),
-        ("peak", size(memory.peak(context, batch)), size(memory.plain_peak(context, batch))),
+        ("weights", weights, weights, plain),
+        ("their decode tables", memory.tables, memory.tables, 0),
+        ("key-value cache", cache, memory.packed_cache(context, batch), cache),
+        ("one decoded layer at most", memory.decoded, memory.decoded, 0),
+        ("peak", *_peaks(memory, context, batch)),
     ]
-    print_table(title, ("without activations and the GPU's own", "samebits", "BF16"), rows)
+    head = ("without activations and the GPU's own", "samebits", "with PackedCache", "BF16")
+    print_table(title, head, [(name, *map(size, sizes)) for name, *sizes in rows])
+
+
+def _peaks(memory: ModelMemory, context: int, batch: int) -> tuple[int, int, int]:
+    peak = memory.peak(context, batch)
+    return peak, memory.packed_cache_peak(context, batch), memory.plain_peak(context, batch)
 
 
 def _print_fit(memory: ModelMemory, gpu: str, limit: int, context: int, batch: int) -> None:
-    peaks = memory.peak(context, batch), memory.plain_peak(context, batch)
-    for name, peak, room in zip(("samebits", "BF16"), peaks, _rooms(memory, limit), strict=True):
+    room, plain_room = _rooms(memory, limit)
+    longest = memory.longest(room, batch), memory.longest(room, batch, True), memory.longest(plain_room, batch)
+    names = "samebits", "samebits with PackedCache", "BF16"
+    for name, peak, tokens in zip(names, _peaks(memory, context, batch), longest, strict=True):
         fits = f"fits into {gpu}, {size(limit - peak)} to spare" if peak <= limit else f"does not fit into {gpu}"
-        print_lines(f"{name} {fits}; {_longest(memory.longest(room, batch))}")
+        print_lines(f"{name} {fits}; {_longest(tokens)}")
 
 
 def _longest(tokens: int | None) -> str:

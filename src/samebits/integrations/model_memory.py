@@ -24,7 +24,7 @@ from samebits.jobs.estimate import Estimate
 from samebits.kernels.tables import MAX_TABLE_BYTES
 from samebits.nn.convert import Selection
 
-BITS_PER_WEIGHT = 10.75  # of packed weights that are not there to be encoded: README.md, "How small"
+BITS_PER_WEIGHT = 10.75  # of packed words that are not there to be encoded: README.md, "How small"
 _EVERY_TOKEN = 1 << 60
 
 
@@ -60,14 +60,32 @@ class Weights:
 
 @dataclass(frozen=True)
 class CacheLayer:
-    """A layer of the key-value cache, for one sequence: bytes a token, tokens kept at most, bytes that never grow."""
+    """A layer of the key-value cache, for one sequence.
+
+    Attributes:
+        token: bytes of a token.
+        window: tokens kept at most.
+        fixed: bytes that never grow.
+        packs: whether PackedCache packs it.
+    """
 
     token: int
     window: int
     fixed: int
+    packs: bool
 
     def nbytes(self, context: int) -> int:
         return self.fixed + self.token * min(context, self.window)
+
+    def packed_nbytes(self, context: int, batch: int) -> int:
+        """Of ``batch`` sequences in a PackedCache, with as many tokens left unpacked as there can be."""
+        from samebits.integrations.transformers_cache import LATEST_TOKENS, default_block_tokens
+
+        if not self.packs:
+            return batch * self.nbytes(context)
+        unpacked = default_block_tokens(batch * self.token // 4) + LATEST_TOKENS
+        packed = max(0, context - unpacked) * self.token * BITS_PER_WEIGHT / 16
+        return batch * (self.fixed + self.token * min(context, unpacked) + round(packed))
 
 
 @dataclass(frozen=True)
@@ -90,6 +108,11 @@ class ModelMemory:
         """Bytes of the cache with ``context`` tokens in each of ``batch`` sequences."""
         return batch * sum(layer.nbytes(context) for layer in self.cache_layers)
 
+    def packed_cache(self, context: int, batch: int) -> int:
+        """The same of a PackedCache, with one layer of it decoded."""
+        decoded = max((batch * layer.nbytes(context) for layer in self.cache_layers if layer.packs), default=0)
+        return decoded + sum(layer.packed_nbytes(context, batch) for layer in self.cache_layers)
+
     @property
     def resident(self) -> int:
         """Without any cache."""
@@ -98,18 +121,23 @@ class ModelMemory:
     def peak(self, context: int, batch: int) -> int:
         return self.resident + self.decoded + self.cache(context, batch)
 
+    def packed_cache_peak(self, context: int, batch: int) -> int:
+        """With a PackedCache."""
+        return self.resident + self.decoded + self.packed_cache(context, batch)
+
     def plain_peak(self, context: int, batch: int) -> int:
         """The same model in BF16."""
         return self.weights.plain + self.buffers + self.cache(context, batch)
 
-    def longest(self, room: int, batch: int) -> int | None:
+    def longest(self, room: int, batch: int, packed_cache: bool = False) -> int | None:
         """The most tokens whose cache fits into ``room`` bytes; -1 if not even none, None if any number."""
-        if self.cache(_EVERY_TOKEN, batch) <= room:
+        cache = self.packed_cache if packed_cache else self.cache
+        if cache(_EVERY_TOKEN, batch) <= room:
             return None
         fits, too_many = -1, _EVERY_TOKEN
         while too_many - fits > 1:
             middle = (fits + too_many) // 2
-            fits, too_many = (middle, too_many) if self.cache(middle, batch) <= room else (fits, middle)
+            fits, too_many = (middle, too_many) if cache(middle, batch) <= room else (fits, middle)
         return fits
 
 
@@ -151,7 +179,7 @@ def _decoded_bytes(module: nn.Module, packed: list[nn.Parameter]) -> int:
 
 
 def _cache_layers(model: Any, where: str) -> Iterator[CacheLayer]:
-    from transformers.cache_utils import Cache
+    from transformers.cache_utils import Cache, DynamicLayer
 
     for module in model.modules():
         if hasattr(module, "config"):
@@ -172,4 +200,5 @@ def _cache_layers(model: Any, where: str) -> Iterator[CacheLayer]:
         pair = [tensor for tensor in (getattr(layer, name, None) for name in ("keys", "values")) if tensor is not None]
         window = getattr(layer, "sliding_window", None)
         kept = window - 1 if window else _EVERY_TOKEN  # with the token at hand a window is full
-        yield CacheLayer(sum(tensor.nbytes for tensor in pair), kept, fixed)
+        packs = type(layer) is DynamicLayer and all(tensor.dtype == torch.bfloat16 for tensor in pair)
+        yield CacheLayer(sum(tensor.nbytes for tensor in pair), kept, fixed, packs)

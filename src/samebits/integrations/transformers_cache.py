@@ -26,7 +26,7 @@ from samebits.format.geometry import ROW_GROUP
 from samebits.format.packed import PackedTensor, align
 from samebits.kernels.pieces import STORED, Piece, Pieces, can_be_piece
 
-BLOCK_WORDS = 1 << 21  # of a block, at least
+BLOCK_WORDS = 1 << 20  # of a block, at least
 MOST_WORDS = 1 << 25  # of one that a long prompt makes
 ROW_TOKENS = 64  # whose states of one head are a row, of a scale of its own, where a block has so many
 LATEST_TOKENS = 16  # never packed: assisted generation takes back a few tokens at every step
@@ -49,7 +49,7 @@ class PackedCache(DynamicCache):  # type: ignore[misc]
     Args:
         config: the model's, by which layers with a window are known; without it every layer keeps all tokens.
         offloading: keep layers in main memory and bring them one ahead, as DynamicCache does.
-        block_tokens: how many tokens are packed at a time; by default as many as have two million words in a layer's
+        block_tokens: how many tokens are packed at a time; by default as many as have a million words in a layer's
             keys.
 
     Raises:
@@ -79,7 +79,10 @@ class PackedCache(DynamicCache):  # type: ignore[misc]
 def _nbytes(layer: Any) -> int:
     if isinstance(layer, PackedLayer):
         return layer.nbytes
-    return sum(value.nbytes for value in vars(layer).values() if isinstance(value, torch.Tensor))
+    states = [getattr(layer, name, None) for name in ("keys", "values")]
+    for name in ("conv_states", "recurrent_states"):
+        states += (getattr(layer, name, None) or {}).values()
+    return sum(state.nbytes for state in states if state is not None)
 
 
 class PackedLayer(DynamicLayer):  # type: ignore[misc]
@@ -184,8 +187,8 @@ class Block(NamedTuple):
         Args:
             states: [sequences, heads, tokens, channels], bfloat16.
         """
+        packed = encode(matrix_of(states))
         sequences, heads, tokens, channels = states.shape
-        packed = encode(states.reshape(sequences * heads * _rows_of(states.shape), -1))
         return cls(PackedTensor(packed.header, arena.keep(packed.data)), (sequences, heads, tokens, channels))
 
     @property
@@ -210,11 +213,14 @@ class Block(NamedTuple):
         return self._replace(packed=self.packed.to(device, non_blocking=True), order=order)
 
 
-def _rows_of(shape: torch.Size) -> int:
-    """Rows that a head's states are packed as: some tokens each, and whole row groups if there can be."""
-    sequences, heads, tokens, _ = shape
+def matrix_of(states: torch.Tensor) -> torch.Tensor:
+    """States [sequences, heads, tokens, channels] as they are packed.
+
+    A row has some tokens of one head, and a shift of its own; whole row groups if there can be.
+    """
+    sequences, heads, tokens, _ = states.shape
     rows = max(tokens // ROW_TOKENS, ROW_GROUP // math.gcd(ROW_GROUP, sequences * heads))
-    return rows if tokens % rows == 0 else 1
+    return states.reshape(sequences * heads * (rows if tokens % rows == 0 else 1), -1)
 
 
 class Arena:
@@ -236,12 +242,18 @@ class Arena:
         with torch.inference_mode(False), torch.no_grad():  # else nothing could be added outside of inference mode
             free = self._segments.get(data.device)
             if free is None or free.numel() < size:
-                torch.cuda.empty_cache()  # what comes and goes goes, and leaves its place whole
-                wanted = align(max(size, min(SEGMENT_BYTES, self._held // SEGMENT_SHARE)), _SEGMENT_UNIT)
-                free = torch.empty(wanted, dtype=torch.uint8, device=data.device)
+                free = self._segment(size, data.device)
             self._held += size
             self._segments[data.device] = free[size:]
             return free[: data.numel()].copy_(data)
+
+    def _segment(self, least: int, device: torch.device) -> torch.Tensor:
+        torch.cuda.empty_cache()  # what comes and goes goes, and leaves its place whole
+        wanted = align(max(least, min(SEGMENT_BYTES, self._held // SEGMENT_SHARE)), _SEGMENT_UNIT)
+        try:
+            return torch.empty(wanted, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError:  # there may be room between others yet
+            return torch.empty(least, dtype=torch.uint8, device=device)
 
 
 class Decoding(NamedTuple):
@@ -364,11 +376,12 @@ class PackedStates:
         """As many of the latest tokens as make up blocks."""
         latest = self._latest
         assert latest is not None
-        unit = self._block_tokens or default_block_tokens(latest.shape)
-        packable = (latest.shape[2] - LATEST_TOKENS) // unit * unit
+        sequences, heads, tokens, channels = latest.shape
+        words = sequences * heads * channels
+        unit = self._block_tokens or default_block_tokens(words)
+        packable = (tokens - LATEST_TOKENS) // unit * unit
         if packable <= 0 or latest.dtype != torch.bfloat16 or latest.requires_grad:
             return
-        words = latest.numel() // latest.shape[2]
         most = max(1, MOST_WORDS // (words * unit)) * unit
         blocks = [
             Block.of(latest[:, :, start : min(start + most, packable)], self._arena)
@@ -380,8 +393,6 @@ class PackedStates:
         self._blocks, self._latest, self._decoding = blocks, latest, None
 
 
-def default_block_tokens(shape: torch.Size) -> int:
-    """Tokens of a block of states [sequences, heads, tokens, channels]: a power of two, and whole rows."""
-    sequences, heads, _, channels = shape
-    wanted = -(-BLOCK_WORDS // max(1, sequences * heads * channels))
-    return 1 << (max(ROW_TOKENS, wanted) - 1).bit_length()
+def default_block_tokens(words: int) -> int:
+    """Tokens of a block where a token has so many words in a layer's keys: a power of two, and whole rows."""
+    return 1 << (max(ROW_TOKENS, -(-BLOCK_WORDS // max(1, words))) - 1).bit_length()
