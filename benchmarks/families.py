@@ -5,7 +5,9 @@
 
 Each is a small model with random weights, every eligible tensor packed. It is compressed in three ways (while
 from_pretrained loads it, saved by save_pretrained and loaded again, and by ``samebits compress``), and each time its
-logits, and the tokens that it generates greedily and by sampling, are compared with the BF16 model's as bytes.
+logits, and the tokens that it generates greedily and by sampling, are compared with the BF16 model's as bytes. So are
+the logits of what it generates, loaded, with samebits.PackedCache, BF16 with transformers' DynamicCache, where the
+model has layers that keep all tokens.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +28,14 @@ import samebits
 from common import PACKAGES, cpu_name, write_results
 from samebits.errors import SamebitsError
 from samebits.format.container import Checkpoint
+from samebits.integrations.transformers_cache import PackedLayer
 from samebits.jobs.compress import Compression
 from samebits.jobs.options import CompressOptions, RunOptions
 
 MIN_WEIGHTS = 1024  # so that every matrix of these small models counts
 VOCABULARY = 300
 TOKENS = 12  # generated
+BLOCK, CACHED_TOKENS = 4, 20  # of a packed cache: tokens packed at a time, and generated
 SMALL = {
     "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
@@ -194,6 +199,27 @@ def outputs(model: Any) -> dict[str, torch.Tensor]:
     return found
 
 
+def cached_logits(model: Any, cache: transformers.DynamicCache) -> torch.Tensor:
+    """Of CACHED_TOKENS tokens that are generated."""
+    tokens = torch.randint(3, VOCABULARY, (2, 30), generator=torch.Generator().manual_seed(1))
+    output = model.generate(
+        tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=CACHED_TOKENS, min_new_tokens=CACHED_TOKENS,
+        do_sample=False, past_key_values=cache, output_logits=True, return_dict_in_generate=True,
+    )  # fmt: skip
+    return torch.stack(output.logits)
+
+
+def same_with_packed_cache(plain: Any, model: Any) -> bool | None:
+    """None where there is nothing to pack."""
+    if model.config.is_encoder_decoder or "past_key_values" not in signature(model.forward).parameters:
+        return None
+    cache = samebits.PackedCache(model.config, block_tokens=BLOCK)
+    found = cached_logits(model, cache)
+    if not any(isinstance(layer, PackedLayer) and layer.nbytes for layer in cache.layers):
+        return None
+    return same(found, cached_logits(plain, transformers.DynamicCache(config=plain.config)))
+
+
 def compressed(model_class: Any, original: Path, folder: Path) -> Iterator[tuple[str, Any]]:
     """The model in ``original`` compressed in each of the ways."""
     config = samebits.SamebitsConfig(min_weights=MIN_WEIGHTS)
@@ -221,7 +247,7 @@ def prove(name: str, folder: Path) -> dict[str, Any]:
     assert plain.dtype == torch.bfloat16
     expected = outputs(plain)
     total = sum(parameter.numel() for parameter in plain.parameters())
-    row |= {"class": type(made).__name__, "packed_tensors": None, "packed_of_weights": None}
+    row |= {"class": type(made).__name__, "packed_tensors": None, "packed_of_weights": None, "packed_cache": None}
     differing: dict[str, str] = {}
     try:
         for way, model in compressed(type(made), folder / "bf16", folder):
@@ -234,6 +260,8 @@ def prove(name: str, folder: Path) -> dict[str, Any]:
             for what in expected:
                 if not same(found[what], expected[what]):
                     differing.setdefault(what, f"{what} differ: {way}")
+            if way == "saved and loaded":
+                row["packed_cache"] = same_with_packed_cache(plain, model)
     except SamebitsError as error:
         return row | {"logits": None, "greedy": None, "sampled": None, "note": f"does not run: {error}"}
     row |= {what: what not in differing if what in expected else None for what in ("logits", "greedy", "sampled")}
@@ -256,7 +284,7 @@ def main() -> int:
         print(rows[-1], flush=True)
     if not sys.argv[1:]:
         print(write_results("families", cpu_name(), rows, (*PACKAGES, "transformers")))
-    return int(any(row[what] is False for row in rows for what in ("logits", "greedy", "sampled")))
+    return int(any(row[what] is False for row in rows for what in ("logits", "greedy", "sampled", "packed_cache")))
 
 
 if __name__ == "__main__":

@@ -240,6 +240,7 @@ COLUMNS: dict[str, dict[str, Cell]] = {
         "logits": verdict("logits"),
         "greedy": verdict("greedy"),
         "sampled": verdict("sampled"),
+        "packed cache": verdict("packed_cache"),
         "": "note",
     },
     "parallel.parallel": {

@@ -30,6 +30,7 @@ SAME = {"logits": True, "greedy": True, "sampled": True}
 def test_the_same_bits(name: str, tmp_path: Path) -> None:
     row = families.prove(name, tmp_path)
     assert {key: row[key] for key in SAME} == SAME
+    assert row["packed_cache"] is (True if name in ("deepseek_v3", "olmo") else None)
     assert row["note"] is None
     assert row["packed_of_weights"] > 0.93
 

@@ -5,6 +5,8 @@ encoded as a block, behind the blocks that there are:
 
     | block | block | block | latest |     tokens, oldest first
 
+Each layer's keys, and its values, do so at other tokens than the next ones', so that steps take about the same time.
+
 For attention a layer's blocks are decoded, one layer at a time, into a tensor as DynamicCache would have it. On a GPU
 one launch decodes all blocks of a layer's keys, another one those of its values.
 """
@@ -14,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +37,7 @@ SEGMENT_BYTES = 64 << 20
 SEGMENT_SHARE = 8
 _SEGMENT_UNIT = 2 << 20  # in which torch's allocator rounds
 _ALIGNMENT = 256
+_GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 class PackedCache(DynamicCache):  # type: ignore[misc]
@@ -233,6 +237,12 @@ class Arena:
     def __init__(self) -> None:
         self._segments: dict[torch.device, torch.Tensor] = {}  # the last of each device, from where it is free
         self._held = 0  # bytes
+        self._phases = 0
+
+    def phase(self) -> float:
+        """Of whoever keeps blocks here: a number below 1, evenly spread however many ask."""
+        self._phases += 1
+        return self._phases * _GOLDEN % 1
 
     def keep(self, data: torch.Tensor) -> torch.Tensor:
         """A copy of uint8 ``data``; itself in main memory."""
@@ -300,7 +310,7 @@ class PackedStates:
     """
 
     def __init__(self, arena: Arena, block_tokens: int | None = None) -> None:
-        self._arena, self._block_tokens = arena, block_tokens
+        self._arena, self._block_tokens, self._phase = arena, block_tokens, arena.phase()
         self._blocks: list[Block] = []
         self._latest: torch.Tensor | None = None  # behind all blocks; contiguous
         self._decoding: Decoding | None = None  # of the blocks, as soon as it is needed
@@ -373,24 +383,30 @@ class PackedStates:
             self._set([block.to(device) for block in self._blocks], self._latest.to(device, non_blocking=True))
 
     def _pack(self) -> None:
-        """As many of the latest tokens as make up blocks."""
+        """As many of the latest tokens as make up blocks, of which the first is longer by what the phase says."""
         latest = self._latest
         assert latest is not None
         sequences, heads, tokens, channels = latest.shape
-        words = sequences * heads * channels
-        unit = self._block_tokens or default_block_tokens(words)
-        packable = (tokens - LATEST_TOKENS) // unit * unit
-        if packable <= 0 or latest.dtype != torch.bfloat16 or latest.requires_grad:
+        unit = self._block_tokens or default_block_tokens(sequences * heads * channels)
+        if tokens < unit + LATEST_TOKENS or latest.dtype != torch.bfloat16 or latest.requires_grad:
             return
-        most = max(1, MOST_WORDS // (words * unit)) * unit
-        blocks = [
-            Block.of(latest[:, :, start : min(start + most, packable)], self._arena)
-            for start in range(0, packable, most)
-        ]
-        self._set([*self._blocks, *blocks], latest[:, :, packable:].clone())
+        packed, whole = self._how().tokens, whole_tokens(sequences * heads)
+        longer = int(self._phase * unit) // whole * whole
+        end = (packed + tokens - LATEST_TOKENS - longer) // unit * unit + longer - packed
+        if end < unit:
+            return
+        most = max(1, MOST_WORDS // (sequences * heads * channels * unit)) * unit
+        starts = [0, *range(end % unit + most, end, most)]
+        blocks = [Block.of(latest[:, :, start:stop], self._arena) for start, stop in pairwise((*starts, end))]
+        self._set([*self._blocks, *blocks], latest[:, :, end:].clone())
 
     def _set(self, blocks: list[Block], latest: torch.Tensor | None) -> None:
         self._blocks, self._latest, self._decoding = blocks, latest, None
+
+
+def whole_tokens(heads: int) -> int:
+    """Of how many tokens a multiple makes whole rows and row groups, with so many heads of all sequences."""
+    return ROW_TOKENS * ROW_GROUP // math.gcd(ROW_GROUP, heads)
 
 
 def default_block_tokens(words: int) -> int:
