@@ -53,6 +53,7 @@ class PackedCache(DynamicCache):  # type: ignore[misc]
     Args:
         config: the model's, by which layers with a window are known; without it every layer keeps all tokens.
         offloading: keep layers in main memory and bring them one ahead, as DynamicCache does.
+        offload_only_non_sliding: only those that keep all tokens.
         block_tokens: how many tokens are packed at a time; by default as many as have a million words in a layer's
             keys.
 
@@ -64,11 +65,16 @@ class PackedCache(DynamicCache):  # type: ignore[misc]
     layer_class_to_replicate: Any
 
     def __init__(
-        self, config: Any = None, *, offloading: bool = False, block_tokens: int | None = None, **options: Any
+        self,
+        config: Any = None,
+        *,
+        offloading: bool = False,
+        offload_only_non_sliding: bool = False,
+        block_tokens: int | None = None,
     ) -> None:
         if block_tokens is not None and block_tokens < 1:
             raise InputError(f"blocks of {block_tokens} tokens", mend="give a number from 1 on, or none")
-        super().__init__(config=config, offloading=offloading, **options)
+        super().__init__(config=config, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding)
         new_layer = partial(PackedLayer, Arena(), block_tokens)
         self.layers = [new_layer() if type(layer) is DynamicLayer else layer for layer in self.layers]
         if self.layer_class_to_replicate is DynamicLayer:
