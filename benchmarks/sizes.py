@@ -36,8 +36,8 @@ from common import (
     write_results,
 )
 from samebits.bf16 import entropy, exponent_histogram
-from samebits.integrations.transformers_cache import matrix_of
 from samebits.jobs.options import MIN_WEIGHTS
+from samebits.nn.packed_states import matrix_of
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 TEXT = EXAMPLE_MODEL.parent / "kjv.txt.gz"

@@ -11,7 +11,8 @@ import torch
 from transformers import DynamicCache
 
 import samebits
-from samebits.integrations import transformers_cache, transformers_graphs
+from samebits.integrations import transformers_graphs
+from samebits.nn import packed_states
 from samebits.verify import repeatable_attention
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
@@ -103,7 +104,7 @@ def test_memory_ends_at_the_cap() -> None:
 
 def test_a_packed_cache_gives_the_same_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a compressed model and in BF16."""
-    monkeypatch.setattr(transformers_cache, "BLOCK_WORDS", 1 << 19)
+    monkeypatch.setattr(packed_states, "BLOCK_WORDS", 1 << 19)
     for packed in (True, False):
         row = longest.cache_row("small", models.build("small", "cuda", packed), 7000, "cuda")
         assert row["same_logits"] is True
@@ -112,7 +113,7 @@ def test_a_packed_cache_gives_the_same_logits(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("options", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 3}], ids=str)
 def test_a_packed_cache_in_generate(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformers_cache, "BLOCK_WORDS", 1 << 14)  # whatever code that takes
+    monkeypatch.setattr(packed_states, "BLOCK_WORDS", 1 << 14)  # whatever code that takes
     model = models.build("small", "cuda", True)
     prompt = models.random_prompt(model, 2, 300, "cuda")
     found = []

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from samebits.integrations import transformers_cache
+from samebits.nn import packed_states
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -71,7 +71,7 @@ def test_no_ratio_where_bf16_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_step_with_a_packed_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformers_cache, "BLOCK_WORDS", 1 << 17)
+    monkeypatch.setattr(packed_states, "BLOCK_WORDS", 1 << 17)
     row = longest.cache_row("tiny", models.build("tiny", "cpu", True), 7000, "cpu")
     assert row["same_logits"] is True
     assert row["packed_cache_bytes"] == pytest.approx(row["ratio"] * row["dynamic_cache_bytes"], rel=0.01)

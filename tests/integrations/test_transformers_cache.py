@@ -16,8 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 import samebits
 from samebits.errors import InputError
 from samebits.format.geometry import Code
-from samebits.integrations import transformers_cache
-from samebits.integrations.transformers_cache import LATEST_TOKENS, PackedLayer, default_block_tokens
+from samebits.integrations.transformers_cache import PackedLayer
+from samebits.nn import packed_states
+from samebits.nn.packed_states import LATEST_TOKENS, default_block_tokens
 
 HEADS, CHANNELS = 3, 8
 BLOCK = 8  # tokens
@@ -172,7 +173,7 @@ def test_blocks_are_large(words: int, tokens: int) -> None:
 
 
 def test_a_long_prompt_makes_few_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformers_cache, "MOST_WORDS", 4 * 2 * HEADS * CHANNELS * BLOCK)
+    monkeypatch.setattr(packed_states, "MOST_WORDS", 4 * 2 * HEADS * CHANNELS * BLOCK)
     layer, plain = layer_of(10 * BLOCK + LATEST_TOKENS)
     assert [block.tokens // BLOCK for block in blocks_of(layer)] == [4, 4, 2]
     assert_same(layer, plain)

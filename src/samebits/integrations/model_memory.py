@@ -23,6 +23,7 @@ from samebits.integrations.model_shapes import meta_model
 from samebits.jobs.estimate import Estimate
 from samebits.kernels.tables import MAX_TABLE_BYTES
 from samebits.nn.convert import Selection
+from samebits.nn.packed_states import LATEST_TOKENS, default_block_tokens
 
 BITS_PER_WEIGHT = 10.75  # of packed words that are not there to be encoded: README.md, "How small"
 _EVERY_TOKEN = 1 << 60
@@ -79,8 +80,6 @@ class CacheLayer:
 
     def packed_nbytes(self, context: int, batch: int) -> int:
         """Of ``batch`` sequences in a PackedCache, with as many tokens left unpacked as there can be."""
-        from samebits.integrations.transformers_cache import LATEST_TOKENS, default_block_tokens
-
         if not self.packs:
             return batch * self.nbytes(context)
         unpacked = default_block_tokens(batch * self.token // 4) + LATEST_TOKENS
