@@ -201,6 +201,29 @@ def test_layers_pack_at_different_steps() -> None:
     assert all(later - earlier < unit / layers for earlier, later in pairwise(longest))
 
 
+@pytest.mark.parametrize(
+    ("sequences", "heads", "channels"), [(1, 8, 128), (3, 4, 64), (1, 5, 96), (1, 1, 64), (2, 2, 256), (40, 8, 64)]
+)
+def test_one_launch_can_decode_blocks(sequences: int, heads: int, channels: int) -> None:
+    """Whatever the number of heads they have whole rows and row groups, of which each piece knows its place."""
+    unit = default_block_tokens(sequences * heads * channels)
+    cache, plain = samebits.PackedCache(), DynamicCache()
+    for tokens in (2 * unit + LATEST_TOKENS, unit, 5):
+        pair = torch.randn(2, sequences, heads, tokens, channels).bfloat16()
+        for each in (cache, plain):
+            each.update(*pair, 0)
+    expected = plain.layers[0].keys.view(sequences * heads, -1)
+    output, start = torch.zeros_like(expected), 0
+    assert len(blocks_of(cache.layers[0])) == 2
+    for block in blocks_of(cache.layers[0]):
+        piece = block.piece(start)
+        assert piece is not None
+        assert piece.rows * len(output) == block.packed.header.geometry.rows
+        output[:, piece.start : piece.start + piece.words] = samebits.decode(piece.packed).view(len(output), -1)
+        start += block.tokens
+    assert torch.equal(words(output[:, : start * channels]), words(expected[:, : start * channels]))
+
+
 def test_other_dtypes_stay_as_they_are() -> None:
     cache = samebits.PackedCache(block_tokens=BLOCK)
     for dtype in (torch.float32, torch.float16):

@@ -25,8 +25,8 @@ class PackedCache(DynamicCache):  # type: ignore[misc]
     compressed ones. Each step decodes what is packed, one layer at a time, which takes memory for one layer's keys and
     values, and time in proportion to the tokens.
 
-    Packed are BF16 states of layers that keep all tokens. Layers with a sliding window, states of linear attention, and
-    states of other dtypes or that need gradients stay as they are.
+    Packed are BF16 states of layers that keep all tokens, and nothing else. Layers with a sliding window, with linear
+    attention or an indexer, and states of other dtypes or that need gradients stay as they are.
 
     Args:
         config: the model's, by which layers with a window are known; without it every layer keeps all tokens.

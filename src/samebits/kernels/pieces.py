@@ -33,11 +33,10 @@ class Piece(NamedTuple):
 
 
 def can_be_piece(piece: Piece) -> bool:
-    """Whether the kernel can decode it: the quad code without padding, with whole rows in each entry."""
+    """Whether the kernel can decode it on a GPU: the quad code without padding, with whole rows in each entry."""
     header = piece.packed.header
     return (
-        piece.packed.data.is_cuda
-        and header.code is Code.QUAD
+        header.code is Code.QUAD
         and is_whole(header.geometry)
         and piece.words % header.geometry.columns == 0
         and piece.start % STORED == 0
@@ -49,7 +48,7 @@ class Pieces:
     """What a launch is told of its pieces, in memory on their device.
 
     Args:
-        pieces: at least one, each of which ``can_be_piece``, all on one device. They must not change.
+        pieces: at least one, each of which ``can_be_piece``, all on one CUDA device. They must not change.
     """
 
     def __init__(self, pieces: Sequence[Piece]) -> None:

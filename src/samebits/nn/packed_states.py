@@ -59,7 +59,7 @@ class Block(NamedTuple):
         return self.shape[2]
 
     def piece(self, start: int) -> Piece | None:
-        """Where one launch can decode it together with others; ``start``: tokens in front of it."""
+        """Where one launch can decode it together with others, on a GPU; ``start``: tokens in front of it."""
         _, _, tokens, channels = self.shape
         piece = Piece(self.packed, start * channels, tokens * channels)
         return piece if self.order is None and channels % STORED == 0 and can_be_piece(piece) else None
@@ -142,7 +142,7 @@ class Decoding(NamedTuple):
     def of(cls, blocks: list[Block]) -> Decoding:
         pieces, others, start = [], [], 0
         for block in blocks:
-            piece = block.piece(start)
+            piece = block.piece(start) if block.packed.data.is_cuda else None
             if piece is None:
                 others.append((start, block))
             else:
