@@ -6,7 +6,7 @@ import gc
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import wraps
 from typing import cast
@@ -291,12 +291,18 @@ def _shared_outside(module: nn.Module, groups: Sequence[list[Owned]]) -> list[li
     suspects = {id(owned[0][1]._parameters[owned[0][2]]): owned for owned in groups if _has_more_references(owned)}
     if not suspects:
         return []
-    gc.collect()  # modules that are gone own nothing
     inside = {id(owner) for owner in module.modules()}
-    modules = (found for found in gc.get_objects() if issubclass(type(found), nn.Module) and id(found) not in inside)
-    parameters = (parameter for outside in modules for parameter in vars(outside).get("_parameters", {}).values())
-    owned_outside = set(map(id, parameters))
+    if not suspects.keys() & _owned_outside(inside):
+        return []
+    gc.collect()  # modules that are gone own nothing
+    owned_outside = _owned_outside(inside)
     return [owned for key, owned in suspects.items() if key in owned_outside]
+
+
+def _owned_outside(inside: Collection[int]) -> set[int]:
+    """Parameters of all modules but those ``inside``, each by its id."""
+    modules = (found for found in gc.get_objects() if issubclass(type(found), nn.Module) and id(found) not in inside)
+    return {id(parameter) for outside in modules for parameter in vars(outside).get("_parameters", {}).values()}
 
 
 def _has_more_references(owned: Sequence[Owned]) -> bool:
