@@ -66,9 +66,9 @@ PROMPT = 128  # tokens
 STEP = 64  # tokens, at least
 SHARE = 32  # of the tokens in the cache
 CONTEXT = 4096  # tokens
+GENERATED = 16  # of them
 CACHED: dict[str, tuple[int, ...]] = {"Llama 3.1 8B": (4096, 32768, 131072), "tiny": (512,)}  # tokens
 STEPS = 16
-GENERATED = 16  # of them
 KEYS = ("model", "cap_bytes", "batch", "context")
 
 
@@ -136,7 +136,7 @@ def measured_peak(model: Any, context: int, device: str) -> int | None:
 
 
 @torch.no_grad()
-def decoding_steps(model: Any, cache: DynamicCache, context: int, device: str) -> tuple[float, int, torch.Tensor]:
+def timed_steps(model: Any, cache: DynamicCache, context: int, device: str) -> tuple[float, int, torch.Tensor]:
     """Seconds of one with about ``context`` tokens in the cache, the cache's bytes, and the logits of all of them."""
     torch.manual_seed(0)
     token, seconds, logits = random_prompt(model, 1, PROMPT, device), [], []
@@ -159,7 +159,7 @@ def cache_row(name: str, model: Any, context: int, device: str) -> dict[str, Any
     steps = {}
     for cache_class in (DynamicCache, samebits.PackedCache):
         forget(device)
-        steps[cache_class] = decoding_steps(model, cache_class(config=model.config), context, device)
+        steps[cache_class] = timed_steps(model, cache_class(config=model.config), context, device)
     (plain, plain_bytes, expected), (packed, packed_bytes, logits) = steps.values()
     return {
         "table": "cache", "model": name, "batch": 1, "context": context, "dynamic_cache_bytes": plain_bytes,
@@ -170,7 +170,7 @@ def cache_row(name: str, model: Any, context: int, device: str) -> dict[str, Any
 
 
 def rows(name: str, context: int, device: str) -> Iterator[dict[str, Any]]:
-    """Both tables of a model; one model at a time is in memory."""
+    """All tables of a model; one model at a time is in memory."""
     memory = predicted(name)
     cap, batch, paper = CASES.get(name, (0, 1, None))
     model = build(name, device, packed=True, tight=True)

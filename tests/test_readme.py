@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import subprocess
@@ -15,17 +14,6 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(python|console)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
-
-
-# What the program does with its arguments, for several.
-RUN_ALL = """
-import json, sys
-from samebits.cli.run import run
-for arguments in json.loads(sys.argv[1]):
-    print(*arguments, flush=True)
-    if code := run(arguments):
-        sys.exit(code)
-"""
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -68,11 +56,11 @@ def test_examples_are_shown(name: str) -> None:
 
 @pytest.mark.parametrize("page", pages_with("console"), ids=lambda page: page.name)
 def test_commands_run(page: Path, checkout: Path) -> None:
-    """The commands of a page in one process, for each takes seconds to import what it needs."""
     lines = [line[2:] for text in blocks(page, "console") for line in text.splitlines() if line.startswith("$ ")]
-    commands = [shlex.split(line) for line in lines]
-    assert {program for program, *_ in commands} == {"samebits"}
-    run([sys.executable, "-c", RUN_ALL, json.dumps([arguments for _, *arguments in commands])], checkout)
+    for line in lines:
+        program, *arguments = shlex.split(line)
+        assert program == "samebits"
+        run([sys.executable, "-c", "from samebits.cli import main; main()", *arguments], checkout)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

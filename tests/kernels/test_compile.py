@@ -51,11 +51,8 @@ WHOLE = {
 EVERYWHERE = ("linear_ahead.cu", "linear_chains.cu")  # of the fused layer's kernels; the others are Hopper's
 
 
-def capabilities(file: str, kernel: str) -> list[tuple[int, int]]:
-    """Kernels for 8 and for 16 tokens differ by a number, so the latter are compiled for two."""
-    if not file.startswith("linear_"):
-        return CAPABILITIES
-    return [(9, 0)] if file not in EVERYWHERE else [(8, 0), (9, 0)] if "_16" in kernel else CAPABILITIES
+def capabilities(file: str) -> list[tuple[int, int]]:
+    return [(9, 0)] if file.startswith("linear_") and file not in EVERYWHERE else CAPABILITIES
 
 
 def test_every_file_is_known() -> None:
@@ -74,7 +71,7 @@ def symbols(binary: bytes) -> set[str]:
 
 @pytest.mark.parametrize(
     ("file", "kernel", "capability"),
-    [(file, name, each) for file, names in INSTANCES.items() for name in names for each in capabilities(file, name)],
+    [(file, name, each) for file, names in INSTANCES.items() for name in names for each in capabilities(file)],
     ids=lambda value: value if isinstance(value, str) else nvrtc.architecture(value),
 )
 def test_kernels_compile(file: str, kernel: str, capability: tuple[int, int]) -> None:
@@ -86,7 +83,7 @@ def test_kernels_compile(file: str, kernel: str, capability: tuple[int, int]) ->
 
 @pytest.mark.parametrize(
     ("file", "capability"),
-    [(file, each) for file in WHOLE for each in CAPABILITIES],
+    [(file, each) for file in WHOLE for each in capabilities(file)],
     ids=lambda value: value if isinstance(value, str) else nvrtc.architecture(value),
 )
 def test_files_compile(file: str, capability: tuple[int, int]) -> None:

@@ -79,7 +79,7 @@ class CacheLayer:
         return self.fixed + self.token * min(context, self.window)
 
     def packed_nbytes(self, context: int, batch: int) -> int:
-        """Of ``batch`` sequences in a PackedCache, with as many tokens left unpacked as there can be."""
+        """Of ``batch`` sequences in a PackedCache, with as many tokens left unpacked as there can be behind a block."""
         if not self.packs:
             return batch * self.nbytes(context)
         unpacked = default_block_tokens(batch * self.token // 4) + LATEST_TOKENS
@@ -178,7 +178,9 @@ def _decoded_bytes(module: nn.Module, packed: list[nn.Parameter]) -> int:
 
 
 def _cache_layers(model: Any, where: str) -> Iterator[CacheLayer]:
-    from transformers.cache_utils import Cache, DynamicLayer
+    from transformers.cache_utils import Cache
+
+    from samebits.integrations.transformers_cache import is_packable, states_of
 
     for module in model.modules():
         if hasattr(module, "config"):
@@ -194,10 +196,8 @@ def _cache_layers(model: Any, where: str) -> Iterator[CacheLayer]:
         what = f"its cache cannot be measured without weights ({reason})"
         raise InputError(what, where=where, mend="leave --context out") from None
     for layer in layers:
-        states = [vars(layer).get(name) or {} for name in ("conv_states", "recurrent_states")]
-        fixed = sum(state.nbytes for found in states for state in found.values() if state is not None)
-        pair = [tensor for tensor in (getattr(layer, name, None) for name in ("keys", "values")) if tensor is not None]
+        pair, fixed = states_of(layer)
         window = getattr(layer, "sliding_window", None)
         kept = window - 1 if window else _EVERY_TOKEN  # with the token at hand a window is full
-        packs = type(layer) is DynamicLayer and all(tensor.dtype == torch.bfloat16 for tensor in pair)
-        yield CacheLayer(sum(tensor.nbytes for tensor in pair), kept, fixed, packs)
+        packs = is_packable(layer) and all(state.dtype == torch.bfloat16 for state in pair)
+        yield CacheLayer(sum(state.nbytes for state in pair), kept, sum(state.nbytes for state in fixed), packs)

@@ -54,23 +54,29 @@ class PackedCache(DynamicCache):  # type: ignore[misc]
             raise InputError(f"blocks of {block_tokens} tokens", mend="give a number from 1 on, or none")
         super().__init__(config=config, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding)
         new_layer = partial(PackedLayer, Arena(), block_tokens)
-        self.layers = [new_layer() if type(layer) is DynamicLayer else layer for layer in self.layers]
+        self.layers = [new_layer() if is_packable(layer) else layer for layer in self.layers]
         if self.layer_class_to_replicate is DynamicLayer:
             self.layer_class_to_replicate = new_layer
 
     @property
     def nbytes(self) -> int:
-        """Of all keys and values, as they are kept."""
-        return sum(_nbytes(layer) for layer in self.layers)
+        """Of all layers' states, as they are kept."""
+        packed = sum(layer.nbytes for layer in self.layers if isinstance(layer, PackedLayer))
+        others = (states_of(layer) for layer in self.layers if not isinstance(layer, PackedLayer))
+        return packed + sum(state.nbytes for tokens, fixed in others for state in (*tokens, *fixed))
 
 
-def _nbytes(layer: Any) -> int:
-    if isinstance(layer, PackedLayer):
-        return layer.nbytes
-    states = [getattr(layer, name, None) for name in ("keys", "values")]
-    for name in ("conv_states", "recurrent_states"):
-        states += (getattr(layer, name, None) or {}).values()
-    return sum(state.nbytes for state in states if state is not None)
+def is_packable(layer: Any) -> bool:
+    """Whether a layer of DynamicCache keeps all tokens and nothing else."""
+    return type(layer) is DynamicLayer
+
+
+def states_of(layer: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What a layer of a cache holds of its tokens, and what does not grow with them."""
+    pair = [getattr(layer, name, None) for name in ("keys", "values")]
+    found = [getattr(layer, name, None) or {} for name in ("conv_states", "recurrent_states")]
+    fixed = [state for states in found for state in states.values()]
+    return [state for state in pair if state is not None], [state for state in fixed if state is not None]
 
 
 class PackedLayer(DynamicLayer):  # type: ignore[misc]

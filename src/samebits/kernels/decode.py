@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from cuda.core import Kernel
 
 MAX_WARPS = 16  # csrc/decoder.cuh: kMaxThreads
-_ALIGNMENT = 16  # bytes; what the kernel's loads need
+ALIGNMENT = 16  # bytes; what the kernel's loads need
 STATIC_SHARED = 256  # bytes; room for a kernel's own variables
 
 
@@ -51,7 +51,7 @@ def decode_cuda(packed: PackedTensor) -> torch.Tensor:
 
 def repeat(packed: PackedTensor) -> Repeat | None:
     """``decode_cuda``'s launch, to be made again as long as the bytes are the same; None if it may be another then."""
-    if packed.is_raw or packed.code is Code.COMPACT or packed.data.data_ptr() % _ALIGNMENT:
+    if packed.is_raw or packed.code is Code.COMPACT or packed.data.data_ptr() % ALIGNMENT:
         return None
     kept, geometry = resident(packed.data), packed.header.geometry
     prepared: _Prepared | None = kept.decoders.get(("decode", is_whole(geometry))) if kept and kept.is_settled else None
@@ -66,7 +66,7 @@ def repeat(packed: PackedTensor) -> Repeat | None:
 
 
 def _decode_compact(packed: PackedTensor, output: torch.Tensor) -> None:
-    if packed.data.data_ptr() % _ALIGNMENT:
+    if packed.data.data_ptr() % ALIGNMENT:
         packed = PackedTensor(packed.header, packed.data.clone())
     device = packed.device.index or 0
     with nvrtc.on_device(device):
@@ -96,7 +96,7 @@ def launch(
     Raises:
         DeviceError: as decode_cuda.
     """
-    if packed.data.data_ptr() % _ALIGNMENT:
+    if packed.data.data_ptr() % ALIGNMENT:
         packed = PackedTensor(packed.header, packed.data.clone())
     with nvrtc.on_device(packed.data.get_device()):
         kept = resident(packed.data)

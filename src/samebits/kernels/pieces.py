@@ -12,10 +12,9 @@ import torch
 from samebits.format.geometry import Code
 from samebits.format.packed import PackedTensor
 from samebits.kernels import nvrtc
-from samebits.kernels.decode import Block, is_whole
+from samebits.kernels.decode import ALIGNMENT, Block, is_whole
 from samebits.kernels.structures import GeometryStructure, PackedStructure, PieceStructure
 
-_ALIGNMENT = 16  # bytes; what the kernel's loads need
 STORED = 4  # words that a lane stores at once
 
 
@@ -40,7 +39,7 @@ def can_be_piece(piece: Piece) -> bool:
         and is_whole(header.geometry)
         and piece.words % header.geometry.columns == 0
         and piece.start % STORED == 0
-        and piece.packed.data.data_ptr() % _ALIGNMENT == 0
+        and piece.packed.data.data_ptr() % ALIGNMENT == 0
     )
 
 

@@ -117,7 +117,7 @@ class PieceStructure(ctypes.Structure):
 
     _fields_ = (
         ("geometry", GeometryStructure), ("packed", PackedStructure), ("first_chunk", ctypes.c_int64),
-        ("start", ctypes.c_int64), ("words", ctypes.c_int64), ("rows", ctypes.c_int32), ("unused", ctypes.c_int32),
+        ("start", ctypes.c_int64), ("words", ctypes.c_int64), ("rows", ctypes.c_int32),
     )  # fmt: skip
 
 

@@ -82,7 +82,7 @@ def matrix_of(states: torch.Tensor) -> torch.Tensor:
     A row has some tokens of one head, and a shift of its own; whole row groups if there can be.
     """
     sequences, heads, tokens, _ = states.shape
-    rows = max(tokens // ROW_TOKENS, ROW_GROUP // math.gcd(ROW_GROUP, sequences * heads))
+    rows = max(tokens, whole_tokens(sequences * heads)) // ROW_TOKENS
     return states.reshape(sequences * heads * (rows if tokens % rows == 0 else 1), -1)
 
 

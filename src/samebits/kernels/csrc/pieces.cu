@@ -13,7 +13,7 @@ struct Piece {
     Packed packed;
     i64 first_chunk;       // of all pieces' chunks
     i64 start, words;      // of each entry: where the piece begins, and how much of it that is
-    int rows, unused;      // of the packed tensor, in each entry
+    int rows;              // of the packed tensor, in each entry
 };
 
 struct PieceWindow : Window {
