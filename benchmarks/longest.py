@@ -10,14 +10,15 @@ The card is emulated in memory alone, by torch.cuda.set_per_process_memory_fract
 weights included, and not the driver's own few hundred MB.
 
 How they are counted: a prompt of PROMPT tokens is read. Then entries are put into the cache by its own ``update``,
-random keys and values for STEP tokens or a 32nd of those it has, and the model generates the next token; again and
+random keys and values for STEP tokens or a 128th of those it has, and the model generates the next token; again and
 again until torch is out of memory. So the tokens in between take in the cache what they would take in any run, in the
 same way (it grows by concatenation, whose copy counts), and the others are real decoding steps with all that these
-need. transformers' DynamicCache is measured with both models, samebits.PackedCache with the compressed one; random
-entries are normal, and take about as many bits as those of trained models. The result is what the cache held after the
-last step that succeeded: up to 3 % less than possible. Reading so long a prompt at once would take more, for its
-activations. Positions beyond those that a model was trained for count like others; several sequences (``batch``) keep
-below them.
+need. The random words are made once, before all else: in a real run states for so many tokens do not come at once,
+among what the cache frees and wants again. transformers' DynamicCache is measured with both models,
+samebits.PackedCache with the compressed one; random entries are normal, and take about as many bits as those of trained
+models. The result is what the cache held after the last step that succeeded: up to 1 % less than possible. Reading so
+long a prompt at once would take more, for its activations. Positions beyond those that a model was trained for count
+like others; several sequences (``batch``) keep below them.
 
 BF16 counts only where at least ROOM bytes are left beside its weights; else it does not fit, and there is no ratio.
 ``predicted_tokens`` are those of ``samebits estimate --context 1 --batch N --gpu M`` for a folder with the
@@ -27,17 +28,18 @@ Table "peak": torch's max_memory_allocated while one sequence of CONTEXT tokens 
 beside the peak that ``samebits estimate --context CONTEXT`` predicts of config.json alone.
 
 Table "cache", for the models of CACHED: the median time of a decoding step, eager, with so many tokens in the cache,
-random ones but for the last STEPS, with DynamicCache and with PackedCache; the bytes of both; and whether the logits of
-all steps are the same.
+random ones but for the last STEPS, with DynamicCache and with PackedCache in turns; of it what the kernels of one step
+take, by torch.profiler; the bytes of both; and whether the logits of all steps are the same.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -46,11 +48,12 @@ import torch
 from transformers import DynamicCache
 
 import samebits
-from common import PACKAGES, add_results, cpu_name, significant
+from common import PACKAGES, Timing, add_results, cpu_name, significant
 from models import MODELS, build, config_of, forget, random_prompt
 from samebits.integrations.model_memory import ModelMemory, model_memory
 from samebits.nn.convert import Selection
 from samebits.verify import repeatable_attention
+from token_profile import by_kind, kernels_of, wait
 
 GIB = 1 << 30
 # Memory of the card, sequences, and how many times more tokens DFloat11's paper reports, if it does.
@@ -63,12 +66,13 @@ CASES: dict[str, tuple[int, int, float | None]] = {
 DEFAULT_MODELS = ("Mistral Nemo 12B", "Mistral Small 24B", "Qwen3 14B", "Llama 3.1 8B", "Llama 3.3 70B")
 ROOM = GIB
 PROMPT = 128  # tokens
-STEP = 64  # tokens, at least
-SHARE = 32  # of the tokens in the cache
+STEP = 32  # tokens, at least
+SHARE = 128  # of the tokens in the cache
+RANDOM_WORDS = 1 << 22  # more than so many tokens have in a layer's keys
 CONTEXT = 4096  # tokens
 GENERATED = 16  # of them
 CACHED: dict[str, tuple[int, ...]] = {"Llama 3.1 8B": (4096, 32768, 131072), "tiny": (512,)}  # tokens
-STEPS = 16
+STEPS = 32
 KEYS = ("model", "cap_bytes", "batch", "context")
 
 
@@ -79,13 +83,17 @@ def predicted(name: str) -> ModelMemory:
         return model_memory(Path(folder), Selection(), None)
 
 
-def fill(cache: DynamicCache, tokens: int, device: str) -> None:
-    """With so many more random ones, by its own ``update``."""
+def random_words(count: int, device: str) -> torch.Tensor:
+    return torch.randn(count, dtype=torch.bfloat16, device=device)
+
+
+def fill(cache: DynamicCache, tokens: int, words: torch.Tensor) -> None:
+    """With so many more random ones, made of ``words``, by its own ``update``."""
     for number, layer in enumerate(cache.layers):
         keys = layer.keys
-        shape, dtype = (*keys.shape[:2], tokens, keys.shape[3]), keys.dtype
+        shape = (*keys.shape[:2], tokens, keys.shape[3])
         del keys
-        entries = torch.randn(shape, dtype=dtype, device=device)
+        entries = words[: math.prod(shape)].view(shape)
         cache.update(entries, entries, number)
 
 
@@ -96,13 +104,14 @@ def longest(
     """Tokens of each sequence in the cache when memory is spent, or from ``most`` on; 0 if not even a prompt fits."""
     held = 0
     try:
+        words = random_words(RANDOM_WORDS, device)
         cache = cache_class(config=model.config)
         token = random_prompt(model, batch, PROMPT, device)
         while most is None or held < most:
             output = model(input_ids=token, past_key_values=cache, use_cache=True, logits_to_keep=1)
             token = output.logits[:, -1].argmax(-1, keepdim=True)
             held = cache.get_seq_length()
-            fill(cache, max(STEP, held // SHARE) - 1, device)
+            fill(cache, max(STEP, held // SHARE) - 1, words)
     except torch.OutOfMemoryError:
         pass
     return held
@@ -136,37 +145,50 @@ def measured_peak(model: Any, context: int, device: str) -> int | None:
 
 
 @torch.no_grad()
-def timed_steps(model: Any, cache: DynamicCache, context: int, device: str) -> tuple[float, int, torch.Tensor]:
-    """Seconds of one with about ``context`` tokens in the cache, the cache's bytes, and the logits of all of them."""
+def filled(model: Any, cache: DynamicCache, context: int, device: str) -> DynamicCache:
+    """With a prompt, and random tokens behind it until STEPS more make ``context``."""
+    model(input_ids=random_prompt(model, 1, PROMPT, device), past_key_values=cache, use_cache=True, logits_to_keep=1)
+    per_token = max(layer.keys[:, :, 0].numel() for layer in cache.layers)
+    tokens = context - PROMPT - STEPS
     torch.manual_seed(0)
-    token, seconds, logits = random_prompt(model, 1, PROMPT, device), [], []
-    for number in range(STEPS + 1):  # the first is the prompt
-        start = time.perf_counter()
-        output = model(input_ids=token, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        token = output.logits[:, -1].argmax(-1, keepdim=True)
-        int(token)  # there
-        seconds.append(time.perf_counter() - start)
-        logits.append(output.logits)
-        if number == 0:
-            fill(cache, context - PROMPT - STEPS, device)
-    packed = isinstance(cache, samebits.PackedCache)
-    nbytes = cache.nbytes if packed else sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    return statistics.median(seconds[1:]), nbytes, torch.cat(logits)
+    fill(cache, tokens, random_words(tokens * per_token, device))
+    return cache
+
+
+@torch.no_grad()
+def step(model: Any, cache: DynamicCache, number: int, device: str) -> torch.Tensor:
+    """Logits of another token."""
+    token = torch.full((1, 1), number + 1, device=device)
+    output = model(input_ids=token, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    wait(device)
+    logits: torch.Tensor = output.logits.view(torch.int16)
+    return logits
 
 
 def cache_row(name: str, model: Any, context: int, device: str) -> dict[str, Any]:
     """Of table "cache"."""
-    steps = {}
-    for cache_class in (DynamicCache, samebits.PackedCache):
-        forget(device)
-        steps[cache_class] = timed_steps(model, cache_class(config=model.config), context, device)
-    (plain, plain_bytes, expected), (packed, packed_bytes, logits) = steps.values()
-    return {
+    forget(device)
+    plain = filled(model, DynamicCache(config=model.config), context, device)
+    packed = filled(model, samebits.PackedCache(config=model.config), context, device)
+    seconds: tuple[list[float], list[float]] = [], []
+    same = True
+    for number in range(STEPS):
+        logits = []
+        for cache, taken in zip((plain, packed), seconds, strict=True):
+            start = time.perf_counter()
+            logits.append(step(model, cache, number, device))
+            taken.append(time.perf_counter() - start)
+        same = same and torch.equal(*logits)
+    plain_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in plain.layers)
+    row = {
         "table": "cache", "model": name, "batch": 1, "context": context, "dynamic_cache_bytes": plain_bytes,
-        "packed_cache_bytes": packed_bytes, "ratio": significant(packed_bytes / plain_bytes),
-        "dynamic_cache_milliseconds": significant(1e3 * plain), "packed_cache_milliseconds": significant(1e3 * packed),
-        "same_logits": torch.equal(logits.view(torch.int16), expected.view(torch.int16)),
+        "packed_cache_bytes": packed.nbytes, "ratio": significant(packed.nbytes / plain_bytes), "same_logits": same,
     }  # fmt: skip
+    for key, cache, taken in zip(("dynamic_cache", "packed_cache"), (plain, packed), seconds, strict=True):
+        kernels = kernels_of(partial(step, model, cache, STEPS, device), device)
+        row |= Timing.of([1e3 * each for each in taken]).columns(f"{key}_milliseconds")
+        row[f"{key}_kernel_milliseconds"] = significant(sum(by_kind(kernels).values())) if kernels else None
+    return row
 
 
 def rows(name: str, context: int, device: str) -> Iterator[dict[str, Any]]:

@@ -296,8 +296,10 @@ COLUMNS: dict[str, dict[str, Cell]] = {
         "DynamicCache": gigabytes("dynamic_cache_bytes"),
         "PackedCache": gigabytes("packed_cache_bytes"),
         "of DynamicCache": percent("ratio"),
-        "a step with DynamicCache, ms": decimals("dynamic_cache_milliseconds", 1),
-        "with PackedCache, ms": decimals("packed_cache_milliseconds", 1),
+        "a step with DynamicCache, ms": with_spread("dynamic_cache_milliseconds", 1),
+        "with PackedCache, ms": with_spread("packed_cache_milliseconds", 1),
+        "kernels with DynamicCache, ms": decimals("dynamic_cache_kernel_milliseconds", 1),
+        "with PackedCache": decimals("packed_cache_kernel_milliseconds", 1),
         "logits": verdict("same_logits"),
     },
     "longest.peak": {

@@ -152,13 +152,13 @@ def test_all_but_the_latest_are_packed() -> None:
 def test_two_thirds_of_the_bytes() -> None:
     """Blocks as they are by default: the quad code, and rows of a head's 64 tokens."""
     generator = torch.Generator().manual_seed(0)
-    pair = [torch.randn(1, 8, 10240 + LATEST_TOKENS, 64, generator=generator).bfloat16() for _ in range(2)]
+    pair = [torch.randn(1, 8, 40960 + LATEST_TOKENS, 64, generator=generator).bfloat16() for _ in range(2)]
     cache, plain = samebits.PackedCache(), DynamicCache()
     for each in (cache, plain):
         each.update(*pair, 0)
         each.update(*(state[:, :, :9] for state in pair), 0)
     [block] = blocks_of(cache.layers[0])
-    assert block.tokens > 8192
+    assert block.tokens > 38000
     assert block.packed.shape == (8 * block.tokens // 64, 64 * 64)
     assert block.packed.code is Code.QUAD
     assert_same(cache.layers[0], plain.layers[0])
@@ -379,18 +379,27 @@ def test_generates_the_same_on_a_gpu(offloading: bool) -> None:
 
 
 @pytest.mark.gpu
-def test_segments() -> None:
-    """Blocks lie one behind the other, also those that were made in inference mode; what nobody needs is free."""
+def test_blocks_lie_apart_from_what_comes_and_goes() -> None:
+    """One behind the other, also those made in inference mode; what nobody needs is free."""
+    layers = 4
+    torch.cuda.empty_cache()
+    before, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     cache, plain = samebits.PackedCache(), DynamicCache()
-    pair = torch.randn(2, 1, 8, 8192 + LATEST_TOKENS, 64, device="cuda").bfloat16()
-    before = torch.cuda.memory_allocated()
-    for number in range(4):
-        with torch.inference_mode(number == 1):
-            for each in (cache, plain):
-                each.update(*pair, 0)
-    assert_same(cache.layers[0], plain.layers[0])
-    blocks = [block for states in (cache.layers[0]._keys, cache.layers[0]._values) for block in states._blocks]
-    assert len(blocks) == 8
-    assert len({block.packed.data.untyped_storage().data_ptr() for block in blocks}) < 8
-    del blocks, plain, each, cache
+    for number in range(24):
+        with torch.inference_mode(number % 3 == 1):
+            for layer in range(layers):
+                pair = torch.randn(2, 1, 8, 1500 if number else 9000, 64, device="cuda").bfloat16()
+                for each in (cache, plain):
+                    each.update(*pair, layer)
+    for layer in range(layers):
+        assert_same(cache.layers[layer], plain.layers[layer])
+    blocks = [block for layer in cache.layers for block in blocks_of(layer)]
+    assert len(blocks) > 40
+    assert len({block.packed.data.untyped_storage().data_ptr() for block in blocks}) < len(blocks) / 2
+    del pair, plain, each, blocks
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() - reserved < 2 * cache.nbytes
+    copied = copy.deepcopy(cache)
+    assert_same(copied.layers[0], cache.layers[0])
+    del cache, copied
     assert torch.cuda.memory_allocated() == before

@@ -27,7 +27,8 @@ ROW_TOKENS = 64  # whose states of one head are a row, of a scale of its own, wh
 LATEST_TOKENS = 16  # never packed: assisted generation takes back a few tokens at every step
 SEGMENT_BYTES = 64 << 20  # of an arena, at most
 SEGMENT_SHARE = 8  # while it holds less than so many of these, a segment is this part of it
-_SEGMENT_UNIT = 2 << 20  # in which torch's allocator rounds
+ROUNDED = 2 << 20  # bytes of which torch's allocator takes a multiple, for tensors of 10 MB and more
+_SMALL = 1 << 20  # bytes of a tensor, at most, that it puts into segments for small ones
 _ALIGNMENT = 256
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
@@ -45,14 +46,15 @@ class Block(NamedTuple):
     order: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, states: torch.Tensor, arena: Arena) -> Block:
+    def of(cls, states: torch.Tensor, arena: Arena, beside: int) -> Block:
         """
         Args:
             states: [sequences, heads, tokens, channels], bfloat16.
+            beside: as Arena has it.
         """
         packed = encode(matrix_of(states))
         sequences, heads, tokens, channels = states.shape
-        return cls(PackedTensor(packed.header, arena.keep(packed.data)), (sequences, heads, tokens, channels))
+        return cls(PackedTensor(packed.header, arena.keep(packed.data, beside)), (sequences, heads, tokens, channels))
 
     @property
     def tokens(self) -> int:
@@ -87,42 +89,90 @@ def matrix_of(states: torch.Tensor) -> torch.Tensor:
 
 
 class Arena:
-    """Memory for what stays, in large segments.
+    """Memory for what stays, apart from what comes and goes.
 
     torch's allocator would put each block into what is free at the moment, which is of the size of a layer's states,
-    and is wanted again for those of the next layer. A segment is free when nothing in it is needed any more.
+    and is wanted again for those of the next step, which are a little larger. Here blocks lie in segments of a pool of
+    their own, of which nothing else takes. A segment goes when nothing in it is needed any more. As soon as little
+    memory is left, blocks lie where the allocator has rounded up, too.
     """
 
     def __init__(self) -> None:
-        self._segments: dict[torch.device, torch.Tensor] = {}  # the last of each device, from where it is free
+        self._free: dict[torch.device, list[torch.Tensor]] = {}  # on each device; the last one is used first
+        self._pool: Any = None  # torch.cuda.MemPool
         self._held = 0  # bytes
         self._phases = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies take memory of their own."""
+        return vars(self) | {"_free": {}, "_pool": None}
 
     def phase(self) -> float:
         """Of whoever keeps blocks here: a number below 1, evenly spread however many ask."""
         self._phases += 1
         return self._phases * _GOLDEN % 1
 
-    def keep(self, data: torch.Tensor) -> torch.Tensor:
-        """A copy of uint8 ``data``; itself in main memory."""
+    def keep(self, data: torch.Tensor, beside: int) -> torch.Tensor:
+        """A copy of uint8 ``data``; itself in main memory.
+
+        Args:
+            beside: bytes of what comes and goes, for which memory should be left.
+        """
         if not data.is_cuda:
             return data
         size = align(data.numel(), _ALIGNMENT)
         with torch.inference_mode(False), torch.no_grad():  # else nothing could be added outside of inference mode
-            free = self._segments.get(data.device)
-            if free is None or free.numel() < size:
-                free = self._segment(size, data.device)
+            free = self._free.setdefault(data.device, [])
+            while free and free[-1].numel() < size:
+                free.pop()
+            if not free:
+                free += self._more(size, data.device, beside)
+            place = free.pop()
+            free.append(place[size:])
             self._held += size
-            self._segments[data.device] = free[size:]
-            return free[: data.numel()].copy_(data)
+            return place[: data.numel()].copy_(data)
 
-    def _segment(self, least: int, device: torch.device) -> torch.Tensor:
-        torch.cuda.empty_cache()  # what comes and goes goes, and leaves its place whole
-        wanted = align(max(least, min(SEGMENT_BYTES, self._held // SEGMENT_SHARE)), _SEGMENT_UNIT)
+    def _more(self, size: int, device: torch.device, beside: int) -> list[torch.Tensor]:
+        """Places for a block of ``size`` bytes, and for others of about that size."""
+        torch.cuda.empty_cache()  # pools take nothing from each other, and what is free has no remains
+        most = max(1, min(SEGMENT_BYTES, self._held // SEGMENT_SHARE) // size)
+        each = size + size // 256  # others may be a little larger
+        number = min(range(-(-most // 2), most + 1), key=lambda number: -number * each % ROUNDED / number)
+        segment = self._segment(align(number * each, ROUNDED), device)
+        is_little_left = segment is None or empty(beside, device) is None
+        if is_little_left and (remains := min(most, _remains(size, device))):
+            return [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(remains)]
+        return [torch.empty(size, dtype=torch.uint8, device=device) if segment is None else segment]
+
+    def _segment(self, nbytes: int, device: torch.device) -> torch.Tensor | None:
         try:
-            return torch.empty(wanted, dtype=torch.uint8, device=device)
-        except torch.OutOfMemoryError:  # there may be room between others yet
-            return torch.empty(least, dtype=torch.uint8, device=device)
+            self._pool = self._pool or torch.cuda.MemPool()
+            with torch.cuda.use_mem_pool(self._pool, device):
+                return empty(nbytes, device)
+        except RuntimeError:  # an allocator without pools
+            return None
+
+
+def empty(nbytes: int, device: torch.device) -> torch.Tensor | None:
+    """None if there is no room."""
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError:
+        return None
+
+
+def _remains(size: int, device: torch.device) -> int:
+    """How many tensors of ``size`` bytes torch's allocator has room for where it has rounded up."""
+    if size <= _SMALL or torch.cuda.get_allocator_backend() != "native":
+        return 0
+    stream = torch.cuda.current_stream(device).cuda_stream
+    segments = (
+        segment["blocks"]
+        for segment in torch.cuda.memory_snapshot()
+        if (segment["device"], segment["segment_pool_id"], segment["stream"]) == (device.index, (0, 0), stream)
+    )
+    free = (block["size"] for blocks in segments for block in blocks if block["state"] == "inactive")
+    return sum(size <= remains < ROUNDED for remains in free)
 
 
 class Decoding(NamedTuple):
@@ -171,22 +221,22 @@ class PackedStates:
     def __init__(self, arena: Arena, block_tokens: int | None = None) -> None:
         self._arena, self._block_tokens, self._phase = arena, block_tokens, arena.phase()
         self._blocks: list[Block] = []
-        self._latest: torch.Tensor | None = None  # behind all blocks; contiguous
+        self._latest: torch.Tensor | None = None  # behind all blocks
+        self._room: torch.Tensor | None = None  # if there are blocks: where the latest tokens are, the first of it
         self._decoding: Decoding | None = None  # of the blocks, as soon as it is needed
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what holds addresses, for copies."""
-        return vars(self) | {"_decoding": None}
+        """Without what holds addresses and what can be made again, for copies."""
+        return vars(self) | {"_decoding": None, "_room": None}
 
     @property
     def tokens(self) -> int:
-        latest = 0 if self._latest is None else self._latest.shape[2]
-        return self._how().tokens + latest
+        return self._how().tokens + (0 if self._latest is None else self._latest.shape[2])
 
     @property
     def nbytes(self) -> int:
-        latest = 0 if self._latest is None else self._latest.nbytes
-        return sum(block.packed.nbytes for block in self._blocks) + latest
+        latest = self._latest if self._room is None else self._room
+        return sum(block.packed.nbytes for block in self._blocks) + (0 if latest is None else latest.nbytes)
 
     def replace(self, states: torch.Tensor | None) -> None:
         """By others, of any number of tokens."""
@@ -194,23 +244,51 @@ class PackedStates:
 
     def updated(self, states: torch.Tensor) -> torch.Tensor:
         """All states, these behind the others."""
-        latest = [] if self._latest is None else [self._latest]
-        self._latest = torch.cat([*latest, states], dim=2)
-        every = self.all()
-        assert every is not None
-        self._pack()
+        every = self._followed_by(states)
+        latest = every[:, :, self._how().tokens :]
+        if latest.requires_grad or latest.dtype != torch.bfloat16:
+            self._set(self._blocks, latest.clone() if self._blocks else latest)
+        elif end := self._whole_blocks(latest):
+            self._blocks = [*self._blocks, *self._packed(latest[:, :, :end], 2 * every.nbytes)]
+            self._decoding = None
+            self._hold(latest[:, :, end:], 0)
+        elif self._blocks:
+            self._hold(latest, latest.shape[2] - states.shape[2])
+        else:
+            self._latest = latest
         return every
 
     def all(self) -> torch.Tensor | None:
-        latest = self._latest
-        if not self._blocks or latest is None:
-            return latest
+        return self._followed_by() if self._blocks else self._latest
+
+    def _followed_by(self, *states: torch.Tensor) -> torch.Tensor:
+        """All, and these behind them, contiguous."""
+        ends = states if self._latest is None else (self._latest, *states)
+        if not self._blocks:
+            return torch.cat(ends, dim=2)
         how = self._how()
-        sequences, heads, tokens, channels = latest.shape
-        output = latest.new_empty((sequences, heads, how.tokens + tokens, channels))
+        sequences, heads, _, channels = ends[0].shape
+        start = how.tokens
+        shape = (sequences, heads, start + sum(end.shape[2] for end in ends), channels)
+        output = new_empty(ends[0], shape)
+        for end in ends:
+            output[:, :, start : start + end.shape[2]] = end
+            start += end.shape[2]
         how.into(output)
-        output[:, :, how.tokens :] = latest
         return output
+
+    def _hold(self, latest: torch.Tensor, known: int) -> None:
+        """These, of which the first ``known`` are in their places."""
+        tokens = latest.shape[2]
+        if self._room is None or self._room.shape[2] < tokens:
+            sequences, heads, _, channels = latest.shape
+            with torch.inference_mode(False):  # else nothing could be added outside of inference mode
+                self._room = latest.new_empty(
+                    (sequences, heads, max(tokens, self._unit(latest) + LATEST_TOKENS), channels)
+                )
+            known = 0
+        self._room[:, :, known:tokens] = latest[:, :, known:]
+        self._latest = self._room[:, :, :tokens]
 
     def _how(self) -> Decoding:
         if self._decoding is None:
@@ -241,26 +319,36 @@ class PackedStates:
         if self._latest is not None and self._latest.device != device:
             self._set([block.to(device) for block in self._blocks], self._latest.to(device, non_blocking=True))
 
-    def _pack(self) -> None:
-        """As many of the latest tokens as make up blocks, of which the first is longer by what the phase says."""
-        latest = self._latest
-        assert latest is not None
-        sequences, heads, tokens, channels = latest.shape
-        unit = self._block_tokens or default_block_tokens(sequences * heads * channels)
-        if tokens < unit + LATEST_TOKENS or latest.dtype != torch.bfloat16 or latest.requires_grad:
-            return
-        packed, whole = self._how().tokens, whole_tokens(sequences * heads)
+    def _unit(self, states: torch.Tensor) -> int:
+        """Tokens of a block of such states."""
+        sequences, heads, _, channels = states.shape
+        return self._block_tokens or default_block_tokens(sequences * heads * channels)
+
+    def _whole_blocks(self, latest: torch.Tensor) -> int:
+        """How many of these tokens make up blocks, of which the first is longer by what the phase says."""
+        sequences, heads, tokens, _ = latest.shape
+        unit, packed, whole = self._unit(latest), self._how().tokens, whole_tokens(sequences * heads)
         longer = int(self._phase * unit) // whole * whole
         end = (packed + tokens - LATEST_TOKENS - longer) // unit * unit + longer - packed
-        if end < unit:
-            return
+        return end if end >= unit else 0
+
+    def _packed(self, states: torch.Tensor, beside: int) -> list[Block]:
+        """Such whole blocks; many are fewer, larger ones."""
+        sequences, heads, tokens, channels = states.shape
+        unit = self._unit(states)
         most = max(1, MOST_WORDS // (sequences * heads * channels * unit)) * unit
-        starts = [0, *range(end % unit + most, end, most)]
-        blocks = [Block.of(latest[:, :, start:stop], self._arena) for start, stop in pairwise((*starts, end))]
-        self._set([*self._blocks, *blocks], latest[:, :, end:].clone())
+        starts = [0, *range(tokens % unit + most, tokens, most)]
+        return [Block.of(states[:, :, start:stop], self._arena, beside) for start, stop in pairwise((*starts, tokens))]
 
     def _set(self, blocks: list[Block], latest: torch.Tensor | None) -> None:
-        self._blocks, self._latest, self._decoding = blocks, latest, None
+        self._blocks, self._latest, self._room, self._decoding = blocks, latest, None, None
+
+
+def new_empty(like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """As torch's own, but a large one has all of its segment: nothing that stays can be put behind it."""
+    words = math.prod(shape)
+    whole = align(words, ROUNDED // like.element_size())
+    return like.new_empty(whole if whole < words * 9 // 8 else words)[:words].view(shape)
 
 
 def whole_tokens(heads: int) -> int:
