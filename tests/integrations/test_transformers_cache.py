@@ -134,8 +134,8 @@ def test_whatever_is_done(sequences: int, steps: list[Step]) -> None:
 def test_all_but_the_latest_are_packed() -> None:
     layer, plain = layer_of(5 * BLOCK + LATEST_TOKENS + 3)
     assert [block.tokens for block in blocks_of(layer)] == [5 * BLOCK]
-    assert layer._keys._latest is not None
-    assert layer._keys._latest.shape[2] == LATEST_TOKENS + 3
+    assert layer._keys.latest is not None
+    assert layer._keys.latest.shape[2] == LATEST_TOKENS + 3
     for number in range(BLOCK):
         pair = states(2, 1, number)
         layer.update(*pair), plain.update(*pair)
@@ -190,8 +190,8 @@ def test_layers_pack_at_different_steps() -> None:
             each.update(keys, values, number)
         assert_same(cache.layers[number], plain.layers[number])
         for states in (cache.layers[number]._keys, cache.layers[number]._values):
-            assert states._latest is not None
-            assert LATEST_TOKENS <= states._latest.shape[2] < unit + LATEST_TOKENS
+            assert states.latest is not None
+            assert LATEST_TOKENS <= states.latest.shape[2] < unit + LATEST_TOKENS
             [block] = states._blocks
             assert unit <= block.tokens < 3 * unit
             assert block.packed.shape[0] == heads * block.tokens // 64

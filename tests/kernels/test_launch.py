@@ -16,8 +16,16 @@ import samebits
 from samebits.format.packed import PackedTensor
 from samebits.kernels import linear, linear_job, nvrtc
 from samebits.kernels.linear import LinearPlan, Operands, Products, fused_linear, fused_linears
+from samebits.kernels.pieces import Piece, Pieces
 from samebits.kernels.residents import resident
-from samebits.kernels.structures import ArrangementStructure, JobStructure, ProductStructure, TogetherStructure
+from samebits.kernels.structures import (
+    ArrangementStructure,
+    DivisionStructure,
+    JobStructure,
+    PieceStructure,
+    ProductStructure,
+    TogetherStructure,
+)
 
 Launch = SimpleNamespace
 
@@ -326,3 +334,44 @@ def test_begins_beside_a_kernel_in_a_graph(
     [(stream, depends, [edge], count, replaces)] = told
     assert (stream, depends, count, replaces) == (7, nodes, 1, 1)
     assert (edge.from_port, edge.to_port, edge.type) == (2, 0, 1)
+
+
+def test_pieces_are_told_where_they_belong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each launch has its own output; the first one begins behind whatever wrote the pieces."""
+    started: list[tuple[Any, ...]] = []
+    types = (ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
+
+    def launcher(function: Any, grid: int, threads: int, shared: int, stream: int, early: bool, device: int) -> Any:
+        def start(pointers: int) -> None:
+            addresses = (ctypes.c_void_p * 6).from_address(pointers)
+            values = [each.from_address(address).value for each, address in zip(types, addresses, strict=False)]
+            structures = (PieceStructure * 2).from_buffer_copy((PieceStructure * 2).from_address(values[0]))
+            division = DivisionStructure.from_buffer_copy(DivisionStructure.from_address(addresses[5]))
+            assert 4 * (division.table_words + division.entry_words + threads // 16 * division.buffer_words) == shared
+            started.append((function, grid, stream, early, values[1:], structures))
+
+        return start
+
+    for target, name, value in (
+        (nvrtc, "launcher", launcher),
+        (nvrtc, "kernel", lambda file, name, device: name),
+        (nvrtc, "multiprocessors", lambda device: 132),
+        (nvrtc, "shared_memory", lambda device: 227 << 10),
+        (torch._C, "_cuda_getCurrentRawStream", lambda device: 7),
+        (torch.cuda, "current_device", lambda: -1),  # a tensor in main memory says so
+        (torch.Tensor, "pin_memory", lambda tensor: tensor),
+    ):
+        monkeypatch.setattr(target, name, value, raising=False)
+    pieces = [Piece(packed_matrix(0), 0, 1024), Piece(packed_matrix(1), 1024, 2048)]
+    several, chunks = Pieces(pieces), [piece.packed.header.geometry.chunks for piece in pieces]
+    outputs = [torch.empty(64, words, dtype=torch.bfloat16) for words in (3072, 4096)]
+    for output in outputs:
+        several.decode(output)
+    for number, (output, seen) in enumerate(zip(outputs, started, strict=True)):
+        function, grid, stream, early, values, structures = seen
+        assert (function, grid, stream, early) == ("decode_pieces", min(132, sum(chunks)), 7, number > 0)
+        assert values == [2, sum(chunks), output.data_ptr(), output.shape[1]]
+        for structure, piece, first in zip(structures, pieces, (0, chunks[0]), strict=True):
+            assert structure.packed.data == piece.packed.data.data_ptr()
+            told = structure.first_chunk, structure.start, structure.words, structure.rows
+            assert told == (first, piece.start, piece.words, piece.words // 1024)

@@ -48,6 +48,9 @@ class Pieces:
 
     Args:
         pieces: at least one, each of which ``can_be_piece``, all on one CUDA device. They must not change.
+
+    Raises:
+        DeviceError: the kernel cannot be built.
     """
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
@@ -55,36 +58,37 @@ class Pieces:
         self._device = pieces[0].packed.data.get_device()
         headers = [piece.packed.header for piece in pieces]
         ends = [0, *accumulate(header.geometry.chunks for header in headers)]
-        self._chunks = ends[-1]
-        self._block = Block.of_any(headers, self._device)
+        block = Block.of_any(headers, self._device)
         structures = (PieceStructure * len(pieces))(*map(_structure, pieces, ends))
         told = torch.frombuffer(bytearray(structures), dtype=torch.uint8)
         with nvrtc.on_device(self._device):
             self._told = told.pin_memory().to(pieces[0].packed.device, non_blocking=True)
+            self._function = nvrtc.kernel("pieces.cu", "decode_pieces", self._device)
+        grid = min(nvrtc.multiprocessors(self._device), ends[-1])
+        self._shape = grid, 32 * block.warps, block.shared_bytes
+        self._output, self._words = ctypes.c_void_p(), ctypes.c_int64()
+        self._arguments = (ctypes.c_void_p(self._told.data_ptr()), ctypes.c_int32(len(pieces)),
+                           ctypes.c_int64(ends[-1]), self._output, self._words, block.division)  # fmt: skip
+        self._pointers = (ctypes.c_void_p * len(self._arguments))(*map(ctypes.addressof, self._arguments))
         self._is_there = False
 
     def decode(self, output: torch.Tensor) -> None:
-        """All pieces, on torch's current stream.
+        """All pieces, on torch's current stream; by one thread at a time.
 
         Args:
             output: bfloat16 [entries, words], contiguous, ``words`` a multiple of 4. What belongs to no piece stays.
 
         Raises:
-            DeviceError: the kernel cannot be built or launched.
+            DeviceError: the kernel cannot be launched.
         """
         assert output.is_contiguous()
         assert output.shape[1] % STORED == 0
+        self._output.value, self._words.value = output.data_ptr(), output.shape[1]
+        # Early behind another kernel, but not behind what wrote pieces.
+        early, self._is_there = self._is_there, True
         with nvrtc.on_device(self._device):
-            function = nvrtc.kernel("pieces.cu", "decode_pieces", self._device)
-            grid = min(nvrtc.multiprocessors(self._device), self._chunks)
-            # Early behind another kernel, but not behind what wrote pieces.
-            early, self._is_there = self._is_there, True
-            nvrtc.launch(
-                function, grid, 32 * self._block.warps, self._block.shared_bytes,
-                ctypes.c_void_p(self._told.data_ptr()), ctypes.c_int32(len(self._pieces)),
-                ctypes.c_int64(self._chunks), ctypes.c_void_p(output.data_ptr()), ctypes.c_int64(output.shape[1]),
-                self._block.division, early=early,
-            )  # fmt: skip
+            stream = nvrtc.current_stream(self._device)
+            nvrtc.launcher(self._function, *self._shape, stream, early, self._device)(ctypes.addressof(self._pointers))
 
 
 def _structure(piece: Piece, first_chunk: int) -> PieceStructure:

@@ -27,7 +27,8 @@ ROW_TOKENS = 64  # whose states of one head are a row, of a scale of its own, wh
 LATEST_TOKENS = 16  # never packed: assisted generation takes back a few tokens at every step
 SEGMENT_BYTES = 64 << 20  # of an arena, at most
 SEGMENT_SHARE = 8  # while it holds less than so many of these, a segment is this part of it
-ROUNDED = 2 << 20  # bytes of which torch's allocator takes a multiple, for tensors of 10 MB and more
+_LARGE = 10 << 20  # bytes of a tensor, at least, that torch's allocator gives a segment of its own
+ROUNDED = 2 << 20  # bytes of which that has a multiple
 _SMALL = 1 << 20  # bytes of a tensor, at most, that it puts into segments for small ones
 _ALIGNMENT = 256
 _GOLDEN = (math.sqrt(5) - 1) / 2
@@ -221,21 +222,27 @@ class PackedStates:
     def __init__(self, arena: Arena, block_tokens: int | None = None) -> None:
         self._arena, self._block_tokens, self._phase = arena, block_tokens, arena.phase()
         self._blocks: list[Block] = []
-        self._latest: torch.Tensor | None = None  # behind all blocks
-        self._room: torch.Tensor | None = None  # if there are blocks: where the latest tokens are, the first of it
+        self._others: torch.Tensor | None = None  # the latest tokens, behind all blocks, if they have no room
+        self._room: torch.Tensor | None = None  # for all until the next ones are packed; those of now are the first
+        self._held = 0  # tokens in it
         self._decoding: Decoding | None = None  # of the blocks, as soon as it is needed
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what holds addresses and what can be made again, for copies."""
-        return vars(self) | {"_decoding": None, "_room": None}
+        return vars(self) | {"_decoding": None, "_room": None, "_others": self.latest}
+
+    @property
+    def latest(self) -> torch.Tensor | None:
+        """Tokens that are not packed."""
+        return self._others if self._room is None else self._room.narrow(2, 0, self._held)
 
     @property
     def tokens(self) -> int:
-        return self._how().tokens + (0 if self._latest is None else self._latest.shape[2])
+        return self._how().tokens + (0 if (latest := self.latest) is None else latest.shape[2])
 
     @property
     def nbytes(self) -> int:
-        latest = self._latest if self._room is None else self._room
+        latest = self._others if self._room is None else self._room
         return sum(block.packed.nbytes for block in self._blocks) + (0 if latest is None else latest.nbytes)
 
     def replace(self, states: torch.Tensor | None) -> None:
@@ -244,6 +251,10 @@ class PackedStates:
 
     def updated(self, states: torch.Tensor) -> torch.Tensor:
         """All states, these behind the others."""
+        if (place := self._place(states)) is not None:
+            place.copy_(states)
+            self._held += states.shape[2]
+            return self._followed_by()
         every = self._followed_by(states)
         latest = every[:, :, self._how().tokens :]
         if latest.requires_grad or latest.dtype != torch.bfloat16:
@@ -251,44 +262,49 @@ class PackedStates:
         elif end := self._whole_blocks(latest):
             self._blocks = [*self._blocks, *self._packed(latest[:, :, :end], 2 * every.nbytes)]
             self._decoding = None
-            self._hold(latest[:, :, end:], 0)
+            self._hold(latest[:, :, end:])
         elif self._blocks:
-            self._hold(latest, latest.shape[2] - states.shape[2])
+            self._hold(latest)
         else:
-            self._latest = latest
+            self._others = latest
         return every
 
     def all(self) -> torch.Tensor | None:
-        return self._followed_by() if self._blocks else self._latest
+        return self._followed_by() if self._blocks else self._others
+
+    def _place(self, states: torch.Tensor) -> torch.Tensor | None:
+        """In the room, behind those that are there, if they belong and fit there."""
+        room, tokens = self._room, states.shape[2]
+        if room is None or self._held + tokens > room.shape[2] or states.requires_grad or states.dtype != room.dtype:
+            return None
+        place = room.narrow(2, self._held, tokens)
+        return place if place.shape == states.shape else None
 
     def _followed_by(self, *states: torch.Tensor) -> torch.Tensor:
         """All, and these behind them, contiguous."""
-        ends = states if self._latest is None else (self._latest, *states)
+        latest = self.latest
+        ends = states if latest is None else (latest, *states)
         if not self._blocks:
             return torch.cat(ends, dim=2)
         how = self._how()
         sequences, heads, _, channels = ends[0].shape
         start = how.tokens
-        shape = (sequences, heads, start + sum(end.shape[2] for end in ends), channels)
-        output = new_empty(ends[0], shape)
+        output = new_empty(ends[0], (sequences, heads, start + sum(end.shape[2] for end in ends), channels))
         for end in ends:
-            output[:, :, start : start + end.shape[2]] = end
+            output.narrow(2, start, end.shape[2]).copy_(end)
             start += end.shape[2]
         how.into(output)
         return output
 
-    def _hold(self, latest: torch.Tensor, known: int) -> None:
-        """These, of which the first ``known`` are in their places."""
-        tokens = latest.shape[2]
+    def _hold(self, latest: torch.Tensor) -> None:
+        """These, in the room."""
+        sequences, heads, tokens, channels = latest.shape
         if self._room is None or self._room.shape[2] < tokens:
-            sequences, heads, _, channels = latest.shape
+            unit, ahead = self._rhythm(latest)
             with torch.inference_mode(False):  # else nothing could be added outside of inference mode
-                self._room = latest.new_empty(
-                    (sequences, heads, max(tokens, self._unit(latest) + LATEST_TOKENS), channels)
-                )
-            known = 0
-        self._room[:, :, known:tokens] = latest[:, :, known:]
-        self._latest = self._room[:, :, :tokens]
+                self._room = latest.new_empty((sequences, heads, unit + ahead + LATEST_TOKENS - 1, channels))
+        self._others, self._held = None, tokens
+        self._room.narrow(2, 0, tokens).copy_(latest)
 
     def _how(self) -> Decoding:
         if self._decoding is None:
@@ -297,18 +313,19 @@ class PackedStates:
 
     def sequences(self) -> torch.Tensor:
         """Their indices."""
-        assert self._latest is not None
-        return torch.arange(len(self._latest), device=self._latest.device)
+        latest = self.latest
+        assert latest is not None
+        return torch.arange(len(latest), device=latest.device)
 
     def select(self, indices: torch.Tensor) -> None:
         """Keep these sequences, in this order."""
-        if self._latest is not None:
-            indices = indices.to(self._latest.device)
-            self._set([block.select(indices) for block in self._blocks], self._latest.index_select(0, indices))
+        if (latest := self.latest) is not None:
+            indices = indices.to(latest.device)
+            self._set([block.select(indices) for block in self._blocks], latest.index_select(0, indices))
 
     def forget(self, tokens: int) -> None:
         """The last ones."""
-        blocks, latest = [*self._blocks], self._latest
+        blocks, latest = [*self._blocks], self.latest
         assert latest is not None
         while tokens > latest.shape[2]:
             tokens -= latest.shape[2]
@@ -316,39 +333,43 @@ class PackedStates:
         self._set(blocks, latest[:, :, : latest.shape[2] - tokens].clone())
 
     def move(self, device: torch.device) -> None:
-        if self._latest is not None and self._latest.device != device:
-            self._set([block.to(device) for block in self._blocks], self._latest.to(device, non_blocking=True))
+        latest = self.latest
+        if latest is not None and latest.device != device:
+            self._set([block.to(device) for block in self._blocks], latest.to(device, non_blocking=True))
 
-    def _unit(self, states: torch.Tensor) -> int:
-        """Tokens of a block of such states."""
-        sequences, heads, _, channels = states.shape
-        return self._block_tokens or default_block_tokens(sequences * heads * channels)
+    def _rhythm(self, latest: torch.Tensor) -> tuple[int, int]:
+        """Tokens of a block, and how many more the next one has, so that it ends where the phase says."""
+        sequences, heads, _, channels = latest.shape
+        unit = self._block_tokens or default_block_tokens(sequences * heads * channels)
+        whole = whole_tokens(sequences * heads)
+        return unit, (int(self._phase * unit) // whole * whole - self._how().tokens) % unit
 
     def _whole_blocks(self, latest: torch.Tensor) -> int:
-        """How many of these tokens make up blocks, of which the first is longer by what the phase says."""
-        sequences, heads, tokens, _ = latest.shape
-        unit, packed, whole = self._unit(latest), self._how().tokens, whole_tokens(sequences * heads)
-        longer = int(self._phase * unit) // whole * whole
-        end = (packed + tokens - LATEST_TOKENS - longer) // unit * unit + longer - packed
-        return end if end >= unit else 0
+        """How many of these tokens make up blocks."""
+        unit, ahead = self._rhythm(latest)
+        blocks = (latest.shape[2] - LATEST_TOKENS - ahead) // unit
+        return blocks * unit + ahead if blocks > 0 else 0
 
     def _packed(self, states: torch.Tensor, beside: int) -> list[Block]:
         """Such whole blocks; many are fewer, larger ones."""
         sequences, heads, tokens, channels = states.shape
-        unit = self._unit(states)
+        unit, _ = self._rhythm(states)
         most = max(1, MOST_WORDS // (sequences * heads * channels * unit)) * unit
         starts = [0, *range(tokens % unit + most, tokens, most)]
         return [Block.of(states[:, :, start:stop], self._arena, beside) for start, stop in pairwise((*starts, tokens))]
 
     def _set(self, blocks: list[Block], latest: torch.Tensor | None) -> None:
-        self._blocks, self._latest, self._room, self._decoding = blocks, latest, None, None
+        self._blocks, self._others, self._room, self._held, self._decoding = blocks, latest, None, 0, None
 
 
-def new_empty(like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+def new_empty(like: torch.Tensor, shape: tuple[int, int, int, int]) -> torch.Tensor:
     """As torch's own, but a large one has all of its segment: nothing that stays can be put behind it."""
     words = math.prod(shape)
-    whole = align(words, ROUNDED // like.element_size())
-    return like.new_empty(whole if whole < words * 9 // 8 else words)[:words].view(shape)
+    if words * like.element_size() < _LARGE:
+        return like.new_empty(shape)
+    _, heads, tokens, channels = shape
+    whole = like.new_empty(align(words, ROUNDED // like.element_size()))
+    return whole.as_strided(shape, (heads * tokens * channels, tokens * channels, channels, 1))
 
 
 def whole_tokens(heads: int) -> int:
