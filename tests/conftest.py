@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):  # torch's threads would wait for each other
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
 
 settings.register_profile(
     "samebits",

@@ -13,6 +13,7 @@ from torch import nn
 from transformers.cache_utils import Cache, StaticCache, StaticSlidingWindowLayer
 
 from samebits.errors import InputError
+from samebits.integrations.transformers_ahead import ask, may_run_ahead
 
 Place = tuple[str, ...]  # of an argument, with the names of the dicts that it is in
 Windows = list[StaticSlidingWindowLayer]  # of a cache: layers that keep a window of tokens, and count them in Python
@@ -29,6 +30,10 @@ def cuda_graphs(model: nn.Module) -> Iterator[None]:
     call of ``generate`` the first two steps run as they are, the next one is captured, all others are replays; once
     more where a sliding window has become full. Prompts run as they are, as does what cannot be captured, which the log
     says: caches that grow, for example, states that each step puts elsewhere, kernels that depend on values.
+
+    Whether a text has ended is read a step later, so the next step is prepared while the GPU is busy; what a step
+    behind the end has done is undone. Where that cannot be, as a cache that has sliding windows or states is one's own
+    or returned, the host waits for each token.
 
     On a CPU it does nothing.
 
@@ -67,12 +72,14 @@ def decoding_steps(model: Any, capture: Capture) -> Iterator[None]:
     def step(compile_config: object = None) -> DecodingStep:
         nonlocal steps
         steps += 1
+        ask()
         return DecodingStep(model, capture)
 
     before = vars(model).get(_COMPILED)
     vars(model)[_COMPILED] = step
     try:
-        yield
+        with may_run_ahead():
+            yield
     finally:
         del vars(model)[_COMPILED]
         if before:
