@@ -165,6 +165,19 @@ def test_two_thirds_of_the_bytes() -> None:
     assert cache.nbytes < 0.71 * sum(state.nbytes for state in (plain.layers[0].keys, plain.layers[0].values))
 
 
+def test_never_more_bytes() -> None:
+    """Not even behind the first block, beside which there is room for another."""
+    cache, plain = samebits.PackedCache(), DynamicCache()
+    for _ in range(60):
+        pair = torch.randn(2, 1, 8, 100, 64).bfloat16()
+        for each in (cache, plain):
+            each.update(*pair, 0)
+        layer = plain.layers[0]
+        assert cache.nbytes <= layer.keys.nbytes + layer.values.nbytes
+    assert len(blocks_of(cache.layers[0])) > 1
+    assert_same(cache.layers[0], plain.layers[0])
+
+
 @pytest.mark.parametrize(
     ("words", "tokens"), [(1024, 1024), (8192, 128), (65536, 64), (64, 16384), (480, 4096), (0, 1 << 20)]
 )

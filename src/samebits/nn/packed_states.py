@@ -25,6 +25,7 @@ BLOCK_WORDS = 1 << 20  # of a block, at least
 MOST_WORDS = 1 << 25  # of one that a long prompt makes
 ROW_TOKENS = 64  # whose states of one head are a row, of a scale of its own, where a block has so many
 LATEST_TOKENS = 16  # never packed: assisted generation takes back a few tokens at every step
+ROOM_SHARE = 8  # the room for the latest tokens has no more to spare than this part of what is packed
 SEGMENT_BYTES = 64 << 20  # of an arena, at most
 SEGMENT_SHARE = 8  # while it holds less than so many of these, a segment is this part of it
 _LARGE = 10 << 20  # bytes of a tensor, at least, that torch's allocator gives a segment of its own
@@ -223,7 +224,7 @@ class PackedStates:
         self._arena, self._block_tokens, self._phase = arena, block_tokens, arena.phase()
         self._blocks: list[Block] = []
         self._others: torch.Tensor | None = None  # the latest tokens, behind all blocks, if they have no room
-        self._room: torch.Tensor | None = None  # for all until the next ones are packed; those of now are the first
+        self._room: torch.Tensor | None = None  # for them and the next ones, if there are blocks; they are the first
         self._held = 0  # tokens in it
         self._decoding: Decoding | None = None  # of the blocks, as soon as it is needed
 
@@ -301,8 +302,10 @@ class PackedStates:
         sequences, heads, tokens, channels = latest.shape
         if self._room is None or self._room.shape[2] < tokens:
             unit, ahead = self._rhythm(latest)
+            most = tokens + max(LATEST_TOKENS, self._how().tokens // ROOM_SHARE)
+            room = min(unit + ahead + LATEST_TOKENS - 1, most)  # behind these, blocks are packed
             with torch.inference_mode(False):  # else nothing could be added outside of inference mode
-                self._room = latest.new_empty((sequences, heads, unit + ahead + LATEST_TOKENS - 1, channels))
+                self._room = latest.new_empty((sequences, heads, room, channels))
         self._others, self._held = None, tokens
         self._room.narrow(2, 0, tokens).copy_(latest)
 
