@@ -33,7 +33,11 @@ class Capped:
 
 @pytest.mark.parametrize(
     ("most", "held"),
-    [(longest.PROMPT - 1, 0), (longest.PROMPT, longest.PROMPT), (300, longest.PROMPT + 2 * longest.STEP)],
+    [
+        (longest.PROMPT - 1, 0),
+        (longest.PROMPT, longest.PROMPT),
+        (longest.PROMPT + 3 * longest.STEP - 1, longest.PROMPT + 2 * longest.STEP),
+    ],
 )
 def test_counts_what_the_last_step_held(most: int, held: int) -> None:
     model = models.build("tiny", "cpu", False)
@@ -72,7 +76,7 @@ def test_no_ratio_where_bf16_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_step_with_a_packed_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_states, "BLOCK_WORDS", 1 << 17)
-    row = longest.cache_row("tiny", models.build("tiny", "cpu", True), 7000, "cpu")
+    row = longest.cache_row("tiny", models.build("tiny", "cpu", True), 14000, "cpu")
     assert row["same_logits"] is True
     assert row["packed_cache_bytes"] == pytest.approx(row["ratio"] * row["dynamic_cache_bytes"], rel=0.01)
     assert 0.6 < row["ratio"] < 0.8
