@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -47,3 +48,18 @@ def _repeatable_attention(request: pytest.FixtureRequest) -> Iterator[None]:
 
     with repeatable_attention():
         yield
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What samebits.cuda_graphs has captured so far."""
+    from samebits.integrations import transformers_graphs
+
+    found, captured = [], transformers_graphs.captured
+
+    def noted(run: Callable[[], Any]) -> Callable[[], Any]:
+        found.append(captured(run))
+        return found[-1]
+
+    monkeypatch.setattr(transformers_graphs, "captured", noted)
+    return found

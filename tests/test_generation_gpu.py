@@ -61,19 +61,13 @@ def test_a_replayed_step_is_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert replayed.tokens == called.tokens
 
 
-def test_windows_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_are_replayed(monkeypatch: pytest.MonkeyPatch, graphs: list[Any]) -> None:
     """By one graph before they are full and another one then, in each of two runs."""
     windowed = SMALL | {"architectures": ["MistralForCausalLM"], "sliding_window": 64}
     monkeypatch.setitem(models.MODELS, "small", ("mistral", windowed))
     model = models.build("small", "cuda", True)
     samebits.prepare(model, [2])
-    setting, captured, graphs = generate.Setting("graphs", 2, 50, 40), transformers_graphs.captured, []
-
-    def counted(run: Any) -> Any:
-        graphs.append(captured(run))
-        return graphs[-1]
-
-    monkeypatch.setattr(transformers_graphs, "captured", counted)
+    setting = generate.Setting("graphs", 2, 50, 40)
     replayed = generate.measure(model, setting, "cuda")
     assert len(graphs) == 4
     monkeypatch.setattr(transformers_graphs, "captured", lambda run: run)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from samebits.cli import bench
@@ -36,7 +35,7 @@ def generated(samebits: Command, *arguments: object) -> dict[str, Any]:
     ).json
 
 
-@pytest.mark.parametrize("options", [("--greedy",), ("--temperature", "1.5", "--seed", "7")])
+@pytest.mark.parametrize("options", [("--greedy",), ("--temperature", "1.5", "--seed", "7"), ("--greedy", "--graphs")])
 def test_the_same_text_from_compressed_and_plain(
     samebits: Command, example: Path, packed_example: Path, options: tuple[str, ...]
 ) -> None:
@@ -145,8 +144,11 @@ def test_bench_of_a_file_measures_its_tensors(samebits: Command, example: Path) 
 
 
 @pytest.mark.gpu
-def test_the_same_text_on_a_gpu(samebits: Command, example: Path, packed_example: Path) -> None:
-    options = ("--prompt", PROMPT, "--greedy", "--device", "cuda", "--json")
+@pytest.mark.parametrize("options", [(), ("--graphs",)])
+def test_the_same_text_on_a_gpu(
+    samebits: Command, example: Path, packed_example: Path, options: tuple[str, ...], graphs: list[Any]
+) -> None:
+    options = ("--prompt", PROMPT, "--greedy", "--device", "cuda", "--json", *options)
     plain, compressed = (samebits("generate", path, *options).json for path in (example, packed_example))
     assert compressed["tokens"] == plain["tokens"]
-    assert torch.cuda.is_available()
+    assert len(graphs) == (2 if "--graphs" in options else 0)

@@ -17,7 +17,6 @@ from transformers.cache_utils import StaticSlidingWindowLayer
 
 import samebits
 from samebits.errors import InputError
-from samebits.integrations import transformers_graphs
 from samebits.integrations.transformers_graphs import DecodingStep, decoding_steps
 
 TINY = {
@@ -203,17 +202,11 @@ def test_states_instead_of_attention(kind: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", [*WINDOWS, *STATES])
-def test_replays_of_a_gpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, graphs, captured = made(kind, **(WINDOWS | STATES)[kind]).to("cuda"), [], transformers_graphs.captured
+def test_replays_of_a_gpu(kind: str, graphs: list[Any]) -> None:
+    model = made(kind, **(WINDOWS | STATES)[kind]).to("cuda")
     samebits.compress(model)
     with decoding_steps(model, refuse):
         expected = logits_of(model, cache_implementation="static")
-
-    def counted(run: Callable[[], Any]) -> Callable[[], Any]:
-        graphs.append(captured(run))
-        return graphs[-1]
-
-    monkeypatch.setattr(transformers_graphs, "captured", counted)
     with samebits.cuda_graphs(model):
         assert torch.equal(logits_of(model, cache_implementation="static"), expected)
     assert len(graphs) == (2 if kind in WINDOWS else 1)

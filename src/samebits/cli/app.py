@@ -218,6 +218,7 @@ def generate(
     greedy: Annotated[bool, typer.Option("--greedy", help="Always the likeliest token; otherwise sample.")] = False,
     temperature: Annotated[float, typer.Option(min=0.01, help="For sampling.")] = 0.8,
     seed: Annotated[int, typer.Option(min=0, max=_MAX_SEED, help="For sampling.")] = 0,
+    graphs: Annotated[bool, typer.Option("--graphs", help="On a GPU: replay each step as a CUDA graph.")] = False,
     device: On = Device.AUTO,
     as_json: Json = False,
 ) -> None:
@@ -225,7 +226,7 @@ def generate(
     from samebits.cli.generate import Sampling, generate
 
     sampling = Sampling(max_new_tokens, None if greedy else temperature, seed)
-    generate(path, prompt, sampling, device, as_json)
+    generate(path, prompt, sampling, device, graphs, as_json)
 
 
 @app.command()

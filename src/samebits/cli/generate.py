@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+import samebits
 from samebits.cli.console import compilation_noted, note, print_json, print_lines
 from samebits.errors import InputError
 from samebits.integrations.model_shapes import WRONG_CONFIG
@@ -97,7 +99,7 @@ def _load(auto_class: str, path: str, **options: Any) -> Any:
 
 
 @compilation_noted()
-def generate(path: str | None, prompt: str, sampling: Sampling, device: str, as_json: bool) -> None:
+def generate(path: str | None, prompt: str, sampling: Sampling, device: str, graphs: bool, as_json: bool) -> None:
     try:
         prompt.encode()
     except UnicodeEncodeError:
@@ -110,7 +112,7 @@ def generate(path: str | None, prompt: str, sampling: Sampling, device: str, as_
     if inputs["input_ids"].shape[1] == 0:
         raise InputError("the prompt has no tokens", where=path, mend="give a longer --prompt")
     start = time.monotonic()
-    tokens = run_model(model, inputs, sampling)
+    tokens = run_model(model, inputs, sampling, graphs)
     seconds = time.monotonic() - start
     new = tokens[inputs["input_ids"].shape[1] :]
     text = tokenizer.decode(tokens, skip_special_tokens=True)
@@ -121,10 +123,17 @@ def generate(path: str | None, prompt: str, sampling: Sampling, device: str, as_
     note(f"{len(new)} tokens in {seconds:.1f} s on {device}")
 
 
-def run_model(model: Any, inputs: Any, sampling: Sampling) -> list[int]:
-    """Prompt and continuation as token ids."""
+def run_model(model: Any, inputs: Any, sampling: Sampling, graphs: bool = False) -> list[int]:
+    """Prompt and continuation as token ids.
+
+    Args:
+        graphs: with a static cache, each step replayed as a CUDA graph; on a CPU nothing changes.
+    """
     torch.manual_seed(sampling.seed)
-    names = ("input_ids", "attention_mask")
-    with torch.no_grad():  # not inference_mode, in which products of one input are made one by one (docs/plans.md)
-        output = model.generate(**{name: inputs[name] for name in names}, **sampling.options())
+    options = {name: inputs[name] for name in ("input_ids", "attention_mask")} | sampling.options()
+    if graphs and model.device.type == "cuda":
+        options["cache_implementation"] = "static"
+    # not inference_mode, in which products of one input are made one by one (docs/plans.md)
+    with torch.no_grad(), samebits.cuda_graphs(model) if graphs else nullcontext():
+        output = model.generate(**options)
     return [int(token) for token in output[0]]
