@@ -5,15 +5,16 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager
 from threading import Barrier
+from typing import Any
 
 import pytest
 import torch
 
 import samebits
-from samebits.errors import DeviceError
 from samebits.format.packed import PackedTensor
 from samebits.kernels import residents, tables
 from samebits.kernels.tables import decode_table, table_words
@@ -110,39 +111,37 @@ def test_two_threads_have_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found[0] is found[1] is decode_table(packed)
 
 
-class Stream:
-    """Plays torch's."""
+def test_tables_have_memory_of_a_thread_and_a_stream_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel runs in the caller's; errors reach the caller."""
+    packed, caller = packed_tensor(), threading.current_thread()
+    streams = ["the caller's"]
+    places: list[tuple[str, bool, str]] = []
 
-    def __init__(self, device: torch.device | None = None) -> None:
-        self.seen: list[str] = []
+    @contextmanager
+    def inside(stream: str) -> Iterator[None]:
+        streams.append(stream)
+        yield
+        streams.pop()
 
-    def record_event(self) -> Stream:
-        return self
+    def note(what: str) -> None:
+        places.append((what, threading.current_thread() is caller, streams[-1]))
 
-    def wait(self) -> None:
-        self.seen.append("waited")
+    def empty(words: int, **options: Any) -> torch.Tensor:
+        note("memory")
+        if len(places) > 2:
+            raise torch.OutOfMemoryError("no")
+        return torch.zeros(words, dtype=torch.int32)
 
-
-def test_tables_are_made_in_a_thread_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind what the caller's stream does; errors reach the caller."""
-    current, packed = Stream(), packed_tensor()
-    threads: list[threading.Thread] = []
-
-    def make(packed: PackedTensor) -> torch.Tensor:
-        threads.append(threading.current_thread())
-        assert current.seen == ["waited"] * len(threads)
-        if len(threads) == 2:
-            raise DeviceError("no")
-        return torch.zeros(4, dtype=torch.int32)
-
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(tables, "_side_stream", Stream)
-    monkeypatch.setattr(tables, "_make", make)
-    assert tables._make_apart(packed).numel() == 4
-    with pytest.raises(DeviceError, match="no"):
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[-1])
+    monkeypatch.setattr(torch.cuda, "stream", inside)
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(tables, "_apart_from", lambda stream: f"another than {stream}")
+    monkeypatch.setattr(tables, "_make", lambda packed, table: note("kernel"))
+    assert tables._make_apart(packed).numel() == table_words(packed.header)
+    with pytest.raises(torch.OutOfMemoryError, match="no"):
         tables._make_apart(packed)
-    assert threading.current_thread() not in threads
+    apart = ("memory", False, "another than the caller's")
+    assert places == [apart, ("kernel", True, "the caller's"), apart]
 
 
 def test_the_first_table_stays_as_long_as_the_tensor(made: list[PackedTensor]) -> None:

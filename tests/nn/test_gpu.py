@@ -10,8 +10,10 @@ from contextlib import AbstractContextManager
 import pytest
 import torch
 from torch import nn
+from torch.autograd import DeviceType
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
 
 import samebits
 from samebits.errors import DigestError, InputError
@@ -49,6 +51,18 @@ def test_same_output(pair: tuple[nn.Sequential, nn.Sequential], shape: tuple[int
     dense, packed = pair
     tokens = torch.randint(0, 512, shape, device="cuda")
     assert_same(packed(tokens), dense(tokens))
+
+
+def test_all_kernels_run_on_the_current_stream(pair: tuple[nn.Sequential, nn.Sequential]) -> None:
+    """As soon as some have run on another one, kernels in graphs begin later, in all of the process."""
+    _, packed = pair
+    tokens = torch.zeros((1, 8), dtype=torch.int64, device="cuda")
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        packed(tokens)
+        torch.cuda.synchronize()
+    kernels = {e.name: e.device_resource_id for e in seen.events() if e.device_type == DeviceType.CUDA}
+    assert any(name.startswith("make_table") for name in kernels)
+    assert len({*kernels.values()}) == 1, kernels
 
 
 @pytest.mark.parametrize("trained", [True, False])
