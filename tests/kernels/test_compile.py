@@ -46,6 +46,7 @@ WHOLE = {
         *(f"{what}_{code}" for what in ("measure", "write") for code in ("quad", "single")),
     ],
     "pieces.cu": ["decode_pieces"],
+    "replay.cu": ["before_replay"],
     "tables.cu": ["make_table_quad", "make_table_single"],
 }  # fmt: skip
 EVERYWHERE = ("linear_ahead.cu", "linear_chains.cu")  # of the fused layer's kernels; the others are Hopper's

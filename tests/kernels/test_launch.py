@@ -315,7 +315,7 @@ def test_begins_beside_a_kernel_in_a_graph(
         return (done,)
 
     for target, name, value in (
-        (nvrtc, "_starts_early", lambda device: True),
+        (nvrtc, "starts_early", lambda device: True),
         (nvrtc, "configured", configured),
         (torch.cuda, "is_current_stream_capturing", lambda: capturing),
         (driver, "cuLaunchKernelEx", start),

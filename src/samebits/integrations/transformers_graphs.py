@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache, StaticCache, StaticSlidingWindowLaye
 
 from samebits.errors import InputError
 from samebits.integrations.transformers_ahead import ask, may_run_ahead
+from samebits.kernels.replay import fast_replay
 
 Place = tuple[str, ...]  # of an argument, with the names of the dicts that it is in
 Windows = list[StaticSlidingWindowLayer]  # of a cache: layers that keep a window of tokens, and count them in Python
@@ -187,9 +188,10 @@ def captured(run: Callable[[], Any]) -> Callable[[], Any]:
             output = run()
     finally:
         torch.cuda.set_stream(stream)  # which torch does not if the capture has failed
+    start = fast_replay(graph)
 
     def replay() -> Any:
-        graph.replay()
+        start()
         return output
 
     return replay

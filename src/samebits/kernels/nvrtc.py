@@ -206,7 +206,8 @@ def on_device(device: int) -> AbstractContextManager[object]:
 
 
 @cache
-def _starts_early(device: int) -> bool:
+def starts_early(device: int) -> bool:
+    """Whether there are programmatic dependent launches."""
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
@@ -259,7 +260,7 @@ def configured(
     config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
     config.sharedMemBytes = shared
     config.hStream = driver.CUstream(stream)
-    if early and _starts_early(device):
+    if early and starts_early(device):
         attribute = driver.CUlaunchAttribute()
         attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         attribute.value.programmaticStreamSerializationAllowed = 1
@@ -280,7 +281,7 @@ def launcher(
     def launch(pointers: int) -> None:
         _check(start(pointers, 0))
 
-    if not (early and _starts_early(device)):
+    if not (early and starts_early(device)):
         return launch
     captured = launcher(function, grid, threads, shared, stream, False, device)
 
