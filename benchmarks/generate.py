@@ -15,10 +15,11 @@ On a CPU "graphs" calls the model where a GPU replays it, and "compile" does not
 transformers' own rule. Plans are found before (samebits.prepare), and kernels are compiled then.
 
 A case is generated twice, the first time to warm up; only once if that took more than LONG seconds. On a GPU its prompt
-runs WARM_PROMPTS times before. Of the last time,
-``first_token_seconds`` runs from the call of ``generate`` to the first token. ``tokens_per_s`` is of all sequences
-together, from the median time between two tokens, without the first SETTLED ones, in which a graph is captured or a
-step compiled. Times are those of the GPU's own clock (CUDA events). ``peak_bytes`` is torch's max_memory_allocated.
+runs WARM_PROMPTS times before. ``tokens_per_s`` is of all sequences together, from the median time between two tokens
+of the last time, without the first SETTLED ones, in which a graph is captured or a step compiled, and from the slowest
+and fastest. ``first_token_seconds`` runs from the call of ``generate`` to the first token: median, slowest and fastest
+of the last time and, where a case is generated twice, of FIRST_TOKENS more calls for one token. Times are those of the
+GPU's own clock (CUDA events). ``peak_bytes`` is torch's max_memory_allocated.
 ``repeats`` says whether both times gave the same tokens: where BF16's differ, ``same_tokens`` tells nothing. Attention
 is not cuDNN's, for samebits.verify.repeatable_attention's reason. Compiled steps round where the model does
 (emulate_precision_casts) and divide sums alike in both forms (deterministic): else that depends on what Inductor makes
@@ -32,7 +33,6 @@ versions is replaced; all other rows of that device and these versions stay.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -47,7 +47,7 @@ import torch._inductor.config
 from transformers import CompileConfig, StaticCache, StoppingCriteria, StoppingCriteriaList
 
 import samebits
-from common import PACKAGES, add_results, cpu_name, runner, significant
+from common import PACKAGES, Timing, add_results, cpu_name, runner, significant
 from models import MODELS, build, forget, random_prompt
 from samebits.integrations.transformers_graphs import decoding_steps
 from samebits.verify import repeatable_attention
@@ -56,6 +56,7 @@ WAYS = ("eager", "graphs", "compile")
 DEFAULT_MODELS = ("Llama 3.1 8B", "Qwen3 14B")
 LONG = 3.0  # seconds
 SETTLED = 8  # tokens
+FIRST_TOKENS = 4
 WARM_PROMPTS = 3  # until products of one input are made together
 KEYS = ("model", "batch", "prompt", "tokens")
 BF16_SHARE = 0.45  # of a model's time
@@ -123,18 +124,33 @@ class Figures:
     """Of one case.
 
     Attributes:
-        first_token: seconds.
-        rate: tokens a second behind the first.
+        first_token: until it is there.
+        step: between two tokens behind the first.
+        batch: sequences.
         peak_bytes: on a GPU.
         tokens: all of them, by sequence.
         repeats: whether the first run gave the same tokens; None if there was one run.
     """
 
-    first_token: float
-    rate: float
+    first_token: Timing
+    step: Timing
+    batch: int
     peak_bytes: int | None
     tokens: list[list[int]]
     repeats: bool | None = None
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second, of all sequences."""
+        return self.batch / self.step.median
+
+    def columns(self, key: str) -> dict[str, Any]:
+        """Of a row."""
+        return (
+            self.step.rates(f"{key}_tokens_per_s", self.batch)
+            | self.first_token.columns(f"{key}_first_token_seconds")
+            | {f"{key}_peak_bytes": self.peak_bytes}
+        )
 
 
 def measure(model: Any, setting: Setting, device: str) -> Figures:
@@ -147,23 +163,29 @@ def measure(model: Any, setting: Setting, device: str) -> Figures:
         torch.cuda.reset_peak_memory_stats()
     options = setting.options(model, device)
     run = partial(model.generate, prompt, attention_mask=torch.ones_like(prompt), **options)
-    repeats = None
+    repeats, again = None, 0
+
+    def timed(**others: Any) -> tuple[list[float], torch.Tensor]:
+        if "past_key_values" in options:
+            options["past_key_values"].reset()
+        return _timed(partial(run, **others), device)
+
     with setting.graphs(model, device):
-        clock, tokens = _timed(run, device)
-        if sum(clock.intervals()) < LONG or setting.way == "compile":
-            if "past_key_values" in options:
-                options["past_key_values"].reset()
-            before, (clock, tokens) = tokens, _timed(run, device)
+        intervals, tokens = timed()
+        if sum(intervals) < LONG or setting.way == "compile":
+            before, (intervals, tokens), again = tokens, timed(), FIRST_TOKENS
             repeats = torch.equal(tokens, before)
-    first, *others = clock.intervals()
-    rate = setting.batch / statistics.median(others[SETTLED:] or others)
-    peak = torch.cuda.max_memory_allocated() if device == "cuda" else None
-    return Figures(first, rate, peak, tokens.tolist(), repeats)
+        peak = torch.cuda.max_memory_allocated() if device == "cuda" else None
+        first, *others = intervals
+        firsts = [first, *(timed(max_new_tokens=1)[0][0] for _ in range(again))]
+    step = Timing.of(others[SETTLED:] or others)
+    return Figures(Timing.of(firsts), step, setting.batch, peak, tokens.tolist(), repeats)
 
 
-def _timed(run: Callable[..., torch.Tensor], device: str) -> tuple[Clock, torch.Tensor]:
+def _timed(run: Callable[..., torch.Tensor], device: str) -> tuple[list[float], torch.Tensor]:
     clock = Clock(device)
-    return clock, run(stopping_criteria=StoppingCriteriaList([clock]))
+    tokens = run(stopping_criteria=StoppingCriteriaList([clock]))
+    return clock.intervals(), tokens
 
 
 @repeatable_attention()
@@ -185,8 +207,8 @@ def measure_all(name: str, settings: list[Setting], device: str, packed: bool, d
         start = time.monotonic()
         found.append(measure(model, setting, device))
         figures, seconds = found[-1], time.monotonic() - start
-        print(f"{name}, {kind}, {setting}: first token {figures.first_token:.3f} s, then {figures.rate:.1f} tokens/s; "
-              f"took {seconds:.1f} s", flush=True)  # fmt: skip
+        said = f"first token {figures.first_token.median:.3f} s, then {figures.rate:.1f} tokens/s"
+        print(f"{name}, {kind}, {setting}: {said}; took {seconds:.1f} s", flush=True)
     del model
     forget(device)
     return found
@@ -203,10 +225,7 @@ def rows(
         row: dict[str, Any] = {"table": setting.way, "model": name}
         row |= {key: getattr(setting, key) for key in ("batch", "prompt", "tokens")}
         for key, found in (("bf16", bf16), ("samebits", ours)):
-            row[f"{key}_tokens_per_s"] = significant(found.rate)
-            row[f"{key}_first_token_seconds"] = significant(found.first_token)
-            row[f"{key}_peak_bytes"] = found.peak_bytes
-            row[f"{key}_repeats"] = found.repeats
+            row |= found.columns(key) | {f"{key}_repeats": found.repeats}
         yield row | {"speed": significant(ours.rate / bf16.rate), "same_tokens": ours.tokens == bf16.tokens}
 
 

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -42,7 +41,7 @@ from accelerate import dispatch_model, infer_auto_device_map
 from transformers import StaticCache, StoppingCriteriaList
 
 import samebits
-from common import PACKAGES, cpu_name, read_results, significant, write_results
+from common import PACKAGES, Timing, cpu_name, read_results, significant, write_results
 from generate import SETTLED, Clock, Figures
 from models import MODELS, build, random_prompt
 from samebits.verify import repeatable_attention
@@ -120,7 +119,8 @@ def generate(model: Any, batch: int, device: str, graphs: bool) -> Figures:
         )  # fmt: skip
     first, *others = clock.intervals()
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else None
-    return Figures(first, batch / statistics.median(others[SETTLED:] if graphs else others), peak, output.tolist())
+    step = Timing.of(others[SETTLED:] if graphs else others)
+    return Figures(Timing.of([first]), step, batch, peak, output.tolist())
 
 
 def place(model: Any, way: str, case: Case, device: str, disk: Path) -> int:
@@ -194,9 +194,7 @@ def rows(name: str, case: Case, ways: Sequence[str], device: str) -> Iterator[di
         for way in ways:
             figures = found[way].figures[batch]
             row[f"{way}_offloaded_bytes"] = found[way].offloaded_bytes
-            row[f"{way}_tokens_per_s"] = significant(figures.rate) if figures else None
-            row[f"{way}_first_token_seconds"] = significant(figures.first_token) if figures else None
-            row[f"{way}_peak_bytes"] = figures.peak_bytes if figures else None
+            row |= figures.columns(way) if figures else {f"{way}_tokens_per_s": None, f"{way}_peak_bytes": None}
             if way != ways[0]:
                 both = figures is not None and baseline is not None
                 row[f"{way}_speed"] = significant(figures.rate / baseline.rate) if both else None

@@ -95,7 +95,7 @@ def measure(folder: Path, placement: str, settings: list[generate.Setting], devi
         for index in range(torch.cuda.device_count() if device == "cuda" else 0):
             torch.cuda.reset_peak_memory_stats(index)
         figures = generate.measure(model, setting, device)
-        row = {"tokens_per_s": significant(figures.rate), "weights_bytes": weights_bytes(model)}
+        row = figures.step.rates("tokens_per_s", setting.batch) | {"weights_bytes": weights_bytes(model)}
         found.append((row | {"peak_bytes": peak_bytes(device)}, figures.tokens, logits_of(model, setting, device)))
         say(f"{setting}: {figures.rate:.1f} tokens/s,")
     del model

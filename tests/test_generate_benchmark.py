@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from pathlib import Path
@@ -61,7 +62,7 @@ def test_all_ways_give_the_same_tokens(kind: str, monkeypatch: pytest.MonkeyPatc
 def test_what_does_not_repeat_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Is told from what differs, and what ran once from both."""
     model, setting = models.build("tiny", "cpu", False), generate.Setting("eager", 2, 5, 4)
-    numbers = iter(range(3))
+    numbers = itertools.count()
     monkeypatch.setattr(model, "generate", lambda prompt, **options: _timed_tokens(options, next(numbers)))
     monkeypatch.setattr(generate, "LONG", float("inf"))
     assert generate.measure(model, setting, "cpu").repeats is False

@@ -161,9 +161,11 @@ def test_tokens_are_streamed_once(length: int, reports: list[int]) -> None:
 
 
 def test_only_where_it_was_asked(reports: list[int]) -> None:
-    """Not by other calls of generate inside, nor afterwards; and transformers is left as it was."""
+    """Not by other calls of generate inside, nor afterwards, nor by one before that did not look, as beam search does
+    not; and transformers is left as it was."""
     model, before = made(), utils.DeferredStopCheck
     prompt = torch.arange(PROMPT)[None] + 1
+    transformers_ahead.ask()
     with decoding_steps(model, lambda run: run):
         with decoding_steps(made(), lambda run: run):
             pass

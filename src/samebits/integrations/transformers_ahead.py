@@ -73,6 +73,7 @@ def ask() -> None:
 def may_run_ahead() -> Iterator[None]:
     """Inside, ``ask`` has an effect."""
     global _contexts
+    _thread.asked = False  # by a generate before, that did not look
     if not _IS_KNOWN:
         yield
         return
