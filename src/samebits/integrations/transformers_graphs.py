@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -15,11 +16,13 @@ from transformers.cache_utils import Cache, StaticCache, StaticSlidingWindowLaye
 from samebits.errors import InputError
 from samebits.integrations.transformers_ahead import ask, may_run_ahead
 from samebits.kernels.replay import fast_replay
+from samebits.plans.environment import blas_state
 
 Place = tuple[str, ...]  # of an argument, with the names of the dicts that it is in
 Windows = list[StaticSlidingWindowLayer]  # of a cache: layers that keep a window of tokens, and count them in Python
 _COMPILED = "get_compiled_call"  # of a model: what generate asks for the step
 _NUMBERS = (bool, int, float, str, type(None))  # compared by value
+_known: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()  # signatures of captured steps
 _log = logging.getLogger(__name__)
 
 
@@ -28,8 +31,9 @@ def cuda_graphs(model: nn.Module) -> Iterator[None]:
     """Inside, ``model.generate(..., cache_implementation="static")`` replays its decoding step as a CUDA graph.
 
     The step is the model's forward for one more token of each sequence, of BF16 models as of compressed ones. In each
-    call of ``generate`` the first two steps run as they are, the next one is captured, all others are replays; once
-    more where a sliding window has become full. Prompts run as they are, as does what cannot be captured, which the log
+    call of ``generate`` one step is captured, and those behind it are replays; once more where a sliding window has
+    become full. Two steps in front of it run as they are, unless an earlier call has captured a step of this model with
+    as many sequences and as large a cache. Prompts run as they are, as does what cannot be captured, which the log
     says: caches that grow, for example, states that each step puts elsewhere, kernels that depend on values.
 
     Whether a text has ended is read a step later, so the next step is prepared while the GPU is busy; what a step
@@ -74,8 +78,9 @@ def decoding_steps(model: Any, capture: Capture) -> Iterator[None]:
         nonlocal steps
         steps += 1
         ask()
-        return DecodingStep(model, capture)
+        return DecodingStep(model, capture, known)
 
+    known = _known.setdefault(model, set())
     before = vars(model).get(_COMPILED)
     vars(model)[_COMPILED] = step
     try:
@@ -96,12 +101,18 @@ class DecodingStep:
 
     From call to call the contents of tensors may change, those in dicts too (a mask for each kind of attention). Where
     anything else does, such as the cache, which the graph writes to, it begins anew.
+
+    Args:
+        known: signatures of steps that were captured before; these are captured at once.
     """
 
     EAGER_CALLS = 2  # as many as products that share an input need to be made by one launch
 
-    def __init__(self, model: Callable[..., Any], capture: Capture) -> None:
+    def __init__(self, model: Callable[..., Any], capture: Capture, known: set[int] | None = None) -> None:
         self.model, self.capture, self.calls = model, capture, 0
+        self._known: set[int] = set() if known is None else known
+        self._signature = 0
+        self._eager_calls = self.EAGER_CALLS
         self._inputs: dict[Place, torch.Tensor] = {}
         self._others: dict[Place, Any] = {}
         self._windows: Windows = []
@@ -117,12 +128,12 @@ class DecodingStep:
         if not alike or (self._captures and _are_full(self._windows) != self._full):
             self._begin(inputs, others)
         self.calls += 1
-        if self.calls <= self.EAGER_CALLS or not self._captures:
+        if self.calls <= self._eager_calls or not self._captures:
             return self._called(arguments)
         if self._replay is None:
             self._replay = self._captured(inputs)
         if self._replay is None:
-            return self.model(**arguments)
+            return self._called(arguments)
         for place, value in inputs.items():
             self._inputs[place].copy_(value)
         counts = _counts_of(self._windows)
@@ -137,6 +148,9 @@ class DecodingStep:
         self._full, self._captures = _are_full(self._windows), True
         if obstacle := _obstacle(inputs, others, self._windows):
             self._refuse(obstacle)
+            return
+        self._signature = _signature(self.model, inputs, others, self._full)
+        self._eager_calls = 0 if self._signature in self._known else self.EAGER_CALLS
 
     def _refuse(self, obstacle: str) -> None:
         self._captures = False
@@ -170,14 +184,20 @@ class DecodingStep:
         return state
 
     def _captured(self, inputs: dict[Place, torch.Tensor]) -> Callable[[], Any] | None:
-        """None where it cannot be; then nothing was launched."""
+        """None where it cannot be, or not yet; then nothing was launched."""
         self._inputs = {place: value.clone() for place, value in inputs.items()}
         try:
             with _as_captured(self._windows):
-                return self.capture(partial(self.model, **_nested(self._inputs | self._others)))
+                replay = self.capture(partial(self.model, **_nested(self._inputs | self._others)))
         except RuntimeError as error:
-            self._refuse(f"it cannot be captured: {error}")
+            if self._eager_calls:
+                self._refuse(f"it cannot be captured: {error}")
+            else:  # what runs for the first time may not be captured
+                self._known.discard(self._signature)
+                self._eager_calls = self.EAGER_CALLS
             return None
+        self._known.add(self._signature)
+        return replay
 
 
 def captured(run: Callable[[], Any]) -> Callable[[], Any]:
@@ -243,6 +263,25 @@ def _move(window: StaticSlidingWindowLayer, keys: torch.Tensor, values: torch.Te
     for kept, new in ((window.keys, keys), (window.values, values)):
         kept.copy_(torch.cat((kept[:, :, 1:], new), dim=-2))
     return window.keys, window.values
+
+
+def _signature(
+    model: Callable[..., Any], inputs: dict[Place, torch.Tensor], others: dict[Place, Any], full: list[bool]
+) -> int:
+    """The same for steps of which one may be captured at once if another was.
+
+    That is with the same parameters, torch's settings as they were, inputs of the same shapes and a cache of the same
+    layers. Contents do not count, nor which cache it is.
+    """
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    weights = tuple((type(module), *map(id, module._parameters.values())) for module in modules)
+    shapes = tuple((place, value.shape, value.dtype, value.device) for place, value in inputs.items())
+    numbers = tuple((place, type(value), value if type(value) in _NUMBERS else None) for place, value in others.items())
+    cache = tuple(
+        (type(layer), *((name, value.shape) for name, value in vars(layer).items() if isinstance(value, torch.Tensor)))
+        for layer in _cache_of(others).layers
+    )
+    return hash((blas_state(), weights, shapes, numbers, cache, tuple(full)))
 
 
 def _cache_of(others: dict[Place, Any]) -> Any:
