@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -44,6 +46,21 @@ def test_an_early_launch_before_each_replay(seen: list[Any]) -> None:
     replay()
     before = (("replay.cu", "before_replay", 3), 1, 32, 0, (), True)
     assert seen == [before, "replay", before, "replay"]
+
+
+def test_on_the_device_of_the_capture(seen: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever is the current one at the replay."""
+
+    @contextmanager
+    def on(device: int) -> Iterator[None]:
+        seen.append(f"on {device}")
+        yield
+        seen.append("back")
+
+    replay = fast_replay(Graph(seen))  # type: ignore[arg-type]
+    monkeypatch.setattr(nvrtc, "on_device", on)
+    replay()
+    assert [each for each in seen if isinstance(each, str)] == ["on 3", "replay", "back"]
 
 
 def test_alone_where_none_starts_early(seen: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

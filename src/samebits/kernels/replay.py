@@ -31,7 +31,8 @@ def fast_replay(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
         return graph.replay
 
     def replay() -> None:
-        nvrtc.launch(kernel, 1, 32, 0, early=True)
-        graph.replay()
+        with nvrtc.on_device(device):
+            nvrtc.launch(kernel, 1, 32, 0, early=True)
+            graph.replay()
 
     return replay
