@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from importlib.resources import files
 from threading import Barrier
 
@@ -158,3 +159,11 @@ def test_a_compiler_error_names_the_source(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(nvrtc, "source", lambda file, kernel: "this is no CUDA")
     with pytest.raises(DeviceError, match=r"cannot compile decode\.cu for sm_80"):
         nvrtc.compile_source("decode.cu", "sm_80", cached=False)
+
+
+def test_a_kernel_without_cuda_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever can do without it need not know which library is missing."""
+    monkeypatch.setitem(sys.modules, "cuda.core", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    with pytest.raises(DeviceError, match="the CUDA kernels need cuda-core"):
+        nvrtc.kernel("replay.cu", "before_replay", 98)

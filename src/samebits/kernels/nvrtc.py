@@ -125,12 +125,17 @@ def compile_all(sources: Iterable[Source], device: int) -> None:
 
 @cache
 def kernel(file: str, name: str, device: int) -> Kernel:
-    """The kernel ``name`` of csrc/``file`` on ``device``, ready for as much shared memory as the device has."""
+    """The kernel ``name`` of csrc/``file`` on ``device``, ready for as much shared memory as the device has.
+
+    Raises:
+        DeviceError: as compile_source.
+    """
+    module = _module(Source(file, name), device)
     from cuda.bindings import driver
     from cuda.core import Device
 
     Device(device).set_current()
-    function = _module(Source(file, name), device).get_kernel(name)
+    function = module.get_kernel(name)
     attribute = driver.CUfunction_attribute
     available = shared_memory(device) - function.attributes[device].shared_size_bytes
     for name, value in (

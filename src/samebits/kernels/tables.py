@@ -77,7 +77,7 @@ def _make_apart(packed: PackedTensor) -> torch.Tensor:
 
 @cache
 def _apart_from(stream: torch.cuda.Stream) -> torch.cuda.Stream:
-    """Another one, and no other stream's: what is free of its memory was used behind this one, as torch has it."""
+    """Another one for each: what becomes free of its memory is given to tables that are made behind this one."""
     return torch.cuda.Stream(stream.device)
 
 
