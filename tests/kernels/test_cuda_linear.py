@@ -239,6 +239,26 @@ def test_walks_that_begin_with_a_short_piece() -> None:
             assert first_difference(y, expected) is None, f"variant {variant}"
 
 
+@pytest.mark.parametrize("tokens", [1, 7, 16, 32, 64])
+@pytest.mark.parametrize(("rows", "splits"), [(3848, (5, 7, 13)), (17000, (1, 2))])
+def test_blocks_hand_sums_on(rows: int, splits: tuple[int, ...], tokens: int) -> None:
+    """Over and over: who goes on with sums must never read what is there from before."""
+    columns, handing = 8704 // max(1, rows // 4000), [i for i, variant in enumerate(VARIANTS) if variant.hand_on]
+    weight = weight_of("normal", rows, columns)
+    packed, weight, tried = samebits.encode(weight).to("cuda"), weight.cuda(), 0
+    skip_unless_supported(packed, tokens)
+    for split in splits:
+        for variant in handing:
+            if launch_of(packed.header, tokens, split, variant, 0) is None:
+                continue
+            for seed in range(10):
+                x = inputs(tokens, columns, seed)
+                y = fused_linear(x, packed, None, LinearPlan(split, variant))
+                assert first_difference(y, plain_linear(x, weight, None, split)) is None, (split, variant)
+            tried += 1
+    assert tried or not nvrtc.has_wgmma(0)
+
+
 @pytest.mark.parametrize("place", [0, -1])
 @pytest.mark.parametrize("tokens", [1, 16, 48, 200, 600])
 def test_streams_and_graphs(tokens: int, place: int) -> None:

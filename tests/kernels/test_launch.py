@@ -63,7 +63,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
 _NAMES = [name for name, *_ in JobStructure._fields_]
 _BEHIND_POINTERS = _NAMES[_NAMES.index("tokens") : _NAMES.index("x_map")]
 RING = 1 + _BEHIND_POINTERS.index("ring")
-JOB = (*range(1, len(_BEHIND_POINTERS)), tuple(range(JobStructure.walks.size // 4)))
+JOB = (*range(1, len(_BEHIND_POINTERS)), tuple(range(JobStructure.division.size // 4)))
 LAUNCH = linear_job.Launch(file="f.cu", name="kernel", grid=132, warps=16, shared_bytes=1000, jobs=(JOB,))
 
 
@@ -89,7 +89,7 @@ def test_every_launch_has_its_own_addresses(launches: list[Launch]) -> None:
                 )
                 assert found.job.bias == (b.data_ptr() if b is not None else None)
                 assert (found.job.tokens, found.job.ring) == (1, RING)
-                assert tuple(found.job.walks) == JOB[-1]
+                assert tuple(found.job.division) == JOB[-1]
                 assert found.packed.planes == packed.header.sections["planes"].start
                 assert found.geometry.columns == 1024
                 assert (found.grid, found.threads, found.stream) == (132, 512, 7)

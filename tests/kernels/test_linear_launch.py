@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate, product
+from itertools import accumulate, pairwise, product
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from samebits.kernels.linear import LinearPlan, is_supported, sources
 from samebits.kernels.linear_clusters import MAX_CLUSTER_TOKENS
 from samebits.kernels.linear_clusters import TILES as CLUSTER_TILES
 from samebits.kernels.linear_clusters import Tile as ClusterTile
+from samebits.kernels.linear_cuts import Tiles, cuts_anywhere
 from samebits.kernels.linear_job import ATOM_BYTES, CHUNK_STAGES, MAP_BYTES, Kernel, Launch, magic
 from samebits.kernels.linear_launch import (
     MAX_HOPPER_TOKENS,
@@ -154,11 +155,11 @@ def check_walks(header: Header, launch: Launch, number: int = 0) -> None:
     takes over are sums of the warp in front, once, which has left them before it waits itself."""
     job, stages = job_of(launch, number), header.geometry.stages
     own, longer, per_range, ranges = job["own"], job["longer"], job["stages_per_range"], job["ranges"]
-    assert len(job["walks"]) == 2 * 20 * 4
+    assert len(job["division"]) == 2 * 20 * 4
     assert job["slots"] == own + (longer > 0)
     assert ranges == 1 or per_range >= 16 or "borders" not in launch.name
     for kind, groups in enumerate((own + 1 if longer else 0, own)):
-        words = job["walks"][80 * kind : 80 * kind + 4 * launch.warps]
+        words = job["division"][80 * kind : 80 * kind + 4 * launch.warps]
         by_warp = [tuple(words[i : i + 4]) for i in range(0, len(words), 4)]
         warps = sum(walk != (0, 0, 0, 0) for walk in by_warp)
         assert not any(map(any, by_warp[warps:]))
@@ -235,7 +236,7 @@ def test_cuts_are_moved_to_where_less_is_decoded_twice(hopper: bool, monkeypatch
         launch_of.cache_clear()
         launch = launch_of(header, 1, 5, number, 0)
         assert launch
-        words, stages = job_of(launch)["walks"], header.geometry.stages
+        words, stages = job_of(launch)["division"], header.geometry.stages
         pieces = [
             piece for i in range(0, 80, 4) for piece in pieces_of(job_of(launch), stages, tuple(words[i : i + 4]))
         ]
@@ -368,16 +369,71 @@ def test_pairs_cover_a_weight(shape: tuple[int, int], chunk_words: int, tokens: 
             covered = units // (ranges * token_tiles) * cluster * warps * groups
             assert header.geometry.row_groups <= covered < header.geometry.row_groups + cluster * warps * groups
             assert job["ring"] >= (4 if wide == 256 else 2)
-            assert (prepared is not None) == (arranges or ranges > 1)
+            if variant.kernel is not Kernel.WARPGROUPS:
+                check_cuts(header, launch, units)
+            assert (prepared is not None) == (arranges or ranges > 1 or variant.hand_on)
             if prepared is None:
                 continue
+            flags = launch.grid * warps if variant.hand_on else 0
             assert prepared.wide == wide
             assert prepared.tokens == (tokens if arranges else 0)
             assert prepared.x_bytes == (token_tiles * wide * 2 * shape[1] if arranges else 0)
-            assert prepared.meetings == (covered // groups * token_tiles if ranges > 1 else 0,)
-            assert prepared.parts_bytes == (prepared.meetings[0] * ranges * 16 * wide * 4,)
+            meetings = covered // groups * token_tiles if ranges > 1 else 0
+            assert prepared.meetings == (meetings + flags,)
+            assert prepared.parts_bytes == ((meetings * ranges + flags) * 16 * wide * 4,)
             assert prepared.grid * prepared.threads >= max(prepared.tokens * shape[1] // 16, *prepared.meetings)
     assert (found > 0) == hopper
+
+
+def check_cuts(header: Header, launch: Launch, units: int, number: int = 0) -> None:
+    """linear_pairs.cuh: shares of blocks are all units, nobody waits for who waits, and who begins a range ends it."""
+    job, stages = job_of(launch, number), header.geometry.stages
+    per_range, blocks = job["stages_per_range"], job["blocks"]
+    words = job["division"][: blocks + 1]
+    cuts = [(word >> 12, word & 4095) for word in words]
+    assert cuts == sorted(set(cuts))
+    assert (cuts[0], cuts[-1]) == ((0, 0), (units, 0))
+    assert not any(job["division"][blocks + 1 :])
+    for (unit, begin), (last, end) in pairwise(cuts):
+        start = unit % job["ranges"] * per_range
+        assert begin < min(per_range, stages - start)
+        assert end % 2 == (last % job["ranges"] * per_range) % 2 or end == 0  # planes come in pairs of stages
+        assert unit < last or not begin
+        assert end == 0 or end >= 8
+
+
+@pytest.mark.parametrize("shapes", GROUPS, ids=str)
+def test_some_cuts_lie_inside_ranges(shapes: tuple[tuple[tuple[int, int], int], ...], hopper: bool) -> None:
+    headers, splits = tuple(header_of(shape, 250) for shape, _ in shapes), tuple(split for _, split in shapes)
+    for number, variant in enumerate(VARIANTS):
+        launch = joint_launch(headers, 16, splits, number, 0)
+        if launch is None or variant.kernel not in (Kernel.SINGLES, Kernel.PAIRS):
+            continue
+        inside = 0
+        for i, header in enumerate(headers):
+            check_cuts(header, launch, job_of(launch, i)["units"], i)
+            inside += sum(word & 4095 > 0 for word in job_of(launch, i)["division"])
+        assert (inside > 0) == variant.hand_on
+
+
+def test_shares_are_about_equal() -> None:
+    """What each block decodes, as a walk over its stages tells."""
+    tiles = Tiles(40, 272, 55)
+    [cuts] = cuts_anywhere((tiles,), 132) or [()]
+    assert 120 < len(cuts) <= 133
+    shares = []
+    for (unit, begin), (last, end) in pairwise(cuts):
+        stages = [
+            stage
+            for each in range(unit, last + (end > 0))
+            for stage in range(
+                (each % 5 * 55 + (begin if each == unit else 0)) // 16 * 16,
+                min(each % 5 * 55 + (end if each == last else 55), 272),
+            )
+        ]
+        shares.append(len(stages))
+    assert sum(shares[:-1]) / len(shares[:-1]) > 0.93 * max(shares)
+    assert max(shares) < 110  # with whole units 128
 
 
 @pytest.mark.parametrize("tokens", [128, 129, 512, 513, 2100, 16384])

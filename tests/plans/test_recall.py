@@ -46,7 +46,7 @@ from samebits.plans.together import Together
 DEVICE = -1  # what torch says of tensors in main memory
 K = 1024
 MOST_TOKENS = 512
-JOB = (*range(1, len(JobStructure._fields_) - 6), tuple(range(JobStructure.walks.size // 4)))
+JOB = (*range(1, len(JobStructure._fields_) - 6), tuple(range(JobStructure.division.size // 4)))
 LAUNCH = linear_job.Launch("f.cu", "kernel", grid=132, warps=16, shared_bytes=1000, jobs=(JOB,))
 ARRANGEMENT = linear_job.Arrangement(5, K, 8, 1 << 14, (6,), (4096,), part_steps=4)
 Start = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)

@@ -245,4 +245,4 @@ class _Planner(Planner):
             found = self.walks(groups, warps) if groups else []
             for walk in found + [Walk(0, 0, 0, 0, 0)] * (WALKS - len(found)):
                 walks += walk.words(self._place)
-        return self.job_fields(self.own, 1, warps, x=self.x, first_block=first_block, walks=walks)
+        return self.job_fields(self.own, 1, warps, x=self.x, first_block=first_block, division=walks)

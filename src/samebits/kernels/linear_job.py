@@ -14,7 +14,7 @@ from samebits.format.geometry import STAGE, STEPS
 from samebits.format.packed import Header, align
 from samebits.kernels import nvrtc
 from samebits.kernels.decode import STATIC_SHARED, staging_words
-from samebits.kernels.structures import WALK_WORDS, WALKS
+from samebits.kernels.structures import DIVISION_WORDS
 from samebits.kernels.tables import table_words
 
 CHUNK_STAGES = 16  # csrc: kChunkStages
@@ -197,9 +197,13 @@ class Planner:
         segments: int = 1,
         segment_stages: int = 0,
         x_places: int = 0,
-        walks: Sequence[int] = (),
+        division: Sequence[int] = (),
     ) -> JobFields:
-        """JobStructure's fields behind the pointers."""
+        """JobStructure's fields behind the pointers.
+
+        Args:
+            division: walks of linear_chains.cuh, or cuts of linear_pairs.cuh.
+        """
         own, longer = divmod(self.row_groups, self.blocks)
         return (
             self.m, self.ranges, self.stages_per_range, slots, batches, decoders // slots, decoders % slots,
@@ -207,5 +211,5 @@ class Planner:
             token_tiles, units, magic(max(token_tiles, 1)), magic(self.ranges),
             segments, segment_stages, magic(max(ring, 1)),
             magic(slots), magic(self.stages_per_range), magic(self.chunks),
-            self.table, x, self.buffer, x_places, ring, (*walks, *[0] * (2 * WALKS * WALK_WORDS - len(walks))),
+            self.table, x, self.buffer, x_places, ring, (*division, *[0] * (DIVISION_WORDS - len(division))),
         )  # fmt: skip

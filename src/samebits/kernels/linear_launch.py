@@ -30,16 +30,19 @@ class Variant:
         kernel: which.
         warps: of a block, at most (csrc: of the launch bounds).
         shared_x: keep x in shared memory.
+        hand_on: blocks may end inside a range of K and leave its sums for the next.
         rank: of linear_relay.cuh's or linear_clusters.cuh's tiles: how many are expected to be faster.
     """
 
     kernel: Kernel
     warps: int
     shared_x: bool = True
+    hand_on: bool = False
     rank: int = 0
 
     def __str__(self) -> str:
         place = "" if self.shared_x else ", x in global memory"
+        place += ", sums handed on" if self.hand_on else ""
         rank = f", tile {self.rank + 1}" if self.kernel in _RANKED else ""
         return f"{self.kernel.name.lower()}, {self.warps} warps{place}{rank}"
 
@@ -61,6 +64,8 @@ VARIANTS = (
     *(Variant(Kernel.RELAY, max(tile.warps for tile in TILES), rank=rank) for rank in range(_RANKS)),
     Variant(Kernel.CHAINS, warps=12),
     *(Variant(Kernel.CLUSTERS, WARPS, rank=rank) for rank in range(_RANKS)),
+    Variant(Kernel.PAIRS, warps=8, hand_on=True),
+    Variant(Kernel.PAIRS, warps=12, hand_on=True),
 )
 
 
@@ -78,7 +83,7 @@ def launch_of(header: Header, m: int, split: int, variant: int, device: int) -> 
     if kind.kernel is Kernel.WARPGROUPS:
         return linear_pairs.warpgroups(header, m, split, device, kind.warps)
     if kind.kernel in (Kernel.SINGLES, Kernel.PAIRS):
-        return linear_pairs.pairs((header,), m, (split,), device, kind.kernel, kind.warps)
+        return linear_pairs.pairs((header,), m, (split,), device, kind.kernel, kind.warps, hand_on=kind.hand_on)
     if kind.kernel is Kernel.AHEAD:
         return ahead((header,), m, (split,), device, kind.warps)
     if kind.kernel is Kernel.CHAINS:
@@ -112,7 +117,7 @@ def joint_launch(
     """
     kind = VARIANTS[variant]
     if kind.kernel in (Kernel.SINGLES, Kernel.PAIRS):
-        return linear_pairs.pairs(headers, m, splits, device, kind.kernel, kind.warps)
+        return linear_pairs.pairs(headers, m, splits, device, kind.kernel, kind.warps, hand_on=kind.hand_on)
     if kind.kernel is Kernel.AHEAD:
         return ahead(headers, m, splits, device, kind.warps)
     if kind.kernel is Kernel.CHAINS:

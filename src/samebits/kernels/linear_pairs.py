@@ -10,6 +10,7 @@ from itertools import accumulate
 from samebits.format.geometry import SLAB_BYTES, STAGE, STEPS
 from samebits.format.packed import Header
 from samebits.kernels import nvrtc
+from samebits.kernels.linear_cuts import Tiles, cuts_anywhere, in_range, words
 from samebits.kernels.linear_job import ATOM_BYTES, LANES, OCTET, Arrangement, JobFields, Kernel, Launch, Planner
 
 WGMMA_WIDTHS = (64, 128, 256)  # tokens of a tile
@@ -112,12 +113,21 @@ class _Memory:
 
 
 def pairs(
-    headers: tuple[Header, ...], m: int, splits: tuple[int, ...], device: int, kernel: Kernel, most_warps: int
+    headers: tuple[Header, ...],
+    m: int,
+    splits: tuple[int, ...],
+    device: int,
+    kernel: Kernel,
+    most_warps: int,
+    *,
+    hand_on: bool,
 ) -> Launch | None:
-    """One launch for one tensor or several. Warps, and blocks of each tensor, such that the busiest block ends soon.
+    """One launch for one tensor or several. Blocks of each tensor, and warps, such that the busiest block ends soon.
 
     Args:
         most_warps: of a block that multiply; their registers may allow fewer.
+        hand_on: blocks may end inside a range, where others go on with its sums. They have most_warps, if there is
+            room. None if nothing is gained by it.
     """
     multiprocessors = nvrtc.multiprocessors(device)
     limits = MULTIPLIERS[1 if kernel is Kernel.SINGLES else 2]
@@ -125,15 +135,21 @@ def pairs(
         return None
     way = _Way(kernel, next(tokens for tokens in limits if tokens >= m))
     planners = [_Planner(header, m, split, device) for header, split in zip(headers, splits, strict=True)]
-    found: list[tuple[float, int, list[int]]] = []
-    for warps in range(1, min(most_warps, limits[way.tokens]) + 1):
-        if _Memory.of(way, planners, warps).ring:
-            most, shares = _shares(planners, way, warps, multiprocessors)
-            found.append((most * (1 + _WARP_COST * (warps - 1)), warps, shares))
-    if not found:
+    possible = range(1, min(most_warps, limits[way.tokens]) + 1)
+    fitting = [warps for warps in possible if _Memory.of(way, planners, warps).ring]
+    if not fitting or not all(each.tiles(way, 1).is_small_enough for each in planners):
         return None
-    _, warps, shares = min(found)
-    return _launch(way, warps, planners, shares)
+    if hand_on:
+        warps = fitting[-1]
+        cuts = cuts_anywhere(tuple(each.tiles(way, warps) for each in planners), multiprocessors)
+    else:
+        found = [(*_shares(planners, way, warps, multiprocessors), warps) for warps in fitting]
+        _, shares, warps = min(found, key=lambda each: each[0] * (1 + _WARP_COST * (each[2] - 1)))
+        cuts = tuple(each.tiles(way, warps).between_units(n) for each, n in zip(planners, shares, strict=True))
+    divisions = tuple(map(words, cuts or ()))
+    if not cuts or not all(divisions):
+        return None
+    return _launch(way, warps, planners, [len(each) - 1 for each in divisions], divisions)
 
 
 def warpgroups(header: Header, m: int, split: int, device: int, warps: int) -> Launch | None:
@@ -145,7 +161,7 @@ def warpgroups(header: Header, m: int, split: int, device: int, warps: int) -> L
     if m > MAX_WGMMA_TOKENS or not nvrtc.has_wgmma(device) or not most or not _Memory.of(way, [planner], warps).ring:
         return None
     clusters = min(planner.units(way, warps), most)
-    return _launch(way, warps, [planner], [way.cluster * clusters])
+    return _launch(way, warps, [planner], [way.cluster * clusters], [()])
 
 
 def _shares(planners: Sequence[_Planner], way: _Way, warps: int, multiprocessors: int) -> tuple[int, list[int]]:
@@ -160,22 +176,31 @@ def _shares(planners: Sequence[_Planner], way: _Way, warps: int, multiprocessors
     return most, blocks(most)
 
 
-def _launch(way: _Way, warps: int, planners: Sequence[_Planner], shares: Sequence[int]) -> Launch:
+def _launch(
+    way: _Way, warps: int, planners: Sequence[_Planner], shares: Sequence[int], divisions: Sequence[tuple[int, ...]]
+) -> Launch:
     memory = _Memory.of(way, planners, warps)
     m, stages = planners[0].m, planners[0].stages
-    meetings = tuple(each.meetings(way, warps) for each in planners)
-    parts = tuple(number * each.ranges * LANES * way.wide * 2 for number, each in zip(meetings, planners, strict=True))
+    meetings = [each.meetings(way, warps) for each in planners]
+    sums = [number * each.ranges for number, each in zip(meetings, planners, strict=True)]
+    for i, cuts in enumerate(divisions):
+        if any(map(in_range, cuts)):
+            meetings[i] += shares[i] * warps  # of each warp a flag
+            sums[i] += shares[i] * warps
     part_steps = STEPS // way.x_parts if way.wgmma else 0
     tokens = m if way.arranges else 0
     x_bytes = -(-tokens // way.wide) * way.wide * 2 * STAGE * stages
     jobs = (
-        each.job(way, warps, memory.x_bytes // 4, memory.ring, first, blocks)
-        for each, first, blocks in zip(planners, accumulate(shares, initial=0), shares, strict=False)
+        each.job(way, warps, memory.x_bytes // 4, memory.ring, first, blocks, division)
+        for each, first, blocks, division in zip(
+            planners, accumulate(shares, initial=0), shares, divisions, strict=False
+        )
     )
     together = "_together" if len(planners) > 1 else ""
     return Launch(f"{way.stem}.cu", f"{way.stem}_{way.tokens}{together}", sum(shares), warps + _OTHER_WARPS,
                   memory.total, tuple(jobs),
-                  Arrangement(tokens, stages * STAGE, way.wide, x_bytes, meetings, parts, part_steps)
+                  Arrangement(tokens, stages * STAGE, way.wide, x_bytes, tuple(meetings),
+                              tuple(number * LANES * way.wide * 2 for number in sums), part_steps)
                   if tokens or any(meetings) else None)  # fmt: skip
 
 
@@ -189,12 +214,18 @@ class _Planner(Planner):
         """Of work."""
         return -(-self.row_groups // (way.cluster * way.groups * warps)) * self.ranges * self.token_tiles(way)
 
+    def tiles(self, way: _Way, warps: int) -> Tiles:
+        """Of rows, where warps multiply with mma."""
+        return Tiles(-(-self.row_groups // (way.groups * warps)), self.stages, self.stages_per_range)
+
     def token_tiles(self, way: _Way) -> int:
         return -(-self.m // way.wide)
 
-    def job(self, way: _Way, warps: int, x: int, ring: int, first_block: int, blocks: int) -> JobFields:
+    def job(
+        self, way: _Way, warps: int, x: int, ring: int, first_block: int, blocks: int, division: Sequence[int]
+    ) -> JobFields:
         """JobStructure's fields behind the pointers."""
-        return self.job_fields(1, 1, warps, x=x, ring=ring, first_block=first_block, blocks=blocks,
+        return self.job_fields(1, 1, warps, x=x, ring=ring, first_block=first_block, blocks=blocks, division=division,
                          token_tiles=self.token_tiles(way), units=self.units(way, warps))  # fmt: skip
 
     def meetings(self, way: _Way, warps: int) -> int:

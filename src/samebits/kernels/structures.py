@@ -14,6 +14,7 @@ from samebits.format.packed import Header, PackedTensor
 MAX_TOGETHER = 4  # csrc/linear.cuh: kMaxTogether
 WALKS = 20  # csrc/linear.cuh: kWalks
 WALK_WORDS = 4  # csrc: Walk
+DIVISION_WORDS = 2 * WALKS * WALK_WORDS  # csrc: kCuts
 _MAP_WORDS = 32  # of a tensor map
 _BEHIND_ANY_GRID = (1 << 31) - 1
 
@@ -153,7 +154,7 @@ class JobStructure(ctypes.Structure):
         ("by_slots", ctypes.c_uint32), ("by_range", ctypes.c_uint32), ("by_chunks", ctypes.c_uint32),
         ("table_words", ctypes.c_int32), ("x_words", ctypes.c_int32), ("buffer_words", ctypes.c_int32),
         ("x_places", ctypes.c_int32), ("ring", ctypes.c_int32),
-        ("walks", ctypes.c_uint32 * (2 * WALKS * WALK_WORDS)),
+        ("division", ctypes.c_uint32 * DIVISION_WORDS),
         ("x_map", ctypes.c_uint32 * _MAP_WORDS),
     )  # fmt: skip
 

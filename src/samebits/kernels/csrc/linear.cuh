@@ -15,6 +15,9 @@ constexpr u32 kNibbles = 0x0f0f0f0fu;
 struct Walk { u32 parts[3], edges; };
 constexpr int kWalks = 20;           // warps
 
+// linear_pairs.cuh: a cut between the shares of two blocks, with mma: the unit that it is in, or in front of, and behind which of its stages.
+constexpr int kInRangeBits = 12, kCuts = 160;
+
 struct Job {
     const u16* x;        // [tokens, columns]
     const u16* bias;     // [rows] or null
@@ -28,7 +31,7 @@ struct Job {
     int chunk_step, slot_step;   // warps of a block = chunk_step * slots + slot_step
     int first_block, blocks;     // of the grid
     int own, longer;     // row groups of a block; of the first `longer` blocks one more
-    int token_tiles, units;      // linear_pairs.cuh; linear_relay.cuh, linear_clusters.cuh: pairs of tiles of tokens, and items
+    int token_tiles, units;      // linear_pairs.cuh, units of all blocks; linear_relay.cuh, linear_clusters.cuh: pairs of tiles of tokens, and items
     u32 by_token_tiles, by_ranges;
     int segments, segment_stages;   // linear_ahead.cuh, linear_tiles.cuh: of K; linear_relay.cuh: pairs of a pass
     u32 by_ring;
@@ -38,7 +41,10 @@ struct Job {
     int ring;            // linear_tiles.cuh: pairs of stages that a block keeps decoded, at least those of the chunks that a warp is ahead;
                          // linear_pairs.cuh: slots of x; with mma, pairs of stages;
                          // linear_ahead.cuh: runs that a line keeps decoded; linear_relay.cuh: parts of stages; linear_clusters.cuh: stages
-    Walk walks[2][kWalks];               // of the warps of blocks with one row group more, and of others
+    union {
+        Walk walks[2][kWalks];           // of the warps of blocks with one row group more, and of others
+        u32 cuts[kCuts];                 // around the blocks' shares
+    };
     u32 x_map[32];       // linear_relay.cuh, linear_tiles.cuh, linear_clusters.cuh: the tensor map of x, but for its address
 
     __device__ __forceinline__ int block() const { return int(blockIdx.x) - first_block; }
@@ -60,7 +66,7 @@ struct Together {
         int i = 0;
 #pragma unroll
         for (int next = 1; next < kMaxTogether; ++next) i += int(blockIdx.x) >= products[next].job.first_block;
-        return products[i];
+        return products[__reduce_or_sync(kFull, u32(i))];   // in a uniform register, so that all that is loaded is uniform, too
     }
 };
 
@@ -227,17 +233,27 @@ struct Meeting {
         if (is_last) __threadfence();
         return is_last;
     }
-    // Adds all ranges' in order.
+    // Adds all ranges' in order. If they are few, several are on their way at once.
     __device__ __forceinline__ void add(int ranges, Sums& sums) const {
-        const float* next = part(0);
+        constexpr int at_once = all < 32 ? 32 / all : 1;
+        auto load = [&](int range, int i) { return __ldcg(part(range) + i * kLanes); };
 #pragma unroll
-        for (int i = 0; i < all; ++i) sums[i / count][i % count] = __ldcg(next + i * kLanes);
+        for (int i = 0; i < all; ++i) sums[i / count][i % count] = load(0, i);
+        int range = 1;
+        if constexpr (at_once > 1) {
 #pragma unroll 1
-        for (int range = 1; range < ranges; ++range) {
-            next += all * kLanes;
+            for (; range + at_once <= ranges; range += at_once) {
+                float loaded[at_once][all];
 #pragma unroll
-            for (int i = 0; i < all; ++i) sums[i / count][i % count] += __ldcg(next + i * kLanes);
+                for (int i = 0; i < at_once * all; ++i) loaded[i / all][i % all] = load(range + i / all, i % all);
+#pragma unroll
+                for (int i = 0; i < at_once * all; ++i) sums[i % all / count][i % count] += loaded[i / all][i % all];
+            }
         }
+#pragma unroll 1
+        for (; range < ranges; ++range)
+#pragma unroll
+            for (int i = 0; i < all; ++i) sums[i / count][i % count] += load(range, i);
     }
 };
 

@@ -4,6 +4,9 @@
 // registers; while a stage is multiplied, the next one's codewords are looked up. Whatever else there is to do, other warps do for it, ahead: they
 // bring slabs and x to rings in shared memory, where x is as arrange.cu arranges it, and open chunks. Sums of several ranges meet in memory. There are two
 // ways to multiply: each warp for itself with mma, and for more tokens four warps together with wgmma, which wait for each other at every stage.
+//
+// With mma each block has a share of all stages, which linear_pairs.py has cut. Where a cut lies inside a range, the block behind goes on with the sums. So a
+// block starts with its last unit and goes back to its first: what it takes over there has long been left for it.
 #pragma once
 #include "hopper.cuh"
 #include "linear.cuh"
@@ -46,28 +49,46 @@ __host__ __device__ constexpr u32 stage_bytes() { return Way::wide * 128; }     
 template <class Way>
 __host__ __device__ constexpr u32 slot_bytes() { return stage_bytes<Way>() / Way::x_parts; }   // of the ring of x
 
-struct Unit { int tile, tokens, range, first, last; };   // first, last: stages
+struct Unit {
+    int tile, tokens, range, first, last;   // first, last: stages
+    bool takes, gives;                      // the sums at its start, those at its end
+};
 
-template <int cluster>
+// Units of a cluster of blocks; with mma those of the block's share, from the last to the first.
+template <class Way>
 struct Units {
     const Job& job;
     const int stages;
 
-    // Units of this cluster: their numbers.
-    __device__ __forceinline__ int first() const { return job.block() / cluster; }
-    __device__ __forceinline__ int step() const { return job.blocks / cluster; }
-    __device__ __forceinline__ bool has(int index) const { return index < job.units; }
+    __device__ __forceinline__ int first() const { return Way::wgmma ? job.block() / Way::cluster : int(end() - 1) >> kInRangeBits; }
+    __device__ __forceinline__ int step() const { return Way::wgmma ? job.blocks / Way::cluster : -1; }
+    __device__ __forceinline__ bool has(int index) const { return Way::wgmma ? index < job.units : index >= int(begin() >> kInRangeBits); }
     __device__ __forceinline__ Unit at(int index) const {
-        Unit unit;
-        const int rest = divide(index, job.by_token_tiles);
-        unit.tokens = index - rest * job.token_tiles;
-        const int tiles = divide(rest, job.by_ranges);
-        unit.tile = tiles * cluster + job.block() % cluster;
-        unit.range = rest - tiles * job.ranges;
+        Unit unit{};
+        int number = index;
+        if constexpr (Way::wgmma) {
+            number = divide(index, job.by_token_tiles);
+            unit.tokens = index - number * job.token_tiles;
+        }
+        const int tile = divide(number, job.by_ranges);
+        unit.tile = tile * Way::cluster + job.block() % Way::cluster;
+        unit.range = number - tile * job.ranges;
         unit.first = unit.range * job.stages_per_range;
         unit.last = min(unit.first + job.stages_per_range, stages);
+        if constexpr (!Way::wgmma) {
+            constexpr u32 mask = (1u << kInRangeBits) - 1;
+            unit.gives = index == int(end() >> kInRangeBits);   // else that unit is the next block's
+            if (unit.gives) unit.last = unit.first + (end() & mask);
+            unit.takes = index == int(begin() >> kInRangeBits) && begin() & mask;
+            if (unit.takes) unit.first += begin() & mask;
+        }
         return unit;
     }
+
+   private:
+    // Cuts around the share; in uniform registers, or the loops over units would not be known to be uniform.
+    __device__ __forceinline__ u32 begin() const { return __reduce_or_sync(kFull, job.cuts[job.block()]); }
+    __device__ __forceinline__ u32 end() const { return __reduce_or_sync(kFull, job.cuts[job.block() + 1]); }
 };
 
 __device__ __forceinline__ int first_chunk(const Unit& unit) { return unit.first / kChunkStages; }
@@ -197,13 +218,94 @@ struct Rows {
 // What a block's warps have in common.
 template <class Way>
 struct Block {
-    const Units<Way::cluster> units;
+    const Units<Way> units;
     const Rows<Way::groups> rows;
     const Geometry& geometry;
     const Packed& packed;
     const Job& job;
     const Places at;
     const int warps, lane;         // warps: that multiply
+};
+
+// What becomes of a warp's sums at a unit's end. Where there is but one range they are the product. Else they meet with those of the other ranges, in
+// memory, and who brings the last adds them all in order; or they are left for the block behind, with a flag. Behind the ranges' meetings there is a place
+// of that kind for each warp of each block.
+template <class Way>
+struct Endings {
+    static constexpr int wide = Way::wide, count = wide / 2, groups = Way::groups;
+    using Met = Meeting<1, count>;
+    const Block<Way>& block;
+
+    __device__ __forceinline__ void end(const Unit& unit, int warp, float (&sums)[count]) const {
+        const Job& job = block.job;
+        auto& own = reinterpret_cast<float (&)[1][count]>(sums);
+        if (unit.gives) {
+            handed(job.block(), warp).bring(0, own);
+            __threadfence();
+            __syncwarp();
+            if (block.lane == 0) atomicExch(flag(job.block(), warp), 1);
+            return;
+        }
+        if (job.ranges > 1) {
+            const int meeting = (unit.tile * block.warps + warp) * job.token_tiles + unit.tokens;   // of a warp's row groups
+            const Met met{job.parts + size_t(meeting) * job.ranges * (count * kLanes), block.lane};
+            met.bring(unit.range, own);
+            if (!met.is_last(job.done + meeting, job.ranges)) return;
+            met.add(job.ranges, own);
+        }
+        finish(unit, warp, sums);
+    }
+    // What the block in front has left.
+    __device__ __forceinline__ void take(int warp, float (&sums)[count]) const {
+        const int before = block.job.block() - 1;
+        const volatile u32* there = flag(before, warp);
+        while (*there == 0) __nanosleep(40);
+        __threadfence();
+        __syncwarp();
+        handed(before, warp).add(1, reinterpret_cast<float (&)[1][count]>(sums));
+    }
+    // To y. With two row groups two lanes swap, so that each has four rows of a token, lanes with even t of the first row group and others of the second.
+    // With one, each has two rows of a token.
+    __device__ __forceinline__ void finish(const Unit& unit, int warp, const float (&sums)[count]) const {
+        const Geometry& geometry = block.geometry;
+        const Job& job = block.job;
+        const int g = block.lane >> 2, t = block.lane & 3, odd = groups == 2 ? t & 1 : 0;
+        const int first_group = unit.tile * block.rows.block_groups + groups * warp;
+        float bias[groups] = {};
+        if (job.bias)
+#pragma unroll
+            for (int h = 0; h < groups; ++h)
+                bias[h] = __uint_as_float(u32(job.bias[8 * min(first_group + h, geometry.row_groups - 1) + g]) << 16);
+        const bool exists = first_group + odd < geometry.row_groups;
+        const int token = unit.tokens * wide + g;
+        u16* target = job.y + size_t(token) * geometry.rows + 8 * (first_group + odd) + (groups == 2 ? 4 * (t >> 1) : 2 * t);
+#pragma unroll
+        for (int j = 0; j < wide / 8; ++j, target += 8 * size_t(geometry.rows)) {
+            u32 words[groups];
+#pragma unroll
+            for (int h = 0; h < groups; ++h) {
+                float low = sums[4 * j + 2 * h], high = sums[4 * j + 2 * h + 1];
+                if (job.bias) low += bias[h], high += bias[h];
+                words[h] = transposed(to_bf16x2(low, high));
+            }
+            const bool stores = exists && token + 8 * j < job.tokens;
+            if constexpr (groups == 2) {
+                const u32 other = __shfl_xor_sync(kFull, odd ? words[0] : words[1], 1);
+                const Vec2 own = odd ? Vec2{other, words[1]} : Vec2{words[0], other};
+                if (stores) *reinterpret_cast<Vec2*>(target) = own;
+            } else if (stores) {
+                *reinterpret_cast<u32*>(target) = words[0];
+            }
+        }
+    }
+
+   private:
+    // With mma: the parts of all meetings.
+    __device__ __forceinline__ int all_parts() const { return block.job.ranges > 1 ? block.job.units * block.warps : 0; }
+    __device__ __forceinline__ Met handed(int number, int warp) const {
+        return {block.job.parts + size_t(all_parts() + number * block.warps + warp) * (count * kLanes), block.lane};
+    }
+    __device__ __forceinline__ u32* flag(int number, int warp) const { return block.job.done + divide(all_parts(), block.job.by_ranges) + number * block.warps + warp; }
 };
 
 // Stages and opens chunks, one behind the other, for some of a block's warps: `first`, and then each `step` further. Warps that multiply have their own
@@ -420,49 +522,6 @@ struct Supply {
     }
 };
 
-// A warp's sums of a unit to y, or to where those of the other ranges are; who brings the last adds them, in order.
-template <int wide, int groups>
-__device__ __forceinline__ void finish_unit(const Geometry& geometry, const Job& job, const Unit& unit, int first_group, int lane, float (&sums)[wide / 2]) {
-    constexpr int count = wide / 2;
-    if (job.ranges > 1) {
-        const int meeting = first_group / groups * job.token_tiles + unit.tokens;
-        const Meeting<1, count> met{job.parts + size_t(meeting) * job.ranges * (count * kLanes), lane};
-        auto& own = reinterpret_cast<float (&)[1][count]>(sums);
-        met.bring(unit.range, own);
-        if (!met.is_last(job.done + meeting, job.ranges)) return;
-        met.add(job.ranges, own);
-    }
-    // With two row groups two lanes swap, so that each has four rows of a token, lanes with even t of the first row group and others of the second.
-    // With one, each has two rows of a token.
-    const int g = lane >> 2, t = lane & 3, odd = groups == 2 ? t & 1 : 0;
-    float bias[groups] = {};
-    if (job.bias)
-#pragma unroll
-        for (int h = 0; h < groups; ++h)
-            bias[h] = __uint_as_float(u32(job.bias[8 * min(first_group + h, geometry.row_groups - 1) + g]) << 16);
-    const bool exists = first_group + odd < geometry.row_groups;
-    const int token = unit.tokens * wide + g;
-    u16* target = job.y + size_t(token) * geometry.rows + 8 * (first_group + odd) + (groups == 2 ? 4 * (t >> 1) : 2 * t);
-#pragma unroll
-    for (int j = 0; j < wide / 8; ++j, target += 8 * size_t(geometry.rows)) {
-        u32 words[groups];
-#pragma unroll
-        for (int h = 0; h < groups; ++h) {
-            float first = sums[4 * j + 2 * h], second = sums[4 * j + 2 * h + 1];
-            if (job.bias) first += bias[h], second += bias[h];
-            words[h] = transposed(to_bf16x2(first, second));
-        }
-        const bool stores = exists && token + 8 * j < job.tokens;
-        if constexpr (groups == 2) {
-            const u32 other = __shfl_xor_sync(kFull, odd ? words[0] : words[1], 1);
-            const Vec2 own = odd ? Vec2{other, words[1]} : Vec2{words[0], other};
-            if (stores) *reinterpret_cast<Vec2*>(target) = own;
-        } else if (stores) {
-            *reinterpret_cast<u32*>(target) = words[0];
-        }
-    }
-}
-
 template <class Way>
 __device__ __forceinline__ void decode_and_multiply(const Block<Way>& block, int warp) {
     constexpr int wide = Way::wide, count = wide / 2;
@@ -576,17 +635,19 @@ __device__ __forceinline__ void decode_and_multiply(const Block<Way>& block, int
     };
 
     if (!block.units.has(block.units.first())) return;
+    const Endings<Way> endings{block};
     if (opens_ahead) begin_chunk();
     bool x_is_there = Way::wgmma && test(block.at.x_full + 8 * x.slot, x.parity);
 #pragma unroll 1
     for (int index = block.units.first(); block.units.has(index);) {
         const Unit unit = block.units.at(index);
-        const int first_group = unit.tile * block.rows.block_groups + Way::groups * warp;
         index += block.units.step();
         u32 add = 0, scale[Way::groups];
-        if constexpr (!Way::wgmma)
+        if constexpr (!Way::wgmma) {
 #pragma unroll
             for (int i = 0; i < count; ++i) sums[i] = 0;
+            if (unit.takes) endings.take(warp, sums);
+        }
 #pragma unroll 1
         for (int from = first_chunk(unit) * kChunkStages; from < unit.last; from += kChunkStages) {
             if (!opens_ahead) begin_chunk();
@@ -695,7 +756,7 @@ __device__ __forceinline__ void decode_and_multiply(const Block<Way>& block, int
             pin(sums);
             release_x();
         }
-        finish_unit<wide, Way::groups>(block.geometry, block.job, unit, first_group, lane, sums);
+        endings.end(unit, warp, sums);
     }
 }
 
