@@ -16,6 +16,13 @@ constexpr int kHeadWords = 9;                  // 6.2, 6.3: a coded chunk's firs
 constexpr u32 kSignMask = 0x80808080u;
 constexpr u32 kFull = 0xffffffffu;
 
+// What a warp's lanes have in common, in a uniform register. Of what comes from memory or from threadIdx the compiler does not know that it is the same for
+// all of them, and guards every branch that depends on it as if lanes could part there.
+__device__ __forceinline__ u32 uniform(u32 value) { return __reduce_or_sync(kFull, value); }
+
+// A thread's warp in its block.
+__device__ __forceinline__ int own_warp() { return int(uniform(threadIdx.x >> 5)); }
+
 struct alignas(16) Vec4 { u32 x, y, z, w; };
 struct alignas(8) Vec2 { u32 x, y; };
 

@@ -66,7 +66,7 @@ struct Together {
         int i = 0;
 #pragma unroll
         for (int next = 1; next < kMaxTogether; ++next) i += int(blockIdx.x) >= products[next].job.first_block;
-        return products[__reduce_or_sync(kFull, u32(i))];   // in a uniform register, so that all that is loaded is uniform, too
+        return products[uniform(u32(i))];   // so that all that is loaded is uniform, too
     }
 };
 

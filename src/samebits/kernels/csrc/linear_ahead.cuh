@@ -351,7 +351,7 @@ __device__ __forceinline__ void multiply_line(const Geometry& geometry, const Pa
 template <int octets>
 __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& packed, const Job& job) {
     extern __shared__ __align__(128) u32 memory[];
-    const int warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+    const int warp = own_warp(), warps = blockDim.x >> 5;
     int lane = threadIdx.x & 31;
     keep(lane);
     const int block = job.block(), own = job.row_groups_of(block);

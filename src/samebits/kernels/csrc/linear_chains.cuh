@@ -96,7 +96,7 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
     constexpr int kSums = 2 * octets;
     int lane = threadIdx.x & 31;
     keep(lane);
-    const int warp = threadIdx.x >> 5, block_warps = blockDim.x >> 5, block = job.block();
+    const int warp = own_warp(), block_warps = blockDim.x >> 5, block = job.block();
     const Walk& walk = job.walks[block < job.longer ? 0 : 1][warp];
     const Pieces own{geometry, job, walk};
     const int number = walk.edges >> 24, pieces = own.count();

@@ -213,7 +213,7 @@ template <int tokens, int rows>
 __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& packed, const Job& job) {
     extern __shared__ __align__(128) u8 shared_bytes[];
     using OwnTile = Tile<tokens, rows>;
-    const int lane = threadIdx.x & 31, warp = __shfl_sync(kFull, threadIdx.x >> 5, 0), decoding = warp - kMultipliers - 1;
+    const int lane = threadIdx.x & 31, warp = own_warp(), decoding = warp - kMultipliers - 1;
     const bool decodes = decoding >= 0 && decoding < OwnTile::own_groups;
 
     // Shared memory: the ring (first of all, there, the table's entries), the tensor map of x, barriers, table, for each decoding warp two staging buffers.

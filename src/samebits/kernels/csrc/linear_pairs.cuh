@@ -86,9 +86,9 @@ struct Units {
     }
 
    private:
-    // Cuts around the share; in uniform registers, or the loops over units would not be known to be uniform.
-    __device__ __forceinline__ u32 begin() const { return __reduce_or_sync(kFull, job.cuts[job.block()]); }
-    __device__ __forceinline__ u32 end() const { return __reduce_or_sync(kFull, job.cuts[job.block() + 1]); }
+    // Cuts around the share.
+    __device__ __forceinline__ u32 begin() const { return uniform(job.cuts[job.block()]); }
+    __device__ __forceinline__ u32 end() const { return uniform(job.cuts[job.block() + 1]); }
 };
 
 __device__ __forceinline__ int first_chunk(const Unit& unit) { return unit.first / kChunkStages; }
@@ -527,7 +527,7 @@ __device__ __forceinline__ void decode_and_multiply(const Block<Way>& block, int
     constexpr int wide = Way::wide, count = wide / 2;
     const int lane = block.lane;
     u32 byte_mask = ((1u << block.packed.width) - 1) << 2, common = u32(block.packed.window >> 4) * 0x10101010u;
-    const u32 table = __reduce_or_sync(kFull, table_address());   // in a uniform register, which loads add to another
+    const u32 table = uniform(table_address());   // which loads add to another register
     u32 slabs = (Way::wgmma ? 0 : 2 * stage_bytes<Way>()) + warp * (Way::groups * kSlabBytes), sign_at = slabs + 4 * lane, raw_at = slabs + kSignBytes + 16 * lane;
     u32 right_at[2] = {u32(lane >> 2) * 128 + ((lane & 7) << 4), u32(lane >> 2) * 128 + (((lane & 7) ^ 4) << 4)};   // mma's, in a stage of x
     int slots = block.at.slots, ring = block.job.ring;
@@ -764,7 +764,7 @@ template <class Way>
 __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& packed, const Job& job) {
     int lane = threadIdx.x & 31;
     keep(lane);
-    const int warp = __shfl_sync(kFull, threadIdx.x >> 5, 0), warps = (blockDim.x >> 5) - kOthers;
+    const int warp = own_warp(), warps = (blockDim.x >> 5) - kOthers;
     const int opener = max(warp - warps - (kOthers - Way::openers), -1);   // its number; those of other warps are negative
 
     // Shared memory: table, the ring of x, the ring of pairs, two sides of streams (in the second, first of all, the table's entries), openings of each

@@ -361,7 +361,7 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
     extern __shared__ __align__(128) u8 shared_bytes[];
     __shared__ u32 first_unit;
     using OwnTile = Tile<rows>;
-    const int lane = threadIdx.x & 31, warp = __shfl_sync(kFull, threadIdx.x >> 5, 0), decoding = warp - kMultipliers - 1;
+    const int lane = threadIdx.x & 31, warp = own_warp(), decoding = warp - kMultipliers - 1;
 
     // Shared memory: the ring (first of all, there, the table's entries), the tensor map, for each multiplying warp a tile's bias, barriers, table, for
     // each decoding warp two staging buffers for each row group of a unit.

@@ -307,7 +307,7 @@ struct Decoder : ChunkReader {
 template <int wide, int groups, int warpgroups>
 __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& packed, const Job& job) {
     extern __shared__ __align__(128) u8 shared_bytes[];
-    const int lane = threadIdx.x & 31, warp = __shfl_sync(kFull, threadIdx.x >> 5, 0), decoding = warp - 4 * warpgroups - 1;
+    const int lane = threadIdx.x & 31, warp = own_warp(), decoding = warp - 4 * warpgroups - 1;
     const Share share(geometry, job);
 
     // Shared memory: both rings (first of all, there, the table's entries), the tensor map of x, barriers, table, for each decoding warp two staging

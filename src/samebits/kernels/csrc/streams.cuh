@@ -41,7 +41,7 @@ struct CodeSection {
 template <bool quad>
 __device__ void build_table(u32* table, u32* entries, const CodeSection& section, int width, int symbol_count, u32 window) {
     __shared__ u32 ends[kCounts], skips[kCounts];   // [L]: the first window behind the codewords of length L; a window's codeword to its symbol
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+    const int lane = threadIdx.x & 31, warp = own_warp(), warps = blockDim.x >> 5;
     u32 behind[kMaxLength];                         // [L]: symbols of lengths up to L
     u32 next_code = 0, next_symbol = 0;
     behind[0] = 0;
