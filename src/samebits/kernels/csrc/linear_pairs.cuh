@@ -255,7 +255,7 @@ struct Endings {
         }
         finish(unit, warp, sums);
     }
-    // What the block in front has left.
+    // What the block in front has left, or will: it has begun, for blocks begin in the order of their numbers.
     __device__ __forceinline__ void take(int warp, float (&sums)[count]) const {
         const int before = block.job.block() - 1;
         const volatile u32* there = flag(before, warp);
