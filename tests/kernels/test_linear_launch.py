@@ -386,20 +386,47 @@ def test_pairs_cover_a_weight(shape: tuple[int, int], chunk_words: int, tokens: 
 
 
 def check_cuts(header: Header, launch: Launch, units: int, number: int = 0) -> None:
-    """linear_pairs.cuh: shares of blocks are all units, nobody waits for who waits, and who begins a range ends it."""
+    """linear_pairs.cuh: shares of blocks are all stages, nobody waits for who waits, and who begins a range ends it."""
     job, stages = job_of(launch, number), header.geometry.stages
-    per_range, blocks = job["stages_per_range"], job["blocks"]
-    words = job["division"][: blocks + 1]
-    cuts = [(word >> 12, word & 4095) for word in words]
-    assert cuts == sorted(set(cuts))
-    assert (cuts[0], cuts[-1]) == ((0, 0), (units, 0))
-    assert not any(job["division"][blocks + 1 :])
-    for (unit, begin), (last, end) in pairwise(cuts):
-        start = unit % job["ranges"] * per_range
-        assert begin < min(per_range, stages - start)
-        assert end % 2 == (last % job["ranges"] * per_range) % 2 or end == 0  # planes come in pairs of stages
-        assert unit < last or not begin
-        assert end == 0 or end >= 8
+    words = job["division"][: job["blocks"] + 1]
+    assert (words[0], words[-1]) == (0, units << 12)
+    assert not any(job["division"][job["blocks"] + 1 :])
+    shares = [units_of(job, stages, block) for block in range(job["blocks"])]
+    assert all(shares)
+    walked = [
+        (unit, stage) for share in shares for unit, first, last in reversed(share) for stage in range(first, last)
+    ]
+    per_range = job["stages_per_range"]
+    assert walked == [
+        (unit, stage)
+        for unit in range(units)
+        for start in [unit % job["ranges"] * per_range]
+        for stage in range(start, min(start + per_range, stages))
+    ]
+    for share, behind in pairwise(shares):
+        unit, first, last = share[0]
+        taken, begin, end = behind[-1]
+        if taken == unit:
+            assert begin == last
+            assert last % 2 == 0  # planes come in pairs of stages
+            assert first % per_range == 0
+            assert end == min(first + per_range, stages)
+
+
+def units_of(job: dict[str, Any], stages: int, block: int) -> list[tuple[int, int, int]]:
+    """linear_pairs.cuh: Units, in its arithmetic: numbers, first stages and the ones behind the last."""
+    begin, end = job["division"][block : block + 2]
+    found = []
+    for unit in range((end - 1) >> 12, (begin >> 12) - 1, -1):
+        tile = unit * job["by_ranges"] >> 32 if job["by_ranges"] else unit
+        first = (unit - tile * job["ranges"]) * job["stages_per_range"]
+        last = min(first + job["stages_per_range"], stages)
+        if unit == end >> 12:
+            last = first + (end & 4095)
+        if unit == begin >> 12:
+            first += begin & 4095
+        found.append((unit, first, last))
+    return found
 
 
 @pytest.mark.parametrize("shapes", GROUPS, ids=str)
