@@ -443,6 +443,13 @@ def test_some_cuts_lie_inside_ranges(shapes: tuple[tuple[tuple[int, int], int], 
         assert (inside > 0) == variant.hand_on
 
 
+def test_a_share_goes_to_the_end_of_what_it_takes_over() -> None:
+    """Else three blocks would wait for each other in a row."""
+    tiles = Tiles(3, 64, 64)
+    assert tiles.anywhere(tiles.cost(0) + 10) == ((0, 0), (1, 8), (2, 10), (3, 0))
+    assert tiles.anywhere(30) is None
+
+
 def test_shares_are_about_equal() -> None:
     """What each block decodes, as a walk over its stages tells."""
     tiles = Tiles(40, 272, 55)
