@@ -444,10 +444,14 @@ def test_some_cuts_lie_inside_ranges(shapes: tuple[tuple[tuple[int, int], int], 
 
 
 def test_a_share_goes_to_the_end_of_what_it_takes_over() -> None:
-    """Else three blocks would wait for each other in a row."""
+    """With the least that is allowed, too: a share as large as a unit."""
     tiles = Tiles(3, 64, 64)
     assert tiles.anywhere(tiles.cost(0) + 10) == ((0, 0), (1, 8), (2, 10), (3, 0))
-    assert tiles.anywhere(30) is None
+    for stages, per_range in product((55, 64, 272, 513), (7, 16, 55, 128)):
+        tiles = Tiles(5, stages, per_range)
+        for more in range(40):
+            cuts = tiles.anywhere(max(map(tiles.cost, range(tiles.ranges))) + more)
+            assert all(unit < behind or not begin for (unit, begin), (behind, _) in pairwise(cuts))
 
 
 def test_shares_are_about_equal() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 from functools import lru_cache
+from math import ceil
 
 from samebits.kernels.linear_job import CHUNK_STAGES
 from samebits.kernels.structures import DIVISION_WORDS
@@ -47,14 +48,14 @@ class Tiles:
         """Cuts of shares that differ by one unit at most."""
         return tuple((number * self.units // blocks, 0) for number in range(blocks + 1))
 
-    def anywhere(self, most: float) -> tuple[Cut, ...] | None:
-        """Cuts of shares that cost so much at most; None if that is not enough for a unit."""
+    def anywhere(self, most: float) -> tuple[Cut, ...]:
+        """Cuts of shares that cost so much at most, which is enough for any unit.
+
+        So a block that takes sums over goes through the whole rest of their range, and nobody waits for who waits.
+        """
         cuts: list[Cut] = [(0, 0)]
         while cuts[-1][0] < self.units:
-            cut = self._behind(cuts[-1], most)
-            if cut == cuts[-1]:
-                return None
-            cuts.append(cut)
+            cuts.append(self._behind(cuts[-1], most))
         return tuple(cuts)
 
     def cost(self, unit: int, begin: int = 0) -> float:
@@ -62,13 +63,13 @@ class Tiles:
         return self._cost_in_front(unit, begin) + self._length(unit) - begin
 
     def _behind(self, first: Cut, most: float) -> Cut:
-        """The end of a share. A block that takes sums over goes through the whole rest of their range."""
+        """The end of a share."""
         unit, begin = first
         while unit < self.units and (cost := self.cost(unit, begin)) <= most:
             most -= cost
             unit, begin = unit + 1, 0
-        if unit == self.units or begin:
-            return unit, begin
+        if unit == self.units:
+            return unit, 0
         start, most_stages = self._start(unit), min(most - self._cost_in_front(unit, 0), self._length(unit) - _LEAST)
         stages = int(start + most_stages) // _STEP * _STEP - start
         return unit, stages if stages >= _LEAST else 0
@@ -93,17 +94,17 @@ def cuts_anywhere(tensors: tuple[Tiles, ...], blocks: int) -> tuple[tuple[Cut, .
     if sum(each.units for each in tensors) <= blocks:
         return None
 
-    def cut(most: int) -> list[tuple[Cut, ...]] | None:
-        found = [cuts for each in tensors if (cuts := each.anywhere(most))]
-        fits = len(found) == len(tensors) and sum(map(len, found)) - len(found) <= blocks
-        return found if fits else None
+    def fits(most: int) -> bool:
+        return sum(len(each.anywhere(most)) - 1 for each in tensors) <= blocks
 
-    largest = int(max(each.cost(unit) for each in tensors for unit in range(each.ranges)))
-    all_costs = sum(each.tiles * sum(map(each.cost, range(each.ranges))) for each in tensors)
-    possible = range(largest, largest + int(all_costs) + 1)
-    place = bisect_left(possible, True, key=lambda most: cut(most) is not None)
-    found = cut(possible[place]) if place < len(possible) else None
-    return tuple(found) if found and any(stage for cuts in found for _, stage in cuts) else None
+    largest = ceil(max(each.cost(unit) for each in tensors for unit in range(each.ranges)))
+    all_costs = ceil(sum(each.tiles * sum(map(each.cost, range(each.ranges))) for each in tensors))
+    possible = range(largest, max(largest, all_costs) + 1)
+    place = bisect_left(possible, True, key=fits)
+    if place == len(possible):
+        return None
+    found = tuple(each.anywhere(possible[place]) for each in tensors)
+    return found if any(stage for cuts in found for _, stage in cuts) else None
 
 
 def words(cuts: tuple[Cut, ...]) -> tuple[int, ...]:
