@@ -104,6 +104,11 @@ struct Places {
     u32 openings;                // two sides of each warp
     u32 ready, free;             // their barriers
     u32 scratch;                 // dealing_bytes of each opener
+
+    __device__ __forceinline__ Places in_uniform_registers() const {
+        return {uniform(pairs), uniform(full), uniform(empty), uniform(pair_bytes), int(uniform(slots)), uniform(x), uniform(x_full), uniform(x_empty),
+                uniform(streams), uniform(openings), uniform(ready), uniform(free), uniform(scratch)};
+    }
 };
 
 // How a row group's chunk is opened, in shared memory: for each lane where its streams start (16 bits each), scale_of its row's shift, and its first
@@ -785,6 +790,7 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
     at.free = at.ready + 16 * warps;
     at.x_full = at.free + 16 * warps;
     at.x_empty = at.x_full + 8 * job.ring;
+    if constexpr (!Way::wgmma && Way::groups == 2 && Way::wide == 8) at = at.in_uniform_registers();   // where that is faster: benchmarks/NOTES.md
 
     let_kernel_behind_start();
     const Block<Way> block{{job, geometry.stages}, {Way::groups * warps, geometry.row_groups}, geometry, packed, job, at, warps, lane};
