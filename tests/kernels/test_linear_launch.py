@@ -16,7 +16,7 @@ from samebits.kernels.linear import LinearPlan, is_supported, sources
 from samebits.kernels.linear_clusters import MAX_CLUSTER_TOKENS
 from samebits.kernels.linear_clusters import TILES as CLUSTER_TILES
 from samebits.kernels.linear_clusters import Tile as ClusterTile
-from samebits.kernels.linear_cuts import Tiles, cuts_anywhere
+from samebits.kernels.linear_cuts import Tiles
 from samebits.kernels.linear_job import ATOM_BYTES, CHUNK_STAGES, MAP_BYTES, Kernel, Launch, magic
 from samebits.kernels.linear_launch import (
     MAX_HOPPER_TOKENS,
@@ -454,22 +454,19 @@ def test_a_share_goes_to_the_end_of_what_it_takes_over() -> None:
             assert all(unit < behind or not begin for (unit, begin), (behind, _) in pairwise(cuts))
 
 
-def test_shares_are_about_equal() -> None:
-    """What each block decodes, as a walk over its stages tells."""
-    tiles = Tiles(40, 272, 55)
-    [cuts] = cuts_anywhere((tiles,), 132) or [()]
-    assert 120 < len(cuts) <= 133
-    shares = []
-    for (unit, begin), (last, end) in pairwise(cuts):
-        stages = [
-            stage
-            for each in range(unit, last + (end > 0))
-            for stage in range(
-                (each % 5 * 55 + (begin if each == unit else 0)) // 16 * 16,
-                min(each % 5 * 55 + (end if each == last else 55), 272),
-            )
-        ]
-        shares.append(len(stages))
+def test_shares_are_about_equal(hopper: bool) -> None:
+    """What each block decodes, from its units' first chunks on."""
+    number = next(i for i, variant in enumerate(VARIANTS) if variant.hand_on)
+    launch = launch_of(header_of((5120, 17408), 470), 16, 5, number, 0)
+    if not hopper:
+        assert launch is None
+        return
+    assert launch is not None
+    shares = [
+        sum(last - first // CHUNK_STAGES * CHUNK_STAGES for _, first, last in units_of(job_of(launch), 272, block))
+        for block in range(launch.grid)
+    ]
+    assert 120 < len(shares) <= 132
     assert sum(shares[:-1]) / len(shares[:-1]) > 0.93 * max(shares)
     assert max(shares) < 110  # with whole units 128
 

@@ -12,7 +12,6 @@ from functools import lru_cache
 from math import ceil
 
 from samebits.kernels.linear_job import CHUNK_STAGES
-from samebits.kernels.structures import DIVISION_WORDS
 
 _IN_RANGE_BITS = 12  # csrc: kInRangeBits
 _UNIT_COST = 2.0  # of a unit's start and end, where a stage costs 1
@@ -104,14 +103,14 @@ def cuts_anywhere(tensors: tuple[Tiles, ...], blocks: int) -> tuple[tuple[Cut, .
     if place == len(possible):
         return None
     found = tuple(each.anywhere(possible[place]) for each in tensors)
-    return found if any(stage for cuts in found for _, stage in cuts) else None
+    return found if any(map(hand_on, found)) else None
+
+
+def hand_on(cuts: tuple[Cut, ...]) -> bool:
+    """Whether some lie inside units, so that blocks hand sums on."""
+    return any(stage for _, stage in cuts)
 
 
 def words(cuts: tuple[Cut, ...]) -> tuple[int, ...]:
-    """As csrc has them; none if they are too many."""
-    return tuple(unit << _IN_RANGE_BITS | stage for unit, stage in cuts) if len(cuts) <= DIVISION_WORDS else ()
-
-
-def in_range(word: int) -> int:
-    """How many of its unit's stages lie in front of a cut."""
-    return word & ((1 << _IN_RANGE_BITS) - 1)
+    """As csrc has them."""
+    return tuple(unit << _IN_RANGE_BITS | stage for unit, stage in cuts)

@@ -9,9 +9,10 @@ from itertools import accumulate
 
 from samebits.format.geometry import SLAB_BYTES, STAGE, STEPS
 from samebits.format.packed import Header
-from samebits.kernels import nvrtc
-from samebits.kernels.linear_cuts import Tiles, cuts_anywhere, in_range, words
+from samebits.kernels import linear_cuts, nvrtc
+from samebits.kernels.linear_cuts import Cut, Tiles
 from samebits.kernels.linear_job import ATOM_BYTES, LANES, OCTET, Arrangement, JobFields, Kernel, Launch, Planner
+from samebits.kernels.structures import DIVISION_WORDS
 
 WGMMA_WIDTHS = (64, 128, 256)  # tokens of a tile
 MAX_WGMMA_TOKENS = 512  # with more, decoding first or linear_relay.cuh is faster
@@ -131,7 +132,7 @@ def pairs(
     """
     multiprocessors = nvrtc.multiprocessors(device)
     limits = MULTIPLIERS[1 if kernel is Kernel.SINGLES else 2]
-    if m > max(limits) or not nvrtc.has_wgmma(device) or len(headers) > multiprocessors:
+    if m > max(limits) or not nvrtc.has_wgmma(device) or not len(headers) <= multiprocessors < DIVISION_WORDS:
         return None
     way = _Way(kernel, next(tokens for tokens in limits if tokens >= m))
     planners = [_Planner(header, m, split, device) for header, split in zip(headers, splits, strict=True)]
@@ -141,15 +142,12 @@ def pairs(
         return None
     if hand_on:
         warps = fitting[-1]
-        cuts = cuts_anywhere(tuple(each.tiles(way, warps) for each in planners), multiprocessors)
+        cuts = linear_cuts.cuts_anywhere(tuple(each.tiles(way, warps) for each in planners), multiprocessors)
     else:
         found = [(*_shares(planners, way, warps, multiprocessors), warps) for warps in fitting]
         _, shares, warps = min(found, key=lambda each: each[0] * (1 + _WARP_COST * (each[2] - 1)))
         cuts = tuple(each.tiles(way, warps).between_units(n) for each, n in zip(planners, shares, strict=True))
-    divisions = tuple(map(words, cuts or ()))
-    if not cuts or not all(divisions):
-        return None
-    return _launch(way, warps, planners, [len(each) - 1 for each in divisions], divisions)
+    return _launch(way, warps, planners, [len(each) - 1 for each in cuts], cuts) if cuts else None
 
 
 def warpgroups(header: Header, m: int, split: int, device: int, warps: int) -> Launch | None:
@@ -177,24 +175,22 @@ def _shares(planners: Sequence[_Planner], way: _Way, warps: int, multiprocessors
 
 
 def _launch(
-    way: _Way, warps: int, planners: Sequence[_Planner], shares: Sequence[int], divisions: Sequence[tuple[int, ...]]
+    way: _Way, warps: int, planners: Sequence[_Planner], shares: Sequence[int], cuts: Sequence[tuple[Cut, ...]]
 ) -> Launch:
     memory = _Memory.of(way, planners, warps)
     m, stages = planners[0].m, planners[0].stages
     meetings = [each.meetings(way, warps) for each in planners]
     sums = [number * each.ranges for number, each in zip(meetings, planners, strict=True)]
-    for i, cuts in enumerate(divisions):
-        if any(map(in_range, cuts)):
+    for i in range(len(planners)):
+        if linear_cuts.hand_on(cuts[i]):
             meetings[i] += shares[i] * warps  # of each warp a flag
             sums[i] += shares[i] * warps
     part_steps = STEPS // way.x_parts if way.wgmma else 0
     tokens = m if way.arranges else 0
     x_bytes = -(-tokens // way.wide) * way.wide * 2 * STAGE * stages
     jobs = (
-        each.job(way, warps, memory.x_bytes // 4, memory.ring, first, blocks, division)
-        for each, first, blocks, division in zip(
-            planners, accumulate(shares, initial=0), shares, divisions, strict=False
-        )
+        each.job(way, warps, memory.x_bytes // 4, memory.ring, first, blocks, own)
+        for each, first, blocks, own in zip(planners, accumulate(shares, initial=0), shares, cuts, strict=False)
     )
     together = "_together" if len(planners) > 1 else ""
     return Launch(f"{way.stem}.cu", f"{way.stem}_{way.tokens}{together}", sum(shares), warps + _OTHER_WARPS,
@@ -222,11 +218,12 @@ class _Planner(Planner):
         return -(-self.m // way.wide)
 
     def job(
-        self, way: _Way, warps: int, x: int, ring: int, first_block: int, blocks: int, division: Sequence[int]
+        self, way: _Way, warps: int, x: int, ring: int, first_block: int, blocks: int, cuts: tuple[Cut, ...]
     ) -> JobFields:
         """JobStructure's fields behind the pointers."""
-        return self.job_fields(1, 1, warps, x=x, ring=ring, first_block=first_block, blocks=blocks, division=division,
-                         token_tiles=self.token_tiles(way), units=self.units(way, warps))  # fmt: skip
+        return self.job_fields(1, 1, warps, x=x, ring=ring, first_block=first_block, blocks=blocks,
+                         token_tiles=self.token_tiles(way), units=self.units(way, warps),
+                         division=linear_cuts.words(cuts))  # fmt: skip
 
     def meetings(self, way: _Way, warps: int) -> int:
         """Of ranges' sums, where there are several: one for each warp's row groups and tile of tokens."""

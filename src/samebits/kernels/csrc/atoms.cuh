@@ -59,7 +59,7 @@ struct ChunkReader {
         for (int s = 0; s < kRun; ++s) load_stage(slab, s);
     }
     __device__ __forceinline__ void stage(int side, u32 start, u32 stop) {
-        const StreamUnits streams(packed, uniform(start), uniform(stop));
+        const StreamUnits streams(packed, start, stop);
         if (lane == 0) copy_bulk(u32(__cvta_generic_to_shared(buffers + side * buffer_words)), streams.source, 16 * streams.units, copied);
         staged = streams.place;
     }

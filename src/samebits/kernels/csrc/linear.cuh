@@ -16,7 +16,7 @@ struct Walk { u32 parts[3], edges; };
 constexpr int kWalks = 20;           // warps
 
 // linear_pairs.cuh: a cut between the shares of two blocks, with mma: the unit that it is in, or in front of, and behind which of its stages.
-constexpr int kInRangeBits = 12, kCuts = 160;
+constexpr int kInRangeBits = 12, kCuts = 2 * kWalks * sizeof(Walk) / sizeof(u32);
 
 struct Job {
     const u16* x;        // [tokens, columns]
