@@ -31,6 +31,7 @@ from samebits.kernels.linear_clusters import TILES as CLUSTER_TILES
 from samebits.kernels.linear_launch import MAX_TOKENS, VARIANTS, joint_launch, launch_of, nearest_launch
 from samebits.kernels.linear_pairs import MAX_WGMMA_TOKENS
 from samebits.kernels.linear_relay import TILES, relay
+from samebits.kernels.structures import JobStructure
 from tests.codecs.tensors import without_compact
 
 pytestmark = pytest.mark.gpu
@@ -256,6 +257,27 @@ def test_blocks_hand_sums_on(rows: int, columns: int, splits: tuple[int, ...], t
                 y = fused_linear(x, packed, None, LinearPlan(split, variant))
                 assert first_difference(y, plain_linear(x, weight, None, split)) is None, (split, variant)
             tried += 1
+    assert tried
+
+
+@pytest.mark.parametrize(("rows", "columns", "tokens"), [(3080, 2112, 4608), (4104, 4096, 2048), (13832, 1984, 1300)])
+def test_clusters_hand_sums_on(rows: int, columns: int, tokens: int) -> None:
+    """Over and over, as above; with some tiles there is nothing left over to share."""
+    if not nvrtc.has_wgmma(0):
+        pytest.skip("no kernel that does on this device")
+    weight, tried = weight_of("normal", rows, columns), 0
+    packed, weight = samebits.encode(weight).to("cuda"), weight.cuda()
+    given = [inputs(tokens, columns, seed) for seed in range(5)]
+    expected = [plain_linear(x, weight, None, 1) for x in given]
+    for rank in range(len(TILES)):
+        launch = relay((packed.header,), tokens, (1,), 0, rank)
+        if launch is None or not JobStructure(*[None] * 5, *launch.jobs[0]).segment_stages:
+            continue
+        products = Products(launch)
+        for x, right in zip(given * 2, expected * 2, strict=True):
+            (y,) = products(x, None, lambda: [Operands(packed, None, LinearPlan(1))])
+            assert first_difference(y, right) is None, launch.name
+        tried += 1
     assert tried
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, product
 from typing import Any
@@ -498,8 +499,10 @@ def test_relays_cover_a_weight(shape: tuple[int, int], chunk_words: int, tokens:
         assert 1 <= job["batches"] <= tiles
         assert memory is not None
         assert memory.tokens == 0
-        assert memory.meetings == (1 + tiles * -(-geometry.stages // 8),)
-        assert memory.parts_bytes == (tiles * tile.rows * 2 * shape[1] + 128 * launch.grid,)
+        leaving = 8 * launch.grid if job["segment_stages"] else 0
+        assert memory.meetings == (1 + tiles * -(-geometry.stages // 8) + leaving,)
+        assert memory.parts_bytes == (tiles * tile.rows * 2 * shape[1] + 128 * launch.grid + leaving * tile.rows * 64,)
+        check_parts(job, geometry.stages)
         assert launch.boxes == (tokens, shape[1], TILE_TOKENS, 64 // tile.parts)
         assert launch_of(header, tokens, 3, number, 0) is None
         seen = [item_at(job, tiles, index) for index in range(items)]
@@ -529,8 +532,47 @@ def test_no_more_columns_than_kernels_count(hopper: bool) -> None:
     assert not is_supported(header_of((8, (1 << 22) + 64), 470), 1, 0)
 
 
+def parts_of(job: dict[str, Any], stages: int, cluster: int) -> Iterator[tuple[int, int, int]]:
+    """linear_relay.cuh: Parts, an item and its first and last stage, in their order."""
+    clusters, length, index = job["blocks"] // CLUSTER, job["segment_stages"], cluster
+    shared, number, whole_before = 0, 0, -1
+    if length:
+        items, parts = job["units"] % clusters, (stages - 1) // length + 1
+        index += items
+        if cluster < items * parts:
+            shared = cluster // parts
+            number = whole_before = cluster - shared * parts
+    while whole_before >= 0 or index < job["units"]:
+        if whole_before == 0:
+            yield shared, number * length, min((number + 1) * length, stages)
+        else:
+            yield index, 0, stages
+        whole_before -= 1
+        if whole_before != -1:
+            index += clusters
+
+
+def check_parts(job: dict[str, Any], stages: int) -> None:
+    """Every stage of every item is in one part, whose sums are left before the cluster behind takes them over."""
+    clusters, seen, turns = job["blocks"] // CLUSTER, dict[int, list[tuple[int, int, int, int]]](), list[int]()
+    for cluster in range(clusters):
+        parts = list(parts_of(job, stages, cluster))
+        turns.append(len(parts))
+        for turn, (item, first, last) in enumerate(parts):
+            assert first < last
+            seen.setdefault(item, []).append((first, last, cluster, turn))
+    assert sorted(seen) == list(range(job["units"]))
+    for parts_of_item in seen.values():
+        firsts, lasts, own_clusters, own_turns = zip(*sorted(parts_of_item), strict=True)
+        assert (*firsts, stages) == (0, *lasts)
+        assert own_clusters == tuple(range(own_clusters[0], own_clusters[0] + len(firsts)))
+        if len(firsts) > 1:
+            assert own_turns == tuple(range(len(firsts)))
+    assert max(turns) - min(turns) <= 1
+
+
 def item_at(job: dict[str, Any], tiles: int, index: int) -> tuple[int, int]:
-    """linear_relay.cuh: Items::at, a tile of rows and a pair of tiles of tokens."""
+    """linear_relay.cuh: Parts::part, a tile of rows and a pair of tiles of tokens."""
     first = index // (job["segments"] * tiles) * job["segments"]
     pairs = min(job["segments"], job["token_tiles"] - first)
     tile, pair = divmod(index - first * tiles, pairs)
@@ -615,8 +657,11 @@ def test_joint_relays(shapes: list[tuple[int, int]], tokens: int, hopper: bool) 
             next_block += job["blocks"]
             tiles = -(-geometry.rows // tile.rows)
             assert job["units"] == tiles * job["token_tiles"]
-            assert memory.meetings[i] == 1 + tiles * -(-geometry.stages // 8)
-            assert memory.parts_bytes[i] == tiles * tile.rows * 2 * geometry.columns + 128 * job["blocks"]
+            leaving = 8 * job["blocks"] if job["segment_stages"] else 0
+            assert memory.meetings[i] == 1 + tiles * -(-geometry.stages // 8) + leaving
+            own_bytes = tiles * tile.rows * 2 * geometry.columns + 128 * job["blocks"] + leaving * tile.rows * 64
+            assert memory.parts_bytes[i] == own_bytes
+            check_parts(job, geometry.stages)
             assert 1024 + job["ring"] * (tile.slot_bytes + 16) + 128 + 4 * job["table_words"] <= launch.shared_bytes
             units.append((job["units"], job["blocks"] // CLUSTER))
         assert next_block == launch.grid

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Generic, NamedTuple, TypeVar
 
@@ -61,25 +62,36 @@ def ranked(
     if clusters < len(planners):
         return None
     fitting = [tile for tile in tiles if all(each.slots(tile) for each in planners)]
-    shares = {tile: _shares([each.units(tile) for each in planners], clusters) for tile in fitting}
 
-    def expected(tile: TileT) -> float:
-        return max(each.expected(tile, own) for each, own in zip(planners, shares[tile], strict=True))
+    def expected(tile: TileT, shares: Sequence[int]) -> float:
+        return max(each.expected(tile, own) for each, own in zip(planners, shares, strict=True))
+
+    def best_shares(tile: TileT) -> list[int]:
+        units = [each.units(tile) for each in planners]
+        possible = (_shares(units, clusters, whole_rounds=whole_rounds) for whole_rounds in (True, False))
+        return min(possible, key=partial(expected, tile))
 
     if rank >= len(fitting):
         return None
-    tile = sorted(fitting, key=expected)[rank]
+    shares = {tile: best_shares(tile) for tile in fitting}
+    tile = sorted(fitting, key=lambda tile: expected(tile, shares[tile]))[rank]
     firsts = accumulate((CLUSTER * own for own in shares[tile][:-1]), initial=0)
     jobs = (each.job(tile, own, first) for each, own, first in zip(planners, shares[tile], firsts, strict=True))
     return Ranked(tile, tuple(shares[tile]), tuple(jobs))
 
 
-def _shares(units: Sequence[int], clusters: int) -> list[int]:
-    """Clusters of each tensor, such that the one with the most units ends soon."""
-    rounds = range(1, sum(units) + 1)
-    least = rounds[bisect_left(rounds, True, key=lambda most: sum(-(-each // most) for each in units) <= clusters)]
-    shares = [-(-each // least) for each in units]
-    for _ in range(clusters - sum(shares)):  # the others may help to decode
+def _shares(units: Sequence[int], clusters: int, *, whole_rounds: bool) -> list[int]:
+    """Clusters of each tensor, such that the one with the most units for each of its clusters has few.
+
+    Args:
+        whole_rounds: clusters do not share units, so first of all these are few rounds.
+    """
+    shares = [1] * len(units)
+    if whole_rounds:
+        rounds = range(1, sum(units) + 1)
+        least = rounds[bisect_left(rounds, True, key=lambda most: sum(-(-each // most) for each in units) <= clusters)]
+        shares = [-(-each // least) for each in units]
+    for _ in range(clusters - sum(shares)):  # in the last round they may help to decode
         busiest = max(range(len(units)), key=lambda i: units[i] / shares[i])
         shares[busiest] = min(shares[busiest] + 1, units[busiest])
     return shares

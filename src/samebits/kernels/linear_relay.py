@@ -8,7 +8,7 @@ from typing import NamedTuple
 from samebits.format.geometry import ROW_GROUP, STAGE
 from samebits.format.packed import Header
 from samebits.kernels import nvrtc
-from samebits.kernels.linear_job import ATOM_BYTES, MAP_BYTES, Arrangement, Boxes, JobFields, Launch
+from samebits.kernels.linear_job import ATOM_BYTES, LANES, MAP_BYTES, Arrangement, Boxes, JobFields, Launch
 from samebits.kernels.linear_ranked import CLUSTER, Ranked, TilePlanner, ranked
 
 TILE_TOKENS = 128  # kTileTokens
@@ -19,6 +19,9 @@ _MIN_SLOTS, _MAX_SLOTS = 3, 8  # of the ring, for whole stages
 _CACHED_BYTES = 16 << 20  # of x, that the second-level cache keeps beside what is decoded
 _FINISH = 3500  # from a tile's last product to the first of the next
 _START = 15000  # until the first product
+_HAND_ON = 6000  # to leave sums, and to take them over
+_MAX_PARTS = 8  # of a shared item
+_MIN_WHOLE = 2  # items that each cluster has beside; with fewer, all waits for decoding, and shares want more at once
 
 
 class Tile(NamedTuple):
@@ -82,10 +85,11 @@ def relay(headers: tuple[Header, ...], m: int, splits: tuple[int, ...], device: 
 def _launch(planners: Sequence[_Planner], found: Ranked[Tile]) -> Launch:
     m, columns, tile = planners[0].m, planners[0].stages * STAGE, found.tile
     decoded = tuple(each.memory(tile, own) for each, own in zip(planners, found.clusters, strict=True))
-    memory = Arrangement(0, columns, TILE_TOKENS, 0, tuple(each.flags(tile) for each in planners), decoded, 0)
+    flags = tuple(each.flags(tile, own) for each, own in zip(planners, found.clusters, strict=True))
+    memory = Arrangement(0, columns, TILE_TOKENS, 0, flags, decoded, 0)
     together = "_together" if len(planners) > 1 else ""
     return Launch("linear_relay.cu", f"linear_relay_{tile.rows}{together}", CLUSTER * sum(found.clusters),
-                  tile.warps, max(each.shared(tile) for each in planners), found.jobs, memory,
+                  tile.warps, max(each.shared_bytes(tile) for each in planners), found.jobs, memory,
                   Boxes(m, columns, TILE_TOKENS, STAGE // tile.parts))  # fmt: skip
 
 
@@ -112,17 +116,36 @@ class _Planner(TilePlanner[Tile]):
         enough = fitting >= tile.parts * _MIN_SLOTS and fitting * tile.slot_bytes >= 4 * self.entries
         return min(fitting, tile.parts * _MAX_SLOTS) if enough else 0
 
-    def shared(self, tile: Tile) -> int:
-        """Bytes of shared memory."""
+    def shared_bytes(self, tile: Tile) -> int:
         return self.fixed(tile) + self.slots(tile) * (tile.slot_bytes + _BARRIER_BYTES)
 
-    def flags(self, tile: Tile) -> int:
+    def part(self, tile: Tile, clusters: int) -> int:
+        """Stages of a part of the items that are left over when all clusters have as many; 0 where these are whole too.
+
+        A part is multiplied behind as many whole items as there are parts in front of it.
+        """
+        whole, items = divmod(self.units(tile), clusters)
+        parts = min(whole + 1, clusters // items, _MAX_PARTS) if items and whole >= _MIN_WHOLE else 1
+        part = -(-self.stages // parts)
+        return part if (self.stages - part) * self.stage(tile) > _HAND_ON else 0
+
+    def leaving(self, tile: Tile, clusters: int) -> int:
+        """Warps that have room to leave sums."""
+        return CLUSTER * clusters * _MULTIPLIERS if self.part(tile, clusters) else 0
+
+    def flags(self, tile: Tile, clusters: int) -> int:
         """And what is claimed."""
-        return 1 + self.tiles(tile) * -(-self.stages // _SIGNAL)
+        return 1 + self.tiles(tile) * -(-self.stages // _SIGNAL) + self.leaving(tile, clusters)
 
     def memory(self, tile: Tile, clusters: int) -> int:
-        """Bytes, of what is decoded and the tensor maps."""
-        return self.tiles(tile) * tile.rows * self.stages * STAGE * 2 + CLUSTER * clusters * MAP_BYTES
+        """Bytes, of what is decoded, the tensor maps and sums that are left."""
+        decoded = self.tiles(tile) * tile.rows * self.stages * STAGE * 2
+        return decoded + CLUSTER * clusters * MAP_BYTES + self.leaving(tile, clusters) * tile.rows * 2 * LANES
+
+    @staticmethod
+    def stage(tile: Tile) -> int:
+        """How long wgmma, or shared memory, takes for one."""
+        return max(4 * tile.rows, 3 * tile.rows + 2 * TILE_TOKENS)
 
     def expected(self, tile: Tile, clusters: int) -> float:
         """How long it takes: its blocks multiply as often as the one with the most units, and all decode.
@@ -132,17 +155,21 @@ class _Planner(TilePlanner[Tile]):
         of a row group; and a warp about 1,300 for one or two of them, which counts if it is not done before the last
         tiles are multiplied.
         """
-        waves = -(-self.units(tile) // clusters)
-        stage = max(4 * tile.rows, 3 * tile.rows + 2 * TILE_TOKENS)
+        whole, items = divmod(self.units(tile), clusters)
+        part, stage = self.part(tile, clusters), self.stage(tile)
         multiply = self.stages * stage + _FINISH
+        last = part * stage + _FINISH + _HAND_ON if part else multiply * (items > 0)
         decoded = self.row_groups * self.stages / (CLUSTER * clusters)
         decode = decoded * 1300 / (tile.decoders * tile.row_groups)
-        return _START + max(waves * multiply + 33 * decoded, decode + multiply / 2)
+        return _START + max(whole * multiply + last + 33 * decoded, decode + multiply / 2)
 
     def job(self, tile: Tile, clusters: int, first_block: int) -> JobFields:
         passes = -(-2 * self.m * self.stages * STAGE // _CACHED_BYTES)
         pairs_of_pass = -(-self.pairs // passes)
-        side_by_side = min(self.tiles(tile), -(-clusters // pairs_of_pass))
+        part = self.part(tile, clusters)
+        at_first = clusters + (self.units(tile) % clusters if part else 0)  # items, at most
+        side_by_side = min(self.tiles(tile), -(-at_first // pairs_of_pass))
         return self.job_fields(tile.rows // ROW_GROUP, side_by_side, tile.decoders, ring=self.slots(tile),
                                first_block=first_block, blocks=CLUSTER * clusters, token_tiles=self.pairs,
-                               units=self.units(tile), segments=pairs_of_pass)  # fmt: skip
+                               units=self.units(tile), segments=pairs_of_pass,
+                               segment_stages=part)  # fmt: skip

@@ -33,7 +33,7 @@ struct Job {
     int own, longer;     // row groups of a block; of the first `longer` blocks one more
     int token_tiles, units;      // linear_pairs.cuh, units of all blocks; linear_relay.cuh, linear_clusters.cuh: pairs of tiles of tokens, and items
     u32 by_token_tiles, by_ranges;
-    int segments, segment_stages;   // linear_ahead.cuh, linear_tiles.cuh: of K; linear_relay.cuh: pairs of a pass
+    int segments, segment_stages;   // linear_ahead.cuh, linear_tiles.cuh: of K; linear_relay.cuh: pairs of a pass, and stages of a part of a shared item
     u32 by_ring;
     u32 by_slots, by_range, by_chunks;   // for `divide`
     int table_words, x_words, buffer_words;   // of shared memory: decode table, x (before that, without Hopper's kernels, the table's entries), each staging buffer

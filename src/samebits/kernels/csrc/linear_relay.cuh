@@ -5,7 +5,10 @@
 // What is decoded lies in memory as wgmma takes it (hopper.cuh), tile by tile, stage by stage. A unit of decoding is a chunk of one or two row groups;
 // warps claim units one after another, in the order in which tiles are multiplied, so that blocks that run never wait for one that does not. Behind
 // each run of kSignal stages row groups are counted at their tile's flag for that run. Two blocks of a cluster multiply two tiles of tokens by the
-// same rows, and each copies half of these to both.
+// same rows, an item, and each copies half of these to both.
+//
+// All clusters have as many whole items. Of what is left over, the first items, each may be shared by some clusters: the first one leaves its sums in
+// memory, and the next one goes on with them, after a whole item of its own, when they have long been left.
 #pragma once
 #include "hopper.cuh"
 #include "linear.cuh"
@@ -47,7 +50,7 @@ struct Relay {
     u32 ring, full, empty;         // shared addresses: slots, and barriers of each
     int tiles, runs;
     u8* decoded;                   // in memory
-    u32* flags;                    // of each tile, one for each run
+    u32* flags;                    // of each tile, one for each run; behind them, for each warp that multiplies, whether it has left its sums
 
     __device__ __forceinline__ Relay(const Geometry& geometry, const Packed& packed, const Job& job, u32 ring, u32 full)
         : geometry(geometry), packed(packed), job(job), ring(ring), full(full), empty(full + 8 * job.ring),
@@ -57,25 +60,52 @@ struct Relay {
     __device__ __forceinline__ u8* stage(int tile, int stage) const { return decoded + (size_t(tile) * geometry.stages + stage) * (Tile::parts * Tile::part_bytes); }
     __device__ __forceinline__ u8* map() const { return stage(tiles, 0) + job.block() * kMapBytes; }
     __device__ __forceinline__ int groups_of(int tile) const { return min(Tile::groups, geometry.row_groups - tile * Tile::groups); }
+    // What a warp that multiplies leaves for the same one of the cluster behind.
+    using Sums = Meeting<1, Tile::rows / 2>;
+    __device__ __forceinline__ Sums left(int warp, int lane) const {
+        return {reinterpret_cast<float*>(stage(tiles, 0) + job.blocks * kMapBytes) + size_t(warp) * (Sums::all * kLanes), lane};
+    }
+    __device__ __forceinline__ u32* is_left(int warp) const { return flags + tiles * runs + warp; }
 };
 
-// What a cluster multiplies at a time: a tile of rows and two of tokens, of which each block has one. So many of these are multiplied by all rows before
-// others are that x stays in the cache; in such a pass, one tile of rows follows another.
-struct Item { int tile, token_tile; };
+// What a cluster multiplies at a time: a tile of rows and two of tokens, of which each block has one, all stages or some. So many tokens are multiplied by all
+// rows before others are that x stays in the cache; in such a pass, one tile of rows follows another.
+struct Part {
+    int tile, token_tile, first, last;      // first, last: stages
+    bool takes, gives;                      // the sums at its start, those at its end
+};
 
 template <class Tile>
-struct Items {
+struct Parts {
     const Relay<Tile>& relay;
     const int rank = block_of_cluster(), clusters = relay.job.blocks / kCluster;
-    int index = relay.job.block() / kCluster;
+    int index = relay.job.block() / kCluster;      // of the whole item that comes next
+    int shared = 0, number = 0, whole_before = -1;   // the item of which the cluster has a part, which, and behind how many whole ones; then -1
 
-    __device__ __forceinline__ bool has() const { return index < relay.job.units; }
-    __device__ __forceinline__ void advance() { index += clusters; }
-    __device__ __forceinline__ Item at() const {
+    __device__ __forceinline__ Parts(const Relay<Tile>& relay) : relay(relay) {
+        if (relay.job.segment_stages == 0) return;
+        const int cluster = index, items = relay.job.units % clusters, parts = (relay.geometry.stages - 1) / relay.job.segment_stages + 1;
+        index += items;
+        if (cluster >= items * parts) return;
+        shared = cluster / parts;
+        number = whole_before = cluster - shared * parts;
+    }
+    __device__ __forceinline__ bool has() const { return whole_before >= 0 || index < relay.job.units; }
+    __device__ __forceinline__ void advance() {
+        if (--whole_before != -1) index += clusters;
+    }
+    __device__ __forceinline__ Part at() const {
+        const int stages = relay.geometry.stages, first = number * relay.job.segment_stages, last = min(first + relay.job.segment_stages, stages);
+        if (whole_before == 0) return part(shared, first, last);
+        return part(index, 0, stages);
+    }
+
+   private:
+    __device__ __forceinline__ Part part(int item, int first, int last) const {
         const Job& job = relay.job;
-        const int pass = index / (job.segments * relay.tiles), first = pass * job.segments;
-        const int inside = index - first * relay.tiles, pairs = min(job.segments, job.token_tiles - first), tile = inside / pairs;
-        return {tile, kCluster * (first + inside - tile * pairs) + rank};
+        const int pass = item / (job.segments * relay.tiles), first_pair = pass * job.segments;
+        const int inside = item - first_pair * relay.tiles, pairs = min(job.segments, job.token_tiles - first_pair), tile = inside / pairs;
+        return {tile, kCluster * (first_pair + inside - tile * pairs) + rank, first, last, first > 0, last < relay.geometry.stages};
     }
 };
 
@@ -254,14 +284,14 @@ __device__ __forceinline__ void bring(const Relay<Tile>& relay, int lane) {
     constexpr u32 share = Tile::part_bytes / kCluster;
     RingPlace place{0, 0};
 #pragma unroll 1
-    for (Items<Tile> items{relay}; items.has(); items.advance()) {
-        const auto [tile, token_tile] = items.at();
-        const u8* source = relay.stage(tile, 0) + items.rank * share;
+    for (Parts<Tile> all(relay); all.has(); all.advance()) {
+        const auto [tile, token_tile, first, last, takes, gives] = all.at();
+        const u8* source = relay.stage(tile, first) + all.rank * share;
         const u32* flags = relay.flags + tile * relay.runs;
         const u32 wanted = relay.groups_of(tile);
-        int ready = 0;             // runs
+        int ready = first / kSignal;   // runs
 #pragma unroll 1
-        for (int part = 0; part < Tile::parts * relay.geometry.stages; ++part) {
+        for (int part = Tile::parts * first; part < Tile::parts * last; ++part) {
             if (part / (Tile::parts * kSignal) >= ready) {
                 u32 unready;
                 do {
@@ -277,7 +307,7 @@ __device__ __forceinline__ void bring(const Relay<Tile>& relay, int lane) {
                 const u32 full = relay.full + 8 * place.slot, slot = relay.ring + place.slot * Tile::slot_bytes;
                 expect(full, Tile::slot_bytes);
                 copy_box(slot, relay.map(), 64 / Tile::parts * part, kTileTokens * token_tile, full);
-                copy_bulk_to(slot + Tile::x_bytes + items.rank * share, source, share, full, (1 << kCluster) - 1);
+                copy_bulk_to(slot + Tile::x_bytes + all.rank * share, source, share, full, (1 << kCluster) - 1);
             }
             __syncwarp();
             source += Tile::part_bytes;
@@ -300,15 +330,24 @@ __device__ __forceinline__ void multiply_tiles(const Relay<Tile>& relay, u32 bia
         if (used && lane < kCluster) arrive_at(used, lane);
     };
 #pragma unroll 1
-    for (Items<Tile> items{relay}; items.has(); items.advance()) {
-        const auto [tile, token_tile] = items.at();
-        const int first_row = tile * Tile::rows, groups = relay.groups_of(tile);
+    for (Parts<Tile> all(relay); all.has(); all.advance()) {
+        const auto [tile, token_tile, first, last, takes, gives] = all.at();
+        const int first_row = tile * Tile::rows, groups = relay.groups_of(tile), own = job.block() * kMultipliers + warp;   // own: of all warps that multiply
         Vec4 bias{};               // of a row group for each lane, asked for long before it is needed
         if (job.bias && lane < groups) bias = *reinterpret_cast<const Vec4*>(job.bias + first_row + 8 * lane);
+        if (takes) {
+            const int before = own - kCluster * kMultipliers;
+            const volatile u32* there = relay.is_left(before);
+            while (*there == 0) __nanosleep(40);
+            __threadfence();
+            __syncwarp();
+            relay.left(before, lane).add(1, reinterpret_cast<float (&)[1][Tile::rows / 2]>(sums));
+        } else {
 #pragma unroll
-        for (int i = 0; i < Tile::rows / 2; ++i) sums[i] = 0;
+            for (int i = 0; i < Tile::rows / 2; ++i) sums[i] = 0;
+        }
 #pragma unroll 1
-        for (int part = 0; part < Tile::parts * geometry.stages; ++part) {
+        for (int part = Tile::parts * first; part < Tile::parts * last; ++part) {
             await(relay.full + 8 * place.slot, place.parity);
             const u32 slot = relay.ring + place.slot * Tile::slot_bytes;
             const u64 left = describe<Tile::row_bytes>(slot + (warp >> 2) * (64 * Tile::row_bytes), Tile::atom_bytes);
@@ -328,6 +367,13 @@ __device__ __forceinline__ void multiply_tiles(const Relay<Tile>& relay, u32 bia
         pin(sums);
         release();
         used = 0;
+        if (gives) {
+            relay.left(own, lane).bring(0, reinterpret_cast<float (&)[1][Tile::rows / 2]>(sums));
+            __threadfence();
+            __syncwarp();
+            if (lane == 0) atomicExch(relay.is_left(own), 1);
+            continue;
+        }
         __syncwarp();
         if (lane < Tile::groups) store_shared(biases + 16 * lane, bias);
         __syncwarp();
