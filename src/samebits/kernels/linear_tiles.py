@@ -23,7 +23,9 @@ from samebits.kernels.linear_job import (
 )
 
 TILE_WARPS = 20  # kMaxThreads
-_X_STAGES = {16: 8, 32: 8, 64: 6, 128: 4}  # of x in its ring, by tokens that a kernel is made for
+_X_STAGES = {16: 8, 32: 8, 64: 6, 128: 4}  # of x in its ring, at least, by tokens that a kernel is made for
+_MORE_X_STAGES, _MORE_RING = 2, 1  # and where the ring of weights has as many pairs more than it needs, so many more
+_TWO_STAGES = 32  # tokens, up to which a slot of it has two
 _TILE = 8  # kTileGroups
 _X_LEFT = 64  # Matrices::x_left: of the kernel for so many tokens
 _WARPGROUP = 4  # warps
@@ -79,10 +81,20 @@ class _Batch:
         A warp for each row group of a batch keeps the blocks going; more of them decode chunks ahead, as many pairs of
         stages ahead as the ring must then hold. The kernel relies on both.
         """
-        ring = (4 * self.planner.room - self.planner.fixed(decoders)) // self.slot_bytes
+        x_bytes = (self.x_slots(decoders) - self.planner.x_slots) * self.planner.x_slot_bytes
+        ring = (4 * self.planner.room - self.planner.fixed(decoders) - x_bytes) // self.slot_bytes
+        return ring if decoders >= self.slots and ring >= self._least_ring(decoders) else 0
+
+    def _least_ring(self, decoders: int) -> int:
         chunks_ahead = -(-decoders // self.slots) - 1  # of those that are multiplied
-        enough = decoders >= self.slots and ring >= _MIN_RING + chunks_ahead * CHUNK_STAGES // 2
-        return ring if enough else 0
+        return _MIN_RING + chunks_ahead * CHUNK_STAGES // 2
+
+    def x_slots(self, decoders: int) -> int:
+        """Of the ring of x."""
+        planner = self.planner
+        room = 4 * planner.room - planner.fixed(decoders) - (self._least_ring(decoders) + _MORE_RING) * self.slot_bytes
+        more = min(room // planner.x_slot_bytes, _MORE_X_STAGES // planner.stages_of_x_slot)
+        return planner.x_slots + max(more, 0)
 
     @property
     def slot_bytes(self) -> int:
@@ -90,7 +102,8 @@ class _Batch:
 
     def shared(self, decoders: int) -> int:
         """Bytes of shared memory."""
-        return self.planner.fixed(decoders) + self.ring(decoders) * self.slot_bytes
+        x = (self.x_slots(decoders) - self.planner.x_slots) * self.planner.x_slot_bytes
+        return self.planner.fixed(decoders) + x + self.ring(decoders) * self.slot_bytes
 
     @property
     def cycles(self) -> int:
@@ -114,7 +127,8 @@ class _Batch:
         """JobStructure's fields behind the pointers."""
         return self.planner.job_fields(self.slots, self.batches, decoders, ring=self.ring(decoders),
                                        first_block=first_block, blocks=self.blocks, segments=self.planner.segments,
-                                       segment_stages=self.planner.segment_stages)  # fmt: skip
+                                       segment_stages=self.planner.segment_stages,
+                                       x_places=self.x_slots(decoders))  # fmt: skip
 
 
 class _Fitting(NamedTuple):
@@ -182,8 +196,22 @@ class _Planner(Planner):
         batches = min(-(-self.own // (2 * _TILE)) + more, self.own)
         return _Batch(self, batches, -(-self.own // batches))
 
+    @property
+    def stages_of_x_slot(self) -> int:
+        """csrc: x_stages."""
+        return 2 if self.wide <= _TWO_STAGES else 1
+
+    @property
+    def x_slots(self) -> int:
+        """Of the ring of x, at least."""
+        return _X_STAGES[self.wide] // self.stages_of_x_slot
+
+    @property
+    def x_slot_bytes(self) -> int:
+        """And its barriers."""
+        return self.stages_of_x_slot * self.wide * 2 * STAGE + 16
+
     def fixed(self, decoders: int) -> int:
         """Bytes beside the ring of weights."""
-        slots = _X_STAGES[self.wide]
-        x, barriers = slots * self.wide * 2 * STAGE, 8 * (_MAX_DECODERS + 2 * slots)
+        x, barriers = self.x_slots * self.x_slot_bytes, 8 * _MAX_DECODERS
         return ATOM_BYTES + MAP_BYTES + barriers + 4 * self.table + x + decoders * 8 * self.buffer

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, lru_cache, partial
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -67,11 +67,14 @@ def architecture(capability: tuple[int, int]) -> str:
     return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
 
 
-def compile_source(file: str, target: str, kernel: str | None = None, *, cached: bool = True) -> Any:
+def compile_source(
+    file: str, target: str, kernel: str | None = None, *, cached: bool = True, log: IO[str] | None = None
+) -> Any:
     """Compile csrc/``file`` for ``target`` to a cuda.core ObjectCode (needs no GPU).
 
     Args:
         kernel: as ``source``.
+        log: what the compilers say of it is written there, if it is not found in the cache.
 
     Raises:
         DeviceError: cuda-core or NVRTC is missing, or the compiler refuses the source.
@@ -87,10 +90,10 @@ def compile_source(file: str, target: str, kernel: str | None = None, *, cached:
         program = Program(source(file, kernel), "c++", options)
         if cached:
             try:
-                return program.compile("cubin", cache=FileStreamProgramCache())
+                return program.compile("cubin", logs=log, cache=FileStreamProgramCache())
             except OSError as error:
                 _log.warning("compiled kernels are not kept, and are compiled anew in each process: %s", error)
-        return program.compile("cubin")
+        return program.compile("cubin", logs=log)
     except (CUDAError, RuntimeError, OSError) as error:
         raise DeviceError(f"cannot compile {kernel or file} for {target}: {error}", mend=_MEND) from error
 

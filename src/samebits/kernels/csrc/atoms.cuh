@@ -35,8 +35,8 @@ struct ChunkReader {
     const int lane, buffer_words;
     u32* buffers;                          // two staging buffers
     const u32 copied;                      // the barrier of what is copied to them
-    Vec4 raw[kRun];
-    u32 signs[kRun / 2];
+    Vec4 raw[2][kRun];                     // of the run at hand, and of the next
+    u32 signs[2][kRun / 2];
     const u8* slab;                        // the chunk's first
     StagedPlace staged;
 
@@ -50,14 +50,16 @@ struct ChunkReader {
     __device__ __forceinline__ const u32* offset_of(int group, int chunk) const {
         return reinterpret_cast<const u32*>(packed.data + packed.offsets) + size_t(group) * geometry.chunks_per_row_group + chunk;
     }
-    __device__ __forceinline__ void load_stage(const u8* slab, int s) {
-        raw[s] = load_raw(slab, s, lane);
-        if (s & 1) signs[s / 2] = load_once_u32(slab + (s >> 1) * kSlabBytes + 4 * lane);
-    }
-    __device__ __forceinline__ void load_run(const u8* slab) {
+    __device__ __forceinline__ void load_run(int set, const u8* slab) {
 #pragma unroll
-        for (int s = 0; s < kRun; ++s) load_stage(slab, s);
+        for (int s = 0; s < kRun; ++s) {
+            raw[set][s] = load_raw(slab, s, lane);
+            if (s & 1) signs[set][s / 2] = load_once_u32(slab + (s >> 1) * kSlabBytes + 4 * lane);
+        }
     }
+    // Into the other set as soon as this one is there. All loads share one scoreboard: whoever waits for some of them later waits for these too, so they are made
+    // to depend on what came before. zero: which the compiler does not know.
+    __device__ __forceinline__ void load_behind(int set, const u8* slab, u32 zero) { load_run(set ^ 1, slab + (signs[set][kRun / 2 - 1] & zero)); }
     __device__ __forceinline__ void stage(int side, u32 start, u32 stop) {
         const StreamUnits streams(packed, start, stop);
         if (lane == 0) copy_bulk(u32(__cvta_generic_to_shared(buffers + side * buffer_words)), streams.source, 16 * streams.units, copied);
@@ -74,7 +76,7 @@ struct ChunkReader {
         const u32 start = load_u32(offset), stop = load_u32(offset + 1);
         slab = slab_of(group, chunk);
         stage(0, start, stop);
-        load_run(slab);
+        load_run(0, slab);
         prefetch_planes(slab, stages_of(chunk), lane);
     }
     // Of the lane's row.
@@ -85,14 +87,14 @@ struct ChunkReader {
     }
     // A run's upper bytes, signs and all. begun: the look-ups that stand at its beginning, then those of the next run.
     template <bool in_cluster>
-    __device__ __forceinline__ void decode_run(Opened& chunk, LookUps& begun, Vec4 (&upper)[kRun], u32 table, u32 byte_mask, u32 common) const {
+    __device__ __forceinline__ void decode_run(int set, Opened& chunk, LookUps& begun, Vec4 (&upper)[kRun], u32 table, u32 byte_mask, u32 common) const {
 #pragma unroll
         for (int s = 0; s < kRun; ++s) {
             upper[s] = chunk.go_on(begun, table, byte_mask);
             chunk.complete(upper[s], common);
             begun = chunk.begin(table, byte_mask);
             chunk.mend<in_cluster>(upper[s], s, lane);
-            upper[s] = with_signs(signs[s / 2] << (4 * (s & 1)), upper[s]);
+            upper[s] = with_signs(signs[set][s / 2] << (4 * (s & 1)), upper[s]);
         }
         chunk.pass(kRun);
     }

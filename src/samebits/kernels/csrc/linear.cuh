@@ -37,7 +37,7 @@ struct Job {
     u32 by_ring;
     u32 by_slots, by_range, by_chunks;   // for `divide`
     int table_words, x_words, buffer_words;   // of shared memory: decode table, x (before that, without Hopper's kernels, the table's entries), each staging buffer
-    int x_places;        // linear_ahead.cuh: runs of x that a segment keeps
+    int x_places;        // linear_ahead.cuh: runs of x that a segment keeps; linear_tiles.cuh: slots of x
     int ring;            // linear_tiles.cuh: pairs of stages that a block keeps decoded, at least those of the chunks that a warp is ahead;
                          // linear_pairs.cuh: slots of x; with mma, pairs of stages;
                          // linear_ahead.cuh: runs that a line keeps decoded; linear_relay.cuh: parts of stages; linear_clusters.cuh: stages
@@ -232,6 +232,15 @@ struct Meeting {
         const bool is_last = int(__shfl_sync(kFull, before, 0)) + 1 == parties;
         if (is_last) __threadfence();
         return is_last;
+    }
+    // What was brought for the first range, or zeros; without a branch, behind which the compiler would have wgmmas wait for each other.
+    __device__ __forceinline__ void take_if(bool any, Sums& sums) const {
+#pragma unroll
+        for (int i = 0; i < all; ++i)
+            asm volatile("{ .reg .pred any;\n"
+                         "  setp.ne.u32 any, %2, 0;\n"
+                         "  mov.f32 %0, 0f00000000;\n"
+                         "  @any ld.global.cg.f32 %0, [%1]; }" : "=f"(sums[i / count][i % count]) : "l"(part(0) + i * kLanes), "r"(u32(any)) : "memory");
     }
     // Adds all ranges' in order. If they are few, several are on their way at once.
     __device__ __forceinline__ void add(int ranges, Sums& sums) const {

@@ -156,7 +156,7 @@ struct Decoder : ChunkReader {
     template <bool shifted>
     __device__ __forceinline__ void run(const Ring& ring, u32 table) {
         const u32 byte_mask = ((1u << packed.width) - 1) << 2, common = u32(packed.window >> 4) * 0x10101010u;
-        const u32 place = ring.slots + Tile::x_bytes + number * kAtomBytes + atom_place(lane);
+        const u32 place = ring.slots + Tile::x_bytes + number * kAtomBytes + atom_place(lane), zero = u32(ring.count) >> 31;
         RingPlace at{0, 0};
         int side = 0;                          // which staging buffer
         u32 copies = 0;                        // parity of the chunks done
@@ -167,7 +167,7 @@ struct Decoder : ChunkReader {
             const u32 streams = u32(__cvta_generic_to_shared(buffers + side * buffer_words + staged.begin));
             advance();
             const bool more = items.has();
-            const u8 *ahead = slab, *next_slab = slab;
+            const u8* next_slab = slab;
             u32 start = 0, stop = 0;
             if (more) {
                 const u32* offset = offset_of(group(), chunk);
@@ -183,25 +183,29 @@ struct Decoder : ChunkReader {
             LookUps begun = opened.begin(table, byte_mask);
             side ^= 1;
 #pragma unroll 1
-            for (int run = 0; run < count; run += kRun) {
-                ahead = run + kRun < count ? ahead + kRun / 2 * kSlabBytes : next_slab;
-                Vec4 upper[kRun];
-                decode_run<true>(opened, begun, upper, table, byte_mask, common);
+            for (int first = 0; first < count; first += 2 * kRun) {
 #pragma unroll
-                for (int s = 0; s < kRun; ++s) {
-                    if (run + s >= count) continue;
-                    await(ring.empty + 8 * at.slot, at.parity ^ 1);
-                    store_atom<shifted>(place + at.slot * Tile::slot_bytes, raw[s], upper[s], scale);
-                    show_to_wgmma();
-                    __syncwarp();
-                    if (lane == 0) {
-                        arrive(ring.full + 8 * at.slot);
-                        arrive(ring.decoded + 8 * at.slot);
+                for (int set = 0; set < 2; ++set) {
+                    const int run = first + set * kRun;
+                    load_behind(set, set == 0 || run + kRun < count ? slab + (run + kRun) / 2 * kSlabBytes : next_slab, zero);
+                    if (run >= count) continue;
+                    Vec4 upper[kRun];
+                    decode_run<true>(set, opened, begun, upper, table, byte_mask, common);
+#pragma unroll
+                    for (int s = 0; s < kRun; ++s) {
+                        if (run + s >= count) continue;
+                        await(ring.empty + 8 * at.slot, at.parity ^ 1);
+                        store_atom<shifted>(place + at.slot * Tile::slot_bytes, raw[set][s], upper[s], scale);
+                        show_to_wgmma();
+                        __syncwarp();
+                        if (lane == 0) {
+                            arrive(ring.full + 8 * at.slot);
+                            arrive(ring.decoded + 8 * at.slot);
+                        }
+                        at.advance(ring.count);
                     }
-                    at.advance(ring.count);
+                    if (run == 0 && more) stage(side, start, stop);   // these two are there by now
                 }
-                load_run(ahead);                                   // not before: a fence may wait for loads
-                if (run == 0 && more) stage(side, start, stop);   // these two are there by now
             }
             __syncwarp();
             slab = next_slab;

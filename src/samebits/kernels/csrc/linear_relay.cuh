@@ -335,17 +335,14 @@ __device__ __forceinline__ void multiply_tiles(const Relay<Tile>& relay, u32 bia
         const int first_row = tile * Tile::rows, groups = relay.groups_of(tile), own = job.block() * kMultipliers + warp;   // own: of all warps that multiply
         Vec4 bias{};               // of a row group for each lane, asked for long before it is needed
         if (job.bias && lane < groups) bias = *reinterpret_cast<const Vec4*>(job.bias + first_row + 8 * lane);
+        const int before = own - kCluster * kMultipliers;
         if (takes) {
-            const int before = own - kCluster * kMultipliers;
             const volatile u32* there = relay.is_left(before);
             while (*there == 0) __nanosleep(40);
             __threadfence();
             __syncwarp();
-            relay.left(before, lane).add(1, reinterpret_cast<float (&)[1][Tile::rows / 2]>(sums));
-        } else {
-#pragma unroll
-            for (int i = 0; i < Tile::rows / 2; ++i) sums[i] = 0;
         }
+        relay.left(before, lane).take_if(takes, reinterpret_cast<float (&)[1][Tile::rows / 2]>(sums));
 #pragma unroll 1
         for (int part = Tile::parts * first; part < Tile::parts * last; ++part) {
             await(relay.full + 8 * place.slot, place.parity);

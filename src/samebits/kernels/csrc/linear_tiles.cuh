@@ -17,9 +17,8 @@ constexpr int kPairBytes = 2 * kAtomBytes;
 constexpr int kTileBytes = 8 * kPairBytes;
 constexpr int kTileGroups = 8;
 
-// The ring of x has slots for so many stages at a time (both together: linear_tiles.py, _X_STAGES).
+// The ring of x has slots for so many stages at a time (linear_tiles.py: stages_of_x_slot).
 __host__ __device__ constexpr int x_stages(int wide) { return wide <= 32 ? 2 : 1; }
-__host__ __device__ constexpr int x_slots(int wide) { return wide == 64 ? 6 : 4; }
 __host__ __device__ constexpr int x_bytes(int wide) { return x_stages(wide) * wide * 128; }   // of a slot
 
 // What of the weight a block multiplies: one segment of K, and every `blocks`-th row group from `place` on, `own` in all, in batches.
@@ -79,6 +78,7 @@ struct Rings {
     u32 weights, slot_bytes;              // shared addresses
     int slots;                            // of the ring of weights
     u32 x;
+    int x_slots;
     u32 full, empty, x_full, x_empty;     // barriers, one for each slot
 };
 
@@ -98,7 +98,7 @@ __device__ __forceinline__ void bring(const Rings& rings, const Share& share, co
                 for (int i = 0; i < count; ++i) copy_box(slot + i * (wide * 128), map, 64 * (stage + i), 0, full);
             }
             __syncwarp();
-            place.advance(x_slots(wide));
+            place.advance(rings.x_slots);
         }
 }
 
@@ -194,7 +194,7 @@ __device__ __forceinline__ void multiply_tiles(const Rings& rings, const Geometr
                 const bool last = stage + 1 == share.end;
                 if (part == x_stages(wide) - 1 || last) {
                     used_x = rings.x_empty + 8 * place.slot;
-                    place.advance(x_slots(wide));
+                    place.advance(rings.x_slots);
                 }
                 if ((stage & 1) || last) {
                     used = rings.empty + 8 * pair.slot;
@@ -237,7 +237,7 @@ struct Decoder : ChunkReader {
     template <bool shifted>
     __device__ __forceinline__ void run(const Rings& rings, u32 table) {
         const u32 byte_mask = ((1u << packed.width) - 1) << 2, common = u32(packed.window >> 4) * 0x10101010u;
-        const u32 lane_place = rings.weights + atom_place(lane);
+        const u32 lane_place = rings.weights + atom_place(lane), zero = u32(rings.slots) >> 31;
         int side = 0;                      // which staging buffer
         u32 copies = 0;                    // parity of the tasks done
 #pragma unroll 1
@@ -249,7 +249,7 @@ struct Decoder : ChunkReader {
             const u32* buffer = buffers + side * buffer_words;
             const StagedPlace present = staged;
             const Task next = tasks.behind(task);
-            const u8 *ahead = slab, *next_slab = slab;
+            const u8* next_slab = slab;
             u32 start = 0, stop = 0;
             if (tasks.has(next)) {
                 const u32* offset = offset_of(next.group, chunk_of(next));
@@ -266,35 +266,39 @@ struct Decoder : ChunkReader {
             LookUps begun = chunk.begin(table, byte_mask);
             side ^= 1;
 #pragma unroll 1
-            for (int run = 0; run < count; run += kRun) {
-                ahead = run + kRun < count ? ahead + kRun / 2 * kSlabBytes : next_slab;
-                Vec4 upper[kRun];
-                decode_run<false>(chunk, begun, upper, table, byte_mask, common);
-                const u32 first = rings.full + 8 * pair.slot;
-                auto store_pair = [&](int s) {
-                    await(rings.empty + 8 * pair.slot, pair.parity ^ 1);
-                    const u32 atom = atoms + pair.slot * rings.slot_bytes;
-                    store_atom<shifted>(atom, raw[s], upper[s], scale);
-                    store_atom<shifted>(atom + kAtomBytes, raw[s + 1], upper[s + 1], scale);
-                };
-                const bool has_first = run >= before, has_second = run + 2 >= before && run + 2 < count;
-                if (has_first) {
-                    store_pair(0);
-                    pair.advance(rings.slots);
+            for (int first = 0; first < count; first += 2 * kRun) {
+#pragma unroll
+                for (int set = 0; set < 2; ++set) {
+                    const int run = first + set * kRun;
+                    load_behind(set, set == 0 || run + kRun < count ? slab + (run + kRun) / 2 * kSlabBytes : next_slab, zero);
+                    if (run >= count) continue;
+                    Vec4 upper[kRun];
+                    decode_run<false>(set, chunk, begun, upper, table, byte_mask, common);
+                    const u32 first_pair = rings.full + 8 * pair.slot;
+                    auto store_pair = [&](int s) {
+                        await(rings.empty + 8 * pair.slot, pair.parity ^ 1);
+                        const u32 atom = atoms + pair.slot * rings.slot_bytes;
+                        store_atom<shifted>(atom, raw[set][s], upper[s], scale);
+                        store_atom<shifted>(atom + kAtomBytes, raw[set][s + 1], upper[s + 1], scale);
+                    };
+                    const bool has_first = run >= before, has_second = run + 2 >= before && run + 2 < count;
+                    if (has_first) {
+                        store_pair(0);
+                        pair.advance(rings.slots);
+                    }
+                    const u32 second_pair = rings.full + 8 * pair.slot;
+                    if (has_second) {
+                        store_pair(2);
+                        pair.advance(rings.slots);
+                    }
+                    show_to_wgmma();
+                    __syncwarp();
+                    if (lane == 0) {
+                        if (has_first) arrive(first_pair);
+                        if (has_second) arrive(second_pair);
+                    }
+                    if (run == 0 && tasks.has(next)) stage(side, start, stop);   // these two are there by now
                 }
-                const u32 second = rings.full + 8 * pair.slot;
-                if (has_second) {
-                    store_pair(2);
-                    pair.advance(rings.slots);
-                }
-                show_to_wgmma();
-                __syncwarp();
-                if (lane == 0) {
-                    if (has_first) arrive(first);
-                    if (has_second) arrive(second);
-                }
-                load_run(ahead);                                                // not before: a fence may wait for loads
-                if (run == 0 && tasks.has(next)) stage(side, start, stop);   // these two are there by now
             }
             __syncwarp();
             slab = next_slab;
@@ -319,12 +323,13 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
     rings.slot_bytes = job.slots * kPairBytes;
     rings.slots = job.ring;
     rings.x = base + rings.slots * rings.slot_bytes;
-    const u32 map = rings.x + x_slots(wide) * x_bytes(wide);
+    rings.x_slots = job.x_places;
+    const u32 map = rings.x + rings.x_slots * x_bytes(wide);
     rings.full = map + kMapBytes;
     rings.empty = rings.full + 8 * rings.slots;
     rings.x_full = rings.empty + 8 * rings.slots;
-    rings.x_empty = rings.x_full + 8 * x_slots(wide);
-    const u32 copied = rings.x_empty + 8 * x_slots(wide);   // one for each decoding warp, and place for kMaxDecoders
+    rings.x_empty = rings.x_full + 8 * rings.x_slots;
+    const u32 copied = rings.x_empty + 8 * rings.x_slots;   // one for each decoding warp, and place for kMaxDecoders
     u32* table = reinterpret_cast<u32*>(shared + (copied + 8 * kMaxDecoders - base));
 
     let_kernel_behind_start();
@@ -336,7 +341,7 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
             open_barrier(rings.full + 8 * i, job.slots);
             open_barrier(rings.empty + 8 * i, 4 * warpgroups);
         }
-        for (int i = 0; i < x_slots(wide); ++i) {
+        for (int i = 0; i < rings.x_slots; ++i) {
             open_barrier(rings.x_full + 8 * i, 1);
             open_barrier(rings.x_empty + 8 * i, 4 * warpgroups);
         }
