@@ -30,7 +30,7 @@ from samebits.kernels.linear_launch import (
 )
 from samebits.kernels.linear_pairs import MAX_WGMMA_TOKENS
 from samebits.kernels.linear_ranked import CLUSTER
-from samebits.kernels.linear_relay import TILE_TOKENS, Tile
+from samebits.kernels.linear_relay import TILE_TOKENS, Tile, relay
 from samebits.kernels.linear_tiles import MAX_TILE_TOKENS
 from samebits.kernels.structures import JobStructure
 
@@ -519,6 +519,27 @@ def test_relays_cover_a_weight(shape: tuple[int, int], chunk_words: int, tokens:
         firsts = list(dict.fromkeys(group // groups // job["batches"] for group, _ in units))
         assert firsts == sorted(firsts)  # what is multiplied side by side is decoded before what is multiplied behind
     assert (found > 0) == (hopper and tokens > TILE_TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("shape", "tokens", "stages"),
+    [
+        ((3072, 15360), 4608, 80),  # 216 items for 66 clusters: 18 are left over, three parts each
+        ((13824, 5120), 4096, 10),  # 864: six, with room for eleven parts each, but eight are enough
+        ((12288, 3072), 4096, 0),  # 768: 42, too many for two parts each
+        ((4096, 14336), 1024, 0),  # 64, one for each cluster
+    ],
+)
+def test_items_that_are_left_over(shape: tuple[int, int], tokens: int, stages: int, hopper: bool) -> None:
+    launch = relay((header_of(shape, 470),), tokens, (1,), 0, 0)
+    if not hopper:
+        assert launch is None
+        return
+    assert launch is not None
+    assert launch.name == "linear_relay_256"
+    job = job_of(launch)
+    assert job["segment_stages"] == stages
+    check_parts(job, shape[1] // 64)
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 300, 5000])

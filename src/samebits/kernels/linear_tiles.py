@@ -24,8 +24,9 @@ from samebits.kernels.linear_job import (
 
 TILE_WARPS = 20  # kMaxThreads
 _X_STAGES = {16: 8, 32: 8, 64: 6, 128: 4}  # of x in its ring, at least, by tokens that a kernel is made for
-_MORE_X_STAGES, _MORE_RING = 2, 1  # and where the ring of weights has as many pairs more than it needs, so many more
-_TWO_STAGES = 32  # tokens, up to which a slot of it has two
+_MORE_X_STAGES = 2  # where there is memory for them
+_MORE_RING = 1  # pairs of stages that the ring of weights has then, beyond those that it needs
+_TWO_STAGES = 32  # tokens, up to which a slot of x has two stages
 _TILE = 8  # kTileGroups
 _X_LEFT = 64  # Matrices::x_left: of the kernel for so many tokens
 _WARPGROUP = 4  # warps
@@ -81,8 +82,7 @@ class _Batch:
         A warp for each row group of a batch keeps the blocks going; more of them decode chunks ahead, as many pairs of
         stages ahead as the ring must then hold. The kernel relies on both.
         """
-        x_bytes = (self.x_slots(decoders) - self.planner.x_slots) * self.planner.x_slot_bytes
-        ring = (4 * self.planner.room - self.planner.fixed(decoders) - x_bytes) // self.slot_bytes
+        ring = (4 * self.planner.room - self._fixed(decoders)) // self.slot_bytes
         return ring if decoders >= self.slots and ring >= self._least_ring(decoders) else 0
 
     def _least_ring(self, decoders: int) -> int:
@@ -91,10 +91,13 @@ class _Batch:
 
     def x_slots(self, decoders: int) -> int:
         """Of the ring of x."""
-        planner = self.planner
-        room = 4 * planner.room - planner.fixed(decoders) - (self._least_ring(decoders) + _MORE_RING) * self.slot_bytes
-        more = min(room // planner.x_slot_bytes, _MORE_X_STAGES // planner.stages_of_x_slot)
-        return planner.x_slots + max(more, 0)
+        planner, least = self.planner, self.planner.least_x_slots
+        ring = (self._least_ring(decoders) + _MORE_RING) * self.slot_bytes
+        more = (4 * planner.room - planner.fixed(decoders, least) - ring) // planner.x_slot_bytes
+        return least + min(max(more, 0), _MORE_X_STAGES // planner.stages_of_x_slot)
+
+    def _fixed(self, decoders: int) -> int:
+        return self.planner.fixed(decoders, self.x_slots(decoders))
 
     @property
     def slot_bytes(self) -> int:
@@ -102,8 +105,7 @@ class _Batch:
 
     def shared(self, decoders: int) -> int:
         """Bytes of shared memory."""
-        x = (self.x_slots(decoders) - self.planner.x_slots) * self.planner.x_slot_bytes
-        return self.planner.fixed(decoders) + x + self.ring(decoders) * self.slot_bytes
+        return self._fixed(decoders) + self.ring(decoders) * self.slot_bytes
 
     @property
     def cycles(self) -> int:
@@ -202,8 +204,8 @@ class _Planner(Planner):
         return 2 if self.wide <= _TWO_STAGES else 1
 
     @property
-    def x_slots(self) -> int:
-        """Of the ring of x, at least."""
+    def least_x_slots(self) -> int:
+        """Of the ring of x."""
         return _X_STAGES[self.wide] // self.stages_of_x_slot
 
     @property
@@ -211,7 +213,7 @@ class _Planner(Planner):
         """And its barriers."""
         return self.stages_of_x_slot * self.wide * 2 * STAGE + 16
 
-    def fixed(self, decoders: int) -> int:
+    def fixed(self, decoders: int, x_slots: int) -> int:
         """Bytes beside the ring of weights."""
-        x, barriers = self.x_slots * self.x_slot_bytes, 8 * _MAX_DECODERS
+        x, barriers = x_slots * self.x_slot_bytes, 8 * _MAX_DECODERS
         return ATOM_BYTES + MAP_BYTES + barriers + 4 * self.table + x + decoders * 8 * self.buffer

@@ -39,6 +39,8 @@ struct ChunkReader {
     u32 signs[2][kRun / 2];
     const u8* slab;                        // the chunk's first
     StagedPlace staged;
+    int side = 0;                          // which buffer that is
+    u32 opened = 0;                        // parity of the chunks that were
 
     __device__ __forceinline__ ChunkReader(const Geometry& geometry, const Packed& packed, const Job& job, int lane, u32* buffers, u32 copied)
         : geometry(geometry), packed(packed), lane(lane), buffer_words(job.buffer_words), buffers(buffers), copied(copied) {}
@@ -57,10 +59,7 @@ struct ChunkReader {
             if (s & 1) signs[set][s / 2] = load_once_u32(slab + (s >> 1) * kSlabBytes + 4 * lane);
         }
     }
-    // Into the other set as soon as this one is there. All loads share one scoreboard: whoever waits for some of them later waits for these too, so they are made
-    // to depend on what came before. zero: which the compiler does not know.
-    __device__ __forceinline__ void load_behind(int set, const u8* slab, u32 zero) { load_run(set ^ 1, slab + (signs[set][kRun / 2 - 1] & zero)); }
-    __device__ __forceinline__ void stage(int side, u32 start, u32 stop) {
+    __device__ __forceinline__ void stage(u32 start, u32 stop) {
         const StreamUnits streams(packed, start, stop);
         if (lane == 0) copy_bulk(u32(__cvta_generic_to_shared(buffers + side * buffer_words)), streams.source, 16 * streams.units, copied);
         staged = streams.place;
@@ -75,7 +74,7 @@ struct ChunkReader {
         const u32* offset = offset_of(group, chunk);
         const u32 start = load_u32(offset), stop = load_u32(offset + 1);
         slab = slab_of(group, chunk);
-        stage(0, start, stop);
+        stage(start, stop);
         load_run(0, slab);
         prefetch_planes(slab, stages_of(chunk), lane);
     }
@@ -85,18 +84,66 @@ struct ChunkReader {
         if (packed.has_row_shifts) shift = reinterpret_cast<const i8*>(packed.data + packed.row_shifts)[group * 8 + (lane >> 2)];
         return scale_of(shift);
     }
-    // A run's upper bytes, signs and all. begun: the look-ups that stand at its beginning, then those of the next run.
-    template <bool in_cluster>
-    __device__ __forceinline__ void decode_run(int set, Opened& chunk, LookUps& begun, Vec4 (&upper)[kRun], u32 table, u32 byte_mask, u32 common) const {
-#pragma unroll
-        for (int s = 0; s < kRun; ++s) {
-            upper[s] = chunk.go_on(begun, table, byte_mask);
-            chunk.complete(upper[s], common);
-            begun = chunk.begin(table, byte_mask);
-            chunk.mend<in_cluster>(upper[s], s, lane);
-            upper[s] = with_signs(signs[set][s / 2] << (4 * (s & 1)), upper[s]);
+    // Of the chunk behind the one at hand: its first slab, and where its streams are.
+    struct Next {
+        bool exists;
+        const u8* slab;
+        u32 start, stop;
+    };
+    // Its planes are brought to the second-level cache.
+    __device__ __forceinline__ Next look_ahead(bool exists, int group, int chunk) const {
+        Next next{exists, slab, 0, 0};
+        if (exists) {
+            const u32* offset = offset_of(group, chunk);
+            next.start = load_u32(offset);
+            next.stop = load_u32(offset + 1);
+            next.slab = slab_of(group, chunk);
+            prefetch_planes(next.slab, stages_of(chunk), lane);
         }
-        chunk.pass(kRun);
+        return next;
+    }
+    // The chunk that is staged; the other buffer is free from here on.
+    __device__ __forceinline__ Opened open(int stages) {
+        await(copied, opened);
+        opened ^= 1;
+        Opened chunk;
+        chunk.open(u32(__cvta_generic_to_shared(buffers + side * buffer_words + staged.begin)), staged.size, stages, lane);
+        side ^= 1;
+        return chunk;
+    }
+    // Goes through a chunk's runs up to stage `count`: use(set, run, upper), run being the first of its stages, and upper their upper bytes, signs and all. On
+    // the way, the next chunk is staged. zero: which the compiler does not know.
+    //
+    // The planes of the run behind are asked for as soon as those of the run at hand are there. All loads share one scoreboard, so that whoever waits for some
+    // of them later would wait for younger ones, too; and so that they are not moved, they are made to depend on what came before.
+    template <bool in_cluster, class Use>
+    __device__ __forceinline__ void decode(Opened& chunk, int count, const Next& next, u32 table, u32 zero, const Use& use) {
+        const u32 byte_mask = ((1u << packed.width) - 1) << 2, common = u32(packed.window >> 4) * 0x10101010u;
+        LookUps begun = chunk.begin(table, byte_mask);
+#pragma unroll 1
+        for (int first = 0; first < count; first += 2 * kRun) {
+#pragma unroll
+            for (int set = 0; set < 2; ++set) {
+                const int run = first + set * kRun;
+                const u8* behind = set == 0 || run + kRun < count ? slab + (run + kRun) / 2 * kSlabBytes : next.slab;
+                load_run(set ^ 1, behind + (signs[set][kRun / 2 - 1] & zero));
+                if (run >= count) continue;
+                Vec4 upper[kRun];
+#pragma unroll
+                for (int s = 0; s < kRun; ++s) {
+                    upper[s] = chunk.go_on(begun, table, byte_mask);
+                    chunk.complete(upper[s], common);
+                    begun = chunk.begin(table, byte_mask);   // of the next stage
+                    chunk.mend<in_cluster>(upper[s], s, lane);
+                    upper[s] = with_signs(signs[set][s / 2] << (4 * (s & 1)), upper[s]);
+                }
+                chunk.pass(kRun);
+                use(set, run, upper);
+                if (run == 0 && next.exists) stage(next.start, next.stop);   // these two are there by now
+            }
+        }
+        __syncwarp();
+        slab = next.slab;
     }
 };
 

@@ -155,60 +155,30 @@ struct Decoder : ChunkReader {
 
     template <bool shifted>
     __device__ __forceinline__ void run(const Ring& ring, u32 table) {
-        const u32 byte_mask = ((1u << packed.width) - 1) << 2, common = u32(packed.window >> 4) * 0x10101010u;
         const u32 place = ring.slots + Tile::x_bytes + number * kAtomBytes + atom_place(lane), zero = u32(ring.count) >> 31;
         RingPlace at{0, 0};
-        int side = 0;                          // which staging buffer
-        u32 copies = 0;                        // parity of the chunks done
 #pragma unroll 1
         while (items.has()) {
-            const int count = stages_of(chunk), size = staged.size;
+            const int count = stages_of(chunk);
             const u32 scale = shifted ? ChunkReader::scale(group()) : kNoShift;
-            const u32 streams = u32(__cvta_generic_to_shared(buffers + side * buffer_words + staged.begin));
             advance();
-            const bool more = items.has();
-            const u8* next_slab = slab;
-            u32 start = 0, stop = 0;
-            if (more) {
-                const u32* offset = offset_of(group(), chunk);
-                start = load_u32(offset);
-                stop = load_u32(offset + 1);
-                next_slab = slab_of(group(), chunk);
-                prefetch_planes(next_slab, stages_of(chunk), lane);
-            }
-            await(copied, copies);
-            copies ^= 1;
-            Opened opened;
-            opened.open(streams, size, count, lane);
-            LookUps begun = opened.begin(table, byte_mask);
-            side ^= 1;
-#pragma unroll 1
-            for (int first = 0; first < count; first += 2 * kRun) {
+            const Next next = look_ahead(items.has(), group(), chunk);
+            Opened opened = open(count);
+            decode<true>(opened, count, next, table, zero, [&](int set, int run, const Vec4 (&upper)[kRun]) {
 #pragma unroll
-                for (int set = 0; set < 2; ++set) {
-                    const int run = first + set * kRun;
-                    load_behind(set, set == 0 || run + kRun < count ? slab + (run + kRun) / 2 * kSlabBytes : next_slab, zero);
-                    if (run >= count) continue;
-                    Vec4 upper[kRun];
-                    decode_run<true>(set, opened, begun, upper, table, byte_mask, common);
-#pragma unroll
-                    for (int s = 0; s < kRun; ++s) {
-                        if (run + s >= count) continue;
-                        await(ring.empty + 8 * at.slot, at.parity ^ 1);
-                        store_atom<shifted>(place + at.slot * Tile::slot_bytes, raw[set][s], upper[s], scale);
-                        show_to_wgmma();
-                        __syncwarp();
-                        if (lane == 0) {
-                            arrive(ring.full + 8 * at.slot);
-                            arrive(ring.decoded + 8 * at.slot);
-                        }
-                        at.advance(ring.count);
+                for (int s = 0; s < kRun; ++s) {
+                    if (run + s >= count) continue;
+                    await(ring.empty + 8 * at.slot, at.parity ^ 1);
+                    store_atom<shifted>(place + at.slot * Tile::slot_bytes, raw[set][s], upper[s], scale);
+                    show_to_wgmma();
+                    __syncwarp();
+                    if (lane == 0) {
+                        arrive(ring.full + 8 * at.slot);
+                        arrive(ring.decoded + 8 * at.slot);
                     }
-                    if (run == 0 && more) stage(side, start, stop);   // these two are there by now
+                    at.advance(ring.count);
                 }
-            }
-            __syncwarp();
-            slab = next_slab;
+            });
         }
     }
 };

@@ -236,73 +236,43 @@ struct Decoder : ChunkReader {
 
     template <bool shifted>
     __device__ __forceinline__ void run(const Rings& rings, u32 table) {
-        const u32 byte_mask = ((1u << packed.width) - 1) << 2, common = u32(packed.window >> 4) * 0x10101010u;
         const u32 lane_place = rings.weights + atom_place(lane), zero = u32(rings.slots) >> 31;
-        int side = 0;                      // which staging buffer
-        u32 copies = 0;                    // parity of the tasks done
 #pragma unroll 1
         while (tasks.has(task)) {
             const int first_stage = chunk_of(task) * kChunkStages, count = min(kChunkStages, share.end - first_stage);
             const int before = max(0, 2 * share.pair - first_stage);   // stages of pairs that belong to the segment before
             const u32 atoms = lane_place + task.slot * kPairBytes;
             RingPlace pair = RingPlace::of(task.batch * share.pairs + (first_stage + before) / 2 - share.pair, rings.slots);
-            const u32* buffer = buffers + side * buffer_words;
-            const StagedPlace present = staged;
-            const Task next = tasks.behind(task);
-            const u8* next_slab = slab;
-            u32 start = 0, stop = 0;
-            if (tasks.has(next)) {
-                const u32* offset = offset_of(next.group, chunk_of(next));
-                start = load_u32(offset);
-                stop = load_u32(offset + 1);
-                next_slab = slab_of(next.group, chunk_of(next));
-                prefetch_planes(next_slab, stages_of(chunk_of(next)), lane);
-            }
+            const Task behind = tasks.behind(task);
+            const Next next = look_ahead(tasks.has(behind), behind.group, chunk_of(behind));
             const u32 scale = shifted ? ChunkReader::scale(task.group) : kNoShift;
-            await(copied, copies);
-            copies ^= 1;
-            Opened chunk;
-            chunk.open(u32(__cvta_generic_to_shared(buffer + present.begin)), present.size, stages_of(chunk_of(task)), lane);
-            LookUps begun = chunk.begin(table, byte_mask);
-            side ^= 1;
-#pragma unroll 1
-            for (int first = 0; first < count; first += 2 * kRun) {
-#pragma unroll
-                for (int set = 0; set < 2; ++set) {
-                    const int run = first + set * kRun;
-                    load_behind(set, set == 0 || run + kRun < count ? slab + (run + kRun) / 2 * kSlabBytes : next_slab, zero);
-                    if (run >= count) continue;
-                    Vec4 upper[kRun];
-                    decode_run<false>(set, chunk, begun, upper, table, byte_mask, common);
-                    const u32 first_pair = rings.full + 8 * pair.slot;
-                    auto store_pair = [&](int s) {
-                        await(rings.empty + 8 * pair.slot, pair.parity ^ 1);
-                        const u32 atom = atoms + pair.slot * rings.slot_bytes;
-                        store_atom<shifted>(atom, raw[set][s], upper[s], scale);
-                        store_atom<shifted>(atom + kAtomBytes, raw[set][s + 1], upper[s + 1], scale);
-                    };
-                    const bool has_first = run >= before, has_second = run + 2 >= before && run + 2 < count;
-                    if (has_first) {
-                        store_pair(0);
-                        pair.advance(rings.slots);
-                    }
-                    const u32 second_pair = rings.full + 8 * pair.slot;
-                    if (has_second) {
-                        store_pair(2);
-                        pair.advance(rings.slots);
-                    }
-                    show_to_wgmma();
-                    __syncwarp();
-                    if (lane == 0) {
-                        if (has_first) arrive(first_pair);
-                        if (has_second) arrive(second_pair);
-                    }
-                    if (run == 0 && tasks.has(next)) stage(side, start, stop);   // these two are there by now
+            Opened chunk = open(stages_of(chunk_of(task)));
+            decode<false>(chunk, count, next, table, zero, [&](int set, int run, const Vec4 (&upper)[kRun]) {
+                const u32 first = rings.full + 8 * pair.slot;
+                auto store_pair = [&](int s) {
+                    await(rings.empty + 8 * pair.slot, pair.parity ^ 1);
+                    const u32 atom = atoms + pair.slot * rings.slot_bytes;
+                    store_atom<shifted>(atom, raw[set][s], upper[s], scale);
+                    store_atom<shifted>(atom + kAtomBytes, raw[set][s + 1], upper[s + 1], scale);
+                };
+                const bool has_first = run >= before, has_second = run + 2 >= before && run + 2 < count;
+                if (has_first) {
+                    store_pair(0);
+                    pair.advance(rings.slots);
                 }
-            }
-            __syncwarp();
-            slab = next_slab;
-            task = next;
+                const u32 second = rings.full + 8 * pair.slot;
+                if (has_second) {
+                    store_pair(2);
+                    pair.advance(rings.slots);
+                }
+                show_to_wgmma();
+                __syncwarp();
+                if (lane == 0) {
+                    if (has_first) arrive(first);
+                    if (has_second) arrive(second);
+                }
+            });
+            task = behind;
         }
     }
 };
