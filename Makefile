@@ -3,11 +3,13 @@
 #
 # TORCH_SPEC  which torch `make setup` installs         make setup TORCH_SPEC="torch==2.13.0+cpu"
 # PIP_ARGS    further arguments for pip                 make setup PIP_ARGS="--find-links /wheels"
+# TEST_ARGS   further arguments for pytest in test-gpu  make test-gpu TEST_ARGS="-n 8"   with pytest-xdist: kernels in 75 seconds
 # PYTHON      the interpreter that makes .venv, and that test-gpu and bench-gpu use as it is
 
 PYTHON ?= python3
 TORCH_SPEC ?= torch==2.13.0
 PIP_ARGS ?=
+TEST_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -44,7 +46,7 @@ native:  ## the part in C, for PYTHON as it is, into the source tree; samebits w
 	-$(PYTHON) setup.py --quiet build_ext --inplace
 
 test-gpu: native  ## the GPU's tests, with PYTHON as it is: installs nothing, needs no network
-	PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m pytest -m gpu tests
+	PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m pytest -m gpu $(TEST_ARGS) tests
 
 bench: setup  ## measure sizes and CPU speed again, and put them into README.md
 	$(BIN)/python benchmarks/sizes.py
