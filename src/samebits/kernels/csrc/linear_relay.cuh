@@ -333,8 +333,9 @@ __device__ __forceinline__ void multiply_tiles(const Relay<Tile>& relay, u32 bia
     for (Parts<Tile> all(relay); all.has(); all.advance()) {
         const auto [tile, token_tile, first, last, takes, gives] = all.at();
         const int first_row = tile * Tile::rows, groups = relay.groups_of(tile), own = job.block() * kMultipliers + warp;   // own: of all warps that multiply
-        Vec4 bias{};               // of a row group for each lane, asked for long before it is needed
-        if (job.bias && lane < groups) bias = *reinterpret_cast<const Vec4*>(job.bias + first_row + 8 * lane);
+        __syncwarp();
+        if (job.bias && !gives && lane < groups) copy_async(biases + 16 * lane, job.bias + first_row + 8 * lane);   // long before it is needed
+        copy_commit();
         const int before = own - kCluster * kMultipliers;
         if (takes) {
             const volatile u32* there = relay.is_left(before);
@@ -371,8 +372,7 @@ __device__ __forceinline__ void multiply_tiles(const Relay<Tile>& relay, u32 bia
             if (lane == 0) atomicExch(relay.is_left(own), 1);
             continue;
         }
-        __syncwarp();
-        if (lane < Tile::groups) store_shared(biases + 16 * lane, bias);
+        copy_wait<0>();
         __syncwarp();
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
