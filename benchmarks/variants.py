@@ -3,7 +3,13 @@
     python benchmarks/variants.py --shapes 5120x5120,4096x14336 --tokens 1,8,16 [--variants 0,7]
 
 It prints a line for each product and writes nothing. Times are those of linear.py: medians in CUDA graphs over more
-than 900 MB of distinct weights. A variant is timed if its bytes are F.linear's; of one that gives others it is told
+than 900 MB of distinct weights. A change of a kernel is judged beside the kernel before it, on one device, one process
+behind the other, as devices differ by some percent and a compiler may have made something else of lines nearby:
+
+    git worktree add ../before COMMIT
+    for tree in ../before .; do PYTHONPATH=$tree/src python benchmarks/variants.py --shapes 14336x4096 --tokens 64; done
+
+A variant is timed if its bytes are F.linear's; of one that gives others it is told
 which weights it reads wrongly: products with the columns of the unit matrix are these weights themselves.
 """
 
