@@ -9,8 +9,8 @@ behind the other, as devices differ by some percent and a compiler may have made
     git worktree add ../before COMMIT
     for tree in ../before .; do PYTHONPATH=$tree/src python benchmarks/variants.py --shapes 14336x4096 --tokens 64; done
 
-A variant is timed if its bytes are F.linear's; of one that gives others it is told
-which weights it reads wrongly: products with the columns of the unit matrix are these weights themselves.
+A variant is timed if its bytes are F.linear's; of one that gives others it is told which weights it reads wrongly:
+products with the columns of the unit matrix are these weights themselves.
 """
 
 from __future__ import annotations

@@ -112,13 +112,14 @@ struct ChunkReader {
         return chunk;
     }
     // Goes through a chunk's runs up to stage `count`: use(set, run, upper), run being the first of its stages, and upper their upper bytes, signs and all. On
-    // the way, the next chunk is staged. zero: which the compiler does not know.
+    // the way, the next chunk is staged.
     //
     // The planes of the run behind are asked for as soon as those of the run at hand are there. All loads share one scoreboard, so that whoever waits for some
     // of them later would wait for younger ones, too; and so that they are not moved, they are made to depend on what came before.
     template <bool in_cluster, class Use>
-    __device__ __forceinline__ void decode(Opened& chunk, int count, const Next& next, u32 table, u32 zero, const Use& use) {
+    __device__ __forceinline__ void decode(Opened& chunk, int count, const Next& next, u32 table, const Use& use) {
         const u32 byte_mask = ((1u << packed.width) - 1) << 2, common = u32(packed.window >> 4) * 0x10101010u;
+        const u32 zero = u32(buffer_words) >> 31;   // which the compiler does not know
         LookUps begun = chunk.begin(table, byte_mask);
 #pragma unroll 1
         for (int first = 0; first < count; first += 2 * kRun) {

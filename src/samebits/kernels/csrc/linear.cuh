@@ -233,6 +233,17 @@ struct Meeting {
         if (is_last) __threadfence();
         return is_last;
     }
+    // What was brought is there for whoever has seen the flag; another warp waits for it.
+    __device__ __forceinline__ void raise(u32* flag) const {
+        __threadfence();
+        __syncwarp();
+        if (lane == 0) atomicExch(flag, 1);
+    }
+    static __device__ __forceinline__ void await_flag(const volatile u32* flag) {
+        while (*flag == 0) __nanosleep(40);
+        __threadfence();
+        __syncwarp();
+    }
     // What was brought for the first range, or zeros; without a branch, behind which the compiler would have wgmmas wait for each other.
     __device__ __forceinline__ void take_if(bool any, Sums& sums) const {
 #pragma unroll

@@ -155,7 +155,7 @@ struct Decoder : ChunkReader {
 
     template <bool shifted>
     __device__ __forceinline__ void run(const Ring& ring, u32 table) {
-        const u32 place = ring.slots + Tile::x_bytes + number * kAtomBytes + atom_place(lane), zero = u32(ring.count) >> 31;
+        const u32 place = ring.slots + Tile::x_bytes + number * kAtomBytes + atom_place(lane);
         RingPlace at{0, 0};
 #pragma unroll 1
         while (items.has()) {
@@ -164,7 +164,7 @@ struct Decoder : ChunkReader {
             advance();
             const Next next = look_ahead(items.has(), group(), chunk);
             Opened opened = open(count);
-            decode<true>(opened, count, next, table, zero, [&](int set, int run, const Vec4 (&upper)[kRun]) {
+            decode<true>(opened, count, next, table, [&](int set, int run, const Vec4 (&upper)[kRun]) {
 #pragma unroll
                 for (int s = 0; s < kRun; ++s) {
                     if (run + s >= count) continue;

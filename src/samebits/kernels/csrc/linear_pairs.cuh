@@ -245,10 +245,9 @@ struct Endings {
         const Job& job = block.job;
         auto& own = reinterpret_cast<float (&)[1][count]>(sums);
         if (unit.gives) {
-            handed(job.block(), warp).bring(0, own);
-            __threadfence();
-            __syncwarp();
-            if (block.lane == 0) atomicExch(flag(job.block(), warp), 1);
+            const Met left = handed(job.block(), warp);
+            left.bring(0, own);
+            left.raise(flag(job.block(), warp));
             return;
         }
         if (job.ranges > 1) {
@@ -263,10 +262,7 @@ struct Endings {
     // What the block in front has left, or will: it has begun, for blocks begin in the order of their numbers.
     __device__ __forceinline__ void take(int warp, float (&sums)[count]) const {
         const int before = block.job.block() - 1;
-        const volatile u32* there = flag(before, warp);
-        while (*there == 0) __nanosleep(40);
-        __threadfence();
-        __syncwarp();
+        Met::await_flag(flag(before, warp));
         handed(before, warp).add(1, reinterpret_cast<float (&)[1][count]>(sums));
     }
     // To y. With two row groups two lanes swap, so that each has four rows of a token, lanes with even t of the first row group and others of the second.

@@ -337,12 +337,7 @@ __device__ __forceinline__ void multiply_tiles(const Relay<Tile>& relay, u32 bia
         if (job.bias && !gives && lane < groups) copy_async(biases + 16 * lane, job.bias + first_row + 8 * lane);   // long before it is needed
         copy_commit();
         const int before = own - kCluster * kMultipliers;
-        if (takes) {
-            const volatile u32* there = relay.is_left(before);
-            while (*there == 0) __nanosleep(40);
-            __threadfence();
-            __syncwarp();
-        }
+        if (takes) Relay<Tile>::Sums::await_flag(relay.is_left(before));
         relay.left(before, lane).take_if(takes, reinterpret_cast<float (&)[1][Tile::rows / 2]>(sums));
 #pragma unroll 1
         for (int part = Tile::parts * first; part < Tile::parts * last; ++part) {
@@ -366,10 +361,9 @@ __device__ __forceinline__ void multiply_tiles(const Relay<Tile>& relay, u32 bia
         release();
         used = 0;
         if (gives) {
-            relay.left(own, lane).bring(0, reinterpret_cast<float (&)[1][Tile::rows / 2]>(sums));
-            __threadfence();
-            __syncwarp();
-            if (lane == 0) atomicExch(relay.is_left(own), 1);
+            const auto left = relay.left(own, lane);
+            left.bring(0, reinterpret_cast<float (&)[1][Tile::rows / 2]>(sums));
+            left.raise(relay.is_left(own));
             continue;
         }
         copy_wait<0>();

@@ -236,7 +236,7 @@ struct Decoder : ChunkReader {
 
     template <bool shifted>
     __device__ __forceinline__ void run(const Rings& rings, u32 table) {
-        const u32 lane_place = rings.weights + atom_place(lane), zero = u32(rings.slots) >> 31;
+        const u32 lane_place = rings.weights + atom_place(lane);
 #pragma unroll 1
         while (tasks.has(task)) {
             const int first_stage = chunk_of(task) * kChunkStages, count = min(kChunkStages, share.end - first_stage);
@@ -247,7 +247,7 @@ struct Decoder : ChunkReader {
             const Next next = look_ahead(tasks.has(behind), behind.group, chunk_of(behind));
             const u32 scale = shifted ? ChunkReader::scale(task.group) : kNoShift;
             Opened chunk = open(stages_of(chunk_of(task)));
-            decode<false>(chunk, count, next, table, zero, [&](int set, int run, const Vec4 (&upper)[kRun]) {
+            decode<false>(chunk, count, next, table, [&](int set, int run, const Vec4 (&upper)[kRun]) {
                 const u32 first = rings.full + 8 * pair.slot;
                 auto store_pair = [&](int s) {
                     await(rings.empty + 8 * pair.slot, pair.parity ^ 1);
