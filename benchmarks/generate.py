@@ -14,12 +14,12 @@ of its own: what runs second in a process takes longer, its graphs above all. Wa
 On a CPU "graphs" calls the model where a GPU replays it, and "compile" does not compile. Prompts are never compiled, by
 transformers' own rule. Plans are found before (samebits.prepare), and kernels are compiled then.
 
-A case is generated twice, the first time to warm up; only once if that took more than LONG seconds. On a GPU its prompt
-runs WARM_PROMPTS times before. ``tokens_per_s`` is of all sequences together, from the median time between two tokens
-of the last time, without the first SETTLED ones, in which a graph is captured or a step compiled, and from the slowest
-and fastest. ``first_token_seconds`` runs from the call of ``generate`` to the first token: median, slowest and fastest
-of the last time and, where a case is generated twice, of FIRST_TOKENS more calls for one token. Times are those of the
-GPU's own clock (CUDA events). ``peak_bytes`` is torch's max_memory_allocated.
+A case is generated twice, the first time to warm up; only once where its steps take more than LONG seconds. On a GPU
+its prompt runs WARM_PROMPTS times before. ``tokens_per_s`` is of all sequences together, from the median time between
+two tokens of the last time, without the first SETTLED ones, in which a graph is captured or a step compiled, and from
+the slowest and fastest. ``first_token_seconds`` runs from the call of ``generate`` to the first token: median, slowest
+and fastest of the last time and, where a case is generated twice, of FIRST_TOKENS more calls for one token. Times are
+those of the GPU's own clock (CUDA events). ``peak_bytes`` is torch's max_memory_allocated.
 ``repeats`` says whether both times gave the same tokens: where BF16's differ, ``same_tokens`` tells nothing. Attention
 is not cuDNN's, for samebits.verify.repeatable_attention's reason. Compiled steps round where the model does
 (emulate_precision_casts) and divide sums alike in both forms (deterministic): else that depends on what Inductor makes
@@ -172,14 +172,18 @@ def measure(model: Any, setting: Setting, device: str) -> Figures:
 
     with setting.graphs(model, device):
         intervals, tokens = timed()
-        if sum(intervals) < LONG or setting.way == "compile":
+        if _settled(intervals).median * setting.tokens < LONG or setting.way == "compile":
             before, (intervals, tokens), again = tokens, timed(), FIRST_TOKENS
             repeats = torch.equal(tokens, before)
         peak = torch.cuda.max_memory_allocated() if device == "cuda" else None
-        first, *others = intervals
-        firsts = [first, *(timed(max_new_tokens=1)[0][0] for _ in range(again))]
-    step = Timing.of(others[SETTLED:] or others)
-    return Figures(Timing.of(firsts), step, setting.batch, peak, tokens.tolist(), repeats)
+        firsts = [intervals[0], *(timed(max_new_tokens=1)[0][0] for _ in range(again))]
+    return Figures(Timing.of(firsts), _settled(intervals), setting.batch, peak, tokens.tolist(), repeats)
+
+
+def _settled(intervals: list[float]) -> Timing:
+    """Of the steps behind the first ones."""
+    steps = intervals[1:]
+    return Timing.of(steps[SETTLED:] or steps)
 
 
 def _timed(run: Callable[..., torch.Tensor], device: str) -> tuple[list[float], torch.Tensor]:

@@ -20,7 +20,10 @@ from common import read_results
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("families", "h100", "language-models", "offload", "parallel", "plans")
 PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{page}.md" for page in DOCUMENTS))
-LIKE = {"h100": "h200", "linear-h100": "linear"}  # results of another card, whose tables are the same
+LIKE = {  # results of another card, whose tables are the same
+    "h100": "h200",
+    **{f"{name}-h100": name for name in ("linear", "generate", "diffusion")},
+}
 SCRIPTS = {"h200": "gpu", "memory": "memory_compress", "profile": "token_profile"}  # of results named otherwise
 MARKED = re.compile(r"(<!-- table: (\S+)\.(\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 PLOT = re.compile(r"(<!-- plot: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)

@@ -281,6 +281,21 @@ def test_clusters_hand_sums_on(rows: int, columns: int, tokens: int) -> None:
     assert tried
 
 
+@pytest.mark.parametrize("rank", range(len(CLUSTER_TILES)))
+def test_launches_of_clusters_end(rank: int) -> None:
+    """Over and over, with few stages: whether x or weights of the last one are there first differs at times."""
+    weight = weight_of("normal", 5000, 576)
+    packed, x = samebits.encode(weight).to("cuda"), inputs(256, 576, 1)
+    skip_unless_supported(packed, 256)
+    launch = clusters((packed.header,), 256, (1,), 0, rank)
+    assert launch is not None
+    products, expected = Products(launch), plain_linear(x, weight.cuda(), None, 1)
+    for _ in range(20):
+        for _ in range(1000):
+            (y,) = products(x, None, lambda: [Operands(packed, None, LinearPlan(1))])
+        assert first_difference(y, expected) is None
+
+
 @pytest.mark.parametrize("place", [0, -1])
 @pytest.mark.parametrize("tokens", [1, 16, 48, 200, 600])
 def test_streams_and_graphs(tokens: int, place: int) -> None:

@@ -55,7 +55,7 @@ __device__ __forceinline__ void carry(const Ring& ring, const Geometry& geometry
     Items<Tile> items(job);
     int to_bring = items.count() * geometry.stages, to_send = to_bring, stage = 0;
     RingPlace brought{0, 0}, sent{0, 0};
-    while (to_send) {
+    while (to_bring || to_send) {   // either may be done first
         bool idle = true;
         if (to_bring && is_over(ring.empty + 8 * brought.slot, brought.parity ^ 1)) {
             if (lane == 0) {
@@ -69,7 +69,7 @@ __device__ __forceinline__ void carry(const Ring& ring, const Geometry& geometry
             if (++stage == geometry.stages) stage = 0, items.advance();
             idle = false;
         }
-        if (is_over(ring.decoded + 8 * sent.slot, sent.parity)) {
+        if (to_send && is_over(ring.decoded + 8 * sent.slot, sent.parity)) {
             if (lane == 0) copy_to_block(rank ^ 1, ring.slots + sent.slot * Tile::slot_bytes + own, Tile::own_bytes, ring.full + 8 * sent.slot);
             __syncwarp();
             sent.advance(ring.count);
