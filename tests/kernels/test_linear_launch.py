@@ -339,10 +339,10 @@ def check_tiles(launch: Launch, stages: int, number: int = 0) -> None:
     assert slots <= decoding <= 16
     assert job["chunk_step"] * slots + job["slot_step"] == decoding
     assert job["ring"] >= 3 + (-(-decoding // slots) - 1) * CHUNK_STAGES // 2
-    stages_of_slot = 2 if wide <= 32 else 1
-    assert 0 <= job["x_places"] * stages_of_slot - {16: 8, 32: 8, 64: 6, 128: 4}[wide] <= 2
-    rings = job["ring"] * (slots * 2048 + 16) + job["x_places"] * (stages_of_slot * wide * 128 + 16)
-    others = 1024 + 128 + 8 * 16 + 4 * job["table_words"] + decoding * 8 * job["buffer_words"]
+    assert 0 <= job["x_places"] - {16: 4, 32: 4, 64: 3, 128: 2}[wide] <= 1
+    barriers = 16 if wide <= 32 else 32  # of a slot of x
+    rings = job["ring"] * (slots * 2048 + 16) + job["x_places"] * (2 * wide * 128 + barriers)
+    others = 1024 + 128 + 16 + 8 * 16 + 4 * job["table_words"] + decoding * 8 * job["buffer_words"]
     assert rings + others <= launch.shared_bytes <= nvrtc.shared_memory(0) - STATIC_SHARED
 
 

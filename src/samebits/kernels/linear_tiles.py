@@ -23,17 +23,18 @@ from samebits.kernels.linear_job import (
 )
 
 TILE_WARPS = 20  # kMaxThreads
-_X_STAGES = {16: 8, 32: 8, 64: 6, 128: 4}  # of x in its ring, at least, by tokens that a kernel is made for
-_MORE_X_STAGES = 2  # where there is memory for them
+_X_SLOTS = {16: 4, 32: 4, 64: 3, 128: 2}  # of the ring of x, at least, by tokens that a kernel is made for
+_MORE_X_SLOTS = 1  # where there is memory for it
 _MORE_RING = 1  # pairs of stages that the ring of weights has then, beyond those that it needs
-_TWO_STAGES = 32  # tokens, up to which a slot of x has two stages
+_WHOLE_SLOTS = 32  # tokens, up to which a slot of x is given back as a whole
+_IDLE_BYTES = 16  # of a barrier that nobody waits for, and what aligns the next
 _TILE = 8  # kTileGroups
 _X_LEFT = 64  # Matrices::x_left: of the kernel for so many tokens
 _WARPGROUP = 4  # warps
 _MAX_DECODERS = 16  # kMaxDecoders
 _GROUP_CYCLES = 33 + 8 + 8  # of a row group's stage
 _MIN_RING = 3  # pairs of stages that a block keeps decoded
-MAX_TILE_TOKENS = max(_X_STAGES)
+MAX_TILE_TOKENS = max(_X_SLOTS)
 
 
 def tiles(headers: tuple[Header, ...], m: int, splits: tuple[int, ...], device: int, warps: int) -> Launch | None:
@@ -91,10 +92,10 @@ class _Batch:
 
     def x_slots(self, decoders: int) -> int:
         """Of the ring of x."""
-        planner, least = self.planner, self.planner.least_x_slots
+        planner, least = self.planner, _X_SLOTS[self.planner.wide]
         ring = (self._least_ring(decoders) + _MORE_RING) * self.slot_bytes
         more = (4 * planner.room - planner.fixed(decoders, least) - ring) // planner.x_slot_bytes
-        return least + min(max(more, 0), _MORE_X_STAGES // planner.stages_of_x_slot)
+        return least + min(max(more, 0), _MORE_X_SLOTS)
 
     def _fixed(self, decoders: int) -> int:
         return self.planner.fixed(decoders, self.x_slots(decoders))
@@ -185,7 +186,7 @@ class _Planner(Planner):
 
     def __init__(self, header: Header, split: int, blocks: int, m: int, device: int, is_cut: bool) -> None:
         super().__init__(header, m, split, device, blocks)
-        self.wide = next(wide for wide in _X_STAGES if wide >= m)
+        self.wide = next(wide for wide in _X_SLOTS if wide >= m)
         self.segments = self.ranges if is_cut else 1
         self.segment_stages = self.stages_per_range if is_cut else self.stages
         firsts = range(0, self.stages, self.segment_stages)
@@ -199,21 +200,16 @@ class _Planner(Planner):
         return _Batch(self, batches, -(-self.own // batches))
 
     @property
-    def stages_of_x_slot(self) -> int:
-        """csrc: x_stages."""
-        return 2 if self.wide <= _TWO_STAGES else 1
-
-    @property
-    def least_x_slots(self) -> int:
-        """Of the ring of x."""
-        return _X_STAGES[self.wide] // self.stages_of_x_slot
+    def x_parts(self) -> int:
+        """csrc: of a slot of x, each with barriers of its own."""
+        return 1 if self.wide <= _WHOLE_SLOTS else 2
 
     @property
     def x_slot_bytes(self) -> int:
         """And its barriers."""
-        return self.stages_of_x_slot * self.wide * 2 * STAGE + 16
+        return 2 * self.wide * 2 * STAGE + 16 * self.x_parts
 
     def fixed(self, decoders: int, x_slots: int) -> int:
         """Bytes beside the ring of weights."""
-        x, barriers = x_slots * self.x_slot_bytes, 8 * _MAX_DECODERS
+        x, barriers = x_slots * self.x_slot_bytes, 8 * _MAX_DECODERS + _IDLE_BYTES
         return ATOM_BYTES + MAP_BYTES + barriers + 4 * self.table + x + decoders * 8 * self.buffer

@@ -18,6 +18,15 @@ __device__ __forceinline__ void await(u32 barrier, u32 parity) {
                  "  @!done bra again; }" ::"r"(barrier), "r"(parity) : "memory");
 }
 
+// The same of two barriers.
+__device__ __forceinline__ void await_both(u32 barrier, u32 parity, u32 other, u32 other_parity) {
+    asm volatile("{ .reg .pred done, other_done;\n"
+                 "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+                 "  mbarrier.try_wait.parity.shared::cta.b64 other_done, [%2], %3;\n"
+                 "  and.pred done, done, other_done;\n"
+                 "  @!done bra again; }" ::"r"(barrier), "r"(parity), "r"(other), "r"(other_parity) : "memory");
+}
+
 // Whether it is.
 __device__ __forceinline__ bool test(u32 barrier, u32 parity) {
     u32 done;

@@ -7,7 +7,8 @@
 // groups, a tile) are the left matrix, tokens the right one. The ring of weights has a slot for each *pair* of stages: for each row group two atoms
 // (atoms.cuh), one a stage. Rows of a matrix that belong to no row group hold what follows in shared memory, and nobody reads their sums. Where a tile has no
 // more than four row groups, each of the four warps has one: behind it stands what is decoded of it for the other stage.
-// The ring of x has slots of one or two stages: of each, the tokens in their order. Rows behind the last token hold anything, too.
+// The ring of x has slots of a pair of stages, too: of each, the tokens in their order. Rows behind the last token hold anything. Where a segment
+// begins or ends inside a pair, all of the pair is brought.
 #pragma once
 #include "atoms.cuh"
 
@@ -17,9 +18,9 @@ constexpr int kPairBytes = 2 * kAtomBytes;
 constexpr int kTileBytes = 8 * kPairBytes;
 constexpr int kTileGroups = 8;
 
-// The ring of x has slots for so many stages at a time (linear_tiles.py: stages_of_x_slot).
-__host__ __device__ constexpr int x_stages(int wide) { return wide <= 32 ? 2 : 1; }
-__host__ __device__ constexpr int x_bytes(int wide) { return x_stages(wide) * wide * 128; }   // of a slot
+// A slot of the ring of x is there, and given back, as a whole or stage by stage, which are as many parts (linear_tiles.py: x_parts).
+__host__ __device__ constexpr int x_parts(int wide) { return wide <= 32 ? 1 : 2; }
+__host__ __device__ constexpr int x_bytes(int wide) { return 2 * wide * 128; }   // of a slot
 
 // What of the weight a block multiplies: one segment of K, and every `blocks`-th row group from `place` on, `own` in all, in batches.
 struct Share {
@@ -79,28 +80,42 @@ struct Rings {
     int slots;                            // of the ring of weights
     u32 x;
     int x_slots;
-    u32 full, empty, x_full, x_empty;     // barriers, one for each slot
+    u32 full, empty, x_full, x_empty;     // barriers, one for each slot, of x for each part
+    u32 idle;                             // a barrier that nobody waits for
 };
 
 // Brings x to its ring, slot after slot, as often as there are batches; by a warp. map: the tensor map of x, in memory.
 template <int wide>
 __device__ __forceinline__ void bring(const Rings& rings, const Share& share, const void* map, int lane) {
+    constexpr int parts = x_parts(wide), part_bytes = x_bytes(wide) / parts;
     RingPlace place{0, 0};
 #pragma unroll 1
     for (int batch = 0; batch < share.batches; ++batch)
 #pragma unroll 1
-        for (int stage = share.stage; stage < share.end; stage += x_stages(wide)) {
-            await(rings.x_empty + 8 * place.slot, place.parity ^ 1);
-            if (lane == 0) {
-                const u32 full = rings.x_full + 8 * place.slot, slot = rings.x + place.slot * x_bytes(wide);
-                const int count = min(x_stages(wide), share.end - stage);
-                expect(full, count * (wide * 128));
-                for (int i = 0; i < count; ++i) copy_box(slot + i * (wide * 128), map, 64 * (stage + i), 0, full);
+        for (int pair = share.pair; pair < share.pair + share.pairs; ++pair) {
+#pragma unroll
+            for (int part = 0; part < parts; ++part) {
+                const u32 barrier = 8 * (parts * place.slot + part);
+                await(rings.x_empty + barrier, place.parity ^ 1);
+                if (lane == 0) {
+                    const u32 full = rings.x_full + barrier, at = rings.x + place.slot * x_bytes(wide) + part * part_bytes;
+                    expect(full, part_bytes);
+#pragma unroll
+                    for (int i = 0; i < 2 / parts; ++i) copy_box(at + i * (wide * 128), map, 64 * (2 * pair + part + i), 0, full);
+                }
+                __syncwarp();
             }
-            __syncwarp();
             place.advance(rings.x_slots);
         }
 }
+
+// describe's two words. Slots of a ring lie in the first 256 KB, so that going from one to another changes the lower word by a sixteenth of the way.
+struct Matrix {
+    const u32 low, high;
+
+    __device__ __forceinline__ Matrix(u32 address, u32 stride) : low(u32(describe(address, stride))), high(describe(address, stride) >> 32) {}
+    __device__ __forceinline__ u64 with_low(u32 other) const { return u64(high) << 32 | other; }
+};
 
 // How many tokens, or rows of the weight, wgmma multiplies by how many of the others.
 template <int wide, int groups, int warpgroups>
@@ -140,28 +155,81 @@ __device__ __forceinline__ void write_rows(const Geometry& geometry, const Job& 
 }
 
 // Multiplies; `warp` counts those of all warpgroups that do.
+//
+// One warp of each scheduler does, so a stage takes as long as its instructions, wgmma's or not: pairs of stages follow each other without branches but
+// for waiting, and matrices are described by one sum of 32 bits.
 template <int wide, int groups, int warpgroups>
 __device__ __forceinline__ void multiply_tiles(const Rings& rings, const Geometry& geometry, const Job& job, const Share& share, int warp, int lane) {
     using Own = Matrices<wide, groups, warpgroups>;
-    constexpr int tiles = Own::tiles, count = Own::count;
-    const u32 own_offset = Own::x_left ? 0 : (warp >> 2) * tiles * kTileBytes, stride = Own::x_left || job.slots > kTileGroups / 2 ? kPairBytes : kAtomBytes;
+    constexpr int tiles = Own::tiles, count = Own::count, parts = x_parts(wide);
+    const Matrix first_rows(rings.weights + (Own::x_left ? 0 : (warp >> 2) * tiles * kTileBytes), Own::x_left || job.slots > kTileGroups / 2 ? kPairBytes : kAtomBytes);
+    const Matrix first_tokens(rings.x, kAtomBytes);
     float sums[tiles][count];
-    RingPlace pair{0, 0}, place{0, 0};     // of weights, of x
-    u32 used = 0, used_x = 0;              // the barriers of what the last wgmma was done with
-    auto release = [&] {
-        if (used && lane == 0) arrive(used);
-        if (used_x && lane == 0) arrive(used_x);
-        used = used_x = 0;
+    RingPlace pair{0, 0}, x{0, 0};
+    u32 used = rings.idle, used_x = rings.idle;     // barriers of what the last wgmma is the last to read
+    auto give_back = [&](u32 barrier) {
+        if (lane == 0) arrive(barrier);
+    };
+    auto give_back_used = [&] {
+        give_back(used);
+        give_back(used_x);
+        used = used_x = rings.idle;
+    };
+    auto x_barrier = [&](int part) { return 8 * (parts * x.slot + part); };
+    auto await_first = [&] {
+        await_both(rings.full + 8 * pair.slot, pair.parity, rings.x_full + x_barrier(0), x.parity);
+    };
+    auto await_second = [&] {
+        if (parts == 2) await(rings.x_full + x_barrier(1), x.parity);
+    };
+    auto advance = [&] {
+        used = rings.empty + 8 * pair.slot;
+        used_x = rings.x_empty + x_barrier(parts - 1);
+        pair.advance(rings.slots);
+        x.advance(rings.x_slots);
     };
     auto pin_all = [&] {
 #pragma unroll
         for (int tile = 0; tile < tiles; ++tile) pin(sums[tile]);
+    };
+    auto multiply = [&](int stage) {   // of the pair
+        const u32 rows = first_rows.low + pair.slot * (rings.slot_bytes / 16) + stage * (kAtomBytes / 16);
+        const u32 tokens = first_tokens.low + x.slot * (x_bytes(wide) / 16) + stage * (wide * 128 / 16);
+        pin_all();
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < 4; ++step)
+#pragma unroll
+            for (int tile = 0; tile < tiles; ++tile) {
+                const u64 own_rows = first_rows.with_low(rows + (tile * kTileBytes + step * 32) / 16), own_tokens = first_tokens.with_low(tokens + step * 32 / 16);
+                if constexpr (Own::x_left) multiply_add(sums[tile], own_tokens, own_rows);
+                else multiply_add(sums[tile], own_rows, own_tokens);
+            }
+        wgmma_commit();
+        pin_all();
+    };
+    auto multiply_first = [&] {
+        await_first();
+        multiply(0);
+        wgmma_wait<1>();
+        give_back_used();
+    };
+    auto multiply_second = [&] {
+        await_second();
+        multiply(1);
+        const u32 first_x = rings.x_empty + x_barrier(0);
+        advance();
+        if (parts == 2) {
+            wgmma_wait<1>();
+            give_back(first_x);
+        }
     };
     await_kernel_before();
 #pragma unroll 1
     for (int batch = 0; batch < share.batches; ++batch) {
         const int meeting = (share.place * job.batches + batch) * (4 * warpgroups) + warp;
         const Meeting<tiles, count> met{job.parts + job.blocks * (kMapBytes / 4) + size_t(meeting) * job.ranges * (tiles * count * kLanes), lane};
+        if (share.stage & 1) await_first();
         int range = share.stage / job.stages_per_range;
 #pragma unroll 1
         for (int first = share.stage; first < share.end; first += job.stages_per_range, ++range) {
@@ -170,41 +238,24 @@ __device__ __forceinline__ void multiply_tiles(const Rings& rings, const Geometr
             for (int tile = 0; tile < tiles; ++tile)
 #pragma unroll
                 for (int i = 0; i < count; ++i) sums[tile][i] = 0;
+            int stage = first;
+            if (stage & 1) multiply_second(), ++stage;
 #pragma unroll 1
-            for (int stage = first; stage < range_end; ++stage) {
-                const int part = (stage - share.stage) % x_stages(wide);
-                if (part == 0) await(rings.x_full + 8 * place.slot, place.parity);
-                if ((stage & 1) == 0 || stage == share.stage) await(rings.full + 8 * pair.slot, pair.parity);
-                const u64 rows = describe(rings.weights + pair.slot * rings.slot_bytes + own_offset + (stage & 1) * kAtomBytes, stride);
-                const u64 tokens = describe(rings.x + place.slot * x_bytes(wide) + part * (wide * 128), kAtomBytes);
-                pin_all();
-                wgmma_fence();
-#pragma unroll
-                for (int step = 0; step < 4; ++step)
-#pragma unroll
-                    for (int tile = 0; tile < tiles; ++tile) {
-                        const u64 own_rows = rows + (tile * kTileBytes + step * 32) / 16, own_tokens = tokens + step * 32 / 16;
-                        if constexpr (Own::x_left) multiply_add(sums[tile], own_tokens, own_rows);
-                        else multiply_add(sums[tile], own_rows, own_tokens);
-                    }
-                wgmma_commit();
-                pin_all();
-                wgmma_wait<1>();
-                release();
-                const bool last = stage + 1 == share.end;
-                if (part == x_stages(wide) - 1 || last) {
-                    used_x = rings.x_empty + 8 * place.slot;
-                    place.advance(rings.x_slots);
-                }
-                if ((stage & 1) || last) {
-                    used = rings.empty + 8 * pair.slot;
-                    pair.advance(rings.slots);
-                }
+            for (; stage + 1 < range_end; stage += 2) {
+                multiply_first();
+                multiply_second();
             }
+            if (stage < range_end) multiply_first();
             wgmma_wait<0>();
             pin_all();
-            release();
+            give_back_used();
             if (job.ranges > 1) met.bring(range, sums);
+        }
+        if (share.end & 1) {
+            await_second();
+            if (parts == 2) give_back(rings.x_empty + x_barrier(0));
+            advance();
+            give_back_used();
         }
         if (Own::x_left && 16 * warp >= job.tokens) continue;
         if (job.segments > 1 && !met.is_last(job.done + meeting, job.segments)) continue;
@@ -298,8 +349,10 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
     rings.full = map + kMapBytes;
     rings.empty = rings.full + 8 * rings.slots;
     rings.x_full = rings.empty + 8 * rings.slots;
-    rings.x_empty = rings.x_full + 8 * rings.x_slots;
-    const u32 copied = rings.x_empty + 8 * rings.x_slots;   // one for each decoding warp, and place for kMaxDecoders
+    const int x_barriers = x_parts(wide) * rings.x_slots;
+    rings.x_empty = rings.x_full + 8 * x_barriers;
+    rings.idle = rings.x_empty + 8 * x_barriers;
+    const u32 copied = rings.idle + 16;   // one for each decoding warp, and place for kMaxDecoders
     u32* table = reinterpret_cast<u32*>(shared + (copied + 8 * kMaxDecoders - base));
 
     let_kernel_behind_start();
@@ -311,10 +364,11 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
             open_barrier(rings.full + 8 * i, job.slots);
             open_barrier(rings.empty + 8 * i, 4 * warpgroups);
         }
-        for (int i = 0; i < rings.x_slots; ++i) {
+        for (int i = 0; i < x_barriers; ++i) {
             open_barrier(rings.x_full + 8 * i, 1);
             open_barrier(rings.x_empty + 8 * i, 4 * warpgroups);
         }
+        open_barrier(rings.idle, 1);
         show_barrier();
     }
     if (decoding == -1) store_shared(map + 4 * lane, job.x_map[lane]);
