@@ -567,7 +567,8 @@ def parts_of(job: dict[str, Any], stages: int, cluster: int) -> Iterator[tuple[i
         index += items
         if cluster < items * parts:
             shared = cluster // parts
-            number = whole_before = cluster - shared * parts
+            number = cluster - shared * parts
+            whole_before = number * (job["units"] // clusters // (parts - 1))
     while whole_before >= 0 or index < job["units"]:
         if whole_before == 0:
             yield shared, number * length, min((number + 1) * length, stages)
@@ -593,7 +594,9 @@ def check_parts(job: dict[str, Any], stages: int) -> None:
         assert (*firsts, stages) == (0, *lasts)
         assert own_clusters == tuple(range(own_clusters[0], own_clusters[0] + len(firsts)))
         if len(firsts) > 1:
-            assert own_turns == tuple(range(len(firsts)))
+            apart = job["units"] // clusters // (len(firsts) - 1)
+            assert apart > 0
+            assert own_turns == tuple(range(0, apart * len(firsts), apart))
     assert max(turns) - min(turns) <= 1
 
 

@@ -122,7 +122,7 @@ class _Planner(TilePlanner[Tile]):
     def part(self, tile: Tile, clusters: int) -> int:
         """Stages of a part of the items that are left over when all clusters have as many; 0 where these are whole too.
 
-        A part is multiplied behind as many whole items as there are parts in front of it.
+        The first part is multiplied before all whole items, the last one behind them, if there are enough of these.
         """
         whole, items = divmod(self.units(tile), clusters)
         parts = min(whole + 1, clusters // items, _MAX_PARTS) if items and whole >= _MIN_WHOLE else 1

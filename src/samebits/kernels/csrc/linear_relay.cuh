@@ -8,7 +8,8 @@
 // same rows, an item, and each copies half of these to both.
 //
 // All clusters have as many whole items. Of what is left over, the first items, each may be shared by some clusters: the first one leaves its sums in
-// memory, and the next one goes on with them, after a whole item of its own, when they have long been left.
+// memory, and the next one goes on with them, after whole items of its own, when they have long been left. Who has had its part ends its items at
+// other times than who has not, and all the results of a round do not go to memory at once: so parts are as far from each other as they can.
 #pragma once
 #include "hopper.cuh"
 #include "linear.cuh"
@@ -88,7 +89,8 @@ struct Parts {
         index += items;
         if (cluster >= items * parts) return;
         shared = cluster / parts;
-        number = whole_before = cluster - shared * parts;
+        number = cluster - shared * parts;
+        whole_before = number * (relay.job.units / clusters / (parts - 1));
     }
     __device__ __forceinline__ bool has() const { return whole_before >= 0 || index < relay.job.units; }
     __device__ __forceinline__ void advance() {
