@@ -374,21 +374,26 @@ def test_in_a_compiled_function() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("offloading", [False, True])
-def test_generates_the_same_on_a_gpu(offloading: bool) -> None:
-    """Layers that are brought from main memory are packed there."""
+def test_generates_the_same_on_a_gpu(offloading: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that are brought from main memory are packed there, and wait for copies that take long."""
+    offload = PackedLayer.offload
+
+    def late(layer: PackedLayer) -> None:
+        torch.cuda._sleep(2_000_000)  # cycles
+        offload(layer)
+
+    monkeypatch.setattr(PackedLayer, "offload", late)
     model, prompt = made("llama").cuda(), torch.arange(60, device="cuda").reshape(2, 30) + 1
     found = []
-    for cache in (
-        DynamicCache(config=model.config, offloading=offloading),
-        samebits.PackedCache(model.config, offloading=offloading, block_tokens=BLOCK),
-    ):
+    packed = samebits.PackedCache(model.config, offloading=offloading, block_tokens=BLOCK)
+    for cache in (DynamicCache(config=model.config), packed):
         output = model.generate(
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=40, past_key_values=cache, do_sample=False,
             output_logits=True, return_dict_in_generate=True,
         )  # fmt: skip
         found.append(torch.stack(output.logits).view(torch.int32))
     assert torch.equal(*found)
-    assert len(blocks_of(cache.layers[0])) > 1
+    assert len(blocks_of(packed.layers[0])) > 1
 
 
 @pytest.mark.gpu

@@ -58,6 +58,16 @@ class PackedCache(DynamicCache):  # type: ignore[misc]
         if self.layer_class_to_replicate is DynamicLayer:
             self.layer_class_to_replicate = new_layer
 
+    def prefetch(self, *args: Any, **kwargs: Any) -> None:
+        """Bring a layer back ahead of time, behind what the current stream still copies to main memory.
+
+        Some of the versions of transformers that we support do not wait for that.
+        """
+        current = torch.cuda.current_stream(self.prefetch_stream.device)
+        current.wait_stream(self.prefetch_stream)
+        self.prefetch_stream.wait_stream(current)
+        super().prefetch(*args, **kwargs)
+
     @property
     def nbytes(self) -> int:
         """Of all layers' states, as they are kept."""
