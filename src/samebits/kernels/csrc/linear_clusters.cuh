@@ -204,8 +204,6 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
     u32* table = reinterpret_cast<u32*>(shared + ((copied + 8 * kMultipliers + 15 & ~15u) - base));
 
     let_kernel_behind_start();
-    const Table<true> decode_table(packed, table, reinterpret_cast<u32*>(shared));   // first in memory's queue: all wait for it
-    copy_commit();
     Decoder<OwnTile> decoder(geometry, packed, job, max(decoding, 0), lane, table + job.table_words + max(decoding, 0) * 2 * job.buffer_words,
                              copied + 8 * max(decoding, 0));
     if (decodes) decoder.begin();
@@ -218,6 +216,8 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
         show_barrier();
     }
     if (decoding == -1) store_shared(map + 4 * lane, job.x_map[lane]);
+    const Table<true> decode_table(packed, table, reinterpret_cast<u32*>(shared));
+    copy_commit();
     decode_table.finish();
     show_to_wgmma();   // x may come to where the entries were
     await_cluster();

@@ -356,8 +356,6 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
     u32* table = reinterpret_cast<u32*>(shared + (copied + 8 * kMaxDecoders - base));
 
     let_kernel_behind_start();
-    const Table<true> decode_table(packed, table, reinterpret_cast<u32*>(shared));   // first in memory's queue: all wait for it
-    copy_commit();
     Decoder decoder(geometry, packed, job, share, max(decoding, 0), lane, table + job.table_words + max(decoding, 0) * 2 * job.buffer_words,
                     copied + 8 * max(decoding, 0));
     if (decoding >= 0) decoder.begin();
@@ -374,6 +372,8 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
         show_barrier();
     }
     if (decoding == -1) store_shared(map + 4 * lane, job.x_map[lane]);
+    const Table<true> decode_table(packed, table, reinterpret_cast<u32*>(shared));
+    copy_commit();
     decode_table.build();
     show_to_wgmma();   // x may come to where the entries were
     copy_wait<0>();
