@@ -18,7 +18,7 @@ from samebits.kernels.nvrtc import Source
 
 CAPABILITIES = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
 CHAINS = ("shared", "shared_borders", "global", "global_borders")
-TILES = [(tokens, groups) for tokens in (16, 32, 64, 128) for groups in ((4, 8, 12, 16) if tokens == 64 else (8, 16))]
+TILES = [(16, 8), (16, 16), (32, 8), (32, 16), (64, 4), (64, 8), (64, 12), (64, 16), (128, 8), (128, 12)]
 LINEAR = {
     "linear_ahead.cu": [f"linear_ahead_{tokens}" for tokens in (8, 16)],
     "linear_chains.cu": [f"linear_chains_{tokens}_{kind}" for tokens in (8, 16) for kind in CHAINS],

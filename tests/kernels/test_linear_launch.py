@@ -322,7 +322,8 @@ def check_tiles(launch: Launch, stages: int, number: int = 0) -> None:
     job = job_of(launch, number)
     slots, tokens = job["slots"], job["tokens"]
     wide, groups = map(int, launch.name.split("_")[2:4])
-    multiplying = groups // 2 if wide == 128 else 4
+    warpgroups = 2 if wide == 128 and groups > 8 else 1
+    multiplying = 4 * warpgroups
     decoding, ranges, segments = launch.warps - multiplying - 1, job["ranges"], job["segments"]
     assert wide >= tokens
     assert launch.arrangement is not None
@@ -335,7 +336,8 @@ def check_tiles(launch: Launch, stages: int, number: int = 0) -> None:
     assert (launch.arrangement.grid > 0) == any(launch.arrangement.meetings)
     assert launch.boxes[2] == wide
     assert slots <= groups
-    assert groups == 8 or slots > 4 or wide == 64  # else rows are placed otherwise
+    assert groups == 8 or slots > 4 or wide == 64 * warpgroups  # else rows are placed otherwise
+    assert launch.warps <= 19 + warpgroups
     assert slots <= decoding <= 16
     assert job["chunk_step"] * slots + job["slot_step"] == decoding
     assert job["ring"] >= 3 + (-(-decoding // slots) - 1) * CHUNK_STAGES // 2

@@ -22,14 +22,15 @@ from samebits.kernels.linear_job import (
     shares,
 )
 
-TILE_WARPS = 20  # kMaxThreads
+TILE_WARPS = 21  # max_threads, with two warpgroups; with one there is one less
 _X_SLOTS = {16: 4, 32: 4, 64: 3, 128: 2}  # of the ring of x, at least, by tokens that a kernel is made for
 _MORE_X_SLOTS = 1  # where there is memory for it
 _MORE_RING = 1  # pairs of stages that the ring of weights has then, beyond those that it needs
 _WHOLE_SLOTS = 32  # tokens, up to which a slot of x is given back as a whole
 _IDLE_BYTES = 16  # of a barrier that nobody waits for, and what aligns the next
 _TILE = 8  # kTileGroups
-_X_LEFT = 64  # Matrices::x_left: of the kernel for so many tokens
+_LEFT_TOKENS = 64  # kLeftTokens
+_MOST_GROUPS = {1: 16, 2: 12}  # row groups that so many warpgroups multiply at once, at most
 _WARPGROUP = 4  # warps
 _MAX_DECODERS = 16  # kMaxDecoders
 _GROUP_CYCLES = 33 + 8 + 8  # of a row group's stage
@@ -150,24 +151,29 @@ class _Fitting(NamedTuple):
 def _with_batches(each: list[_Batch], warps: int) -> _Fitting | None:
     """With as many warps that decode as fit."""
     slots, wide = [batch.slots for batch in each], each[0].planner.wide
-    groups = align(max(slots), _TILE // 2 if wide == _X_LEFT else _TILE)
-    if wide != _X_LEFT and groups > _TILE and min(slots) <= _TILE // 2:
+    warpgroups = _warpgroups(wide, max(slots))
+    x_left = wide == _LEFT_TOKENS * warpgroups
+    groups = align(max(slots), _TILE // 2 if x_left else _TILE)
+    if groups > _MOST_GROUPS[warpgroups]:
+        return None
+    if not x_left and groups > _TILE and min(slots) <= _TILE // 2:
         return None  # whose rows the kernel places otherwise
-    others = _multipliers(wide, groups) + 1  # one brings x
-    for decoders in range(warps - others, 0, -1):
+    others = _WARPGROUP * warpgroups + 1  # one brings x
+    for decoders in range(warps + warpgroups - 2 - others, 0, -1):
         if all(batch.ring(decoders) for batch in each):
             return _Fitting(each, groups, decoders)
     return None
 
 
-def _multipliers(wide: int, groups: int) -> int:
-    """Warps that multiply: for many tokens a warpgroup for each tile."""
-    return _WARPGROUP * (groups // _TILE if wide == MAX_TILE_TOKENS else 1)
+def _warpgroups(wide: int, groups: int) -> int:
+    """That multiply so many row groups: one has no room for the sums of many tokens of more than a tile."""
+    return 2 if wide == MAX_TILE_TOKENS and groups > _TILE else 1
 
 
 def _launch(each: Sequence[_Batch], groups: int, decoders: int) -> Launch:
     one = each[0].planner
-    m, wide, columns, multipliers = one.m, one.wide, one.stages * STAGE, _multipliers(one.wide, groups)
+    m, wide, columns = one.m, one.wide, one.stages * STAGE
+    multipliers = _WARPGROUP * _warpgroups(wide, groups)
     blocks = [batch.blocks for batch in each]
     jobs = (batch.job(decoders, first) for batch, first in zip(each, accumulate(blocks, initial=0), strict=False))
     sums = 4 * ROW_GROUP * groups * wide // multipliers  # bytes of a warp's, of one range

@@ -3,8 +3,8 @@
 // to a second ring. One or two warpgroups do nothing but multiply what is in the two with wgmma, which adds like mma.m16n8k16, and write y, or have a
 // range's sums meet those of the others. See linear.cuh.
 //
-// With 33 to 64 tokens these are the left matrix, and all row groups the right one: wgmma reads both once. Otherwise 64 rows of the weight (eight row
-// groups, a tile) are the left matrix, tokens the right one. The ring of weights has a slot for each *pair* of stages: for each row group two atoms
+// With 33 to 64 tokens these are the left matrix, and all row groups the right one: wgmma reads both once. With more tokens and more than eight row groups,
+// each warpgroup has 64 of the tokens so. Otherwise 64 rows of the weight (eight row groups, a tile) are the left matrix, tokens the right one. The ring of weights has a slot for each *pair* of stages: for each row group two atoms
 // (atoms.cuh), one a stage. Rows of a matrix that belong to no row group hold what follows in shared memory, and nobody reads their sums. Where a tile has no
 // more than four row groups, each of the four warps has one: behind it stands what is decoded of it for the other stage.
 // The ring of x has slots of a pair of stages, too: of each, the tokens in their order. Rows behind the last token hold anything. Where a segment
@@ -12,11 +12,14 @@
 #pragma once
 #include "atoms.cuh"
 
-constexpr int kMaxThreads = 640;          // leaves 96 registers to each
 constexpr int kMaxDecoders = 16;
 constexpr int kPairBytes = 2 * kAtomBytes;
 constexpr int kTileBytes = 8 * kPairBytes;
 constexpr int kTileGroups = 8;
+constexpr int kLeftTokens = 64;           // of a warpgroup, where tokens are the left matrix
+
+// Leaves 96 registers to each, or 80.
+__host__ __device__ constexpr int max_threads(int warpgroups) { return 32 * (warpgroups == 1 ? 20 : 21); }
 
 // A slot of the ring of x is there, and given back, as a whole or stage by stage, which are as many parts (linear_tiles.py: x_parts).
 __host__ __device__ constexpr int x_parts(int wide) { return wide <= 32 ? 1 : 2; }
@@ -120,7 +123,7 @@ struct Matrix {
 // How many tokens, or rows of the weight, wgmma multiplies by how many of the others.
 template <int wide, int groups, int warpgroups>
 struct Matrices {
-    static constexpr bool x_left = wide == 64;
+    static constexpr bool x_left = wide == kLeftTokens * warpgroups;
     static constexpr int tiles = x_left ? 1 : groups / kTileGroups / warpgroups, count = x_left ? 4 * groups : wide / 2;   // count: sums of a lane and tile
 };
 
@@ -163,7 +166,7 @@ __device__ __forceinline__ void multiply_tiles(const Rings& rings, const Geometr
     using Own = Matrices<wide, groups, warpgroups>;
     constexpr int tiles = Own::tiles, count = Own::count, parts = x_parts(wide);
     const Matrix first_rows(rings.weights + (Own::x_left ? 0 : (warp >> 2) * tiles * kTileBytes), Own::x_left || job.slots > kTileGroups / 2 ? kPairBytes : kAtomBytes);
-    const Matrix first_tokens(rings.x, kAtomBytes);
+    const Matrix first_tokens(rings.x + (Own::x_left ? (warp >> 2) * kLeftTokens * 128 : 0), kAtomBytes);
     float sums[tiles][count];
     RingPlace pair{0, 0}, x{0, 0};
     u32 used = rings.idle, used_x = rings.idle;     // barriers of what the last wgmma is the last to read
@@ -394,7 +397,7 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
 }
 
 #define TILES_KERNEL(name, Argument, wide, groups, warpgroups)                                                      \
-    extern "C" __global__ void __launch_bounds__(kMaxThreads, 1) name(const __grid_constant__ Argument argument) { \
+    extern "C" __global__ void __launch_bounds__(max_threads(warpgroups), 1) name(const __grid_constant__ Argument argument) { \
         const Product& product = own_product(argument);                                                             \
         linear<wide, groups, warpgroups>(product.geometry, product.packed, product.job);                            \
     }
