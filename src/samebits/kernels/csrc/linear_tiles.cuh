@@ -3,10 +3,11 @@
 // to a second ring. One or two warpgroups do nothing but multiply what is in the two with wgmma, which adds like mma.m16n8k16, and write y, or have a
 // range's sums meet those of the others. See linear.cuh.
 //
-// With 33 to 64 tokens these are the left matrix, and all row groups the right one: wgmma reads both once. With more tokens and more than eight row groups,
-// each warpgroup has 64 of the tokens so. Otherwise 64 rows of the weight (eight row groups, a tile) are the left matrix, tokens the right one. The ring of weights has a slot for each *pair* of stages: for each row group two atoms
-// (atoms.cuh), one a stage. Rows of a matrix that belong to no row group hold what follows in shared memory, and nobody reads their sums. Where a tile has no
-// more than four row groups, each of the four warps has one: behind it stands what is decoded of it for the other stage.
+// With 33 to 64 tokens these are the left matrix, and all row groups the right one: wgmma reads both once. With more tokens and more than eight row
+// groups, each of two warpgroups has 64 of the tokens so. Otherwise 64 rows of the weight (eight row groups, a tile) are the left matrix, tokens the right
+// one. The ring of weights has a slot for each *pair* of stages: for each row group two atoms (atoms.cuh), one a stage. Rows of a matrix that belong to no
+// row group hold what follows in shared memory, and nobody reads their sums. Where a tile has no more than four row groups, each of the four warps has
+// one: behind it stands what is decoded of it for the other stage.
 // The ring of x has slots of a pair of stages, too: of each, the tokens in their order. Rows behind the last token hold anything. Where a segment
 // begins or ends inside a pair, all of the pair is brought.
 #pragma once
@@ -124,7 +125,8 @@ struct Matrix {
 template <int wide, int groups, int warpgroups>
 struct Matrices {
     static constexpr bool x_left = wide == kLeftTokens * warpgroups;
-    static constexpr int tiles = x_left ? 1 : groups / kTileGroups / warpgroups, count = x_left ? 4 * groups : wide / 2;   // count: sums of a lane and tile
+    static_assert(x_left || warpgroups == 1);
+    static constexpr int tiles = x_left ? 1 : groups / kTileGroups, count = x_left ? 4 * groups : wide / 2;   // count: sums of a lane and tile
 };
 
 // A warp's sums to y where rows are the left matrix: two lanes swap, so that each has one token of two rows.
@@ -136,7 +138,7 @@ __device__ __forceinline__ void write_rows(const Geometry& geometry, const Job& 
     for (int tile = 0; tile < tiles; ++tile)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int atom = 2 * (warp & 3) + half, slot = narrow ? atom >> 1 : ((warp >> 2) * tiles + tile) * kTileGroups + atom;
+            const int atom = 2 * warp + half, slot = narrow ? atom >> 1 : tile * kTileGroups + atom;
             const int mine = batch * job.slots + slot;
             if (slot >= job.slots || mine >= share.own || (narrow && half)) continue;
             const int row = 8 * share.row_group(mine) + g;
@@ -165,7 +167,7 @@ template <int wide, int groups, int warpgroups>
 __device__ __forceinline__ void multiply_tiles(const Rings& rings, const Geometry& geometry, const Job& job, const Share& share, int warp, int lane) {
     using Own = Matrices<wide, groups, warpgroups>;
     constexpr int tiles = Own::tiles, count = Own::count, parts = x_parts(wide);
-    const Matrix first_rows(rings.weights + (Own::x_left ? 0 : (warp >> 2) * tiles * kTileBytes), Own::x_left || job.slots > kTileGroups / 2 ? kPairBytes : kAtomBytes);
+    const Matrix first_rows(rings.weights, Own::x_left || job.slots > kTileGroups / 2 ? kPairBytes : kAtomBytes);
     const Matrix first_tokens(rings.x + (Own::x_left ? (warp >> 2) * kLeftTokens * 128 : 0), kAtomBytes);
     float sums[tiles][count];
     RingPlace pair{0, 0}, x{0, 0};
