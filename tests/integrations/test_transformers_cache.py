@@ -372,6 +372,28 @@ def test_in_a_compiled_function() -> None:
     assert len(blocks_of(cache.layers[0])) > 1
 
 
+class NotedStream:
+    """Only notes for whom it waits."""
+
+    device = torch.device("cuda", 0)
+
+    def __init__(self, name: str, notes: list[str]) -> None:
+        self.name, self.notes = name, notes
+
+    def wait_stream(self, other: NotedStream) -> None:
+        self.notes.append(f"{self.name} waits for {other.name}")
+
+
+def test_a_layer_is_brought_behind_those_that_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    notes: list[str] = []
+    cache = samebits.PackedCache(offloading=True)
+    cache.prefetch_stream = NotedStream("prefetch", notes)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: NotedStream("current", notes))
+    monkeypatch.setattr(DynamicCache, "prefetch", lambda _, layer: notes.append(f"layer {layer} is brought"))
+    cache.prefetch(1)
+    assert notes == ["current waits for prefetch", "prefetch waits for current", "layer 1 is brought"]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("offloading", [False, True])
 def test_generates_the_same_on_a_gpu(offloading: bool, monkeypatch: pytest.MonkeyPatch) -> None:
