@@ -61,7 +61,8 @@ class PackedCache(DynamicCache):  # type: ignore[misc]
     def prefetch(self, *args: Any, **kwargs: Any) -> None:
         """Bring a layer back ahead of time, behind what the current stream still copies to main memory.
 
-        Some of the versions of transformers that we support do not wait for that.
+        And let the current stream wait for the layer before. Not all versions of transformers that we support wait for
+        the former, and all let only the default stream wait for the latter.
         """
         current = torch.cuda.current_stream(self.prefetch_stream.device)
         current.wait_stream(self.prefetch_stream)

@@ -140,40 +140,36 @@ class _Fitting(NamedTuple):
 
     Attributes:
         groups: row groups that a block's matrices have.
-        decoders: warps.
+        multipliers, decoders: warps.
     """
 
     each: list[_Batch]
     groups: int
+    multipliers: int
     decoders: int
 
 
 def _with_batches(each: list[_Batch], warps: int) -> _Fitting | None:
     """With as many warps that decode as fit."""
     slots, wide = [batch.slots for batch in each], each[0].planner.wide
-    warpgroups = _warpgroups(wide, max(slots))
+    # One warpgroup has no room for the sums of many tokens of more than a tile.
+    warpgroups = 2 if wide == MAX_TILE_TOKENS and max(slots) > _TILE else 1
     x_left = wide == _LEFT_TOKENS * warpgroups
     groups = align(max(slots), _TILE // 2 if x_left else _TILE)
     if groups > _MOST_GROUPS[warpgroups]:
         return None
     if not x_left and groups > _TILE and min(slots) <= _TILE // 2:
         return None  # whose rows the kernel places otherwise
-    others = _WARPGROUP * warpgroups + 1  # one brings x
-    for decoders in range(warps + warpgroups - 2 - others, 0, -1):
+    multipliers, most = _WARPGROUP * warpgroups, warps - (warpgroups == 1)
+    for decoders in range(most - multipliers - 1, 0, -1):  # another one brings x
         if all(batch.ring(decoders) for batch in each):
-            return _Fitting(each, groups, decoders)
+            return _Fitting(each, groups, multipliers, decoders)
     return None
 
 
-def _warpgroups(wide: int, groups: int) -> int:
-    """That multiply so many row groups: one has no room for the sums of many tokens of more than a tile."""
-    return 2 if wide == MAX_TILE_TOKENS and groups > _TILE else 1
-
-
-def _launch(each: Sequence[_Batch], groups: int, decoders: int) -> Launch:
+def _launch(each: Sequence[_Batch], groups: int, multipliers: int, decoders: int) -> Launch:
     one = each[0].planner
     m, wide, columns = one.m, one.wide, one.stages * STAGE
-    multipliers = _WARPGROUP * _warpgroups(wide, groups)
     blocks = [batch.blocks for batch in each]
     jobs = (batch.job(decoders, first) for batch, first in zip(each, accumulate(blocks, initial=0), strict=False))
     sums = 4 * ROW_GROUP * groups * wide // multipliers  # bytes of a warp's, of one range
