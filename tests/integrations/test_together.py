@@ -19,7 +19,7 @@ from samebits.plans import call, dispatch, planner, together
 from samebits.plans.planner import Planner
 from samebits.plans.store import Outcome
 from samebits.plans.together import Together
-from tests.plans.conftest import new_planner
+from tests.plans.conftest import FakeProducts, new_planner
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
@@ -47,11 +47,11 @@ def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
         return [F.linear(x, samebits.decode(packed), b) for packed, b, _ in (first._replace(bias=bias), *others)]
 
     monkeypatch.setattr(together, "fused_linear", fused_linear)
-    monkeypatch.setattr(together, "Products", lambda launch: products)
+    monkeypatch.setattr(together, "Products", lambda launch: FakeProducts(products))
     for name, result in (("is_supported", True), ("is_launchable", True), ("launch_together", "a launch")):
         monkeypatch.setattr(together, name, lambda *arguments, result=result: result)
     monkeypatch.setattr(call, "_outcome", lambda key, packed, device: Outcome(PLAN, ""))
-    monkeypatch.setattr(call, "products_of", lambda header, m, plan, device: products)
+    monkeypatch.setattr(call, "products_of", lambda header, m, plan, device: FakeProducts(products))
     monkeypatch.setattr(dispatch, "decode_cuda", samebits.decode)
     monkeypatch.setattr(dispatch, "together", Together())
     monkeypatch.setattr(planner, "fastest_together", lambda x, operands, are_fused: 1)

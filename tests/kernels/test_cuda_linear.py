@@ -22,16 +22,18 @@ from samebits.kernels.linear import (
     Products,
     fused_linear,
     fused_linears,
+    is_prefetchable,
     is_supported,
     launch_together,
     variants,
 )
 from samebits.kernels.linear_clusters import MAX_CLUSTER_TOKENS, clusters
 from samebits.kernels.linear_clusters import TILES as CLUSTER_TILES
+from samebits.kernels.linear_job import Launch
 from samebits.kernels.linear_launch import MAX_TOKENS, VARIANTS, joint_launch, launch_of, nearest_launch
 from samebits.kernels.linear_pairs import MAX_WGMMA_TOKENS
 from samebits.kernels.linear_relay import TILES, relay
-from samebits.kernels.structures import JobStructure
+from samebits.kernels.structures import MAX_PREFETCHED, JobStructure
 from tests.codecs.tensors import without_compact
 
 pytestmark = pytest.mark.gpu
@@ -395,6 +397,76 @@ def ports_of(graph: torch.cuda.CUDAGraph) -> set[int]:
     *_, count = driver.cuGraphGetEdges(raw, 0)
     _, _, _, edges, _ = driver.cuGraphGetEdges(raw, count)
     return {edge.from_port for edge in edges}
+
+
+LATER = (
+    ("normal", 1064, 2880), ("row scales", 4104, 1024), ("patches", 72, 1088), ("payloads", 2048, 2112),
+    ("subnormal", 136, 6080), ("raw chunks", 264, 1984),
+)  # fmt: skip
+
+
+def later_weights(launch: Launch) -> list[tuple[torch.Tensor, PackedTensor]]:
+    """As many of LATER as a launch takes; beside each, what it is packed from."""
+    found = []
+    for kind, rows, columns in LATER:
+        weight = weight_of("row scales" if kind == "payloads" else kind, rows, columns)
+        if kind == "payloads":
+            weight.view(torch.int16)[5::9, 3::77] = 0x7FA5
+        packed = samebits.encode(weight).to("cuda")
+        if is_prefetchable(packed, launch, 0):
+            found.append((weight.cuda(), packed))
+    return found[:MAX_PREFETCHED]
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("rank", range(len(TILES)))
+def test_weights_for_products_to_come(rank: int, together: bool) -> None:
+    """Decoded on the way, eagerly and in graphs, and the products are what they are without."""
+    if not nvrtc.has_wgmma(0):
+        pytest.skip("no kernel that does on this device")
+    tokens, columns = 1100, 2112
+    weights = [weight_of("patches", rows, columns) for rows in ((1544, 1000) if together else (2056,))]
+    operands = [Operands(samebits.encode(weight).to("cuda"), None, LinearPlan(1)) for weight in weights]
+    launch = relay(tuple(each.packed.header for each in operands), tokens, (1,) * len(operands), 0, rank)
+    assert launch is not None
+    later = later_weights(launch)
+    assert len(later) >= 3
+    x = inputs(tokens, columns, rank)
+    expected = [plain_linear(x, weight.cuda(), None, 1) for weight in weights] + [weight for weight, _ in later]
+    for count in (1, len(later)):
+        products = Products(launch, [packed for _, packed in later[:count]])
+        found = [products(x, None, lambda: operands) for _ in range(6)]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found.append(products(x, None, lambda: operands))
+        for tensor in found[-1]:
+            tensor.fill_(1)
+        for _ in range(3):
+            graph.replay()
+        for made in found:
+            assert len(made) == len(weights) + count
+            for number, (left, right) in enumerate(zip(made, expected, strict=False)):
+                assert first_difference(left, right) is None, (launch.name, count, number)
+
+
+def test_hostile_weights_for_products_to_come() -> None:
+    """As below: sections that change after they were validated."""
+    if not nvrtc.has_wgmma(0):
+        pytest.skip("no kernel that does on this device")
+    own = Operands(samebits.encode(weight_of("normal", 2056, 1024)).to("cuda"), None, LinearPlan(1))
+    launch, x = relay((own.packed.header,), 1100, (1,), 0, 0), inputs(1100, 1024, 0)
+    assert launch is not None
+    generator, expected = torch.Generator("cuda").manual_seed(1), None
+    for _, intact in later_weights(launch):
+        for name in ("code", "offsets", "streams"):
+            for fill in (0x00, 0x01, 0x7F, 0xFF, None):
+                packed = PackedTensor(intact.header, intact.data.clone())
+                section = packed.section(name)
+                section.random_(0, 256, generator=generator) if fill is None else section.fill_(fill)
+                y, _ = Products(launch, [packed])(x, None, lambda: [own])
+                expected = y if expected is None else expected
+                assert first_difference(y, expected) is None
+    torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize("kind", ["normal", "patches", "raw chunks"])

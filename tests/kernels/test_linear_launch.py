@@ -32,7 +32,7 @@ from samebits.kernels.linear_pairs import MAX_WGMMA_TOKENS
 from samebits.kernels.linear_ranked import CLUSTER
 from samebits.kernels.linear_relay import TILE_TOKENS, Tile, relay
 from samebits.kernels.linear_tiles import MAX_TILE_TOKENS
-from samebits.kernels.structures import JobStructure
+from samebits.kernels.structures import MAX_PREFETCHED, JobStructure
 
 SHARED_MEMORY = 232448
 MOST_TOKENS = {
@@ -507,7 +507,8 @@ def test_relays_cover_a_weight(shape: tuple[int, int], chunk_words: int, tokens:
         assert memory is not None
         assert memory.tokens == 0
         leaving = 8 * launch.grid if job["segment_stages"] else 0
-        assert memory.meetings == (1 + tiles * -(-geometry.stages // 8) + leaving,)
+        counters = MAX_PREFETCHED if launch.spare else 0
+        assert memory.meetings == (1 + tiles * -(-geometry.stages // 8) + leaving + counters,)
         assert memory.parts_bytes == (tiles * tile.rows * 2 * shape[1] + 128 * launch.grid + leaving * tile.rows * 64,)
         check_parts(job, geometry.stages)
         assert launch.boxes == (tokens, shape[1], TILE_TOKENS, 64 // tile.parts)
@@ -521,6 +522,30 @@ def test_relays_cover_a_weight(shape: tuple[int, int], chunk_words: int, tokens:
         firsts = list(dict.fromkeys(group // groups // job["batches"] for group, _ in units))
         assert firsts == sorted(firsts)  # what is multiplied side by side is decoded before what is multiplied behind
     assert (found > 0) == (hopper and tokens > TILE_TOKENS)
+
+
+@pytest.mark.parametrize("shapes", [[(12288, 3072)], [(3072, 3072)] * 3, [(14336, 4096)] * 2], ids=str)
+def test_room_for_weights_of_products_to_come(shapes: list[tuple[int, int]], hopper: bool) -> None:
+    """The more tokens, the more; none where decoding takes as long as multiplying."""
+    headers, room = tuple(header_of(shape, 470) for shape in shapes), []
+    for tokens in (512, 1024, 2048, 4096, 8192):
+        launch = relay(headers, tokens, (1,) * len(headers), 0, 0)
+        assert (launch is not None) == hopper
+        if launch is None or launch.spare is None:
+            room.append(0)
+            continue
+        room.append(launch.spare.weights)
+        tile = Tile(int(launch.name.split("_")[2]))
+        buffers = [int(job_of(launch, i)["buffer_words"]) for i in range(len(headers))]
+        assert launch.spare.buffer_words == min(buffers) >= staging_words(headers[0])
+        ring = job_of(launch)["ring"] * (tile.slot_bytes + 16)
+        used = 4 * (tile.decoders * 2 * tile.row_groups * max(buffers) + launch.spare.table_words)
+        assert 1024 + ring + 128 + 8 * tile.bias_bytes + used == launch.shared_bytes
+        assert all(map(launch.spare.suits, headers))
+        assert not launch.spare.suits(header_of((1024, 1024), 10 * launch.spare.buffer_words))
+    assert room == sorted(room)
+    assert room[0] == 0
+    assert (room[-2] > 0) == hopper
 
 
 @pytest.mark.parametrize(
@@ -689,7 +714,8 @@ def test_joint_relays(shapes: list[tuple[int, int]], tokens: int, hopper: bool) 
             tiles = -(-geometry.rows // tile.rows)
             assert job["units"] == tiles * job["token_tiles"]
             leaving = 8 * job["blocks"] if job["segment_stages"] else 0
-            assert memory.meetings[i] == 1 + tiles * -(-geometry.stages // 8) + leaving
+            counters = MAX_PREFETCHED if launch.spare and i == 0 else 0
+            assert memory.meetings[i] == 1 + tiles * -(-geometry.stages // 8) + leaving + counters
             own_bytes = tiles * tile.rows * 2 * geometry.columns + 128 * job["blocks"] + leaving * tile.rows * 64
             assert memory.parts_bytes[i] == own_bytes
             check_parts(job, geometry.stages)

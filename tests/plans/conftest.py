@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,16 @@ from samebits.plans.planner import Planner
 from tests.plans.sums import split_linear
 
 ENVIRONMENT = Environment("a device", 132, "13.0", "2.11.0", "13.1.0", "digest", {})
+
+
+class FakeProducts:
+    """In place of Products; ``spare`` is that of its launch."""
+
+    def __init__(self, make: Callable[..., list[torch.Tensor]], spare: object = None) -> None:
+        self.make, self.launch = make, SimpleNamespace(spare=spare)
+
+    def __call__(self, *arguments: Any) -> list[torch.Tensor]:
+        return self.make(*arguments)
 
 
 class FakeGpu:
@@ -77,13 +88,14 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeGpu:
     for module in (calibrate, call):
         monkeypatch.setattr(module, "is_supported", is_supported)
     monkeypatch.setattr(calibrate, "fused_linear", fake.fused_linear)
-    monkeypatch.setattr(call, "products_of", lambda header, m, plan, device: fake.products)
+    monkeypatch.setattr(call, "products_of", lambda header, m, plan, device: FakeProducts(fake.products))
     monkeypatch.setattr(call, "is_launchable", lambda header, m, plan, device: is_supported(header, m, device))
     monkeypatch.setattr(calibrate, "variants", lambda header, m, split: [0, 1])
     monkeypatch.setattr(calibrate, "first_variant", lambda header, m, split: 0)
     monkeypatch.setattr(calibrate, "sources", lambda header, m, plans, device: plans)
     monkeypatch.setattr(calibrate, "compile_all", lambda sources, device: fake.compiled.append({*sources}))
     monkeypatch.setattr(calibrate, "microseconds", fake.microseconds)
+    monkeypatch.setattr(calibrate, "launch_of", lambda header, m, split, variant, device: None)
     for module in (call, dispatch):
         monkeypatch.setattr(module, "decode_cuda", samebits.decode)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())

@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import forward_ad
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import samebits
@@ -30,21 +31,24 @@ from samebits.kernels.linear import LinearPlan
 from samebits.kernels.repeat import Repeat
 from samebits.kernels.residents import resident, residents
 from samebits.kernels.structures import (
+    MAX_PREFETCHED,
     ArrangementStructure,
     DivisionStructure,
     GeometryStructure,
     JobStructure,
     PackedStructure,
+    PrefetchedStructure,
     ProductStructure,
 )
 from samebits.nn import packed_module
-from samebits.plans import call, dispatch, planner, recall, together
+from samebits.plans import call, dispatch, planner, prefetch, recall, together
 from samebits.plans.key import key_of
 from samebits.plans.store import Outcome
 from samebits.plans.together import Together
 
 DEVICE = -1  # what torch says of tensors in main memory
 K = 1024
+CARRIER_ROWS = 72
 MOST_TOKENS = 512
 JOB = (*range(1, len(JobStructure._fields_) - 6), tuple(range(JobStructure.division.size // 4)))
 LAUNCH = linear_job.Launch("f.cu", "kernel", grid=132, warps=16, shared_bytes=1000, jobs=(JOB,))
@@ -265,6 +269,94 @@ def test_an_arranged_input(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> N
     assert (job.parts, job.done) == (arranged.arranged + (1 << 14), arranged.arranged + (1 << 14) + 4096)
     assert (arranged.done, arranged.done_count) == (job.done, ARRANGEMENT.done_count)
     assert job.y == y.data_ptr()
+
+
+def carrying(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> list[nn.Linear]:
+    """Layers, warmed up, the first of which has its launch decode the others' weights ahead."""
+    jobs, spare = (JOB,), linear_job.Spare(1 << 30, 1 << 20, 1 << 20)
+    memory = linear_job.Arrangement(0, K, 8, 0, (6 + MAX_PREFETCHED,), (4096,), part_steps=4)
+    carrier = linear_job.Launch("f.cu", "kernel", 132, 16, 1000, jobs, memory, None, spare)
+    monkeypatch.setattr(
+        linear, "nearest_launch", lambda header, *others: carrier if header.shape[0] == CARRIER_ROWS else LAUNCH
+    )
+    monkeypatch.setattr(prefetch, "is_prefetchable", lambda packed, launch, device: True)
+    monkeypatch.setattr(
+        linear, "_without_addresses", lambda packed: PrefetchedStructure(row_groups=packed.shape[0] // 8)
+    )
+    monkeypatch.setattr(prefetch, "_FEW_TOKENS", 0)
+    modules = [layer(0, rows=CARRIER_ROWS), layer(1), layer(2, bias=True)]
+    for _ in range(12):
+        step(modules)
+    ways(driver)
+    return modules
+
+
+def step(modules: list[nn.Linear]) -> list[torch.Tensor]:
+    return [module(x_of(1, 1)) for module in modules]
+
+
+def prefetched_of(module: nn.Linear) -> tuple[Any, torch.Tensor] | None:
+    kept = resident(module._parameters[packed_module._DATA])
+    assert kept is not None
+    return kept.prefetched
+
+
+def test_weights_that_are_decoded_ahead(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launch is told where to; the products that come then are torch's."""
+    modules = carrying(driver, monkeypatch)
+    modules[0](x_of(1, 1))
+    (_, (arranging,)), (_, (told,)) = driver.again
+    assert not driver.usual
+    job, arranged = product(told).job, ArrangementStructure.from_buffer_copy(arranging)
+    every = (PrefetchedStructure * MAX_PREFETCHED).from_buffer_copy(job, JobStructure.division.offset)
+    assert [each.row_groups for each in every] == [8, 8] + [0] * (MAX_PREFETCHED - 2)
+    for number, module in enumerate(modules[1:]):
+        found = prefetched_of(module)
+        assert found is not None
+        assert every[number].output == found[1].data_ptr()
+        assert found[1].shape == module.weight.shape
+        assert every[number].claimed == arranged.done + 4 * (6 + number)
+        found[1].copy_(matrix(number + 1))
+    ways(driver)
+    for number, module in enumerate(modules[1:]):
+        x = matrix(9, rows=1).view(1, 1, K)
+        y = module(x)
+        assert torch.equal(y.view(torch.int16), F.linear(x, matrix(number + 1), module.bias).view(torch.int16))
+        assert prefetched_of(module) is None
+    assert ways(driver) == (0, 0)
+    step(modules)
+    assert ways(driver) == (0, 2)
+
+
+def test_weights_decoded_ahead_that_nobody_asked_for(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next launch is made in the usual way, which forgets them."""
+    modules = carrying(driver, monkeypatch)
+    modules[0](x_of(1, 1))
+    assert ways(driver) == (0, 2)
+    modules[0](x_of(1, 1))
+    assert ways(driver) == (1, 0)
+    assert prefetched_of(modules[1]) is None
+
+
+def test_weights_decoded_ahead_on_another_stream(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = carrying(driver, monkeypatch)
+    modules[0](x_of(1, 1))
+    ways(driver)
+    driver.stream = 8
+    modules[1](x_of(1, 1))
+    assert ways(driver) == (1, 0)
+    assert prefetched_of(modules[1]) is None
+
+
+def test_while_it_is_noted_what_comes_all_is_made_as_usual(driver: Driver) -> None:
+    module = layer(0)
+    warm(module, driver)
+    dispatch.together.turns.windows = (prefetch.Window(prefetch.Carrier(), []),)
+    module(x_of(1, 1))
+    assert ways(driver) == (1, 0)
+    dispatch.together.turns.windows = ()
+    module(x_of(1, 1))
+    assert ways(driver) == (0, 1)
 
 
 def test_products_of_one_input(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -684,8 +776,8 @@ def test_no_more_shapes_than_there_is_room_for(driver: Driver) -> None:
 
 GOOD = {
     "device": 0, "strides": (1,), "state": None, "where": (7, 0), "bias": None, "joins": False, "group": None,
-    "others": (), "plans": (), "sizes": ((1,),), "scratch": None, "room": bytes(16), "patches": ((8, 1, 0),),
-    "launches": ((1, 1, (0,)),), "start": 1, "failed": None, "finish": None, "kept": None,
+    "others": (), "plans": (), "prefetched": (), "sizes": ((1,),), "scratch": None, "room": bytes(16),
+    "patches": ((8, 1, 0),), "launches": ((1, 1, (0,)),), "start": 1, "failed": None, "finish": None, "kept": None,
 }  # fmt: skip
 
 
@@ -707,6 +799,8 @@ GOOD = {
         {"start": 0},
         {"room": "text"},
         {"room": bytes(8193)},
+        {"prefetched": (1,)},
+        {"prefetched": (1,) * 9, "sizes": ((1,),) * 10},
     ],
 )
 def test_fields_that_do_not_fit(wrong: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from samebits.kernels.linear import Operands
 from samebits.kernels.linear_job import Launch
 from samebits.plans import calibrate, call, dispatch, key, planner, together
 from samebits.plans.together import Together
-from tests.plans.conftest import FakeGpu, is_supported
+from tests.plans.conftest import FakeGpu, FakeProducts, is_supported
 from tests.plans.sums import split_linear
 
 K = 512
@@ -37,7 +37,7 @@ class Layers:
         self.biases: list[torch.Tensor | None] = [None, normal(8), None]
         self.joint: list[int] = []  # products of each launch of several
 
-    def joint_products(self, launch: object) -> Callable[..., list[torch.Tensor]]:
+    def joint_products(self, launch: object) -> FakeProducts:
         """In place of Products; holds none of the weights, as that does not."""
         gpu, joint = self.gpu, self.joint
 
@@ -51,7 +51,7 @@ class Layers:
             del gpu.fused_calls[calls:]
             return made
 
-        return products
+        return FakeProducts(products)
 
     def ask(self, x: torch.Tensor, *numbers: int) -> tuple[int, int]:
         """Check these products, of all weights if there are none; returns how many launches of one, and of several."""
@@ -136,7 +136,7 @@ def test_too_little_memory_for_one_launch(layers: Layers, monkeypatch: pytest.Mo
         attempts.append(arguments)
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(together, "Products", lambda launch: products)
+    monkeypatch.setattr(together, "Products", lambda launch: FakeProducts(products))
     assert [layers.ask(normal(1, K, seed=seed)) for seed in range(4)] == [(3, 0)] * 4
     assert len(attempts) == 1
 

@@ -26,10 +26,12 @@ from samebits.kernels.linear_launch import VARIANTS, different, joint_launch, la
 from samebits.kernels.repeat import Patch, Repeat, Step, X
 from samebits.kernels.residents import resident
 from samebits.kernels.structures import (
+    MAX_PREFETCHED,
     ArrangementStructure,
     GeometryStructure,
     JobStructure,
     PackedStructure,
+    PrefetchedStructure,
     ProductStructure,
     TogetherStructure,
 )
@@ -97,6 +99,19 @@ def is_launchable(header: Header, m: int, plan: LinearPlan, device: int) -> bool
     return nearest_launch(header, m, plan.split, plan.variant, device) is not None
 
 
+def is_prefetchable(packed: PackedTensor, launch: Launch, device: int) -> bool:
+    """Whether a launch can decode that weight on the way, however many others there are."""
+    spare, header = launch.spare, packed.header
+    suits = spare is not None and is_supported(header, 1, device) and spare.suits(header)
+    return suits and decode_table(packed) is not None
+
+
+def loaded(operands: Sequence[Operands], launch: Launch, device: int) -> Products | None:
+    """Products of a launch that decodes the first weight once more on the way, to time it; None if it cannot."""
+    first = operands[0].packed
+    return Products(launch, [first]) if is_prefetchable(first, launch, device) else None
+
+
 def fused_linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, plan: LinearPlan) -> torch.Tensor:
     """``x @ W.T + bias`` without ever writing W, on torch's current stream.
 
@@ -145,6 +160,10 @@ def launch_together(operands: Sequence[Operands], m: int, variant: int, device: 
     return joint_launch(headers, m, tuple(each.plan.split for each in operands), variant, device)
 
 
+def _prefetched_of(job: JobStructure) -> ctypes.Array[PrefetchedStructure]:
+    return (PrefetchedStructure * MAX_PREFETCHED).from_buffer(job, JobStructure.division.offset)
+
+
 class _Arguments(threading.local):
     """Room for the arguments of a thread's next launches, of products and of the kernel that arranges their input.
 
@@ -159,6 +178,7 @@ class _Arguments(threading.local):
         self.arrangement_pointers = self.pointers + ctypes.sizeof(ctypes.c_void_p)
         self.bytes = memoryview(self._together).cast("B")
         self.jobs = [product.job for product in self._together.products]
+        self.prefetched = list(map(_prefetched_of, self.jobs))
 
 
 _arguments = _Arguments()
@@ -169,18 +189,24 @@ class Products:
 
     What the kernel is told of the weights is made once: whoever calls it again makes sure that their bytes have not
     changed since, nor any bias but the first, and holds them until it returns.
+
+    Args:
+        prefetched: weights of products to come, that are decoded on the way: MAX_PREFETCHED at most, each with a decode
+            table, that suit ``launch.spare``. What holds for the others' bytes holds for theirs.
     """
 
-    def __init__(self, launch: Launch) -> None:
+    def __init__(self, launch: Launch, prefetched: Sequence[PackedTensor] = ()) -> None:
         self.launch = launch
         self._told: bytes | None = None  # without the addresses of x and y
         self._rows: list[int] = []
+        self._shapes = [packed.header.shape for packed in prefetched]
+        self._prefetched = (PrefetchedStructure * MAX_PREFETCHED)(*map(_without_addresses, prefetched))
         self._launchers: dict[tuple[int, bool], Callable[[int], None]] = {}  # by stream, and whether it starts early
 
     def __call__(
         self, x: torch.Tensor, bias: torch.Tensor | None, operands: Callable[[], Sequence[Operands]]
     ) -> list[torch.Tensor]:
-        """``fused_linear`` of each.
+        """``fused_linear`` of each; behind these, what was prefetched, bfloat16.
 
         Args:
             bias: of the first weight.
@@ -194,6 +220,7 @@ class Products:
             told, early = (self._told, True) if self._told else self._tell(operands())
             leading, address, arguments = x.shape[:-1], x.data_ptr(), _arguments
             made = [x.new_empty((*leading, rows)) for rows in self._rows]
+            decoded = [x.new_empty(shape) for shape in self._shapes]
             arguments.bytes[: len(told)] = told
             for job, y in zip(arguments.jobs, made, strict=False):
                 job.x, job.y = address, y.data_ptr()
@@ -201,10 +228,15 @@ class Products:
                 arguments.jobs[0].bias = bias.data_ptr()
             stream, to = nvrtc.current_stream(device), self.launch.arrangement
             scratch = self._arrange(x, to, stream, device) if to else None
+            if to and scratch is not None and decoded:
+                counters = scratch.data_ptr() + _counters(to)
+                for each in arguments.prefetched[: len(made)]:
+                    for number, output in enumerate(decoded):
+                        each[number].output, each[number].claimed = output.data_ptr(), counters + 4 * number
             launcher = self._launchers.get((stream, early)) or self._launcher(stream, early, device)
             launcher(arguments.pointers)
             del scratch  # not before, or another thread's launches on this stream may get it in between
-        return made
+        return made + decoded
 
     def repeat(self, x: torch.Tensor, bias: torch.Tensor | None) -> Repeat | None:
         """This call, to be made again for inputs of this shape; None if it may be another then."""
@@ -212,15 +244,20 @@ class Products:
         if told is None:
             return None
         to, count, device = launch.arrangement, len(self._rows), x.get_device()
-        scratch, room, job = 1 + count, bytearray(told), JobStructure
+        scratch, room, job, ahead = 1 + count + len(self._shapes), bytearray(told), JobStructure, PrefetchedStructure
         patches: list[Patch] = []
         for number in range(count):
             start = number * ctypes.sizeof(ProductStructure) + ProductStructure.job.offset
             patches.append(Patch(start + job.x.offset, scratch if to and to.tokens else X))
             patches.append(Patch(start + job.y.offset, 1 + number))
-            if to:
-                patches.append(Patch(start + job.parts.offset, scratch, to.parts[number]))
-                patches.append(Patch(start + job.done.offset, scratch, to.done[number]))
+            if not to:
+                continue
+            patches.append(Patch(start + job.parts.offset, scratch, to.parts[number]))
+            patches.append(Patch(start + job.done.offset, scratch, to.done[number]))
+            for i in range(len(self._shapes)):
+                place = start + job.division.offset + i * ctypes.sizeof(ahead)
+                patches.append(Patch(place + ahead.output.offset, 1 + count + i))
+                patches.append(Patch(place + ahead.claimed.offset, scratch, _counters(to) + 4 * i))
         if bias is not None:
             start = ProductStructure.job.offset + job.bias.offset
             room[start : start + ctypes.sizeof(ctypes.c_void_p)] = bytes(ctypes.c_void_p(bias.data_ptr()))
@@ -233,7 +270,7 @@ class Products:
             patches.append(Patch(start + structure.arranged.offset, scratch))
             patches.append(Patch(start + structure.done.offset, scratch, to.done[0]))
             steps.insert(0, Step(nvrtc.kernel("arrange.cu", "arrange", device), to.grid, to.threads, 0, (start,)))
-        sizes = tuple((*x.shape[:-1], rows) for rows in self._rows)
+        sizes = (*((*x.shape[:-1], rows) for rows in self._rows), *self._shapes)
         return Repeat(sizes, to.total_bytes if to else 0, bytes(room), tuple(patches), tuple(steps))
 
     def _arrange(self, x: torch.Tensor, to: Arrangement, stream: int, device: int) -> torch.Tensor:
@@ -262,6 +299,8 @@ class Products:
         for (packed, bias, _), job in zip(operands, _jobs(self.launch), strict=True):
             geometry, table = GeometryStructure.of(packed.header.geometry), decode_table(packed)
             product = ProductStructure(geometry, PackedStructure.of(packed, table), job)
+            if self._shapes:
+                _prefetched_of(product.job)[:] = list(self._prefetched)
             if products and bias is not None:
                 product.job.bias = bias.data_ptr()
             products.append(product)
@@ -277,6 +316,17 @@ class Products:
         found = nvrtc.launcher(function, launch.grid, launch.threads, launch.shared_bytes, stream, early, device)
         self._launchers[stream, early] = found
         return found
+
+
+def _counters(to: Arrangement) -> int:
+    """Where units of what is prefetched are counted, in bytes: behind the first tensor's meetings."""
+    return to.done[0] + 4 * (to.meetings[0] - MAX_PREFETCHED)
+
+
+def _without_addresses(packed: PackedTensor) -> PrefetchedStructure:
+    geometry, table = packed.header.geometry, decode_table(packed)
+    assert table is not None, "is_prefetchable"
+    return PrefetchedStructure(PackedStructure.of(packed, table), None, None, geometry.row_groups, geometry.stages)
 
 
 @lru_cache(maxsize=65536)

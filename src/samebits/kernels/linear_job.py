@@ -103,6 +103,23 @@ class Boxes(NamedTuple):
     box_columns: int
 
 
+class Spare(NamedTuple):
+    """What is left of a launch for weights of products to come, which it decodes on the way (csrc/linear_relay.cuh).
+
+    Attributes:
+        weights: so many are decoded before the launch would end anyway.
+        table_words, buffer_words: of shared memory, for a weight's table and chunks.
+    """
+
+    weights: int
+    table_words: int
+    buffer_words: int
+
+    def suits(self, header: Header) -> bool:
+        """Whether the kernel can decode such a weight, however many others there are."""
+        return table_words(header) <= self.table_words and staging_words(header) <= self.buffer_words
+
+
 @dataclass(frozen=True, eq=False)
 class Launch:
     """A variant for one tensor, number of tokens and device; or for several tensors of one input. Made once."""
@@ -115,6 +132,7 @@ class Launch:
     jobs: tuple[JobFields, ...]  # of each tensor, JobStructure's fields behind the pointers
     arrangement: Arrangement | None = None
     boxes: Boxes | None = None
+    spare: Spare | None = None
 
     @property
     def threads(self) -> int:
@@ -197,6 +215,7 @@ class Planner:
         segments: int = 1,
         segment_stages: int = 0,
         x_places: int = 0,
+        buffer: int | None = None,
         division: Sequence[int] = (),
     ) -> JobFields:
         """JobStructure's fields behind the pointers.
@@ -211,5 +230,5 @@ class Planner:
             token_tiles, units, magic(max(token_tiles, 1)), magic(self.ranges),
             segments, segment_stages, magic(max(ring, 1)),
             magic(slots), magic(self.stages_per_range), magic(self.chunks),
-            self.table, x, self.buffer, x_places, ring, (*division, *[0] * (DIVISION_WORDS - len(division))),
+            self.table, x, buffer or self.buffer, x_places, ring, (*division, *[0] * (DIVISION_WORDS - len(division))),
         )  # fmt: skip

@@ -8,19 +8,24 @@ from typing import NamedTuple
 from samebits.format.geometry import ROW_GROUP, STAGE
 from samebits.format.packed import Header
 from samebits.kernels import nvrtc
-from samebits.kernels.linear_job import ATOM_BYTES, LANES, MAP_BYTES, Arrangement, Boxes, JobFields, Launch
+from samebits.kernels.linear_job import ATOM_BYTES, LANES, MAP_BYTES, Arrangement, Boxes, JobFields, Launch, Spare
 from samebits.kernels.linear_ranked import CLUSTER, Ranked, TilePlanner, ranked
+from samebits.kernels.structures import MAX_PREFETCHED
 
 TILE_TOKENS = 128  # kTileTokens
 _MULTIPLIERS = 8  # kMultipliers: warps
 _SIGNAL = 8  # kSignal: stages
 _BARRIER_BYTES = 16  # of a slot of the ring
+_UNIT_BYTES = 16  # of what is copied
 _MIN_SLOTS, _MAX_SLOTS = 3, 8  # of the ring, for whole stages
 _CACHED_BYTES = 16 << 20  # of x, that the second-level cache keeps beside what is decoded
 _FINISH = 3500  # from a tile's last product to the first of the next
 _START = 15000  # until the first product
 _HAND_ON = 6000  # to leave sums, and to take them over
 _MAX_PARTS = 8  # of a shared item
+_DECODE = 1300  # a stage of a warp's row groups
+_SPARE = 0.7  # of the time that a launch takes, in which it may decode
+_SPARE_WEIGHTS = 1 << 27  # that it decodes for others at most, or as many as it multiplies: they take memory
 _MIN_WHOLE = 2  # items that each cluster has beside; with fewer, all waits for decoding, and shares want more at once
 
 
@@ -84,13 +89,23 @@ def relay(headers: tuple[Header, ...], m: int, splits: tuple[int, ...], device: 
 
 def _launch(planners: Sequence[_Planner], found: Ranked[Tile]) -> Launch:
     m, columns, tile = planners[0].m, planners[0].stages * STAGE, found.tile
-    decoded = tuple(each.memory(tile, own) for each, own in zip(planners, found.clusters, strict=True))
-    flags = tuple(each.flags(tile, own) for each, own in zip(planners, found.clusters, strict=True))
-    memory = Arrangement(0, columns, TILE_TOKENS, 0, flags, decoded, 0)
+    each_own = list(zip(planners, found.clusters, strict=True))
+    decoded = tuple(each.memory(tile, own) for each, own in each_own)
+    spare, flags = _spare(planners, found), [each.flags(tile, own) for each, own in each_own]
+    if spare:
+        flags[0] += MAX_PREFETCHED
+    memory = Arrangement(0, columns, TILE_TOKENS, 0, tuple(flags), decoded, 0)
     together = "_together" if len(planners) > 1 else ""
     return Launch("linear_relay.cu", f"linear_relay_{tile.rows}{together}", CLUSTER * sum(found.clusters),
                   tile.warps, max(each.shared_bytes(tile) for each in planners), found.jobs, memory,
-                  Boxes(m, columns, TILE_TOKENS, STAGE // tile.parts))  # fmt: skip
+                  Boxes(m, columns, TILE_TOKENS, STAGE // tile.parts), spare)  # fmt: skip
+
+
+def _spare(planners: Sequence[_Planner], found: Ranked[Tile]) -> Spare | None:
+    tile, multiplied = found.tile, sum(each.row_groups for each in planners) * ROW_GROUP * planners[0].stages * STAGE
+    weights = int(sum(each.spare(tile, clusters) for each, clusters in zip(planners, found.clusters, strict=True)))
+    words = min(each.table for each in planners), min(each.buffer_words(tile) for each in planners)
+    return Spare(min(weights, max(_SPARE_WEIGHTS, multiplied)), *words) if weights > 0 else None
 
 
 class _Planner(TilePlanner[Tile]):
@@ -116,8 +131,14 @@ class _Planner(TilePlanner[Tile]):
         enough = fitting >= tile.parts * _MIN_SLOTS and fitting * tile.slot_bytes >= 4 * self.entries
         return min(fitting, tile.parts * _MAX_SLOTS) if enough else 0
 
+    def buffer_words(self, tile: Tile) -> int:
+        """Of a staging buffer: this tensor's chunks fit, and others' in what the ring leaves."""
+        left = 4 * self.room - self.fixed(tile) - self.slots(tile) * (tile.slot_bytes + _BARRIER_BYTES)
+        return self.buffer + left // (tile.decoders * 2 * tile.row_groups * _UNIT_BYTES) * _UNIT_BYTES // 4
+
     def shared_bytes(self, tile: Tile) -> int:
-        return self.fixed(tile) + self.slots(tile) * (tile.slot_bytes + _BARRIER_BYTES)
+        buffers = tile.decoders * 2 * tile.row_groups * 4 * (self.buffer_words(tile) - self.buffer)
+        return self.fixed(tile) + buffers + self.slots(tile) * (tile.slot_bytes + _BARRIER_BYTES)
 
     def part(self, tile: Tile, clusters: int) -> int:
         """Stages of a part of the items that are left over when all clusters have as many; 0 where these are whole too.
@@ -155,13 +176,23 @@ class _Planner(TilePlanner[Tile]):
         of a row group; and a warp about 1,300 for one or two of them, which counts if it is not done before the last
         tiles are multiplied.
         """
+        decoded = self.row_groups * self.stages / (CLUSTER * clusters)
+        decode = decoded * _DECODE / (tile.decoders * tile.row_groups)
+        last = (self.stages * self.stage(tile) + _FINISH) / 2
+        return _START + max(self.multiplied(tile, clusters) + 33 * decoded, decode + last)
+
+    def multiplied(self, tile: Tile, clusters: int) -> float:
+        """How long the blocks with the most units multiply."""
         whole, items = divmod(self.units(tile), clusters)
         part, stage = self.part(tile, clusters), self.stage(tile)
         multiply = self.stages * stage + _FINISH
-        last = part * stage + _FINISH + _HAND_ON if part else multiply * (items > 0)
-        decoded = self.row_groups * self.stages / (CLUSTER * clusters)
-        decode = decoded * 1300 / (tile.decoders * tile.row_groups)
-        return _START + max(whole * multiply + last + 33 * decoded, decode + multiply / 2)
+        return whole * multiply + (part * stage + _FINISH + _HAND_ON if part else multiply * (items > 0))
+
+    def spare(self, tile: Tile, clusters: int) -> float:
+        """Weights that its blocks can decode beside its own, while they multiply."""
+        at_once = CLUSTER * clusters * tile.decoders * tile.row_groups
+        stages = _SPARE * self.multiplied(tile, clusters) / _DECODE * at_once - self.row_groups * self.stages
+        return stages * ROW_GROUP * STAGE
 
     def job(self, tile: Tile, clusters: int, first_block: int) -> JobFields:
         passes = -(-2 * self.m * self.stages * STAGE // _CACHED_BYTES)
@@ -171,5 +202,5 @@ class _Planner(TilePlanner[Tile]):
         side_by_side = min(self.tiles(tile), -(-at_first // pairs_of_pass))
         return self.job_fields(tile.rows // ROW_GROUP, side_by_side, tile.decoders, ring=self.slots(tile),
                                first_block=first_block, blocks=CLUSTER * clusters, token_tiles=self.pairs,
-                               units=self.units(tile), segments=pairs_of_pass,
-                               segment_stages=part)  # fmt: skip
+                               units=self.units(tile), segments=pairs_of_pass, segment_stages=part,
+                               buffer=self.buffer_words(tile))  # fmt: skip

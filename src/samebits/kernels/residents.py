@@ -47,16 +47,20 @@ class Resident(Bytes):
         decoders: launches of kernels that decode them, as far as they are always the same.
         followers: what is asked for behind a product of theirs; see samebits.plans.together.
         shortcuts: products as they were made, by the input's shape; None: once. See samebits.plans.recall.
+        carriers: launches of theirs that decode what comes next, by the input's shape; see samebits.plans.prefetch.
+        prefetched: where they were decoded ahead, and the weight; as there.
     """
 
     __slots__ = (
         "calls",
+        "carriers",
         "decoders",
         "first_table",
         "followers",
         "has_changed",
         "has_table",
         "is_settled",
+        "prefetched",
         "shortcuts",
         "table",
     )
@@ -70,6 +74,8 @@ class Resident(Bytes):
         self.decoders: dict[Hashable, Any] = {}
         self.followers: Any = None
         self.shortcuts: dict[Hashable, Any] = {}
+        self.carriers: dict[Hashable, Any] = {}
+        self.prefetched: tuple[Any, torch.Tensor] | None = None
 
     def settle(self) -> bool:
         """Say that a kernel is launched on them on torch's current stream; returns whether one was before."""
@@ -89,11 +95,20 @@ def resident(tensor: torch.Tensor) -> Resident | None:
         return None
     has_changed = known is not None and known.is_of(tensor)
     if not has_changed:
-        weakref.finalize(tensor, residents.pop, key, None).atexit = False
+        weakref.finalize(tensor, _forget, key).atexit = False
     made = residents[key] = Resident(tensor, has_changed)
     if has_changed and known is not None:
         made.first_table = known.first_table if known.table is None else known.table
     return made
+
+
+def _forget(key: int) -> None:
+    """Of a tensor that is gone; others may still know of it."""
+    known = residents.pop(key, None)
+    if known is not None:
+        known.prefetched = None
+        known.carriers.clear()
+        known.shortcuts.clear()
 
 
 def may_start_early(tensor: torch.Tensor) -> bool:

@@ -15,6 +15,7 @@ MAX_TOGETHER = 4  # csrc/linear.cuh: kMaxTogether
 WALKS = 20  # csrc/linear.cuh: kWalks
 WALK_WORDS = 4  # csrc: Walk
 DIVISION_WORDS = 2 * WALKS * WALK_WORDS  # csrc: kCuts
+MAX_PREFETCHED = 8  # csrc/linear.cuh: kMaxPrefetched
 _MAP_WORDS = 32  # of a tensor map
 _BEHIND_ANY_GRID = (1 << 31) - 1
 
@@ -139,8 +140,17 @@ class BookStructure(ctypes.Structure):
     )  # fmt: skip
 
 
+class PrefetchedStructure(ctypes.Structure):
+    """csrc/linear.cuh: Prefetched; an array of them in place of JobStructure's division."""
+
+    _fields_ = (
+        ("packed", PackedStructure), ("output", ctypes.c_void_p), ("claimed", ctypes.c_void_p),
+        ("row_groups", ctypes.c_int32), ("stages", ctypes.c_int32),
+    )  # fmt: skip
+
+
 class JobStructure(ctypes.Structure):
-    """csrc/linear.cuh: Job."""
+    """csrc/linear.cuh: Job; ``division`` is its union."""
 
     _fields_ = (
         ("x", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("y", ctypes.c_void_p), ("parts", ctypes.c_void_p),
@@ -154,7 +164,7 @@ class JobStructure(ctypes.Structure):
         ("by_slots", ctypes.c_uint32), ("by_range", ctypes.c_uint32), ("by_chunks", ctypes.c_uint32),
         ("table_words", ctypes.c_int32), ("x_words", ctypes.c_int32), ("buffer_words", ctypes.c_int32),
         ("x_places", ctypes.c_int32), ("ring", ctypes.c_int32),
-        ("division", ctypes.c_uint32 * DIVISION_WORDS),
+        ("division", ctypes.c_uint32 * max(DIVISION_WORDS, MAX_PREFETCHED * ctypes.sizeof(PrefetchedStructure) // 4)),
         ("x_map", ctypes.c_uint32 * _MAP_WORDS),
     )  # fmt: skip
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -23,16 +25,17 @@ from samebits.kernels.linear import (
     fused_linears,
     is_supported,
     launch_together,
+    loaded,
     sources,
     variants,
 )
 from samebits.kernels.linear_job import Launch
-from samebits.kernels.linear_launch import VARIANTS, different
+from samebits.kernels.linear_launch import VARIANTS, different, launch_of
 from samebits.kernels.nvrtc import compile_all
 from samebits.plans.key import PlanKey
 from samebits.plans.probe import Probe
 from samebits.plans.store import Outcome
-from samebits.plans.timing import microseconds
+from samebits.plans.timing import Calls, microseconds
 
 MAX_SPLIT = 16
 CANCELLING_PROBES = 2  # beside a plain one
@@ -45,6 +48,7 @@ _MIN_CALLS = 12
 _MIN_LONG_CALLS = 3  # of as many tokens as let the clock fall
 _MANY_TOKENS = 512  # with more, tensor cores work so hard that the clock falls
 _WARM_SECONDS = 0.3
+_ABOUT_AS_FAST = 1.05
 
 
 class Trial:
@@ -146,14 +150,52 @@ def _right_ones(trial: Trial, plans: list[LinearPlan]) -> list[LinearPlan]:
 
 def _fastest(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, plans: Sequence[LinearPlan]) -> Outcome:
     """The fastest of plans that differ in nothing but speed, and whether decoding first is faster."""
-    copies = [copy for (copy,) in _cold_copies([packed], x)]
+    copies, device = [copy for (copy,) in _cold_copies([packed], x)], x.get_device()
     fused = [[partial(fused_linear, x, copy, bias, plan) for copy in copies] for plan in plans]
     decoded = [partial(_decode_and_multiply, x, copy, bias) for copy in copies]
-    *times, decode_us = microseconds([*fused, decoded], warm_seconds=_warm_seconds(x))
-    fused_us, best = min(zip(times, plans, strict=True), key=lambda timed: timed[0])
-    if fused_us < decode_us:
-        return Outcome(best, "", fused_us, decode_us)
-    return Outcome(best, "decoding first is faster", fused_us, decode_us)
+    launches = [launch_of(packed.header, _tokens(x), plan.split, plan.variant, device) for plan in plans]
+    times, [decode_us] = _timed(x, fused, launches, [[Operands(copy, bias, plans[0])] for copy in copies], [decoded])
+    best = _fastest_number(times)
+    fused_us = times[best].alone
+    return Outcome(plans[best], "" if fused_us < decode_us else "decoding first is faster", fused_us, decode_us)
+
+
+class _Times(NamedTuple):
+    """Microseconds of a launch.
+
+    Attributes:
+        loaded: while it decodes another weight on the way (prefetch.py); None where it cannot.
+    """
+
+    alone: float
+    loaded: float | None
+
+
+def _timed(
+    x: torch.Tensor, fused: Sequence[Calls], launches: Sequence[Launch | None], operands: Sequence[Sequence[Operands]],
+    others: Sequence[Calls],
+) -> tuple[list[_Times], list[float]]:  # fmt: skip
+    """Of the calls that make these launches, of each of ``operands`` in turn; and of others."""
+    busy = {number: calls for number, launch in enumerate(launches) if (calls := _loaded(x, launch, operands))}
+    times = iter(microseconds([*fused, *others, *busy.values()], warm_seconds=_warm_seconds(x)))
+    alone, of_others = list(islice(times, len(fused))), list(islice(times, len(others)))
+    loaded = dict(zip(busy, times, strict=True))
+    return [_Times(each, loaded.get(number)) for number, each in enumerate(alone)], of_others
+
+
+def _loaded(x: torch.Tensor, launch: Launch | None, operands: Sequence[Sequence[Operands]]) -> Calls:
+    if launch is None:
+        return []
+    made = [(loaded(each, launch, x.get_device()), each) for each in operands]
+    return [partial(products, x, each[0].bias, partial(tuple, each)) for products, each in made if products]
+
+
+def _fastest_number(times: Sequence[_Times]) -> int:
+    """Which launch is the fastest; of those that are about as fast and can decode another weight, while they do."""
+    best = min(range(len(times)), key=lambda number: times[number].alone)
+    limit = _ABOUT_AS_FAST * times[best].alone
+    busy = {i: each.loaded for i, each in enumerate(times) if each.loaded and each.alone < limit}
+    return min(busy, key=busy.__getitem__) if best in busy else best
 
 
 @torch.no_grad()
@@ -177,9 +219,9 @@ def fastest_together(x: torch.Tensor, operands: Sequence[Operands], are_fused: S
     ]
     joint = [[partial(_together, x, copy, launch) for copy in copies] for launch in fitting.values()]
     single = [partial(_one_by_one, x, copy, are_fused) for copy in copies]
-    *times, single_us = microseconds([*joint, single], warm_seconds=_warm_seconds(x))
-    joint_us, best = min(zip(times, fitting, strict=True))
-    return best if joint_us < single_us else None
+    times, [single_us] = _timed(x, joint, list(fitting.values()), copies, [single])
+    best = _fastest_number(times)
+    return list(fitting)[best] if times[best].alone < single_us else None
 
 
 def _tokens(x: torch.Tensor) -> int:

@@ -26,11 +26,18 @@ product_again = recall.product_of(together.turns)
 
 
 def linear_of_module(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """``linear`` for the modules of a model, whose products of one input are made together (plans/together.py)."""
+    """``linear`` for the modules of a model.
+
+    Products of one input are made together (plans/together.py), and some weights are decoded ahead (plans/prefetch.py).
+    """
     with nvrtc.on_device(x.get_device()):
+        together.prefetcher.note(x, packed)
         made = together.take(x, packed, bias)
         if made is not None:
             return made
+        weight = together.prefetcher.take(x, packed)
+        if weight is not None:
+            return F.linear(x, weight, bias)
         call = call_of(x, packed, bias)
         if call is None:
             y = F.linear(x, decode_cuda(packed), bias)

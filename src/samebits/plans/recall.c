@@ -9,7 +9,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { MAX_OUTPUTS = 4, MAX_ARGUMENTS = 4, MAX_LAUNCHES = 2, MAX_PATCHES = 24, MAX_ROOM = 8192 };
+enum { MAX_PRODUCTS = 4, MAX_PREFETCHED = 8, MAX_OUTPUTS = MAX_PRODUCTS + MAX_PREFETCHED };
+enum { MAX_ARGUMENTS = 4, MAX_LAUNCHES = 2, MAX_PATCHES = 96, MAX_ROOM = 8192 };
 enum { SAME = 1, OTHER = 0, FAILED = -1 };
 
 typedef int (*Start)(const void *config, void *function, void **arguments, void **extra); /* cuLaunchKernelEx */
@@ -28,9 +29,9 @@ typedef struct {
 
 typedef struct {
     PyObject_HEAD
-    PyObject *strides, *state, *where, *bias, *group, *others, *plans, *sizes, *scratch, *failed, *finish, *kept;
+    PyObject *strides, *state, *where, *bias, *group, *others, *plans, *prefetched, *sizes, *scratch, *failed, *finish, *kept;
     long device;
-    int joins, outputs, patch_count, launch_count;
+    int joins, products, outputs, patch_count, launch_count; /* outputs: products, then what is prefetched */
     Start start;
     char *room; /* what the kernels are told, but for the addresses of a call */
     size_t room_bytes;
@@ -41,14 +42,14 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     PyObject *turns, *residents, *tensor, *parameter, *dtype, *exchange_device, *restore_device, *current_stream, *is_capturing;
-    PyObject *is_autocast, *forward_ad, *interpreter, *modes, *tracing, *is_grad_enabled, *environment, *getters;
+    PyObject *is_autocast, *forward_ad, *interpreter, *modes, *tracing, *is_grad_enabled, *environment, *getters, *linear;
 } Recall;
 
 /* Names of attributes, made when the module is. */
 #define NAMES(X) \
     X(shape) X(stride) X(dtype) X(get_device) X(data_ptr) X(requires_grad) X(new_empty) X(_version) X(_tensor) \
     X(_address) X(last) X(made) X(where) X(state) X(first) X(others) X(unwanted) X(data) X(bias) X(is_proved) X(shortcuts) \
-    X(_current_level) X(_last) X(cuda)
+    X(_current_level) X(_last) X(cuda) X(windows) X(prefetched)
 #define DECLARE(name) static PyObject *name_##name;
 NAMES(DECLARE)
 #undef DECLARE
@@ -110,8 +111,8 @@ static int read_launches(Shortcut *self, PyObject *launches, Py_ssize_t room_byt
 }
 
 static PyObject *shortcut_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"device", "strides", "state", "where", "bias", "joins", "group", "others", "plans", "sizes",
-                            "scratch", "room", "patches", "launches", "start", "failed", "finish", "kept", NULL};
+    static char *names[] = {"device", "strides", "state", "where", "bias", "joins", "group", "others", "plans", "prefetched",
+                            "sizes", "scratch", "room", "patches", "launches", "start", "failed", "finish", "kept", NULL};
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     Shortcut *self = (Shortcut *)allocate(type, 0);
     PyObject *patches, *launches;
@@ -120,19 +121,19 @@ static PyObject *shortcut_new(PyTypeObject *type, PyObject *args, PyObject *kwar
     unsigned long long start;
     if (!self) return NULL;
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "lO!OO!OpOO!O!O!Oy#O!O!KOOO", names, &self->device, &PyTuple_Type, &self->strides, &self->state,
+            args, kwargs, "lO!OO!OpOO!O!O!O!Oy#O!O!KOOO", names, &self->device, &PyTuple_Type, &self->strides, &self->state,
             &PyTuple_Type, &self->where, &self->bias, &self->joins, &self->group, &PyTuple_Type, &self->others,
-            &PyTuple_Type, &self->plans, &PyTuple_Type, &self->sizes, &self->scratch, &room, &room_bytes, &PyTuple_Type,
-            &patches, &PyTuple_Type, &launches, &start, &self->failed, &self->finish, &self->kept)) {
+            &PyTuple_Type, &self->plans, &PyTuple_Type, &self->prefetched, &PyTuple_Type, &self->sizes, &self->scratch, &room,
+            &room_bytes, &PyTuple_Type, &patches, &PyTuple_Type, &launches, &start, &self->failed, &self->finish, &self->kept)) {
         for (PyObject **each = &self->strides; each <= &self->kept; each++) *each = NULL; /* nothing is held yet */
         Py_DECREF(self);
         return NULL;
     }
     for (PyObject **each = &self->strides; each <= &self->kept; each++) Py_INCREF(*each);
-    Py_ssize_t outputs = PyTuple_Size(self->sizes), others = PyTuple_Size(self->others);
-    self->outputs = (int)outputs, self->start = (Start)(uintptr_t)start;
-    int fits = outputs >= 1 && outputs <= MAX_OUTPUTS && others == outputs - 1 && PyTuple_Size(self->plans) == others &&
-               PyTuple_Size(self->where) == 2 && self->start && room_bytes <= MAX_ROOM;
+    Py_ssize_t outputs = PyTuple_Size(self->sizes), others = PyTuple_Size(self->others), prefetched = PyTuple_Size(self->prefetched);
+    self->products = (int)others + 1, self->outputs = (int)outputs, self->start = (Start)(uintptr_t)start;
+    int fits = others < MAX_PRODUCTS && prefetched <= MAX_PREFETCHED && outputs == 1 + others + prefetched &&
+               PyTuple_Size(self->plans) == others && PyTuple_Size(self->where) == 2 && self->start && room_bytes <= MAX_ROOM;
     if (!fits || !read_patches(self, patches, room_bytes) || !read_launches(self, launches, room_bytes)) {
         if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "not the fields of a shortcut");
         Py_DECREF(self);
@@ -375,7 +376,7 @@ static int may_repeat(Recall *self, Call *call, Shortcut *known, PyObject *resid
 
 /* Holds the bytes of the other weights, and their biases, until the launch. */
 static int hold(Shortcut *known, PyObject **held) {
-    for (int i = 0; i + 1 < known->outputs; i++) {
+    for (int i = 0; i + 1 < known->products; i++) {
         PyObject *weight = PyTuple_GetItem(known->others, i);
         PyObject *bytes = PyObject_GetAttr(weight, name_data), *bias = bytes ? PyObject_GetAttr(weight, name_bias) : NULL;
         int same = bias && (held[2 * i] = referent(bytes)) ? SAME : FAILED;
@@ -385,6 +386,18 @@ static int hold(Shortcut *known, PyObject **held) {
             same = !held[2 * i + 1] ? FAILED : held[2 * i + 1] == Py_None ? OTHER : bytes_are_of(bias, held[2 * i + 1]);
         }
         Py_XDECREF(bytes), Py_XDECREF(bias);
+        if (same != SAME) return same;
+    }
+    return SAME;
+}
+
+/* Holds the weights that are prefetched. OTHER where one is there from the time before, which nobody asked for. */
+static int hold_prefetched(Shortcut *known, PyObject **held) {
+    for (int i = 0; i < known->outputs - known->products; i++) {
+        PyObject *resident = PyTuple_GetItem(known->prefetched, i);
+        int same = (held[i] = referent(resident)) ? SAME : FAILED;
+        if (same == SAME) same = held[i] == Py_None ? OTHER : bytes_are_of(resident, held[i]);
+        if (same == SAME) same = attribute_equals(resident, name_prefetched, Py_None);
         if (same != SAME) return same;
     }
     return SAME;
@@ -454,7 +467,7 @@ static int launch(Shortcut *known, const uint64_t *addresses) {
 static int offer(Call *call, Shortcut *known, PyObject **held, PyObject **made) {
     PyObject *every = PyDict_New();
     int failed = !every;
-    for (int i = 0; i + 1 < known->outputs && !failed; i++) {
+    for (int i = 0; i + 1 < known->products && !failed; i++) {
         PyObject *id = PyLong_FromVoidPtr(held[2 * i]);
         PyObject *one = PyTuple_Pack(4, known->group, PyTuple_GetItem(known->others, i), PyTuple_GetItem(known->plans, i),
                                      made[i + 1]);
@@ -466,15 +479,27 @@ static int offer(Call *call, Shortcut *known, PyObject **held, PyObject **made) 
     return failed ? FAILED : SAME;
 }
 
+/* Puts what was prefetched beside its packed bytes: as Prefetcher.launch. */
+static int keep_prefetched(Shortcut *known, PyObject **made) {
+    for (int i = known->products; i < known->outputs; i++) {
+        PyObject *one = PyTuple_Pack(2, known->where, made[i]);
+        int failed = !one || PyObject_SetAttr(PyTuple_GetItem(known->prefetched, i - known->products), name_prefetched, one) < 0;
+        Py_XDECREF(one);
+        if (failed) return FAILED;
+    }
+    return SAME;
+}
+
 static PyObject *repeat(Call *call, Shortcut *known, PyObject *resident) {
-    PyObject *held[2 * MAX_OUTPUTS] = {NULL}, *made[MAX_OUTPUTS + 1] = {NULL}, *y = NULL;
+    PyObject *held[2 * MAX_PRODUCTS] = {NULL}, *ahead[MAX_PREFETCHED] = {NULL}, *made[MAX_OUTPUTS + 1] = {NULL}, *y = NULL;
     uint64_t addresses[MAX_OUTPUTS + 2];
     int same = hold(known, held);
+    if (same == SAME) same = hold_prefetched(known, ahead);
     if (same == SAME && known->joins) {
         if (call->version) {
             same = turn_is(call);
             same = same == SAME ? OTHER : same == OTHER ? begin(call, known, resident) : FAILED;
-        } else if (known->outputs > 1) {
+        } else if (known->products > 1) {
             same = OTHER;
         }
     }
@@ -488,16 +513,35 @@ static PyObject *repeat(Call *call, Shortcut *known, PyObject *resident) {
             PyObject *code = PyLong_FromLong(result), *none = code ? PyObject_CallFunctionObjArgs(known->failed, code, NULL) : NULL;
             if (none) PyErr_Format(PyExc_RuntimeError, "CUDA driver: error %d", result);
             Py_XDECREF(code), Py_XDECREF(none);
-        } else if (known->outputs == 1 || offer(call, known, held, made) == SAME) {
+        } else if ((known->products == 1 || offer(call, known, held, made) == SAME) && keep_prefetched(known, made) == SAME) {
             y = known->finish == Py_None ? Py_NewRef(made[0])
                                          : PyObject_CallFunctionObjArgs(known->finish, call->x, made[0], call->bias, NULL);
         }
     } else if (same == OTHER) {
         y = Py_NewRef(Py_None);
     }
-    for (int i = 0; i < 2 * MAX_OUTPUTS; i++) Py_XDECREF(held[i]);
+    for (int i = 0; i < 2 * MAX_PRODUCTS; i++) Py_XDECREF(held[i]);
+    for (int i = 0; i < MAX_PREFETCHED; i++) Py_XDECREF(ahead[i]);
     for (int i = 0; i < MAX_OUTPUTS + 1; i++) Py_XDECREF(made[i]);
     return y;
+}
+
+/* Whether a weight was decoded ahead, for this stream; Prefetcher.take without the question which bytes it was made of. */
+static int is_prefetched(Call *call, PyObject *prefetched) {
+    PyObject *where = PyTuple_GetItem(prefetched, 0);
+    int same = where ? equals(PyTuple_GetItem(where, 0), call->stream) : FAILED;
+    if (same != SAME) return same;
+    int captured = PyObject_IsTrue(PyTuple_GetItem(where, 1));
+    return captured < 0 ? FAILED : !captured;
+}
+
+/* The product with a weight that was decoded ahead. */
+static PyObject *multiply_prefetched(Recall *self, Call *call, PyObject *resident, PyObject *prefetched) {
+    int same = bytes_are_of(resident, call->data);
+    if (same == SAME) same = is_prefetched(call, prefetched);
+    if (same != SAME) return none_or_error(same);
+    if (PyObject_SetAttr(resident, name_prefetched, Py_None) < 0) return NULL;
+    return PyObject_CallFunctionObjArgs(self->linear, call->x, PyTuple_GetItem(prefetched, 1), call->bias, NULL);
 }
 
 /* The remembered call of this weight and shape, a new reference; NULL without an error if there is none. */
@@ -527,11 +571,14 @@ static PyObject *answer(Recall *self, Call *call, PyObject *every) {
     if (PyErr_Occurred()) return NULL;
     if (!made && !resident) return Py_NewRef(Py_None);
     Py_XINCREF(made), Py_XINCREF(resident);
-    int same = is_usual(self, call);
+    PyObject *prefetched = resident ? PyObject_GetAttr(resident, name_prefetched) : Py_NewRef(Py_None);
+    int same = prefetched ? is_usual(self, call) : FAILED;
     if (same != SAME) {
         y = none_or_error(same);
     } else if (made) {
         y = take(self, call, every, made);
+    } else if (prefetched != Py_None) {
+        y = multiply_prefetched(self, call, resident, prefetched);
     } else {
         Shortcut *known = find(call, resident);
         same = known ? SAME : PyErr_Occurred() ? FAILED : OTHER;
@@ -540,7 +587,7 @@ static PyObject *answer(Recall *self, Call *call, PyObject *every) {
         y = same == SAME ? repeat(call, known, resident) : none_or_error(same);
         Py_XDECREF((PyObject *)known);
     }
-    Py_XDECREF(made), Py_XDECREF(resident);
+    Py_XDECREF(made), Py_XDECREF(resident), Py_XDECREF(prefetched);
     return y;
 }
 
@@ -551,6 +598,8 @@ static PyObject *recall_product(Recall *self, PyObject *const *args, Py_ssize_t 
         PyErr_SetString(PyExc_TypeError, "product(x, data, bias)");
         return NULL;
     }
+    int noted = is_true_new(PyObject_GetAttr(self->turns, name_windows)); /* what is asked for */
+    if (noted) return none_or_error(noted == 1 ? OTHER : FAILED);
     PyObject *turn = PyObject_GetAttr(self->turns, name_last);
     PyObject *every = turn ? PyObject_GetAttr(turn, name_made) : NULL, *y = NULL;
     Call call = {turn, args[0], args[1], args[2], NULL, NULL, NULL, NULL, NULL, NULL, NULL};
@@ -565,24 +614,24 @@ static PyObject *recall_product(Recall *self, PyObject *const *args, Py_ssize_t 
 
 static void recall_dealloc(PyObject *self) {
     Recall *own = (Recall *)self;
-    give_up(self, &own->turns, &own->getters);
+    give_up(self, &own->turns, &own->linear);
 }
 
 static PyObject *recall_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"turns", "residents", "tensor", "parameter", "dtype", "exchange_device", "restore_device",
                             "current_stream", "is_capturing", "is_autocast", "forward_ad", "interpreter", "modes",
-                            "tracing", "is_grad_enabled", "environment", "getters", NULL};
+                            "tracing", "is_grad_enabled", "environment", "getters", "linear", NULL};
     allocfunc allocate_type = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    PyObject *fields[17] = {NULL};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!OOOOOOOOOOOOOOO!", names, &fields[0], &PyDict_Type, &fields[1],
+    PyObject *fields[18] = {NULL};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!OOOOOOOOOOOOOOO!O", names, &fields[0], &PyDict_Type, &fields[1],
                                      &fields[2], &fields[3], &fields[4], &fields[5], &fields[6], &fields[7], &fields[8],
                                      &fields[9], &fields[10], &fields[11], &fields[12], &fields[13], &fields[14],
-                                     &fields[15], &PyTuple_Type, &fields[16]))
+                                     &fields[15], &PyTuple_Type, &fields[16], &fields[17]))
         return NULL;
     Recall *self = (Recall *)allocate_type(type, 0);
     if (!self) return NULL;
     PyObject **each = &self->turns;
-    for (int i = 0; i < 17; i++) each[i] = Py_NewRef(fields[i]);
+    for (int i = 0; i < 18; i++) each[i] = Py_NewRef(fields[i]);
     return (PyObject *)self;
 }
 

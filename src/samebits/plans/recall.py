@@ -27,6 +27,7 @@ from samebits.kernels.repeat import Repeat
 from samebits.kernels.residents import Bytes, Resident, resident, residents
 from samebits.plans import environment
 from samebits.plans.call import Call, decoding
+from samebits.plans.prefetch import Choice
 from samebits.plans.turn import Turns
 
 native: ModuleType | None
@@ -51,7 +52,7 @@ def product_of(turns: Turns) -> Callable[[torch.Tensor, torch.Tensor, torch.Tens
         is_autocast=torch.is_autocast_enabled, forward_ad=forward_ad,
         interpreter=own._functorch.peek_interpreter_stack, modes=own._len_torch_dispatch_stack,
         tracing=own._get_tracing_state, is_grad_enabled=torch.is_grad_enabled, environment=environment,
-        getters=environment.getters(),
+        getters=environment.getters(), linear=F.linear,
     )  # fmt: skip
     product: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], Any] = recall.product
     return product
@@ -75,23 +76,24 @@ ALONE = Joint(None, (), ())
 
 def remember(
     x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, call: Call, products: Products,
-    joint: Joint = ALONE, *, joins: bool = True,
+    joint: Joint = ALONE, *, joins: bool = True, ahead: Choice | None = None,
 ) -> None:  # fmt: skip
     """That ``products`` has made this product, and perhaps others with it, on the current device.
 
     Args:
         joins: products of the same input may be made together with this one.
+        ahead: what was decoded beside.
     """
     kept = _room_for(x, packed)
     if kept is None or kept.calls.get(x.shape) is not call:
         return
     where = nvrtc.Where(nvrtc.current_stream(call.device), 0)
-    basis = (products, where, call.key.state, call.strides, call.bias, joint.others, joins)
-    repeat = None if _is_known(kept, x, basis) else products.repeat(x, bias)
+    basis = (products, where, call.key.state, call.strides, call.bias, joint.others, joins, ahead)
+    repeat = None if _is_known(kept, x, basis) else (ahead.products if ahead else products).repeat(x, bias)
     if repeat:
         kept.shortcuts[x.shape] = _shortcut(
             repeat, call.device, where, basis, joint, strides=call.strides, state=call.key.state, bias=call.bias,
-            joins=joins,
+            joins=joins, prefetched=ahead.weights if ahead else (),
         )  # fmt: skip
 
 
@@ -134,7 +136,7 @@ def _is_known(kept: Resident, x: torch.Tensor, basis: tuple[Any, ...]) -> bool:
 def _shortcut(
     repeat: Repeat, device: int, where: nvrtc.Where, basis: tuple[Any, ...], joint: Joint = ALONE, *,
     strides: tuple[int, ...], state: str | None = None, bias: Bytes | None = None, joins: bool = False,
-    finish: Callable[..., torch.Tensor] | None = None,
+    prefetched: tuple[Resident, ...] = (), finish: Callable[..., torch.Tensor] | None = None,
 ) -> Any:  # fmt: skip
     every = [
         nvrtc.configured(step.function, step.grid, step.threads, step.shared, where.stream, True, device)
@@ -147,6 +149,7 @@ def _shortcut(
     assert native is not None
     return native.Shortcut(
         device=device, strides=strides, state=state, where=where, bias=bias, joins=joins, **joint._asdict(),
+        prefetched=prefetched,
         sizes=repeat.sizes, scratch=(-(-repeat.scratch // 2),) if repeat.scratch else None, room=repeat.room,
         patches=repeat.patches, launches=launches, start=nvrtc.launch_address(), failed=nvrtc.check_code,
         finish=finish, kept=(basis, every),

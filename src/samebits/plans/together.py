@@ -34,6 +34,7 @@ from samebits.plans.call import Call
 from samebits.plans.environment import blas_state
 from samebits.plans.key import PlanKey
 from samebits.plans.planner import Planner
+from samebits.plans.prefetch import Prefetcher
 from samebits.plans.turn import Turn, Turns
 
 _MAX_UNWANTED = 3  # launches that made a product nobody asked for, after which a group is given up
@@ -132,6 +133,7 @@ class Together:
 
     def __init__(self) -> None:
         self.turns = Turns()
+        self.prefetcher = Prefetcher(self.turns)
 
     def take(self, x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> torch.Tensor | None:
         """The product, if it has been made."""
@@ -159,18 +161,18 @@ class Together:
         """A product that has a plan; and, in one launch with it, what is expected to be asked for next."""
         data = packed.data
         if x.is_inference() or data.is_inference():  # which have no versions
-            return _alone(x, packed, bias, call, joins=False)
+            return self._alone(x, packed, bias, call, joins=False)
         where = _where(x)
         if self._is_same_input(x, where):
             if self.turns.last.first() is data:  # another round, for which x may have been written to unseen
                 self.turns.last.made = {}
             is_known = self._learn(packed, bias)
-            return _alone(x, packed, bias, call, joins=False) if is_known else call.multiply(x, packed, bias)
+            return self._alone(x, packed, bias, call, joins=False) if is_known else call.multiply(x, packed, bias)
         self._begin(x, where, data, call.key.state)
         kept = resident(data)
         group: _Group | None = kept.followers if kept else None
         if group is None or not group.others:
-            return _alone(x, packed, bias, call)
+            return self._alone(x, packed, bias, call)
         operands = Operands(packed, bias, call.plan)
         choice = self._choice(x, operands, call.key, group)
         held = choice.held() if choice else None  # until the launch
@@ -178,17 +180,34 @@ class Together:
             is_decided = group.chosen.get(call.key, group) is None
             if choice:
                 group.replace_others(*(other for other in group.others if other.now()))
-            return _alone(x, packed, bias, call) if is_decided else call.multiply(x, packed, bias)
+            return self._alone(x, packed, bias, call) if is_decided else call.multiply(x, packed, bias)
+        own = [data, *(each.data for each in held)]
         try:
-            y, *ys = choice.products(x, bias, lambda: [operands, *choice.operands(held)])
+            made, ahead = self.prefetcher.launch(
+                x, bias, own, lambda: [operands, *choice.operands(held)], choice.products, decodes=group.is_proved
+            )
         except torch.OutOfMemoryError:  # with many tokens, it takes as much as all these weights decoded
             group.chosen[call.key] = None
             return call.multiply(x, packed, bias)
-        each = zip(choice.others, held, choice.plans, ys, strict=True)
-        self.turns.last.made = {id(own.data): (group, weight, plan, made) for weight, own, plan, made in each}
+        y, *ys = made
+        each = zip(choice.others, own[1:], choice.plans, ys, strict=True)
+        self.turns.last.made = {id(bytes_): (group, weight, plan, made) for weight, bytes_, plan, made in each}
         if not group.is_proved:
             return call.multiply(x, packed, bias)
-        recall.remember(x, packed, bias, call, choice.products, recall.Joint(group, choice.others, choice.plans))
+        joint = recall.Joint(group, choice.others, choice.plans)
+        recall.remember(x, packed, bias, call, choice.products, joint, ahead=ahead)
+        return y
+
+    def _alone(
+        self, x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, call: Call, *, joins: bool = True
+    ) -> torch.Tensor:
+        if call.products is None:
+            y = call.multiply(x, packed, bias)
+            recall.remember_decoded(x, packed, bias, joins=joins)
+            return y
+        operands = [Operands(packed, bias, call.plan)]
+        [y], ahead = self.prefetcher.launch(x, bias, [packed.data], lambda: operands, call.products)
+        recall.remember(x, packed, bias, call, call.products, joins=joins, ahead=ahead)
         return y
 
     def _is_same_input(self, x: torch.Tensor, where: nvrtc.Where) -> bool:
@@ -232,17 +251,6 @@ class Together:
             return None
         header = operands.packed.header
         return choice if choice.header is header or choice.header == header else None
-
-
-def _alone(
-    x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, call: Call, *, joins: bool = True
-) -> torch.Tensor:
-    y = call.multiply(x, packed, bias)
-    if call.products:
-        recall.remember(x, packed, bias, call, call.products, joins=joins)
-    else:
-        recall.remember_decoded(x, packed, bias, joins=joins)
-    return y
 
 
 def _choose(x: torch.Tensor, first: Operands, key: PlanKey, others: tuple[_Weight, ...]) -> _Choice | None:

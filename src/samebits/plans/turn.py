@@ -38,9 +38,11 @@ class Turns(threading.local):
 
     Attributes:
         last: whose products were asked for last.
+        windows: launches behind which is noted what is asked for, see prefetch.py; every call is made as usual then.
     """
 
     def __init__(self) -> None:
         with torch.inference_mode(False):
             nothing = torch.empty(0)
         self.last = Turn(nothing, nvrtc.Where(0, 0), "", nothing)
+        self.windows: tuple[Any, ...] = ()

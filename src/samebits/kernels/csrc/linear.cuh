@@ -15,6 +15,15 @@ constexpr u32 kNibbles = 0x0f0f0f0fu;
 struct Walk { u32 parts[3], edges; };
 constexpr int kWalks = 20;           // warps
 
+// linear_relay.cuh: a weight that is decoded for a product to come, to rows of whole stages, as torch has it; the quad code, with a table in memory.
+struct Prefetched {
+    Packed packed;
+    u16* output;         // [8 * row_groups, 64 * stages]; null behind the last one
+    u32* claimed;        // counts its units
+    int row_groups, stages;
+};
+constexpr int kMaxPrefetched = 8;
+
 // linear_pairs.cuh: a cut between the shares of two blocks, with mma: the unit that it is in, or in front of, and behind which of its stages.
 constexpr int kInRangeBits = 12, kCuts = 2 * kWalks * sizeof(Walk) / sizeof(u32);
 
@@ -44,6 +53,7 @@ struct Job {
     union {
         Walk walks[2][kWalks];           // of the warps of blocks with one row group more, and of others
         u32 cuts[kCuts];                 // around the blocks' shares
+        Prefetched prefetched[kMaxPrefetched];
     };
     u32 x_map[32];       // linear_relay.cuh, linear_tiles.cuh, linear_clusters.cuh: the tensor map of x, but for its address
 

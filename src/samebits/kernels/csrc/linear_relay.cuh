@@ -7,6 +7,9 @@
 // each run of kSignal stages row groups are counted at their tile's flag for that run. Two blocks of a cluster multiply two tiles of tokens by the
 // same rows, an item, and each copies half of these to both.
 //
+// Decoding is done long before the last tile is multiplied, so the warps that decode go on with weights of products to come: these need but be multiplied
+// then, by cuBLAS.
+//
 // All clusters have as many whole items. Of what is left over, the first items, each may be shared by some clusters: the first one leaves its sums in
 // memory, and the next one goes on with them, after whole items of its own, when they have long been left. Who has had its part ends its items at
 // other times than who has not, and all the results of a round do not go to memory at once: so parts are as far from each other as they can.
@@ -113,43 +116,96 @@ struct Parts {
 
 // -- Decoding --
 
-// A chunk of `groups` row groups of a tile, from the first; of which the last may not be there, and then is decoded all the same, but not stored.
-struct Unit { int group, tile, chunk; };
+// A chunk of some row groups, from the first; of which the last may not be there, and then is decoded all the same, but not stored.
+struct Unit { int group, chunk; };
 
+// Where units of so many row groups come from and go to: of the weight that is multiplied, in the order of its tiles, for which flags count them.
 template <class Tile, int groups>
-struct UnitDecoder {
+struct ToTiles {
+    static constexpr u32 steps = 4 / Tile::parts, stage_bytes = Tile::parts * Tile::part_bytes;
+    static constexpr bool forgets_payloads = true;   // of NaNs, as products do
     const Relay<Tile>& relay;
+    const Packed& packed;
+    u32* const claimed;
+    const int row_groups, stages, chunks;
+    const int band_groups, band_units;
+
+    __device__ __forceinline__ ToTiles(const Relay<Tile>& relay)
+        : relay(relay), packed(relay.packed), claimed(relay.claimed()), row_groups(relay.geometry.row_groups), stages(relay.geometry.stages),
+          chunks(relay.geometry.chunks_per_row_group), band_groups(relay.job.batches * Tile::groups), band_units(band_groups / groups * chunks) {}
+    __device__ __forceinline__ Unit unit_at(int index) const {
+        const int band = index / band_units, inside = index - band * band_units, first = band * band_groups;
+        const int of_chunk = (min(band_groups, row_groups - first) + groups - 1) / groups, chunk = inside / of_chunk;
+        return {first + groups * (inside - chunk * of_chunk), chunk};
+    }
+    __device__ __forceinline__ static int tile_of(const Unit& unit) { return unit.group / Tile::groups; }
+    // Of the lane's place in an atom: four words of each step.
+    __device__ __forceinline__ u8* place(const Unit& unit, int lane) const {
+        const u32 g = lane >> 2, t = lane & 3, swizzle = Tile::parts == 2 ? g >> 1 & 3 : g, tile = tile_of(unit);
+        return relay.stage(tile, unit.chunk * kChunkStages) + (unit.group - tile * Tile::groups) * Tile::atom_bytes + g * Tile::row_bytes +
+               (((t >> 1) ^ swizzle) << 4) + ((t & 1) << 3);
+    }
+    __device__ __forceinline__ u32 group_bytes() const { return Tile::atom_bytes; }
+    __device__ __forceinline__ static u8* step(u8* place, u32 q) { return reinterpret_cast<u8*>((u64(place) ^ (q % steps << 5)) + q / steps * Tile::part_bytes); }
+    // Stages up to `stage`, of the chunk's, are stored, of so many row groups.
+    __device__ __forceinline__ void stored(const Unit& unit, int stage, bool is_last, int valid, int lane) const {
+        if (stage % kSignal && !is_last) return;
+        fence_copies();
+        __syncwarp();
+        if (lane == 0) count_more(relay.flags + tile_of(unit) * relay.runs + unit.chunk * (kChunkStages / kSignal) + (stage - 1) / kSignal, valid);
+    }
+};
+
+// The same of a weight for a product to come.
+template <int groups>
+struct ToRows {
+    static constexpr u32 stage_bytes = 128;
+    static constexpr bool forgets_payloads = false;
+    const Packed& packed;
+    u8* const output;
+    u32* const claimed;
+    const int row_groups, stages, chunks;
+
+    __device__ __forceinline__ ToRows(const Prefetched& prefetched)
+        : packed(prefetched.packed), output(reinterpret_cast<u8*>(prefetched.output)), claimed(prefetched.claimed), row_groups(prefetched.row_groups),
+          stages(prefetched.stages), chunks((stages + kChunkStages - 1) / kChunkStages) {}
+    __device__ __forceinline__ Unit unit_at(int index) const {
+        const int first = index / chunks;
+        return {groups * first, index - first * chunks};
+    }
+    __device__ __forceinline__ u8* place(const Unit& unit, int lane) const {
+        return output + (size_t(8 * unit.group + (lane >> 2)) * stages + unit.chunk * kChunkStages) * stage_bytes + 8 * (lane & 3);
+    }
+    __device__ __forceinline__ u32 group_bytes() const { return 8 * stages * stage_bytes; }
+    __device__ __forceinline__ static u8* step(u8* place, u32 q) { return place + 32 * q; }
+    __device__ __forceinline__ void stored(const Unit&, int, bool, int, int) const {}
+};
+
+template <class Target, int groups>
+struct UnitDecoder {
+    const Target target;
     const int lane;
     const u32 table;               // a shared address
-    u32* buffers;
-    int units;
+    u32* const buffers;
+    const int buffer_words, units;
     Vec4 raw[groups][kRun];
     u32 signs[groups][kRun / 2];
     const u8* slabs[groups];
     StagedPlace staged[groups];
 
-    __device__ __forceinline__ UnitDecoder(const Relay<Tile>& relay, int lane, u32 table, u32* buffers) : relay(relay), lane(lane), table(table), buffers(buffers) {
-        units = (relay.geometry.row_groups + groups - 1) / groups * relay.geometry.chunks_per_row_group;
-    }
-    __device__ __forceinline__ Unit unit_at(int index) const {
-        const Geometry& geometry = relay.geometry;
-        const int band_groups = relay.job.batches * Tile::groups, band_units = band_groups / groups * geometry.chunks_per_row_group, band = index / band_units;
-        const int inside = index - band * band_units, first = band * band_groups;
-        const int of_chunk = (min(band_groups, geometry.row_groups - first) + groups - 1) / groups, chunk = inside / of_chunk;
-        const int group = first + groups * (inside - chunk * of_chunk);
-        return {group, group / Tile::groups, chunk};
-    }
-    __device__ __forceinline__ int group_of(const Unit& unit, int i) const { return min(unit.group + i, relay.geometry.row_groups - 1); }
-    __device__ __forceinline__ int stages_of(const Unit& unit) const { return min(kChunkStages, relay.geometry.stages - unit.chunk * kChunkStages); }
+    __device__ __forceinline__ UnitDecoder(const Target& target, int lane, u32 table, u32* buffers, int buffer_words)
+        : target(target), lane(lane), table(table), buffers(buffers), buffer_words(buffer_words), units((target.row_groups + groups - 1) / groups * target.chunks) {}
+    __device__ __forceinline__ int group_of(const Unit& unit, int i) const { return min(unit.group + i, target.row_groups - 1); }
+    __device__ __forceinline__ int stages_of(const Unit& unit) const { return min(kChunkStages, target.stages - unit.chunk * kChunkStages); }
     __device__ __forceinline__ const u8* slab_of(const Unit& unit, int i) const {
-        return relay.packed.data + relay.packed.planes + slab_offset(relay.geometry.stages, group_of(unit, i), unit.chunk * kChunkStages);
+        return target.packed.data + target.packed.planes + slab_offset(target.stages, group_of(unit, i), unit.chunk * kChunkStages);
     }
     __device__ __forceinline__ void load_stage(int i, int s) {
         raw[i][s] = load_raw(slabs[i], s, lane);
         if (s & 1) signs[i][s / 2] = load_once_u32(slabs[i] + (s >> 1) * kSlabBytes + 4 * lane);
     }
-    __device__ __forceinline__ u32 claim_one() const { return lane == 0 ? claim(relay.claimed(), 1) : 0; }
-    __device__ __forceinline__ u32* buffer_at(int side, int i) const { return buffers + (side * groups + i) * relay.job.buffer_words; }
+    __device__ __forceinline__ u32 claim_one() const { return lane == 0 ? claim(target.claimed, 1) : 0; }
+    __device__ __forceinline__ u32* buffer_at(int side, int i) const { return buffers + (side * groups + i) * buffer_words; }
 
     // Where a unit's streams are, in the section.
     struct Bounds { u32 start[groups], stop[groups]; };
@@ -157,8 +213,7 @@ struct UnitDecoder {
         Bounds bounds;
 #pragma unroll
         for (int i = 0; i < groups; ++i) {
-            const u32* offset = reinterpret_cast<const u32*>(relay.packed.data + relay.packed.offsets) +
-                                size_t(group_of(unit, i)) * relay.geometry.chunks_per_row_group + unit.chunk;
+            const u32* offset = reinterpret_cast<const u32*>(target.packed.data + target.packed.offsets) + size_t(group_of(unit, i)) * target.chunks + unit.chunk;
             bounds.start[i] = load_u32(offset);
             bounds.stop[i] = load_u32(offset + 1);
         }
@@ -166,21 +221,14 @@ struct UnitDecoder {
     }
     __device__ __forceinline__ void stage(int side, const Bounds& bounds) {
 #pragma unroll
-        for (int i = 0; i < groups; ++i) staged[i] = stage_streams(relay.packed, u32(__cvta_generic_to_shared(buffer_at(side, i))), bounds.start[i], bounds.stop[i], lane);
-    }
-
-    // Of the lane's place in an atom: four words of each step.
-    __device__ __forceinline__ u32 lane_place() const {
-        const u32 g = lane >> 2, t = lane & 3, swizzle = Tile::parts == 2 ? g >> 1 & 3 : g;
-        return g * Tile::row_bytes + (((t >> 1) ^ swizzle) << 4) + ((t & 1) << 3);
+        for (int i = 0; i < groups; ++i) staged[i] = stage_streams(target.packed, u32(__cvta_generic_to_shared(buffer_at(side, i))), bounds.start[i], bounds.stop[i], lane);
     }
     template <bool shifted>
     __device__ __forceinline__ void store_stage(u8* place, Vec4 bytes, Vec4 upper, u32 scale) const {
         auto store = [&](u32 q, u32 raw, u32 upper) {
-            constexpr u32 steps = 4 / Tile::parts;
             u32 low = __byte_perm(raw, upper, 0x5140), high = __byte_perm(raw, upper, 0x7362);
-            if (shifted) low = unshift(low, scale), high = unshift(high, scale);
-            *reinterpret_cast<Vec2*>((u64(place) ^ (q % steps << 5)) + q / steps * Tile::part_bytes) = {low, high};
+            if (shifted && (Target::forgets_payloads || scale != kNoShift)) low = unshift(low, scale), high = unshift(high, scale);
+            *reinterpret_cast<Vec2*>(Target::step(place, q)) = {low, high};
         };
         store(0, bytes.x, upper.x);
         store(1, bytes.y, upper.y);
@@ -190,11 +238,10 @@ struct UnitDecoder {
 
     template <bool shifted>
     __device__ __forceinline__ void run(int index) {
-        const Geometry& geometry = relay.geometry;
-        const Packed& packed = relay.packed;
+        const Packed& packed = target.packed;
         const u32 byte_mask = ((1u << packed.width) - 1) << 2, common = u32(packed.window >> 4) * 0x10101010u;
         if (index >= units) return;
-        Unit unit = unit_at(index);
+        Unit unit = target.unit_at(index);
         u32 claims = claim_one();
 #pragma unroll
         for (int i = 0; i < groups; ++i) {
@@ -207,7 +254,7 @@ struct UnitDecoder {
         int next_index = __shfl_sync(kFull, claims, 0);
         claims = claim_one();
         bool more = next_index < units;
-        Unit next = unit_at(more ? next_index : index);
+        Unit next = target.unit_at(more ? next_index : index);
         Bounds bounds = bounds_of(next);
         int side = 0;
 #pragma unroll 1
@@ -220,7 +267,7 @@ struct UnitDecoder {
             const int after_index = __shfl_sync(kFull, claims, 0);
             claims = claim_one();
             const bool still_more = after_index < units;
-            const Unit after = unit_at(still_more ? after_index : index);
+            const Unit after = target.unit_at(still_more ? after_index : index);
             bounds = bounds_of(after);
             const int count = stages_of(unit);
             u32 scales[groups];
@@ -238,9 +285,8 @@ struct UnitDecoder {
             for (int i = 0; i < groups; ++i)
                 opened[i].open(u32(__cvta_generic_to_shared(buffer_at(side, i) + present[i].begin)), present[i].size, count, lane);
             side ^= 1;
-            const int valid = min(groups, geometry.row_groups - unit.group);
-            u8* place = relay.stage(unit.tile, unit.chunk * kChunkStages) + (unit.group - unit.tile * Tile::groups) * Tile::atom_bytes + lane_place();
-            u32* flag = relay.flags + unit.tile * relay.runs + unit.chunk * (kChunkStages / kSignal);
+            const int valid = min(groups, target.row_groups - unit.group);
+            u8* place = target.place(unit, lane);
 #pragma unroll 1
             for (int run = 0; run < count; run += kRun) {
 #pragma unroll
@@ -261,15 +307,11 @@ struct UnitDecoder {
                         opened[i].complete(upper[i], common);
                         opened[i].template mend<true>(upper[i], run + s, lane);
                         const Vec4 whole = with_signs(sign, upper[i]);
-                        if (run + s < count && i < valid) store_stage<shifted>(place + i * Tile::atom_bytes, bytes, whole, shifted ? scales[i] : kNoShift);
+                        if (run + s < count && i < valid) store_stage<shifted>(place + i * target.group_bytes(), bytes, whole, shifted ? scales[i] : kNoShift);
                     }
-                    place += Tile::parts * Tile::part_bytes;
+                    place += Target::stage_bytes;
                 }
-                if ((run + kRun) % kSignal == 0 || run + kRun >= count) {
-                    fence_copies();
-                    __syncwarp();
-                    if (lane == 0) count_more(flag + run / kSignal, valid);
-                }
+                target.stored(unit, run + kRun, run + kRun >= count, valid, lane);
             }
             if (!more) break;
             unit = next;
@@ -278,6 +320,26 @@ struct UnitDecoder {
         }
     }
 };
+
+template <int decoders>
+__device__ __forceinline__ void await_decoders() { asm volatile("bar.sync 1, %0;" ::"n"(decoders * kLanes) : "memory"); }
+
+// Weights for products to come, one after another: each has a table of its own.
+template <int decoders, int groups>
+__device__ __forceinline__ void decode_prefetched(const Job& job, int decoding, int lane, u32 table, u32* buffers) {
+#pragma unroll 1
+    for (int i = 0; i < kMaxPrefetched && job.prefetched[i].output; ++i) {
+        const Prefetched& own = job.prefetched[i];
+        await_decoders<decoders>();   // nobody needs the table of the one before
+        for (u32 unit = decoding * kLanes + lane; unit < max(1u << own.packed.width >> 2, 1u); unit += decoders * kLanes)
+            copy_async(table + 16 * unit, own.packed.table + 4 * unit);
+        copy_commit();
+        copy_wait<0>();
+        await_decoders<decoders>();
+        UnitDecoder<ToRows<groups>, groups> decoder(ToRows<groups>(own), lane, table, buffers, job.buffer_words);
+        decoder.template run<true>(__shfl_sync(kFull, decoder.claim_one(), 0));
+    }
+}
 
 // -- Bringing --
 
@@ -434,9 +496,11 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
         bring(relay, lane);
     } else {
         u32* buffers = table + job.table_words + decoding * 2 * groups * job.buffer_words;
-        UnitDecoder<OwnTile, groups> decoder(relay, lane, u32(__cvta_generic_to_shared(table)), buffers);
+        const u32 table_address = u32(__cvta_generic_to_shared(table));
+        UnitDecoder<ToTiles<OwnTile, groups>, groups> decoder(ToTiles<OwnTile, groups>(relay), lane, table_address, buffers, job.buffer_words);
         if (packed.shift || packed.has_row_shifts) decoder.template run<true>(first_unit + decoding);
         else decoder.template run<false>(first_unit + decoding);
+        decode_prefetched<decoders, groups>(job, decoding, lane, table_address, buffers);
     }
     leave_cluster();
 }

@@ -1,0 +1,321 @@
+"""Weights of products to come: learned, decoded by launches that have the time, and never another result."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+import samebits
+from samebits.format.packed import Header, PackedTensor
+from samebits.kernels import nvrtc
+from samebits.kernels.linear import LinearPlan, Operands
+from samebits.kernels.linear_job import Spare
+from samebits.kernels.residents import resident
+from samebits.kernels.structures import MAX_PREFETCHED
+from samebits.plans import call, dispatch, planner, prefetch, together
+from samebits.plans.together import Together
+from tests.plans.conftest import FakeGpu, FakeProducts, is_supported
+from tests.plans.sums import split_linear
+
+K = 512
+SPLIT = 3
+LAYERS = 12
+MANY, FEW = 4, 1  # tokens
+EVERYTHING = 1 << 40  # weights
+
+
+def rows_of(number: int) -> int:
+    """By which layers are told apart."""
+    return 64 + 8 * number
+
+
+def size_of(*numbers: int) -> int:
+    return sum(K * rows_of(number) for number in numbers)
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
+
+
+def number_of(header: Header) -> int:
+    return (header.shape[0] - rows_of(0)) // 8
+
+
+class Launches:
+    """In place of Products; holds no weights, as these do not.
+
+    Attributes:
+        room: of a layer's launch for others' weights, by its number.
+        ahead: launches that decoded others' weights: whose, and which.
+        memory: how many such launches there is memory for.
+    """
+
+    def __init__(self, gpu: FakeGpu) -> None:
+        self.gpu, self.room, self.memory = gpu, dict[int, int](), 1000
+        self.ahead: list[tuple[int, list[int]]] = []
+
+    def plain(self, header: Header, m: int, plan: LinearPlan, device: int) -> FakeProducts:
+        room = self.room.get(number_of(header))
+        return FakeProducts(self.gpu.products, None if room is None else Spare(room, 0, 0))
+
+    def prefetching(self, launch: object, weights: Sequence[PackedTensor]) -> Callable[..., list[torch.Tensor]]:
+        others = [(packed.header, weakref.ref(packed.data)) for packed in weights]
+
+        def products(
+            x: torch.Tensor, bias: torch.Tensor | None, operands: Callable[[], Sequence[Operands]]
+        ) -> list[torch.Tensor]:
+            every = operands()
+            self.ahead.append((number_of(every[0].packed.header), [number_of(header) for header, _ in others]))
+            if len(self.ahead) > self.memory:
+                raise torch.OutOfMemoryError
+            made, found = [self.gpu.fused_linear(x, *each) for each in every], [data() for _, data in others]
+            assert all(data is not None for data in found)
+            packed = [
+                PackedTensor(header, data) for (header, _), data in zip(others, found, strict=True) if data is not None
+            ]
+            return made + list(map(samebits.decode, packed))
+
+        return products
+
+
+class Model:
+    """Layers one behind the other."""
+
+    def __init__(self, gpu: FakeGpu) -> None:
+        self.gpu, self.launches = gpu, Launches(gpu)
+        self.room, self.ahead = self.launches.room, self.launches.ahead
+        self.weights = [(normal(rows_of(number), K, seed=number) / 8).clone() for number in range(LAYERS)]
+        self.packed = [samebits.encode(weight) for weight in self.weights]
+        self.seed = 0
+
+    def ask(self, *numbers: int, tokens: int = MANY) -> None:
+        """For these products, each of another input, and check them."""
+        for number in numbers:
+            self.seed += 1
+            self.check(normal(tokens, K, seed=1000 + self.seed), number)
+
+    def ask_together(self, *numbers: int) -> None:
+        """Of one input."""
+        self.seed += 1
+        x = normal(MANY, K, seed=1000 + self.seed)
+        for number in numbers:
+            self.check(x, number)
+
+    def check(self, x: torch.Tensor, number: int) -> None:
+        y = dispatch.linear_of_module(x, self.packed[number], None)
+        right = split_linear(x, self.weights[number], None, SPLIT)
+        assert torch.equal(y.view(torch.int16), right.view(torch.int16))
+
+    def step(self, *numbers: int) -> list[tuple[int, list[int]]]:
+        """As ``ask``; what launches decoded ahead."""
+        self.ahead.clear()
+        self.ask(*numbers)
+        return list(self.ahead)
+
+
+@pytest.fixture
+def where(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Stream and captured graph, as a test wants them."""
+    now = [7, 0]
+    monkeypatch.setattr(nvrtc, "where", lambda device: nvrtc.Where(*now))
+    return now
+
+
+@pytest.fixture
+def model(gpu: FakeGpu, where: list[int], monkeypatch: pytest.MonkeyPatch) -> Model:
+    """The first layer's launch has room for two others' weights."""
+    made = Model(gpu)
+    made.room[0] = size_of(1, 2)
+    monkeypatch.setattr(call, "products_of", made.launches.plain)
+    monkeypatch.setattr(together, "fused_linear", gpu.fused_linear)
+    monkeypatch.setattr(together, "is_supported", is_supported)
+    monkeypatch.setattr(prefetch, "Products", made.launches.prefetching)
+    monkeypatch.setattr(prefetch, "is_prefetchable", lambda packed, launch, device: True)
+    monkeypatch.setattr(prefetch, "_FEW_TOKENS", FEW)
+    monkeypatch.setattr(dispatch, "together", Together())
+    return made
+
+
+def in_one_launch(model: Model, monkeypatch: pytest.MonkeyPatch, variant: int | None) -> None:
+    """Products of one input are made so, in this variant, or one by one."""
+    gpu = model.gpu  # the model would be kept alive
+
+    def joint(launch: object) -> FakeProducts:
+        def products(
+            x: torch.Tensor, bias: torch.Tensor | None, operands: Callable[[], Sequence[Operands]]
+        ) -> list[torch.Tensor]:
+            return [gpu.fused_linear(x, *each) for each in operands()]
+
+        return FakeProducts(products, Spare(EVERYTHING, 0, 0))
+
+    monkeypatch.setattr(together, "Products", joint)
+    monkeypatch.setattr(together, "is_launchable", lambda header, m, plan, device: True)
+    monkeypatch.setattr(together, "launch_together", lambda operands, m, variant, device: "a launch")
+    monkeypatch.setattr(planner, "fastest_together", lambda x, operands, are_fused: variant)
+
+
+def test_learned_and_decoded_ahead(model: Model) -> None:
+    assert model.step(0, 1, 2, 3) == []
+    model.gpu.fused_calls.clear()
+    assert model.step(0, 1, 2, 3) == [(0, [1, 2])]
+    assert len(model.gpu.fused_calls) == 2  # the others are cuBLAS's
+    assert model.step(0, 1, 2, 3) == [(0, [1, 2])]
+
+
+def test_as_many_as_there_is_room_for(model: Model) -> None:
+    model.room[0] = size_of(1, 2, 3) - 1
+    model.step(0, 1, 2, 3)
+    assert model.step(0, 1, 2, 3) == [(0, [1, 2])]
+
+
+def test_no_more_than_the_kernel_takes(model: Model) -> None:
+    model.room[0] = EVERYTHING
+    model.step(*range(LAYERS))
+    assert model.step(*range(LAYERS)) == [(0, list(range(1, 1 + MAX_PREFETCHED)))]
+
+
+def test_launches_that_were_decoded_ahead_themselves(model: Model) -> None:
+    """The next one that was not goes on behind them."""
+    model.room |= {2: EVERYTHING, 3: size_of(4)}
+    model.step(*range(6))
+    assert model.step(*range(6)) == [(0, [1, 2]), (3, [4])]
+
+
+def test_what_another_launch_has_decoded(model: Model) -> None:
+    model.room |= {0: size_of(2), 1: size_of(2, 3)}
+    for _ in range(2):
+        model.ahead.clear()
+        model.ask(0)
+        model.ask(1, tokens=FEW)
+        model.ask(2, 3, 4)
+    assert model.ahead == [(0, [2]), (1, [3])]
+
+
+def test_few_tokens_are_not_noted(model: Model) -> None:
+    for _ in range(2):
+        model.ahead.clear()
+        model.ask(0)
+        model.ask(1, tokens=FEW)
+        model.ask(2, 3)
+    assert model.ahead == [(0, [2])]
+
+
+def test_not_beyond_the_next_round(model: Model) -> None:
+    model.room[0] = EVERYTHING
+    model.step(0, 1)
+    assert model.step(0, 1) == [(0, [1])]
+    assert model.step(0, 1) == [(0, [1])]
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_another_stream_or_graph(place: int, model: Model, where: list[int]) -> None:
+    """What was decoded on another one may not be there yet."""
+    model.step(0, 1, 2)
+    model.ask(0)
+    where[place] += 1
+    model.gpu.fused_calls.clear()
+    model.ask(1)
+    assert len(model.gpu.fused_calls) == 1
+    where[place] -= 1
+    model.ask(1)
+    assert len(model.gpu.fused_calls) == 2  # it is not kept for later
+
+
+def test_a_weight_that_changes(model: Model) -> None:
+    """Its bytes are written again after they were decoded ahead, if only to be the same."""
+    model.step(0, 1, 2)
+    assert model.step(0) == [(0, [1, 2])]
+    model.packed[1].data.copy_(model.packed[1].data.clone())
+    model.gpu.fused_calls.clear()
+    model.ask(1, 2)
+    assert len(model.gpu.fused_calls) == 1
+
+
+def test_a_product_that_nobody_asks_for(model: Model) -> None:
+    """The launch forgets what it had noted, and learns anew."""
+    model.step(0, 1, 2)
+    assert model.step(0, 3, 4) == [(0, [1, 2])]
+    kept = resident(model.packed[1].data)
+    assert kept is not None
+    assert kept.prefetched is not None
+    assert model.step(0, 3, 4) == []
+    assert kept.prefetched is None
+    assert model.step(0, 3, 4)[0] == (0, [3])
+
+
+def test_too_little_memory(model: Model) -> None:
+    model.launches.memory = 0
+    model.step(0, 1, 2)
+    assert model.step(0, 1, 2) == [(0, [1, 2])]
+    assert model.step(0, 1, 2) == []
+
+
+def test_products_of_one_input_are_decoded_ahead_all_or_none(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_one_launch(model, monkeypatch, None)
+    model.ask_together(0), model.ask_together(1), model.ask_together(2, 3)
+    assert model.room[0] == size_of(1, 2)
+    model.ahead.clear()
+    model.ask_together(0), model.ask_together(1), model.ask_together(2, 3)
+    assert model.ahead == [(0, [1])]
+
+
+@pytest.mark.parametrize("is_joint", [False, True])
+def test_launches_of_products_of_one_input(model: Model, is_joint: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They decode ahead once it is proved that they are right; none of their own."""
+    in_one_launch(model, monkeypatch, 7 if is_joint else None)
+    model.room |= {0: size_of(1, 2, 3)}
+    for _ in range(5):
+        model.ahead.clear()
+        model.ask_together(0, 1)
+        model.ask_together(2)
+        model.ask_together(3)
+    assert model.ahead == [(0, [2, 3] if is_joint else [1, 2, 3])]
+
+
+def test_weights_that_are_gone(model: Model) -> None:
+    model.step(0, 1, 2)
+    dead = weakref.ref(model.packed[1].data)
+    model.packed[1] = samebits.encode(model.weights[1])
+    gc.collect()
+    assert dead() is None
+    assert model.step(0, 1, 2) == [(0, [2])]
+
+
+def test_what_was_decoded_goes_with_the_weight(model: Model) -> None:
+    model.step(0, 1, 2)
+    model.ask(0)
+    kept = resident(model.packed[1].data)
+    assert kept is not None
+    assert kept.prefetched is not None
+    dead = weakref.ref(kept.prefetched[1])
+    del kept
+    model.packed[1] = samebits.encode(model.weights[1])
+    gc.collect()
+    assert dead() is None
+
+
+def test_threads(model: Model) -> None:
+    """Of the same layers: each may take what another one's launch decoded, and all products are right."""
+    model.room |= {2: EVERYTHING, 3: size_of(4)}
+    model.step(*range(6))
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            for _ in range(20):
+                model.ask(*range(6))
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    assert model.ahead
