@@ -16,6 +16,7 @@ import samebits
 from samebits.kernels.linear import Operands, Products, is_supported
 from samebits.kernels.linear_launch import MAX_HOPPER_TOKENS
 from samebits.kernels.ops import fields_of
+from samebits.kernels.residents import resident
 from samebits.plans import dispatch, planner, recall, together
 from samebits.plans.call import plan_of
 from samebits.plans.environment import Environment
@@ -369,3 +370,60 @@ def test_products_made_again(tokens: int, monkeypatch: pytest.MonkeyPatch) -> No
     assert all(check(5))
     with torch.inference_mode():
         check(6)
+
+
+@torch.no_grad()
+def test_weights_of_products_to_come() -> None:
+    """Decoded on the way, in eager mode, in a graph, on another stream, and with other bytes."""
+    shapes, tokens = ((12288, 3072), (3072, 12288), (1024, 3072), (3072, 1024)), 4096
+    generator = torch.Generator("cuda").manual_seed(0)
+    weights = [torch.randn(shape, device="cuda", generator=generator).mul_(0.02).bfloat16() for shape in shapes]
+    layers = nn.Sequential(*map(_layer, weights))
+    samebits.prepare(layers, batch_sizes=(tokens,))
+    bytes_ = [layer.get_parameter("sb_packed") for layer in layers]
+
+    def x_of(seed: int) -> torch.Tensor:
+        generator = torch.Generator("cuda").manual_seed(seed)
+        return torch.randn(tokens, shapes[0][1], device="cuda", generator=generator).bfloat16()
+
+    def dense(x: torch.Tensor) -> torch.Tensor:
+        for weight in weights:
+            x = F.linear(x, weight)
+        return x
+
+    def check(steps: int) -> None:
+        for seed in range(steps):
+            x = x_of(seed)
+            assert_same(layers(x), dense(x))
+
+    check(6)
+    carriers = [each for data in bytes_ if (kept := resident(data)) for each in kept.carriers.values()]
+    if not any(each.choice for each in carriers):
+        pytest.skip("no launch here has the time to decode another weight")
+    x = x_of(7)
+    for layer in layers:
+        x = layer(x)
+        if any((kept := resident(data)) and kept.prefetched for data in bytes_):
+            break
+    else:
+        pytest.fail("no weight was decoded ahead")
+    graph, static = torch.cuda.CUDAGraph(), x_of(0)
+    with torch.cuda.graph(graph):
+        y = layers(static)
+    for seed in (8, 9):
+        static.copy_(x_of(seed))
+        graph.replay()
+        assert_same(y, dense(static))
+    check(4)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        check(4)
+    torch.cuda.current_stream().wait_stream(stream)
+    for number, weight in enumerate(weights):
+        layers[0](x_of(1))  # which may decode what changes now
+        packed = samebits.encode(-weight)
+        assert packed.data.shape == bytes_[number].shape
+        bytes_[number].copy_(packed.data)
+        weights[number] = -weight
+        check(3)
