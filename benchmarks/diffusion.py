@@ -8,7 +8,8 @@ The transformers' real configurations, synthetic weights (common.synthetic_matri
 On a GPU BF16 and compressed have a process each; text encoders and autoencoders are not there. Ways to run:
 
     eager      as a pipeline calls the model
-    graphs     the whole step as one CUDA graph
+    graphs     the whole step as one CUDA graph; where both models fit, timed in a third process that replays them in
+               turns, since a GPU at its power limit is some percent slower or faster a minute later
 
 Each time is the median of REPEATS steps behind WARM_SECONDS of others, so that the clock has fallen to where it stays;
 on a CPU behind one. peak_bytes is what torch allocated at most, weights included. Results are joined: models that are
@@ -20,8 +21,8 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -36,6 +37,7 @@ Inputs = dict[str, Any]  # tensors, but for sizes
 WAYS = ("eager", "graphs")
 REPEATS = 9
 WARM_SECONDS = 1.5
+IN_A_ROW = 3  # replays of a graph before it is the other's turn
 
 
 def flux_inputs(config: Any, height: int, width: int, text: int) -> Inputs:
@@ -239,22 +241,56 @@ def measure(module: nn.Module, inputs: Inputs, way: str, device: str) -> Figures
         return Figures(time_calls(step, repeats=REPEATS), None, output)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    run: Callable[[], None] = step
-    if way == "graphs":
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            step()
-        run = graph.replay
+    [timing] = timed_in_turns([captured(step) if way == "graphs" else step], torch.cuda.synchronize, in_a_row=1)
+    return Figures(timing, torch.cuda.max_memory_allocated(), output.cpu())
 
-    def whole() -> None:
+
+def captured(step: Callable[[], None]) -> Callable[[], None]:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    replay: Callable[[], None] = graph.replay
+    return replay
+
+
+def timed_in_turns(
+    runs: Sequence[Callable[[], None]], wait: Callable[[], None], *, in_a_row: int = IN_A_ROW
+) -> list[Timing]:
+    """Of each, REPEATS times ``in_a_row``, behind WARM_SECONDS of all of them."""
+
+    def timed(run: Callable[[], None]) -> float:
+        start = time.perf_counter()
         run()
-        torch.cuda.synchronize()
+        wait()
+        return time.perf_counter() - start
 
     start = time.perf_counter()
     while time.perf_counter() < start + WARM_SECONDS:
-        whole()
-    timing = time_calls(whole, repeats=REPEATS)
-    return Figures(timing, torch.cuda.max_memory_allocated(), output.cpu())
+        for run in runs:
+            timed(run)
+    found: list[list[float]] = [[] for _ in runs]
+    for _ in range(REPEATS):
+        for times, run in zip(found, runs, strict=True):
+            times += [timed(run) for _ in range(in_a_row)]
+    return list(map(Timing.of, found))
+
+
+@torch.no_grad()
+def graphs_in_turns(name: str) -> list[Timing] | None:
+    """Of a step of BF16 and of a compressed one; None where both do not fit."""
+    model, modules, steps = MODELS[name], [], []
+    try:
+        for packed in (False, True):
+            module = build(model, "cuda", packed)
+            modules.append(module)  # whose memory the graph reads
+            step = partial(module, **inputs_of(model, module.config, "cuda"), return_dict=False)
+            if packed:
+                samebits.prepare(module, call=step)
+            step()
+            steps.append(captured(step))
+        return timed_in_turns(steps, torch.cuda.synchronize)
+    except torch.OutOfMemoryError:
+        return None
 
 
 Measured = tuple[list[Figures], float]
@@ -283,10 +319,15 @@ def rows(
     plain, _ = run(measure_all, name, ways, device, packed=False)()
     packed, bits = run(measure_all, name, ways, device, packed=True)()
     model = MODELS[name]
+    in_turns = run(graphs_in_turns, name)() if "graphs" in ways and device == "cuda" else None
+    if in_turns:
+        print(name, "graphs in turns", *(f"{timing.median:.4f} s" for timing in in_turns), flush=True)
     for way, left, right in zip(ways, plain, packed, strict=True):
+        if way == "graphs" and in_turns:
+            left, right = (replace(each, timing=timing) for each, timing in zip((left, right), in_turns, strict=True))
         yield {
             "table": "steps", "model": name, "config": model.config_text, "input": model.input_text, "way": way,
-            "bits_per_weight": significant(bits),
+            "bits_per_weight": significant(bits), "in_turns": way == "graphs" and in_turns is not None,
             **left.timing.columns("bf16_seconds"), **right.timing.columns("samebits_seconds"),
             "more_time": significant(right.timing.median / left.timing.median - 1),
             "bf16_peak_bytes": left.peak_bytes, "samebits_peak_bytes": right.peak_bytes,

@@ -37,8 +37,34 @@ def test_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     [row] = diffusion.rows(name, ["eager"], "cpu")
     assert row["same_output"]
     assert (row["way"], row["samebits_peak_bytes"], row["less_memory"]) == ("eager", None, None)
+    assert not row["in_turns"]
     assert 10 < row["bits_per_weight"] < 12
     assert row["config"].startswith(diffusion.MODELS[name].kind)
+
+
+def test_steps_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    monkeypatch.setattr(diffusion, "WARM_SECONDS", 0.0)
+    monkeypatch.setattr(diffusion, "REPEATS", 2)
+    runs = [lambda: made.append("plain"), lambda: made.append("packed")]
+    found = diffusion.timed_in_turns(runs, lambda: made.append("waits"), in_a_row=2)
+    assert made == 2 * (2 * ["plain", "waits"] + 2 * ["packed", "waits"])
+    assert len(found) == 2
+    assert all(0 <= timing.fastest <= timing.median <= timing.slowest for timing in found)
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_rows_of_graphs(fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With times in turns where there are some."""
+    figures = [diffusion.Figures(diffusion.Timing.of([seconds]), 100, torch.randn(200)) for seconds in (1.0, 2.0)]
+    timings = [diffusion.Timing.of([seconds]) for seconds in (4.0, 5.0)] if fits else None
+
+    def run(function: object, *arguments: object, packed: bool = False) -> object:
+        return lambda: timings if function is diffusion.graphs_in_turns else ([figures[packed]], 10.7)
+
+    [row] = diffusion.rows("tiny", ["graphs"], "cuda", run)
+    assert row["in_turns"] == fits
+    assert row["more_time"] == (0.25 if fits else 1.0)
 
 
 def test_outputs_that_say_nothing_are_not_compared() -> None:

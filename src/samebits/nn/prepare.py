@@ -99,8 +99,8 @@ def prepare(
         batch_sizes: numbers of tokens in one call of a layer. When text is generated: sequences in the batch. One if
             there is no ``call`` either.
         call: runs the model, if there is something to prepare: once, and each layer is prepared for as many tokens as
-            it gets; then twice more, and layers that share an input are learned. For models whose layers get different
-            numbers of tokens, as those of diffusion models do.
+            it gets; then twice more, and layers that share an input are learned, and which weights to decode ahead. For
+            models whose layers get different numbers of tokens, as those of diffusion models do.
         progress: is called with the number of plans found and their total.
 
     Raises:
