@@ -313,7 +313,7 @@ def measure_all(name: str, ways: list[str], device: str, packed: bool) -> Measur
 
 
 def rows(
-    name: str, ways: list[str], device: str, run: Callable[..., Callable[[], Measured]] = partial
+    name: str, ways: list[str], device: str, run: Callable[..., Callable[[], Any]] = partial
 ) -> Iterator[dict[str, Any]]:
     """BF16 first, then compressed, each way beside the other; ``run`` is partial or in_own_process."""
     plain, _ = run(measure_all, name, ways, device, packed=False)()
