@@ -226,6 +226,18 @@ def test_another_stream_or_graph(place: int, model: Model, where: list[int]) -> 
     assert len(model.gpu.fused_calls) == 2  # it is not kept for later
 
 
+def test_what_always_comes_on_another_stream(model: Model, where: list[int]) -> None:
+    """Is not decoded ahead."""
+    for _ in range(3):
+        model.ahead.clear()
+        model.ask(0)
+        where[0] += 1
+        model.ask(1)
+        where[0] -= 1
+        model.ask(2)
+    assert model.ahead == [(0, [2])]
+
+
 def test_a_weight_that_changes(model: Model) -> None:
     """Its bytes are written again after they were decoded ahead, if only to be the same."""
     model.step(0, 1, 2)

@@ -351,7 +351,7 @@ def test_weights_decoded_ahead_on_another_stream(driver: Driver, monkeypatch: py
 def test_while_it_is_noted_what_comes_all_is_made_as_usual(driver: Driver) -> None:
     module = layer(0)
     warm(module, driver)
-    dispatch.together.turns.windows = (prefetch.Window(prefetch.Carrier(), []),)
+    dispatch.together.turns.windows = (prefetch.Window(prefetch.Carrier(), nvrtc.Where(7, 0), []),)
     module(x_of(1, 1))
     assert ways(driver) == (1, 0)
     dispatch.together.turns.windows = ()

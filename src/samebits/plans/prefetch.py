@@ -68,9 +68,14 @@ class Carrier:
 
 
 class Window(NamedTuple):
-    """What is asked for behind a launch, while that is noted."""
+    """What is asked for behind a launch, while that is noted.
+
+    Attributes:
+        where: the launch was made; what is asked for elsewhere could not be decoded there.
+    """
 
     carrier: Carrier
+    where: nvrtc.Where
     noted: list[_Weight | None]
 
 
@@ -93,11 +98,10 @@ class Prefetcher:
         windows = self._turns.windows
         if not windows:
             return
-        is_inference = packed.data.is_inference()
-        has_few = x.numel() <= _FEW_TOKENS * x.shape[-1]
-        weight = None if has_few or is_inference else _Weight(Bytes(packed.data), packed.header)
+        where, has_few = nvrtc.where(x.get_device()), x.numel() <= _FEW_TOKENS * x.shape[-1]
+        weight = None if has_few or packed.data.is_inference() else _Weight(Bytes(packed.data), packed.header)
         for window in windows:
-            window.noted.append(weight)
+            window.noted.append(weight if window.where == where else None)
         if len(windows[0].noted) == _NOTED:
             self._close(windows[0])
 
@@ -114,11 +118,12 @@ class Prefetcher:
         kept = resident(own[0])
         if kept is None or products.launch.spare is None:
             return products(x, bias, operands), None
-        if len(kept.carriers) >= _MAX_SHAPES:
+        if len(kept.carriers) >= _MAX_SHAPES and x.shape not in kept.carriers:
             kept.carriers.clear()
         carrier: Carrier = kept.carriers.setdefault(x.shape, Carrier())
+        where = nvrtc.where(x.get_device())
         _forget_unwanted(carrier)
-        self._note_behind(carrier)
+        self._note_behind(carrier, where)
         weights = [] if carrier.is_given_up or not decodes else _chosen(x, own, products, carrier)
         choice = _choice(carrier, weights, products)
         if choice is None:
@@ -128,19 +133,17 @@ class Prefetcher:
         except torch.OutOfMemoryError:
             carrier.is_given_up = True
             return products(x, bias, operands), None
-        where = nvrtc.where(x.get_device())
         for each, weight in zip(choice.weights, made[len(own) :], strict=True):
             each.prefetched = where, weight
         return made[: len(own)], choice
 
-    def _note_behind(self, carrier: Carrier) -> None:
+    def _note_behind(self, carrier: Carrier, where: nvrtc.Where) -> None:
         """Once; and what is asked for in the next round is not behind it any more."""
-        for window in self._turns.windows:
-            if window.carrier is carrier:
-                return self._close(window)
-        if not carrier.noted:
-            self._turns.windows = (*self._turns.windows, Window(carrier, []))
-        return None
+        own = [window for window in self._turns.windows if window.carrier is carrier]
+        if own:
+            self._close(own[0])
+        elif not carrier.noted:
+            self._turns.windows = (*self._turns.windows, Window(carrier, where, []))
 
     def _close(self, window: Window) -> None:
         window.carrier.noted = tuple(window.noted)
@@ -175,12 +178,13 @@ def _chosen(x: torch.Tensor, own: Sequence[torch.Tensor], products: Products, ca
 
 def _choice(carrier: Carrier, weights: Sequence[PackedTensor], products: Products) -> Choice | None:
     """The one that there is, if it is of the same weights."""
-    known, chosen = carrier.choice, [kept for packed in weights if (kept := resident(packed.data))]
+    chosen, choice = [kept for packed in weights if (kept := resident(packed.data))], carrier.choice
     if not chosen or len(chosen) < len(weights):
-        carrier.choice = None
-    elif known is None or known.plain is not products or not _are(known.weights, chosen):
-        carrier.choice = Choice(tuple(chosen), Products(products.launch, weights), products)
-    return carrier.choice
+        choice = None
+    elif choice is None or choice.plain is not products or not _are(choice.weights, chosen):
+        choice = Choice(tuple(chosen), Products(products.launch, weights), products)
+    carrier.choice = choice
+    return choice
 
 
 def _are(left: Sequence[object], right: Sequence[object]) -> bool:
