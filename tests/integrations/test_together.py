@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +16,9 @@ import samebits
 from samebits.format.packed import PackedTensor
 from samebits.kernels import nvrtc
 from samebits.kernels.linear import LinearPlan, Operands
+from samebits.kernels.linear_job import Spare
 from samebits.nn import packed_module
-from samebits.plans import call, dispatch, planner, together
+from samebits.plans import call, dispatch, planner, prefetch, together
 from samebits.plans.planner import Planner
 from samebits.plans.store import Outcome
 from samebits.plans.together import Together
@@ -26,10 +29,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import families
 
 PLAN = LinearPlan(1)
+SPARE = Spare(1 << 40, 0, 0)
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
+def ahead() -> list[int]:
+    """Weights that launches have decoded ahead."""
+    return []
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ahead: list[int]) -> list[int]:
     """Products of each launch; every product has a plan, and one launch is faster wherever there can be one."""
     seen: list[int] = []
 
@@ -47,11 +57,27 @@ def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
         return [F.linear(x, samebits.decode(packed), b) for packed, b, _ in (first._replace(bias=bias), *others)]
 
     monkeypatch.setattr(together, "fused_linear", fused_linear)
-    monkeypatch.setattr(together, "Products", lambda launch: FakeProducts(products))
+
+    def plain(*launch: object) -> FakeProducts:
+        return FakeProducts(products, SPARE)
+
+    def prefetching(launch: object, weights: Sequence[PackedTensor]) -> Callable[..., list[torch.Tensor]]:
+        others = [(packed.header, weakref.ref(packed.data)) for packed in weights]
+
+        def all_of_it(*arguments: Any) -> list[torch.Tensor]:
+            ahead.append(len(others))
+            packed = [PackedTensor(header, data) for header, ref in others if (data := ref()) is not None]
+            return products(*arguments) + list(map(samebits.decode, packed))
+
+        return all_of_it
+
+    monkeypatch.setattr(together, "Products", plain)
+    monkeypatch.setattr(prefetch, "Products", prefetching)
+    monkeypatch.setattr(prefetch, "is_prefetchable", lambda packed, launch, device: True)
     for name, result in (("is_supported", True), ("is_launchable", True), ("launch_together", "a launch")):
         monkeypatch.setattr(together, name, lambda *arguments, result=result: result)
     monkeypatch.setattr(call, "_outcome", lambda key, packed, device: Outcome(PLAN, ""))
-    monkeypatch.setattr(call, "products_of", lambda header, m, plan, device: FakeProducts(products))
+    monkeypatch.setattr(call, "products_of", plain)
     monkeypatch.setattr(dispatch, "decode_cuda", samebits.decode)
     monkeypatch.setattr(dispatch, "together", Together())
     monkeypatch.setattr(planner, "fastest_together", lambda x, operands, are_fused: 1)
@@ -82,3 +108,22 @@ def test_the_same_bits(name: str, of_attention: int, launches: list[int]) -> Non
     launches.clear()
     outputs(model)
     assert of_attention in launches
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma3_text", "t5", "bart", "qwen2_moe", "deepseek_v2"])
+@pytest.mark.parametrize("room", [1 << 12, 1 << 14, 1 << 40])
+def test_the_same_bits_with_weights_decoded_ahead(
+    name: str, room: int, launches: list[int], ahead: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever launches have room for; with prompts and tokens in turns, experts that others do not ask for."""
+    monkeypatch.setattr(prefetch, "_FEW_TOKENS", 0)
+    monkeypatch.setattr(sys.modules[__name__], "SPARE", Spare(room, 0, 0))
+    outputs = torch.no_grad()(families.outputs.__wrapped__)
+    model = families.build(name).requires_grad_(False)
+    expected = outputs(model)
+    samebits.compress(model, min_weights=families.MIN_WEIGHTS)
+    for _ in range(3):
+        found = outputs(model)
+        assert all(families.same(found[what], expected[what]) for what in expected)
+    assert ahead
+    assert max(ahead) > 1 or room == 1 << 12

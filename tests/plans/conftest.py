@@ -13,6 +13,7 @@ import torch
 
 import samebits
 from samebits.format.packed import Header, PackedTensor
+from samebits.kernels import nvrtc
 from samebits.kernels.linear import LinearPlan, Operands
 from samebits.plans import calibrate, call, dispatch, planner
 from samebits.plans.environment import Environment
@@ -107,6 +108,14 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeGpu:
     monkeypatch.setattr(Planner, "of", new_planner())
     yield fake
     planner.mode.cache_clear()
+
+
+@pytest.fixture
+def where(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Stream and captured graph, as a test wants them."""
+    now = [7, 0]
+    monkeypatch.setattr(nvrtc, "where", lambda device: nvrtc.Where(*now))
+    return now
 
 
 def new_planner(environment: Environment = ENVIRONMENT) -> Callable[[int], Planner]:

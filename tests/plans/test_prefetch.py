@@ -12,7 +12,6 @@ import torch
 
 import samebits
 from samebits.format.packed import Header, PackedTensor
-from samebits.kernels import nvrtc
 from samebits.kernels.linear import LinearPlan, Operands
 from samebits.kernels.linear_job import Spare
 from samebits.kernels.residents import resident
@@ -116,14 +115,6 @@ class Model:
         self.ahead.clear()
         self.ask(*numbers)
         return list(self.ahead)
-
-
-@pytest.fixture
-def where(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Stream and captured graph, as a test wants them."""
-    now = [7, 0]
-    monkeypatch.setattr(nvrtc, "where", lambda device: nvrtc.Where(*now))
-    return now
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import torch
 
 import samebits
 from samebits.format.packed import PackedTensor
-from samebits.kernels import nvrtc, residents
+from samebits.kernels import residents
 from samebits.kernels.linear import Operands
 from samebits.kernels.linear_job import Launch
 from samebits.plans import calibrate, call, dispatch, key, planner, together
@@ -66,14 +66,6 @@ class Layers:
         y = dispatch.linear_of_module(x, self.packed[number], bias)
         right = split_linear(x.view(-1, K), self.weights[number], bias, SPLIT)
         assert torch.equal(y.view(-1, y.shape[-1]).view(torch.int16), right.view(torch.int16))
-
-
-@pytest.fixture
-def where(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Stream and captured graph, as a test wants them."""
-    now = [7, 0]
-    monkeypatch.setattr(nvrtc, "where", lambda device: nvrtc.Where(*now))
-    return now
 
 
 @pytest.fixture
