@@ -348,6 +348,38 @@ def test_weights_decoded_ahead_on_another_stream(driver: Driver, monkeypatch: py
     assert prefetched_of(modules[1]) is None
 
 
+def test_nothing_that_was_decoded_ahead_is_kept_alive(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = carrying(driver, monkeypatch)
+    data = [module._parameters[packed_module._DATA] for module in modules]
+    kept = [resident(each) for each in data]
+    watched = [*data, *kept, modules[2].bias, kept[0].shortcuts[torch.Size((1, 1, K))]]  # type: ignore[union-attr]
+
+    def check() -> list[weakref.ref[torch.Tensor]]:
+        modules[0](x_of(1, 1))
+        found = [prefetched_of(module) for module in modules[1:]]
+        refs = [weakref.ref(each[1]) for each in found if each]
+        del found
+        for module in modules[1:]:
+            module(x_of(1, 1))
+        return refs
+
+    check()
+    before = [sys.getrefcount(each) for each in watched]
+    dead = [ref for _ in range(500) for ref in check()]
+    assert len(dead) == 1000
+    assert not any(ref() is not None for ref in dead)
+    assert [sys.getrefcount(each) for each in watched] == before
+    assert len(driver.again) >= 1000
+    modules[0](x_of(1, 1))
+    found = [prefetched_of(module) for module in modules[1:]]
+    last = [weakref.ref(each[1]) for each in found if each]
+    refs = [weakref.ref(each) for each in data]
+    del found, data, kept, watched
+    modules.clear()
+    gc.collect()
+    assert not any(ref() is not None for ref in (*refs, *last))
+
+
 def test_while_it_is_noted_what_comes_all_is_made_as_usual(driver: Driver) -> None:
     module = layer(0)
     warm(module, driver)
