@@ -53,7 +53,7 @@ struct Job {
     union {
         Walk walks[2][kWalks];           // of the warps of blocks with one row group more, and of others
         u32 cuts[kCuts];                 // around the blocks' shares
-        Prefetched prefetched[kMaxPrefetched];
+        Prefetched prefetched[kMaxPrefetched];   // linear_relay.cuh
     };
     u32 x_map[32];       // linear_relay.cuh, linear_tiles.cuh, linear_clusters.cuh: the tensor map of x, but for its address
 
