@@ -25,6 +25,7 @@ from samebits.plans.turn import Turns
 _NOTED = 24  # products behind a launch that are noted
 _FEW_TOKENS = 128  # with no more, a fused product is faster than cuBLAS's
 _MAX_SHAPES = 16  # of inputs of one weight
+_MAX_UNWANTED = 3  # launches that decoded something nobody asked for
 
 
 class _Weight(NamedTuple):
@@ -56,15 +57,16 @@ class Carrier:
     Attributes:
         noted: what was asked for behind it when that was noted; None of few tokens.
         choice: what it decodes, where that is something.
-        is_given_up: there was too little memory.
+        unwanted: launches that decoded something nobody asked for.
+        is_given_up: these were too many, or there was too little memory.
     """
 
-    __slots__ = ("choice", "is_given_up", "noted")
+    __slots__ = ("choice", "is_given_up", "noted", "unwanted")
 
     def __init__(self) -> None:
         self.noted: tuple[_Weight | None, ...] = ()
         self.choice: Choice | None = None
-        self.is_given_up = False
+        self.unwanted, self.is_given_up = 0, False
 
 
 class Window(NamedTuple):
@@ -151,10 +153,18 @@ class Prefetcher:
 
 
 def _forget_unwanted(carrier: Carrier) -> None:
-    """What was decoded ahead the last time, and not asked for since; and that it was expected."""
-    for each in carrier.choice.weights if carrier.choice else ():
-        if each.prefetched is not None:
-            each.prefetched, carrier.noted = None, ()
+    """What was decoded ahead the last time, and not asked for since; and that it was expected.
+
+    The last launch of a CUDA graph decodes what the first ones would ask for, had they not been captured before.
+    """
+    left = [each for each in (carrier.choice.weights if carrier.choice else ()) if each.prefetched is not None]
+    is_unwanted = any(not each.prefetched[0].capture for each in left if each.prefetched)
+    for each in left:
+        each.prefetched = None
+    if is_unwanted:
+        carrier.noted = ()
+        carrier.unwanted += 1
+        carrier.is_given_up |= carrier.unwanted >= _MAX_UNWANTED
 
 
 def _chosen(x: torch.Tensor, own: Sequence[torch.Tensor], products: Products, carrier: Carrier) -> list[PackedTensor]:
