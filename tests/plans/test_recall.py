@@ -32,6 +32,7 @@ from samebits.kernels.repeat import Repeat
 from samebits.kernels.residents import resident, residents
 from samebits.kernels.structures import (
     MAX_PREFETCHED,
+    MAX_TOGETHER,
     ArrangementStructure,
     DivisionStructure,
     GeometryStructure,
@@ -39,6 +40,7 @@ from samebits.kernels.structures import (
     PackedStructure,
     PrefetchedStructure,
     ProductStructure,
+    TogetherStructure,
 )
 from samebits.nn import packed_module
 from samebits.plans import call, dispatch, planner, prefetch, recall, together
@@ -840,6 +842,17 @@ def test_fields_that_do_not_fit(wrong: dict[str, Any]) -> None:
     recall.native.Shortcut(**GOOD)
     with pytest.raises((ValueError, TypeError)):
         recall.native.Shortcut(**GOOD | wrong)
+
+
+def test_the_largest_launch_fits() -> None:
+    """Of as many weights as one takes, behind a kernel that arranges their input, with as many decoded ahead."""
+    assert recall.native is not None
+    room = bytes(ctypes.sizeof(TogetherStructure) + ctypes.sizeof(ArrangementStructure))
+    patches = MAX_TOGETHER * (4 + 2 * MAX_PREFETCHED) + 3  # Products.repeat
+    sizes = ((1,),) * (MAX_TOGETHER + MAX_PREFETCHED)
+    others = {"others": (1,) * (MAX_TOGETHER - 1), "plans": (1,) * (MAX_TOGETHER - 1)}
+    largest = {"room": room, "patches": ((0, 1, 0),) * patches, "sizes": sizes, "prefetched": (1,) * MAX_PREFETCHED}
+    recall.native.Shortcut(**GOOD | others | largest)
 
 
 def test_without_the_native_part(monkeypatch: pytest.MonkeyPatch) -> None:
