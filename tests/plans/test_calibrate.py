@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import pytest
 import torch
 
-from samebits.kernels.linear import LinearPlan
+from samebits.kernels.linear import LinearPlan, Operands
 from samebits.plans import calibrate
 from samebits.plans.calibrate import UNSUPPORTED, candidate_splits, confirm
 from samebits.plans.key import PlanKey
@@ -151,6 +153,42 @@ def test_never_slower_than_decoding_first(gpu: FakeGpu, times: list[float]) -> N
     gpu.times = times
     plan = LinearPlan(3, times.index(min(times[:2])))
     assert found(key()) == Outcome(plan, "decoding first is faster", min(times[:2]), times[2])
+
+
+@pytest.mark.parametrize(
+    ("alone", "loaded", "best"),
+    [
+        ((5.0, 4.9), {0: 6.0, 1: 7.0}, 0),  # as fast, and faster while it decodes another weight
+        ((5.0, 4.9), {0: 8.0, 1: 7.0}, 1),
+        ((5.2, 4.9), {0: 6.0, 1: 7.0}, 1),  # not as fast
+        ((5.0, 4.9), {0: 6.0}, 1),  # the fastest cannot decode another weight
+        ((4.9, 5.0), {0: 6.0}, 0),
+    ],
+)
+def test_launches_that_may_decode_other_weights(
+    alone: tuple[float, float], loaded: dict[int, float], best: int, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fastest is the one that is while it does, and counts as it is alone."""
+    calls: list[tuple[int, object]] = []
+
+    def loaded_products(operands: Sequence[Operands], launch: object, device: int) -> Callable[..., object] | None:
+        def products(x: torch.Tensor, bias: object, again: Callable[[], Sequence[Operands]]) -> None:
+            calls.append((launch, bias))
+            assert again() == tuple(operands)
+
+        return products if launch in loaded else None
+
+    def microseconds(candidates: Sequence[Sequence[Callable[[], object]]], **named: float) -> list[float]:
+        for each in candidates:
+            assert len(each) >= 3
+            each[0]()
+        return [*alone, 9.0, *loaded.values()]
+
+    monkeypatch.setattr(calibrate, "launch_of", lambda header, m, split, variant, device: variant)
+    monkeypatch.setattr(calibrate, "loaded", loaded_products)
+    monkeypatch.setattr(calibrate, "microseconds", microseconds)
+    assert found(key()) == Outcome(LinearPlan(3, best), "", alone[best], 9.0)
+    assert calls == [(launch, None) for launch in loaded]
 
 
 def test_what_the_kernel_does_not_take(gpu: FakeGpu) -> None:
