@@ -19,10 +19,12 @@ from samebits.kernels.linear import LinearPlan, Operands, Products, fused_linear
 from samebits.kernels.pieces import Piece, Pieces
 from samebits.kernels.residents import resident
 from samebits.kernels.structures import (
+    MAX_PREFETCHED,
     ArrangementStructure,
     DivisionStructure,
     JobStructure,
     PieceStructure,
+    PrefetchedStructure,
     ProductStructure,
     TogetherStructure,
 )
@@ -124,6 +126,41 @@ def test_several_weights_in_one_launch(launches: list[Launch]) -> None:
             assert product.job.bias == (b.data_ptr() if b is not None else None)
             assert (product.job.first_block, product.job.ring) == (first, RING)
         assert products[3].job.first_block > 1 << 30
+
+
+def test_weights_for_products_to_come(monkeypatch: pytest.MonkeyPatch, launches: list[Launch]) -> None:
+    """The blocks of every product are told where they go and where their units are counted; only for that launch."""
+    table = torch.zeros(1 << 13, dtype=torch.int32)
+    monkeypatch.setattr(linear, "decode_table", lambda packed: table)
+    prepared = linear_job.Arrangement(0, 1024, 8, 0, (6 + MAX_PREFETCHED, 3), (4096, 512), part_steps=4)
+    jobs, spare = ((*JOB[:-1], (0,)),) * 2, linear_job.Spare(1 << 20, 1 << 13, 1000)
+    launch = linear_job.Launch("f.cu", "kernel", 132, 16, 1000, jobs, prepared, None, spare)
+    x, own, later = torch.zeros(5, 1024, dtype=torch.bfloat16), [packed_matrix(0), packed_matrix(1)], [packed_matrix(2)]
+    later.append(samebits.encode(torch.randn(72, 2048, generator=torch.Generator().manual_seed(3)).bfloat16()))
+    operands = [Operands(packed, None, LinearPlan(1)) for packed in own]
+    for weights in (later, [], later[:1], later):
+        made = Products(launch, weights)(x, None, lambda: operands)
+        arranged, told = launches[-2].arrangement, launches[-1].together
+        assert [tuple(y.shape) for y in made] == [(5, 64), (5, 64), *(packed.shape for packed in weights)]
+        assert arranged.done_count == 6 + MAX_PREFETCHED + 3
+        assert told.products[1].job.done == arranged.done + 4 * (6 + MAX_PREFETCHED)
+        for product in told.products[:2]:
+            every = (PrefetchedStructure * MAX_PREFETCHED).from_buffer_copy(product.job, JobStructure.division.offset)
+            for number, (packed, output, each) in enumerate(zip(weights, made[2:], every, strict=False)):
+                assert (each.packed.data, each.packed.table) == (packed.data.data_ptr(), table.data_ptr())
+                assert (each.output, each.claimed) == (output.data_ptr(), arranged.done + 4 * (6 + number))
+                assert (8 * each.row_groups, 64 * each.stages) == packed.shape
+            assert not any(each.output for each in every[len(weights) :])
+
+
+def test_launches_are_timed_with_what_they_have_the_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = packed_matrix(0)
+    monkeypatch.setattr(linear, "is_prefetchable", lambda packed, launch, device: True)
+    monkeypatch.setattr(linear, "Products", lambda launch, weights: weights)
+    for weights, expected in ((None, None), (64 * 1024 - 1, None), (64 * 1024, [packed])):
+        spare = None if weights is None else linear_job.Spare(weights, 0, 0)
+        launch = linear_job.Launch("f.cu", "kernel", 132, 16, 1000, (JOB,), None, None, spare)
+        assert linear.loaded([Operands(packed, None, LinearPlan(1))], launch, 0) == expected
 
 
 def test_what_stays_is_told_once(monkeypatch: pytest.MonkeyPatch, launches: list[Launch]) -> None:

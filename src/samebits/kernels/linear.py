@@ -107,9 +107,11 @@ def is_prefetchable(packed: PackedTensor, launch: Launch, device: int) -> bool:
 
 
 def loaded(operands: Sequence[Operands], launch: Launch, device: int) -> Products | None:
-    """Products of a launch that decodes the first weight once more on the way, to time it; None if it cannot."""
+    """Products of a launch that decodes the first weight once more on the way, to time it; None without the time."""
     first = operands[0].packed
-    return Products(launch, [first]) if is_prefetchable(first, launch, device) else None
+    rows, columns = first.header.shape
+    has_time = launch.spare is not None and launch.spare.weights >= rows * columns
+    return Products(launch, [first]) if has_time and is_prefetchable(first, launch, device) else None
 
 
 def fused_linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, plan: LinearPlan) -> torch.Tensor:
