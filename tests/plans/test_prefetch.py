@@ -257,18 +257,25 @@ def test_a_product_that_nobody_asks_for(model: Model) -> None:
         assert model.step(0, 7, 8) == []  # given up
 
 
-def test_what_nobody_asks_for_in_a_graph(model: Model, where: list[int]) -> None:
-    """Its last launch decodes what its first ones would ask for, but are captured already."""
+def test_not_beyond_the_end_of_a_graph(model: Model, where: list[int]) -> None:
+    """Its first products are captured already."""
     for _ in range(2):
         model.step(1, 2, 0)
+    for graph in (3, 4):
+        where[1] = graph
+        assert model.step(1, 2, 0) == []
+        where[1] = 0
+        assert model.step(1, 2, 0) == [(0, [1, 2])]
+
+
+def test_the_end_of_a_graph_of_a_part_of_a_model(model: Model, where: list[int]) -> None:
+    """What it decodes for others is not counted, however often."""
+    model.step(0, 1, 2)
     for graph in (3, 4, 5, 6):
         where[1] = graph
-        assert model.step(1, 2, 0) == [(0, [1, 2])]
-    where[1] = 0
-    assert model.step(1, 2, 0) == [(0, [1, 2])]
-    model.gpu.fused_calls.clear()
-    model.step(1, 2, 0)
-    assert len(model.gpu.fused_calls) == 1
+        assert model.step(0) == [(0, [1, 2])]
+        where[1] = 0
+        assert model.step(0, 1, 2) == [(0, [1, 2])]
 
 
 def test_too_little_memory(model: Model) -> None:

@@ -20,7 +20,7 @@ from samebits.kernels import nvrtc
 from samebits.kernels.linear import Operands, Products, is_prefetchable
 from samebits.kernels.residents import Bytes, Resident, resident, residents
 from samebits.kernels.structures import MAX_PREFETCHED
-from samebits.plans.turn import Turns
+from samebits.plans.turn import Captured, Turns
 
 _NOTED = 24  # products behind a launch that are noted
 _FEW_TOKENS = 128  # with no more, a fused product is faster than cuBLAS's
@@ -97,10 +97,15 @@ class Prefetcher:
 
     def note(self, x: torch.Tensor, packed: PackedTensor) -> None:
         """That a product is asked for."""
-        windows = self._turns.windows
+        turns, where = self._turns, nvrtc.where(x.get_device())
+        if where.capture != turns.captured.number:
+            turns.captured = Captured(where.capture)
+        if where.capture:
+            turns.captured.weights.add(id(packed.data))
+        windows = turns.windows
         if not windows:
             return
-        where, has_few = nvrtc.where(x.get_device()), x.numel() <= _FEW_TOKENS * x.shape[-1]
+        has_few = x.numel() <= _FEW_TOKENS * x.shape[-1]
         weight = None if has_few or packed.data.is_inference() else _Weight(Bytes(packed.data), packed.header)
         for window in windows:
             window.noted.append(weight if window.where == where else None)
@@ -126,7 +131,7 @@ class Prefetcher:
         where = nvrtc.where(x.get_device())
         _forget_unwanted(carrier)
         self._note_behind(carrier, where)
-        weights = [] if carrier.is_given_up or not decodes else _chosen(x, own, products, carrier)
+        weights = [] if carrier.is_given_up or not decodes else self._chosen(x, own, products, carrier)
         choice = _choice(carrier, weights, products)
         if choice is None:
             return products(x, bias, operands), None
@@ -151,11 +156,34 @@ class Prefetcher:
         window.carrier.noted = tuple(window.noted)
         self._turns.windows = tuple(each for each in self._turns.windows if each is not window)
 
+    def _chosen(
+        self, x: torch.Tensor, own: Sequence[torch.Tensor], products: Products, carrier: Carrier
+    ) -> list[PackedTensor]:
+        """The next weights that a launch has room for, in the order of their products.
+
+        Not of the next round: a CUDA graph has its first products behind it.
+        """
+        spare, device = products.launch.spare, x.get_device()
+        assert spare is not None
+        left, not_again, found = spare.weights, {id(data) for data in own}, list[PackedTensor]()
+        for group in _groups(carrier.noted):
+            if group[0].data is own[0] or self._turns.captured.has(group[0].data):
+                break
+            new = [each for each in group if id(each.data) not in not_again]
+            if not all(_is_wanted(each, products, device) for each in new):
+                continue
+            left -= sum(rows * columns for rows, columns in (each.header.shape for each in new))
+            if left < 0 or len(found) + len(new) > MAX_PREFETCHED:
+                break
+            found += new
+            not_again |= {id(each.data) for each in new}
+        return found
+
 
 def _forget_unwanted(carrier: Carrier) -> None:
     """What was decoded ahead the last time, and not asked for since; and that it was expected.
 
-    The last launch of a CUDA graph decodes what the first ones would ask for, had they not been captured before.
+    Where a part of a model is captured as a CUDA graph, its last launch does not count.
     """
     left = [each for each in (carrier.choice.weights if carrier.choice else ()) if each.prefetched is not None]
     is_unwanted = any(not each.prefetched[0].capture for each in left if each.prefetched)
@@ -165,25 +193,6 @@ def _forget_unwanted(carrier: Carrier) -> None:
         carrier.noted = ()
         carrier.unwanted += 1
         carrier.is_given_up |= carrier.unwanted >= _MAX_UNWANTED
-
-
-def _chosen(x: torch.Tensor, own: Sequence[torch.Tensor], products: Products, carrier: Carrier) -> list[PackedTensor]:
-    """The next weights that a launch has room for, in the order of their products."""
-    spare, device = products.launch.spare, x.get_device()
-    assert spare is not None
-    left, not_again, found = spare.weights, {id(data) for data in own}, list[PackedTensor]()
-    for group in _groups(carrier.noted):
-        if group[0].data is own[0]:
-            break  # the next round
-        new = [each for each in group if id(each.data) not in not_again]
-        if not all(_is_wanted(each, products, device) for each in new):
-            continue
-        left -= sum(rows * columns for rows, columns in (each.header.shape for each in new))
-        if left < 0 or len(found) + len(new) > MAX_PREFETCHED:
-            break
-        found += new
-        not_again |= {id(each.data) for each in new}
-    return found
 
 
 def _choice(carrier: Carrier, weights: Sequence[PackedTensor], products: Products) -> Choice | None:
