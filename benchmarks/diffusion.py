@@ -21,7 +21,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -32,12 +32,12 @@ from torch import nn
 
 import samebits
 from common import PACKAGES, Timing, add_results, cpu_name, runner, significant, synthetic_matrix, time_calls
+from gpu import time_graphs
 
 Inputs = dict[str, Any]  # tensors, but for sizes
 WAYS = ("eager", "graphs")
 REPEATS = 9
 WARM_SECONDS = 1.5
-IN_A_ROW = 3  # replays of a graph before it is the other's turn
 
 
 def flux_inputs(config: Any, height: int, width: int, text: int) -> Inputs:
@@ -241,54 +241,36 @@ def measure(module: nn.Module, inputs: Inputs, way: str, device: str) -> Figures
         return Figures(time_calls(step, repeats=REPEATS), None, output)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    [timing] = timed_in_turns([captured(step) if way == "graphs" else step], torch.cuda.synchronize, in_a_row=1)
-    return Figures(timing, torch.cuda.max_memory_allocated(), output.cpu())
+    run: Callable[[], None] = step
+    if way == "graphs":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        run = graph.replay
 
-
-def captured(step: Callable[[], None]) -> Callable[[], None]:
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    replay: Callable[[], None] = graph.replay
-    return replay
-
-
-def timed_in_turns(
-    runs: Sequence[Callable[[], None]], wait: Callable[[], None], *, in_a_row: int = IN_A_ROW
-) -> list[Timing]:
-    """Of each, REPEATS times ``in_a_row``, behind WARM_SECONDS of all of them."""
-
-    def timed(run: Callable[[], None]) -> float:
-        start = time.perf_counter()
+    def whole() -> None:
         run()
-        wait()
-        return time.perf_counter() - start
+        torch.cuda.synchronize()
 
     start = time.perf_counter()
     while time.perf_counter() < start + WARM_SECONDS:
-        for run in runs:
-            timed(run)
-    found: list[list[float]] = [[] for _ in runs]
-    for _ in range(REPEATS):
-        for times, run in zip(found, runs, strict=True):
-            times += [timed(run) for _ in range(in_a_row)]
-    return list(map(Timing.of, found))
+        whole()
+    timing = time_calls(whole, repeats=REPEATS)
+    return Figures(timing, torch.cuda.max_memory_allocated(), output.cpu())
 
 
 @torch.no_grad()
 def graphs_in_turns(name: str) -> list[Timing] | None:
     """Of a step of BF16 and of a compressed one; None where both do not fit."""
-    model, modules, steps = MODELS[name], [], []
+    model, steps = MODELS[name], list[list[Callable[[], object]]]()
     try:
         for packed in (False, True):
             module = build(model, "cuda", packed)
-            modules.append(module)  # whose memory the graph reads
             step = partial(module, **inputs_of(model, module.config, "cuda"), return_dict=False)
             if packed:
                 samebits.prepare(module, call=step)
-            step()
-            steps.append(captured(step))
-        return timed_in_turns(steps, torch.cuda.synchronize)
+            steps.append([step])
+        return time_graphs(steps, REPEATS, WARM_SECONDS)
     except torch.OutOfMemoryError:
         return None
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,15 +44,23 @@ def test_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert row["config"].startswith(diffusion.MODELS[name].kind)
 
 
-def test_steps_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[str] = []
-    monkeypatch.setattr(diffusion, "WARM_SECONDS", 0.0)
-    monkeypatch.setattr(diffusion, "REPEATS", 2)
-    runs = [lambda: made.append("plain"), lambda: made.append("packed")]
-    found = diffusion.timed_in_turns(runs, lambda: made.append("waits"), in_a_row=2)
-    assert made == 2 * (2 * ["plain", "waits"] + 2 * ["packed", "waits"])
-    assert len(found) == 2
-    assert all(0 <= timing.fastest <= timing.median <= timing.slowest for timing in found)
+@pytest.mark.parametrize("fits", [True, False])
+def test_graphs_in_turns(fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of both models, which stay in memory until then."""
+    outputs: list[torch.Tensor] = []
+
+    def time_graphs(steps: list[list[Callable[[], Any]]], repeats: int, warm_seconds: float) -> list[str]:
+        if not fits:
+            raise torch.OutOfMemoryError
+        outputs.extend(step()[0] for [step] in steps)
+        return ["BF16", "samebits"]
+
+    build, inputs_of = diffusion.build, diffusion.inputs_of
+    monkeypatch.setattr(diffusion, "build", lambda model, device, packed: build(model, "cpu", packed))
+    monkeypatch.setattr(diffusion, "inputs_of", lambda model, config, device: inputs_of(model, config, "cpu"))
+    monkeypatch.setattr(diffusion, "time_graphs", time_graphs)
+    assert diffusion.graphs_in_turns("tiny") == (["BF16", "samebits"] if fits else None)
+    assert not fits or diffusion.same_bytes(*outputs)
 
 
 @pytest.mark.parametrize("fits", [True, False])

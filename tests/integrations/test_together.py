@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from samebits.plans import call, dispatch, planner, prefetch, together
 from samebits.plans.planner import Planner
 from samebits.plans.store import Outcome
 from samebits.plans.together import Together
-from tests.plans.conftest import FakeProducts, new_planner
+from tests.plans.conftest import FakeProducts, decoding, new_planner
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
@@ -62,12 +62,12 @@ def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ahead: list[int]) 
         return FakeProducts(products, SPARE)
 
     def prefetching(launch: object, weights: Sequence[PackedTensor]) -> Callable[..., list[torch.Tensor]]:
-        others = [(packed.header, weakref.ref(packed.data)) for packed in weights]
+        decoded = decoding(weights)
 
         def all_of_it(*arguments: Any) -> list[torch.Tensor]:
-            ahead.append(len(others))
-            packed = [PackedTensor(header, data) for header, ref in others if (data := ref()) is not None]
-            return products(*arguments) + list(map(samebits.decode, packed))
+            found = decoded()
+            ahead.append(len(found))
+            return products(*arguments) + found
 
         return all_of_it
 
@@ -91,22 +91,28 @@ def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ahead: list[int]) 
     return seen
 
 
+def check(name: str, times: int) -> Callable[[], object]:
+    """Prompts, greedy and sampled tokens of a model, so many times; returns what makes them once more."""
+    outputs = torch.no_grad()(families.outputs.__wrapped__)
+    model = families.build(name).requires_grad_(False)
+    expected = outputs(model)
+    samebits.compress(model, min_weights=families.MIN_WEIGHTS)
+    for _ in range(times):
+        found = outputs(model)
+        assert all(families.same(found[what], expected[what]) for what in expected)
+    return partial(outputs, model)
+
+
 @pytest.mark.parametrize(
     ("name", "of_attention"),
     [("qwen2", 3), ("gemma3_text", 3), ("opt", 3), ("t5", 3), ("bart", 3), ("qwen2_moe", 3), ("deepseek_v2", 2)],
 )
 def test_the_same_bits(name: str, of_attention: int, launches: list[int]) -> None:
-    """Prompts, greedy and sampled tokens, with the learning among them; cross attention, experts, norms in between."""
-    outputs = torch.no_grad()(families.outputs.__wrapped__)
-    model = families.build(name).requires_grad_(False)
-    expected = outputs(model)
-    samebits.compress(model, min_weights=families.MIN_WEIGHTS)
-    for _ in range(2):
-        found = outputs(model)
-        assert all(families.same(found[what], expected[what]) for what in expected)
+    """With the learning among them; cross attention, experts, norms in between."""
+    once_more = check(name, 2)
     assert max(launches) == of_attention
     launches.clear()
-    outputs(model)
+    once_more()
     assert of_attention in launches
 
 
@@ -118,12 +124,6 @@ def test_the_same_bits_with_weights_decoded_ahead(
     """Whatever launches have room for; with prompts and tokens in turns, experts that others do not ask for."""
     monkeypatch.setattr(prefetch, "_FEW_TOKENS", 0)
     monkeypatch.setattr(sys.modules[__name__], "SPARE", Spare(room, 0, 0))
-    outputs = torch.no_grad()(families.outputs.__wrapped__)
-    model = families.build(name).requires_grad_(False)
-    expected = outputs(model)
-    samebits.compress(model, min_weights=families.MIN_WEIGHTS)
-    for _ in range(3):
-        found = outputs(model)
-        assert all(families.same(found[what], expected[what]) for what in expected)
+    check(name, 3)
     assert ahead
     assert max(ahead) > 1 or room == 1 << 12

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -31,6 +32,17 @@ class FakeProducts:
 
     def __call__(self, *arguments: Any) -> list[torch.Tensor]:
         return self.make(*arguments)
+
+
+def decoding(weights: Sequence[PackedTensor]) -> Callable[[], list[torch.Tensor]]:
+    """A function that decodes those of them that there are then; holds none."""
+    every = [(packed.header, weakref.ref(packed.data)) for packed in weights]
+
+    def decoded() -> list[torch.Tensor]:
+        there = [(header, data) for header, ref in every if (data := ref()) is not None]
+        return [samebits.decode(PackedTensor(*each)) for each in there]
+
+    return decoded
 
 
 class FakeGpu:

@@ -18,7 +18,7 @@ from samebits.kernels.residents import resident
 from samebits.kernels.structures import MAX_PREFETCHED
 from samebits.plans import call, dispatch, planner, prefetch, together
 from samebits.plans.together import Together
-from tests.plans.conftest import FakeGpu, FakeProducts, is_supported
+from tests.plans.conftest import FakeGpu, FakeProducts, decoding, is_supported
 from tests.plans.sums import split_linear
 
 K = 512
@@ -63,21 +63,16 @@ class Launches:
         return FakeProducts(self.gpu.products, None if room is None else Spare(room, 0, 0))
 
     def prefetching(self, launch: object, weights: Sequence[PackedTensor]) -> Callable[..., list[torch.Tensor]]:
-        others = [(packed.header, weakref.ref(packed.data)) for packed in weights]
+        numbers, decoded = [number_of(packed.header) for packed in weights], decoding(weights)
 
         def products(
             x: torch.Tensor, bias: torch.Tensor | None, operands: Callable[[], Sequence[Operands]]
         ) -> list[torch.Tensor]:
             every = operands()
-            self.ahead.append((number_of(every[0].packed.header), [number_of(header) for header, _ in others]))
+            self.ahead.append((number_of(every[0].packed.header), numbers))
             if len(self.ahead) > self.memory:
                 raise torch.OutOfMemoryError
-            made, found = [self.gpu.fused_linear(x, *each) for each in every], [data() for _, data in others]
-            assert all(data is not None for data in found)
-            packed = [
-                PackedTensor(header, data) for (header, _), data in zip(others, found, strict=True) if data is not None
-            ]
-            return made + list(map(samebits.decode, packed))
+            return [self.gpu.fused_linear(x, *each) for each in every] + decoded()
 
         return products
 

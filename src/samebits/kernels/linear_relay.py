@@ -54,6 +54,16 @@ class Tile(NamedTuple):
         return 2 if self.is_large else 1
 
     @property
+    def at_once(self) -> int:
+        """Row groups that a block decodes at a time."""
+        return self.decoders * self.row_groups
+
+    @property
+    def buffers(self) -> int:
+        """For staging: of each of these, one for the chunk at hand and one for the next."""
+        return 2 * self.at_once
+
+    @property
     def warps(self) -> int:
         """Of a block; one of them brings what is multiplied."""
         return _MULTIPLIERS + 1 + self.decoders
@@ -123,8 +133,7 @@ class _Planner(TilePlanner[Tile]):
 
     def fixed(self, tile: Tile) -> int:
         """Bytes of shared memory beside the ring."""
-        buffers = tile.decoders * 2 * tile.row_groups * 4 * self.buffer
-        return ATOM_BYTES + MAP_BYTES + _MULTIPLIERS * tile.bias_bytes + 4 * self.table + buffers
+        return ATOM_BYTES + MAP_BYTES + _MULTIPLIERS * tile.bias_bytes + 4 * (self.table + tile.buffers * self.buffer)
 
     def slots(self, tile: Tile) -> int:
         fitting = (4 * self.room - self.fixed(tile)) // (tile.slot_bytes + _BARRIER_BYTES)
@@ -134,11 +143,11 @@ class _Planner(TilePlanner[Tile]):
     def buffer_words(self, tile: Tile) -> int:
         """Of a staging buffer: this tensor's chunks fit, and others' in what the ring leaves."""
         left = 4 * self.room - self.fixed(tile) - self.slots(tile) * (tile.slot_bytes + _BARRIER_BYTES)
-        return self.buffer + left // (tile.decoders * 2 * tile.row_groups * _UNIT_BYTES) * _UNIT_BYTES // 4
+        return self.buffer + left // (tile.buffers * _UNIT_BYTES) * _UNIT_BYTES // 4
 
     def shared_bytes(self, tile: Tile) -> int:
-        buffers = tile.decoders * 2 * tile.row_groups * 4 * (self.buffer_words(tile) - self.buffer)
-        return self.fixed(tile) + buffers + self.slots(tile) * (tile.slot_bytes + _BARRIER_BYTES)
+        more = 4 * tile.buffers * (self.buffer_words(tile) - self.buffer)
+        return self.fixed(tile) + more + self.slots(tile) * (tile.slot_bytes + _BARRIER_BYTES)
 
     def part(self, tile: Tile, clusters: int) -> int:
         """Stages of a part of the items that are left over when all clusters have as many; 0 where these are whole too.
@@ -177,7 +186,7 @@ class _Planner(TilePlanner[Tile]):
         tiles are multiplied.
         """
         decoded = self.row_groups * self.stages / (CLUSTER * clusters)
-        decode = decoded * _DECODE / (tile.decoders * tile.row_groups)
+        decode = decoded * _DECODE / tile.at_once
         last = (self.stages * self.stage(tile) + _FINISH) / 2
         return _START + max(self.multiplied(tile, clusters) + 33 * decoded, decode + last)
 
@@ -190,7 +199,7 @@ class _Planner(TilePlanner[Tile]):
 
     def spare(self, tile: Tile, clusters: int) -> float:
         """Weights that its blocks can decode beside its own, while they multiply."""
-        at_once = CLUSTER * clusters * tile.decoders * tile.row_groups
+        at_once = CLUSTER * clusters * tile.at_once
         stages = _SPARE * self.multiplied(tile, clusters) / _DECODE * at_once - self.row_groups * self.stages
         return stages * ROW_GROUP * STAGE
 

@@ -179,8 +179,8 @@ def _timed(
     busy = {number: calls for number, launch in enumerate(launches) if (calls := _loaded(x, launch, operands))}
     times = iter(microseconds([*fused, *others, *busy.values()], warm_seconds=_warm_seconds(x)))
     alone, of_others = list(islice(times, len(fused))), list(islice(times, len(others)))
-    loaded = dict(zip(busy, times, strict=True))
-    return [_Times(each, loaded.get(number)) for number, each in enumerate(alone)], of_others
+    beside = dict(zip(busy, times, strict=True))
+    return [_Times(each, beside.get(number)) for number, each in enumerate(alone)], of_others
 
 
 def _loaded(x: torch.Tensor, launch: Launch | None, operands: Sequence[Sequence[Operands]]) -> Calls:

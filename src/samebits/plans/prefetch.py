@@ -20,7 +20,7 @@ from samebits.kernels import nvrtc
 from samebits.kernels.linear import Operands, Products, is_prefetchable
 from samebits.kernels.residents import Bytes, Resident, resident, residents
 from samebits.kernels.structures import MAX_PREFETCHED
-from samebits.plans.turn import Captured, Turns
+from samebits.plans.turn import Turns
 
 _NOTED = 24  # products behind a launch that are noted
 _FEW_TOKENS = 128  # with no more, a fused product is faster than cuBLAS's
@@ -90,18 +90,19 @@ class Prefetcher:
     def take(self, x: torch.Tensor, packed: PackedTensor) -> torch.Tensor | None:
         """The weight, if it has been decoded ahead; once."""
         kept = residents.get(id(packed.data))
-        if kept is None or kept.prefetched is None:
+        prefetched = kept.prefetched if kept else None
+        if kept is None or prefetched is None:  # also of another thread, which took it meanwhile
             return None
-        (where, weight), kept.prefetched = kept.prefetched, None
+        kept.prefetched, (where, weight) = None, prefetched
         return weight if where == nvrtc.where(x.get_device()) and kept.now() is packed.data else None
 
     def note(self, x: torch.Tensor, packed: PackedTensor) -> None:
         """That a product is asked for."""
         turns, where = self._turns, nvrtc.where(x.get_device())
-        if where.capture != turns.captured.number:
-            turns.captured = Captured(where.capture)
+        if where.capture != turns.graph:
+            turns.graph, turns.captured = where.capture, set()
         if where.capture:
-            turns.captured.weights.add(id(packed.data))
+            turns.captured.add(id(packed.data))
         windows = turns.windows
         if not windows:
             return
@@ -109,7 +110,7 @@ class Prefetcher:
         weight = None if has_few or packed.data.is_inference() else _Weight(Bytes(packed.data), packed.header)
         for window in windows:
             window.noted.append(weight if window.where == where else None)
-        if len(windows[0].noted) == _NOTED:
+        if len(windows[0].noted) >= _NOTED:
             self._close(windows[0])
 
     def launch(
@@ -167,7 +168,7 @@ class Prefetcher:
         assert spare is not None
         left, not_again, found = spare.weights, {id(data) for data in own}, list[PackedTensor]()
         for group in _groups(carrier.noted):
-            if group[0].data is own[0] or self._turns.captured.has(group[0].data):
+            if group[0].data is own[0] or id(group[0].data) in self._turns.captured:
                 break
             new = [each for each in group if id(each.data) not in not_again]
             if not all(_is_wanted(each, products, device) for each in new):
@@ -185,10 +186,10 @@ def _forget_unwanted(carrier: Carrier) -> None:
 
     Where a part of a model is captured as a CUDA graph, its last launch does not count.
     """
-    left = [each for each in (carrier.choice.weights if carrier.choice else ()) if each.prefetched is not None]
-    is_unwanted = any(not each.prefetched[0].capture for each in left if each.prefetched)
-    for each in left:
-        each.prefetched = None
+    is_unwanted = False
+    for each in carrier.choice.weights if carrier.choice else ():
+        prefetched, each.prefetched = each.prefetched, None
+        is_unwanted |= prefetched is not None and not prefetched[0].capture
     if is_unwanted:
         carrier.noted = ()
         carrier.unwanted += 1

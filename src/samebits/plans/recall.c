@@ -309,6 +309,14 @@ static int turn_is(Call *call) {
     return last == call->x ? bytes_are_at(call->turn, call->version, call->address) : OTHER;
 }
 
+/* Whether it is there that what the call asks for was made: on this stream; no graph is captured now, and none was then. */
+static int is_there(Call *call, PyObject *where) {
+    int same = equals(PyTuple_GetItem(where, 0), call->stream);
+    if (same != SAME) return same;
+    int captured = PyObject_IsTrue(PyTuple_GetItem(where, 1));
+    return captured < 0 ? FAILED : !captured;
+}
+
 static PyObject *none_or_error(int same) { return same == OTHER ? Py_NewRef(Py_None) : NULL; }
 
 /* Together.take. */
@@ -317,11 +325,7 @@ static int may_take(Recall *self, Call *call, PyObject *made) {
     if (same != SAME) return same;
     PyObject *where = PyObject_GetAttr(call->turn, name_where);
     if (!where) return FAILED;
-    same = equals(PyTuple_GetItem(where, 0), call->stream); /* and no graph is captured, which has another number */
-    if (same == SAME) {
-        int captured = PyObject_IsTrue(PyTuple_GetItem(where, 1));
-        same = captured < 0 ? FAILED : !captured;
-    }
+    same = is_there(call, where);
     Py_DECREF(where);
     if (same != SAME) return same;
     PyObject *weight = PyTuple_GetItem(made, 1);
@@ -526,19 +530,10 @@ static PyObject *repeat(Call *call, Shortcut *known, PyObject *resident) {
     return y;
 }
 
-/* Whether a weight was decoded ahead, for this stream; Prefetcher.take without the question which bytes it was made of. */
-static int is_prefetched(Call *call, PyObject *prefetched) {
-    PyObject *where = PyTuple_GetItem(prefetched, 0);
-    int same = where ? equals(PyTuple_GetItem(where, 0), call->stream) : FAILED;
-    if (same != SAME) return same;
-    int captured = PyObject_IsTrue(PyTuple_GetItem(where, 1));
-    return captured < 0 ? FAILED : !captured;
-}
-
 /* The product with a weight that was decoded ahead. */
 static PyObject *multiply_prefetched(Recall *self, Call *call, PyObject *resident, PyObject *prefetched) {
     int same = bytes_are_of(resident, call->data);
-    if (same == SAME) same = is_prefetched(call, prefetched);
+    if (same == SAME) same = is_there(call, PyTuple_GetItem(prefetched, 0));
     if (same != SAME) return none_or_error(same);
     if (PyObject_SetAttr(resident, name_prefetched, Py_None) < 0) return NULL;
     return PyObject_CallFunctionObjArgs(self->linear, call->x, PyTuple_GetItem(prefetched, 1), call->bias, NULL);

@@ -33,30 +33,14 @@ class Turn(Bytes):
         self.made: dict[int, Made] = {}
 
 
-class Captured:
-    """The weights that a CUDA graph has, as far as it is captured.
-
-    Attributes:
-        number: the graph's, see nvrtc.Where; 0: none is captured.
-        weights: packed bytes, by id.
-    """
-
-    __slots__ = ("number", "weights")
-
-    def __init__(self, number: int) -> None:
-        self.number, self.weights = number, set[int]()
-
-    def has(self, data: torch.Tensor) -> bool:
-        return id(data) in self.weights
-
-
 class Turns(threading.local):
     """One for each thread.
 
     Attributes:
         last: whose products were asked for last.
         windows: launches behind which is noted what is asked for, see prefetch.py; every call is made as usual then.
-        captured: what the graph has that is captured now.
+        graph: the CUDA graph that was captured when a product was last asked for, as nvrtc.Where counts them.
+        captured: packed bytes that it has so far, by id.
     """
 
     def __init__(self) -> None:
@@ -64,4 +48,4 @@ class Turns(threading.local):
             nothing = torch.empty(0)
         self.last = Turn(nothing, nvrtc.Where(0, 0), "", nothing)
         self.windows: tuple[Any, ...] = ()
-        self.captured = Captured(0)
+        self.graph, self.captured = 0, set[int]()

@@ -331,8 +331,7 @@ __device__ __forceinline__ void decode_prefetched(const Job& job, int decoding, 
     for (int i = 0; i < kMaxPrefetched && job.prefetched[i].output; ++i) {
         const Prefetched& own = job.prefetched[i];
         await_decoders<decoders>();   // nobody needs the table of the one before
-        for (u32 unit = decoding * kLanes + lane; unit < max(1u << own.packed.width >> 2, 1u); unit += decoders * kLanes)
-            copy_async(table + 16 * unit, own.packed.table + 4 * unit);
+        copy_table(own.packed, table, decoding * kLanes + lane, decoders * kLanes);
         copy_commit();
         copy_wait<0>();
         await_decoders<decoders>();

@@ -88,6 +88,11 @@ __device__ void build_table(u32* table, u32* entries, const CodeSection& section
     __syncthreads();
 }
 
+// Starts copying a decode table from memory to a shared address, by so many threads.
+__device__ __forceinline__ void copy_table(const Packed& packed, u32 target, u32 thread, u32 threads) {
+    for (u32 unit = thread; unit < max(1u << packed.width >> 2, 1u); unit += threads) copy_async(target + 16 * unit, packed.table + 4 * unit);
+}
+
 // The decode table on its way to shared memory, by the whole block: copied, or built from the code section.
 template <bool quad>
 struct Table {
@@ -98,9 +103,7 @@ struct Table {
     // Starts copies, which belong to the next group that is committed.
     __device__ __forceinline__ Table(const Packed& packed, u32* table, u32* entries)
         : packed(packed), table(table), entries(entries), section(packed.data + packed.code, packed.table ? 0 : packed.symbols) {
-        if (!packed.table) return;
-        const u32 target = u32(__cvta_generic_to_shared(table));
-        for (u32 unit = threadIdx.x; unit < max(1u << packed.width >> 2, 1u); unit += blockDim.x) copy_async(target + 16 * unit, packed.table + 4 * unit);
+        if (packed.table) copy_table(packed, u32(__cvta_generic_to_shared(table)), threadIdx.x, blockDim.x);
     }
     // Where there is nothing to copy. The entries' memory is free from here on.
     __device__ __forceinline__ void build() const {
