@@ -206,6 +206,7 @@ ZOO = [
     case("one_stage_chunks", scattered((17, 130)), quad_matrix, chunk_stages=1),
     case("longest_chunks", normal((8, 64 * 66)), quad_matrix, chunk_stages=64),
     case("longest_single_chunks", normal((8, 64 * 66)), single_matrix, chunk_stages=64),
+    case("chunks_of_many_patches", scattered((16, 2048), 19), quad_matrix, raw_chunks=frozenset({2})),
     case("all_words_matrix", all_words((512, 128)), quad_matrix),
     case("all_words_flat_single", all_words(), single_flat, chunk_stages=7),
     case("all_chunks_raw", scattered((40, 70)), quad_matrix, raw_chunks=frozenset(range(99))),

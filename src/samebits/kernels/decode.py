@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from cuda.core import Kernel
 
 MAX_WARPS = 16  # csrc/decoder.cuh: kMaxThreads
+_MIN_WARPS = 12  # fewer keep less of the memory busy
+_SHARING = 2  # csrc/decode.cu: warps that share a chunk where there are few
+_TURN = 4  # stages that a warp loads at once
 ALIGNMENT = 16  # bytes; what the kernel's loads need
 STATIC_SHARED = 256  # bytes; room for a kernel's own variables
 
@@ -45,7 +48,9 @@ def decode_cuda(packed: PackedTensor) -> torch.Tensor:
         _decode_compact(packed, output)
     else:
         geometry = packed.header.geometry
-        launch("decode.cu", "decode", packed, output, geometry.chunks, is_whole(geometry))
+        parts = _parts(packed.header, packed.data.get_device())
+        launch("decode.cu", "decode", packed, output, geometry.chunks * parts, is_whole(geometry),
+               parts=parts, all_wanted=True)  # fmt: skip
     return output
 
 
@@ -54,13 +59,16 @@ def repeat(packed: PackedTensor) -> Repeat | None:
     if packed.is_raw or packed.code is Code.COMPACT or packed.data.data_ptr() % ALIGNMENT:
         return None
     kept, geometry = resident(packed.data), packed.header.geometry
-    prepared: _Prepared | None = kept.decoders.get(("decode", is_whole(geometry))) if kept and kept.is_settled else None
+    parts = _parts(packed.header, packed.data.get_device())
+    prepared: _Prepared | None = None
+    if kept and kept.is_settled:
+        prepared = kept.decoders.get(("decode", is_whole(geometry), parts))
     if prepared is None:
         return None
     structures = (prepared.geometry, prepared.packed, ctypes.c_void_p(), prepared.division)
     starts = tuple(accumulate((align(ctypes.sizeof(each), 8) for each in structures), initial=0))
     room = b"".join(bytes(each).ljust(align(ctypes.sizeof(each), 8), b"\0") for each in structures)
-    grid = min(nvrtc.multiprocessors(packed.data.get_device()), geometry.chunks)
+    grid = min(nvrtc.multiprocessors(packed.data.get_device()), geometry.chunks * parts)
     step = Step(prepared.function, grid, 32 * prepared.warps, prepared.shared_bytes, starts[:-1])
     return Repeat((tuple(packed.shape),), 0, room, (Patch(starts[2], 1),), (step,))
 
@@ -83,7 +91,7 @@ def is_whole(geometry: Geometry) -> bool:
 
 def launch(
     file: str, kernel: str, packed: PackedTensor, output: torch.Tensor, tasks: int, whole: bool,
-    *arguments: ctypes.Structure,
+    *arguments: ctypes.Structure, parts: int = 1, all_wanted: bool = False,
 ) -> None:  # fmt: skip
     """Launch a kernel that is built on csrc/decoder.cuh.
 
@@ -92,6 +100,8 @@ def launch(
         tasks: how many it has; at least one.
         whole: for the variant without a check of each word, where nothing is padding.
         arguments: what it takes beyond the usual.
+        parts: warps that share a chunk, if there is such a variant.
+        all_wanted: none of the tasks may turn out not to be wanted, and the tensor has always as many.
 
     Raises:
         DeviceError: as decode_cuda.
@@ -101,11 +111,11 @@ def launch(
     with nvrtc.on_device(packed.data.get_device()):
         kept = resident(packed.data)
         early = kept is not None and kept.settle()
-        prepared: _Prepared | None = kept.decoders.get((kernel, whole)) if kept else None
+        prepared: _Prepared | None = kept.decoders.get((kernel, whole, parts)) if kept else None
         if prepared is None:
-            prepared = _Prepared.of(file, kernel, packed, whole)
+            prepared = _Prepared.of(file, kernel, packed, whole, parts, tasks if all_wanted else None)
             if kept and kept.has_table:
-                kept.decoders[kernel, whole] = prepared
+                kept.decoders[kernel, whole, parts] = prepared
         function, warps, shared, geometry, structure, division = prepared
         grid = min(nvrtc.multiprocessors(packed.data.get_device()), tasks)
         nvrtc.launch(function, grid, 32 * warps, shared, geometry, structure,
@@ -123,24 +133,47 @@ class _Prepared(NamedTuple):
     division: DivisionStructure
 
     @classmethod
-    def of(cls, file: str, kernel: str, packed: PackedTensor, whole: bool) -> _Prepared:
+    def of(cls, file: str, kernel: str, packed: PackedTensor, whole: bool, parts: int, tasks: int | None) -> _Prepared:
         header, geometry, device = packed.header, packed.header.geometry, packed.data.get_device()
         if max(geometry.rows, geometry.columns, geometry.chunks) >= 1 << 31:
             what = f"a tensor of shape {tuple(packed.shape)} is too large for the CUDA kernels"
             raise DeviceError(what, mend="decode it on the CPU")
         block = Block.of(header, device)
         structure = PackedStructure.of(packed, decode_table(packed))
-        function = nvrtc.kernel(file, _name(kernel, header, whole), device)
-        return cls(function, block.warps, block.shared_bytes, GeometryStructure.of(geometry), structure, block.division)
+        function = nvrtc.kernel(file, _name(kernel, header, whole, parts), device)
+        warps = even_warps(-(-tasks // nvrtc.multiprocessors(device)), block.warps) if tasks else block.warps
+        return cls(function, warps, block.shared_bytes, GeometryStructure.of(geometry), structure, block.division)
 
 
-def decode_source(header: Header) -> nvrtc.Source:
+def decode_source(header: Header, device: int) -> nvrtc.Source:
     """What is compiled for ``decode_cuda``, of the quad or the single code."""
-    return nvrtc.Source("decode.cu", _name("decode", header, is_whole(header.geometry)))
+    return nvrtc.Source("decode.cu", _name("decode", header, is_whole(header.geometry), _parts(header, device)))
 
 
-def _name(kernel: str, header: Header, whole: bool) -> str:
-    return f"{kernel}_{header.code.name.lower()}_{'whole' if whole else 'clipped'}"
+def _name(kernel: str, header: Header, whole: bool, parts: int) -> str:
+    shared = "_shared" if parts > 1 else ""
+    return f"{kernel}_{header.code.name.lower()}_{'whole' if whole else 'clipped'}{shared}"
+
+
+@cache
+def _parts(header: Header, device: int) -> int:
+    """How many warps share a chunk: two where chunks are so few that half of the warps would have none.
+
+    The second goes past the stages of the first, which takes it half the time of decoding them to memory, or less.
+    """
+    geometry = header.geometry
+    are_alike = geometry.stages % geometry.chunk_stages == 0 and geometry.chunk_stages % (_SHARING * _TURN) == 0
+    if header.code is not Code.QUAD or not is_whole(geometry) or not are_alike:
+        return 1
+    return _SHARING if _SHARING * geometry.chunks <= nvrtc.multiprocessors(device) * MAX_WARPS else 1
+
+
+def even_warps(tasks: int, most: int) -> int:
+    """Of a block that has so many tasks: such that the last round is as full as the others, or nearly so.
+
+    A chunk takes a warp as long when few others are at work, so a round that is nearly empty costs as much as any.
+    """
+    return min(range(most, min(_MIN_WARPS, most) - 1, -1), key=lambda warps: -(-tasks // warps) * warps)
 
 
 def staging_words(header: Header) -> int:

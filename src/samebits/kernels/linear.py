@@ -81,7 +81,7 @@ def variants(header: Header, m: int, split: int) -> list[int]:
 def sources(header: Header, m: int, plans: Iterable[LinearPlan], device: int) -> set[nvrtc.Source]:
     """What is compiled for supported products, fused under these plans or decoded first."""
     launches = (launch_of(header, m, plan.split, plan.variant, device) for plan in plans)
-    return {decode_source(header)}.union(*(launch.sources for launch in launches if launch))
+    return {decode_source(header, device)}.union(*(launch.sources for launch in launches if launch))
 
 
 def first_variant(header: Header, m: int, split: int) -> int | None:

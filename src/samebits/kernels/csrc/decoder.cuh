@@ -149,9 +149,10 @@ struct Decoder {
         return packed.data + packed.planes + slab_offset(geometry.stages, extent.row_group, extent.first_stage);
     }
 
-    // Of such a chunk as many stages as make up whole turns of four. `loaded`: its first turn, and then what is at `behind`.
+    // Of such a chunk as many stages as make up whole turns of four; it has `skipped` more in front. `loaded`: its first turn, and then what is at
+    // `behind`.
     template <Clip clip>
-    __device__ __forceinline__ int decode_run(const Chunk& extent, StagedChunk& chunk, Stream streams[2], Place& place, LoadedTurn& loaded, const u8* behind) {
+    __device__ __forceinline__ int decode_run(const Chunk& extent, int skipped, StagedChunk& chunk, Stream streams[2], Place& place, LoadedTurn& loaded, const u8* behind) {
         const u8* slab = slab_of(extent);
         const int turns = extent.stages >> 2;
         for (int turn = 0; turn < turns; ++turn) {
@@ -159,7 +160,7 @@ struct Decoder {
             LoadedTurn next;
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                decode_stage<clip, false>(chunk, streams, 4 * turn + i, loaded.raw[i], loaded.signs[i >> 1] << (4 * (i & 1)), place);
+                decode_stage<clip, false>(chunk, streams, skipped + 4 * turn + i, loaded.raw[i], loaded.signs[i >> 1] << (4 * (i & 1)), place);
                 if (i == 0) next.load(slab, lane);
                 place.next_stage();
             }
@@ -168,10 +169,10 @@ struct Decoder {
         return 4 * turns;
     }
 
-    // Any chunk, from its stage `done` on.
+    // Any chunk, from its stage `done` on; it has `skipped` more in front.
     template <Clip clip, bool raw_chunk>
-    __device__ __forceinline__ void decode_rest(const Chunk& extent, StagedChunk& chunk, Stream streams[2], Place place, int done) {
-        int stage = done;
+    __device__ __forceinline__ void decode_rest(const Chunk& extent, int skipped, StagedChunk& chunk, Stream streams[2], Place place, int done) {
+        int stage = skipped + done;
         for (int group = extent.row_group; group < extent.row_group + extent.row_groups; ++group) {
             if (group > extent.row_group) place = place_at(group, 0);
             for (int s = extent.first_stage + done; s < extent.first_stage + extent.stages; ++s) {
@@ -185,17 +186,27 @@ struct Decoder {
         }
     }
 
+    // Goes past a chunk's first stages.
+    __device__ __forceinline__ void skip(int stages, StagedChunk& chunk, Stream streams[2]) const {
+#pragma unroll 1
+        for (int stage = 0; stage < stages; ++stage) {
+            u32 tops[4];
+            decode_tops(streams, tops);
+        }
+        chunk.skip_patches(stages);
+    }
+
     // `loaded` as in decode_run, if there is a run in this chunk, and then in the next.
     template <Clip clip>
-    __device__ __forceinline__ void decode_chunk(const Chunk& extent, const Chunk& next, StagedChunk& chunk, Stream streams[2], LoadedTurn& loaded) {
+    __device__ __forceinline__ void decode_chunk(const Chunk& extent, int skipped, const Chunk& next, StagedChunk& chunk, Stream streams[2], LoadedTurn& loaded) {
         Place place = place_at(extent.row_group, extent.first_stage);
         int done = 0;
         if (!chunk.raw && has_run(extent))
-            done = decode_run<clip>(extent, chunk, streams, place, loaded, slab_of(has_run(next) ? next : extent));
+            done = decode_run<clip>(extent, skipped, chunk, streams, place, loaded, slab_of(has_run(next) ? next : extent));
         else if (has_run(next))
             loaded.load(slab_of(next), lane);
-        if (chunk.raw) return decode_rest<clip, true>(extent, chunk, streams, place, 0);
-        decode_rest<clip, false>(extent, chunk, streams, place, done);
+        if (chunk.raw) return decode_rest<clip, true>(extent, skipped, chunk, streams, place, 0);
+        decode_rest<clip, false>(extent, skipped, chunk, streams, place, done);
     }
 
     __device__ __forceinline__ Place place_at(int row_group, int stage) const {
@@ -229,14 +240,15 @@ struct Blocks {
 //   sparse        whether some of them may turn out not to be wanted
 //   wanted(task)  whether this one is
 //   chunk(task)   the chunk it decodes
+//   parts         how many tasks share a chunk, each with as many stages; of one row group if they are several
 //   window(task)  what it stores of that
 template <bool quad, Clip clip, class Tasks>
 __device__ __forceinline__ void decode_tasks(const Geometry& geometry, const Packed& packed, const Tasks& tasks, const Division& division,
                                              const Blocks& blocks) {
     extern __shared__ __align__(16) u32 shared[];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5, count = tasks.count();
-    // All blocks together move along the tensor, so that what is read and written at a time lies together. Where tasks are few, some
-    // warps have none.
+    // All blocks together move along the tensor, so that what is read and written at a time lies together; where the last tasks are too few for all
+    // warps, every block has some of them. Where tasks are few, some warps have none.
     const int decoders = min(warps, (count + blocks.count - 1) / blocks.count), stride = blocks.count * decoders;
     u32* buffers = shared + division.table_words + division.entry_words + warp * 2 * division.buffer_words;
     const u32* offsets = reinterpret_cast<const u32*>(packed.data + packed.offsets);
@@ -246,7 +258,14 @@ __device__ __forceinline__ void decode_tasks(const Geometry& geometry, const Pac
         return task;
     };
     auto behind = [&](int task) { return task < count ? next_wanted(task + stride) : task; };
-    auto extent_of = [&](int task) { return chunk_at(geometry, tasks.chunk(task)); };
+    auto extent_of = [&](int task) {
+        Chunk extent = chunk_at(geometry, tasks.chunk(task));
+        if (Tasks::parts > 1) {
+            extent.stages /= Tasks::parts;
+            extent.first_stage += task % Tasks::parts * extent.stages;
+        }
+        return extent;
+    };
     u32 start = 0, stop = 0;   // of the streams that come next
     auto find = [&](int task) {
         if (task >= count) return;
@@ -263,7 +282,7 @@ __device__ __forceinline__ void decode_tasks(const Geometry& geometry, const Pac
 
     let_kernel_behind_start();
     if (Tasks::sparse) await_kernel_before();   // which tasks are wanted may have just been written
-    int task = next_wanted(warp < decoders ? blocks.index * decoders + warp : count), slot = 0;
+    int task = next_wanted(warp < decoders ? warp * blocks.count + blocks.index : count), slot = 0;
     if (Tasks::sparse && !__syncthreads_or(task < count)) return;   // before the table is built for nothing
     find(task);
     const Table<quad> table(packed, shared, shared + division.table_words);
@@ -289,8 +308,10 @@ __device__ __forceinline__ void decode_tasks(const Geometry& geometry, const Pac
         StagedChunk chunk;
         Stream streams[2];
         decoder.window = tasks.window(task);
-        chunk.open(buffers + slot * division.buffer_words + staged.begin, staged.size, extent.row_groups * extent.stages, lane, streams);
-        decoder.template decode_chunk<clip>(extent, next_extent, chunk, streams, loaded);
+        chunk.open(buffers + slot * division.buffer_words + staged.begin, staged.size, extent.row_groups * extent.stages * Tasks::parts, lane, streams);
+        const int skipped = task % Tasks::parts * extent.stages;
+        if (Tasks::parts > 1 && !chunk.raw) decoder.skip(skipped, chunk, streams);
+        decoder.template decode_chunk<clip>(extent, skipped, next_extent, chunk, streams, loaded);
         __syncwarp();
         slot ^= 1;
         task = next, next = after, staged = next_staged, extent = next_extent;

@@ -29,6 +29,7 @@ struct PieceChunks {
     PieceWindow place;
 
     static constexpr bool sparse = false;
+    static constexpr int parts = 1;
     __device__ __forceinline__ int count() const { return number; }
     __device__ __forceinline__ bool wanted(int) const { return true; }
     __device__ __forceinline__ int chunk(int task) const { return first + task; }

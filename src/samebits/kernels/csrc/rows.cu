@@ -28,6 +28,7 @@ struct GatheredChunks {
     }
 
     static constexpr bool sparse = true;
+    static constexpr int parts = 1;
     __device__ __forceinline__ int count() const { return gather.id_count * gather.chunks_per_entry; }
     // Every task comes here first. An id out of range ends the kernel, as torch's own embedding does.
     __device__ __forceinline__ bool wanted(int task) const {
@@ -59,6 +60,7 @@ struct RoutedChunks {
     u16* output;
 
     static constexpr bool sparse = true;
+    static constexpr int parts = 1;
     __device__ __forceinline__ int count() const { return geometry.chunks; }
     __device__ __forceinline__ bool wanted(int task) const {
         const Chunk extent = chunk_at(geometry, task);

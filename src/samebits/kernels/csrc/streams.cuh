@@ -231,5 +231,9 @@ struct StagedChunk {
             patch = --patches ? *++next_patch : kNoPatch;
         }
     }
+    // Those of the first stages.
+    __device__ __forceinline__ void skip_patches(int stages) {
+        while (patches && patch >> 16 < u32(stages)) patch = --patches ? *++next_patch : kNoPatch;
+    }
     const u32* next_patch;
 };

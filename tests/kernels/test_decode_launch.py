@@ -1,0 +1,60 @@
+"""How a launch of csrc/decode.cu divides chunks among blocks and warps."""
+
+from __future__ import annotations
+
+import pytest
+
+from samebits.format.geometry import Code, Layout
+from samebits.format.packed import Header, PackedTensor
+from samebits.kernels import decode, nvrtc
+from samebits.kernels.decode import MAX_WARPS, decode_source, even_warps
+from tests.codecs.tensors import packed_of
+from tests.codecs.zoo import ZOO, quad_matrix
+
+MULTIPROCESSORS = 132
+
+
+@pytest.fixture(autouse=True)
+def _a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvrtc, "multiprocessors", lambda device: MULTIPROCESSORS)
+    decode._parts.cache_clear()
+
+
+@pytest.mark.parametrize(("tasks", "warps"), [(25, 13), (47, 16), (55, 14), (122, 14), (16, 16)])
+def test_rounds_are_as_full_as_can_be(tasks: int, warps: int) -> None:
+    """Of 5120 x 5120, 12288 x 4096, 14336 x 4096, 25600 x 5120 and 4096 x 4096, by block."""
+    assert even_warps(tasks, MAX_WARPS) == warps
+
+
+@pytest.mark.parametrize("most", [1, 5, 12, 16])
+def test_no_number_of_warps_leaves_fewer_places(most: int) -> None:
+    for tasks in range(1, 500):
+        warps = even_warps(tasks, most)
+        assert 1 <= warps <= most
+        places = -(-tasks // warps) * warps
+        assert all(places <= -(-tasks // other) * other for other in range(min(12, most), most + 1))
+
+
+@pytest.mark.parametrize(
+    ("shape", "shared"),
+    [((1024, 4096), True), ((2048, 4096), True), ((8, 65536), True), ((4096, 4096), False), ((1024, 4032), False),
+     ((1001, 4096), False), ((1024, 960), False)],
+)  # fmt: skip
+def test_who_shares_a_chunk(shape: tuple[int, int], shared: bool) -> None:
+    """Two warps where one for each chunk would leave half of them without any, and all chunks are whole."""
+    source = decode_source(Header(Code.QUAD, Layout.MATRIX, shape, 16, 13, 50, 0, 1000, True, 470, 1 << 20), 0)
+    whole = shape[0] % 8 == shape[1] % 64 == 0
+    assert source == ("decode.cu", f"decode_quad_{'whole' if whole else 'clipped'}{'_shared' if shared else ''}")
+
+
+def test_what_shares_a_chunk_on_a_gpu_is_tested() -> None:
+    """test_cuda_decode.py decodes the zoo: patches and raw chunks are among what two warps share, also of 64 stages."""
+    packed = {case.name: packed_of(case.packed) for case in ZOO if not case.is_compact}
+    shared = [name for name, tensor in packed.items() if is_shared(tensor)]
+    assert {"chunks_of_many_patches", "equal_quads"} <= set(shared)
+    words = next(case.words for case in ZOO if case.name == "chunks_of_many_patches")
+    assert packed["chunks_of_many_patches"].header.chunk_stages == quad_matrix(words).chunk_stages == 16
+
+
+def is_shared(tensor: PackedTensor) -> bool:
+    return tensor.code is Code.QUAD and decode_source(tensor.header, 0).kernel.endswith("_shared")
