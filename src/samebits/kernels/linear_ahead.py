@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 from samebits.format.geometry import SIGN_BYTES, STAGE, STAGE_WORDS
 from samebits.format.packed import Header
@@ -16,9 +17,27 @@ _RUN_WORDS = _RUN_STAGES * STAGE_WORDS // 4  # kRunBytes: a byte of each weight
 _SIGN_WORDS = CHUNK_STAGES // 2 * SIGN_BYTES // 4  # kChunkSigns
 _COLUMN_WORDS = 2 * _RUN_STAGES * STAGE // 4  # kColumnBytes
 _MIN_X_RUNS = CHUNK_STAGES // _RUN_STAGES  # or warps could wait for each other
-_X_WORDS = 4096  # of a segment, where that is enough
-_RAW_RUNS = 3  # kRawRuns
+_MAX_WARPS = 20  # kMaxWarps: with more, the kernel for kManyWarps
+_MANY_LINES = 8  # of a block, at least, for which that many warps are of use
 _MIN_RUNS = 2  # of a ring, where its line is as long
+
+
+class _Kept(NamedTuple):
+    """What a kernel keeps in shared memory of what is multiplied.
+
+    Attributes:
+        name: the end of the kernel's.
+        raw_runs: of a line (csrc: kRawRuns, kFewRawRuns).
+        x_words: of a segment, where that is enough.
+    """
+
+    name: str
+    raw_runs: int
+    x_words: int
+
+
+_FEW = _Kept("", 3, 4096)  # by warps
+_MANY = _Kept("_many", 2, 1536)
 
 
 def ahead(headers: tuple[Header, ...], m: int, splits: tuple[int, ...], device: int, warps: int) -> Launch | None:
@@ -29,9 +48,10 @@ def ahead(headers: tuple[Header, ...], m: int, splits: tuple[int, ...], device: 
     blocks = shares(headers, stages, device)
     if blocks is None:
         return None
-    planners = [_Planner(*each, m, device) for each in zip(headers, splits, blocks, strict=True)]
+    kept = _MANY if warps > _MAX_WARPS else _FEW
+    planners = [_Planner(*each, m, device, kept) for each in zip(headers, splits, blocks, strict=True)]
     lines = max(each.lines for each in planners)
-    if lines > _MAX_LINES:
+    if lines > _MAX_LINES or (kept is _MANY and lines < _MANY_LINES):
         return None
     others = max(each.lines + each.segments for each in planners)
     useful = max(each.lines + each.segments + each.tasks for each in planners)
@@ -55,7 +75,7 @@ def _launch(planners: Sequence[_Planner], blocks: Sequence[int], warps: int, rin
 class _Planner(Planner):
     """Of one tensor."""
 
-    def __init__(self, header: Header, split: int, blocks: int, m: int, device: int) -> None:
+    def __init__(self, header: Header, split: int, blocks: int, m: int, device: int, kept: _Kept) -> None:
         super().__init__(header, m, split, device, blocks)
         ranges = -(-self.ranges // max(1, min(_SEGMENTED_LINES // self.own, self.ranges)))  # of a segment
         self.segment_stages = ranges * self.stages_per_range
@@ -65,16 +85,16 @@ class _Planner(Planner):
         self.runs = -(-min(self.segment_stages, self.stages) // _RUN_STAGES) + 1  # of a line, at most
         self.run = self.lines * (_RUN_WORDS + 1)  # a run and its flag, of all lines
         x_run = m * _COLUMN_WORDS
-        self.x_places = min(self.runs, max(_MIN_X_RUNS, _X_WORDS // x_run))
+        self.x_places = min(self.runs, max(_MIN_X_RUNS, kept.x_words // x_run))
         self.x = max(self.segments * self.x_places * x_run, self.entries)
-        self.name = f"linear_ahead_{OCTET * self.octets}"
+        self.name = f"linear_ahead_{OCTET * self.octets}{kept.name}"
+        self.raw = self.lines * kept.raw_runs * _RUN_WORDS
 
     def fixed(self, warps: int) -> int:
         """What a block needs without rings."""
         parts = self.own * self.ranges * 2 * self.octets * LANES if self.ranges > 1 else 0
         buffers = (warps - self.lines - self.segments) * 2 * (self.buffer + _SIGN_WORDS)
-        raw = self.lines * _RAW_RUNS * _RUN_WORDS
-        return self.table + self.x + buffers + raw + parts + self.lines + self.segments + self.own
+        return self.table + self.x + buffers + self.raw + parts + self.lines + self.segments + self.own
 
     def ring(self, warps: int) -> int:
         """Runs of each, as many as are of use and fit."""

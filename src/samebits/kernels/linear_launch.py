@@ -66,6 +66,8 @@ VARIANTS = (
     *(Variant(Kernel.CLUSTERS, WARPS, rank=rank) for rank in range(_RANKS)),
     Variant(Kernel.PAIRS, warps=8, hand_on=True),
     Variant(Kernel.PAIRS, warps=12, hand_on=True),
+    Variant(Kernel.AHEAD, warps=24),
+    Variant(Kernel.AHEAD, warps=22),
 )
 
 

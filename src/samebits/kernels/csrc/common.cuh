@@ -137,6 +137,9 @@ __device__ __forceinline__ void store_shared(u32 address, u32 v) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
 }
 
+// By exclusive or, whoever else changes the same word.
+__device__ __forceinline__ void change_shared(u32 address, u32 change) { asm volatile("red.shared.xor.b32 [%0], %1;" ::"r"(address), "r"(change) : "memory"); }
+
 __device__ __forceinline__ void store_once(void* pointer, u32 x, u32 y) {
     asm volatile("st.global.cs.v2.u32 [%0], {%1,%2};" ::"l"(pointer), "r"(x), "r"(y) : "memory");
 }

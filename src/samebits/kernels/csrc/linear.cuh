@@ -174,15 +174,21 @@ struct Opened {
     }
     // Of a raw chunk (6.5) at a shared address, but for its highest byte, which is a block's number in its cluster.
     static __device__ __forceinline__ u32 raw_chunk(u32 at, int stages) { return 1u << 31 | u32(stages - 1) << 24 | (at & kInBlock); }
+    __device__ __forceinline__ bool is_raw() const { return int(next_patch) < 0; }
+    // Of a raw chunk's stage the upper bytes without signs.
+    template <bool in_cluster = false>
+    __device__ __forceinline__ Vec4 read_raw(u32 stage, int lane) const {
+        const u32 in_chunk = min(stage, next_patch >> 24 & 127), block = in_cluster ? streams[0].next & ~kInBlock : 0;
+        const u32 tops = block + (next_patch & kInBlock) + 4 + 512 * in_chunk + 16 * lane;
+        return {load_shared(tops) & ~kSignMask, load_shared(tops + 4) & ~kSignMask, load_shared(tops + 8) & ~kSignMask, load_shared(tops + 12) & ~kSignMask};
+    }
     // What is left to do for a stage's upper bytes, rarely: patches (6.4), raw chunks. Stages come in their order.
     template <bool in_cluster = false>
     __device__ __forceinline__ void mend(Vec4& upper, int stage, int lane) {
         const u32 behind = u32(stage + 1) << 16;
         if (patch >= behind) return;
-        if (int(next_patch) < 0) {
-            const u32 in_chunk = min((passed >> 16) + stage, next_patch >> 24 & 127), block = in_cluster ? streams[0].next & ~kInBlock : 0;
-            const u32 tops = block + (next_patch & kInBlock) + 4 + 512 * in_chunk + 16 * lane;
-            upper = {load_shared(tops) & ~kSignMask, load_shared(tops + 4) & ~kSignMask, load_shared(tops + 8) & ~kSignMask, load_shared(tops + 12) & ~kSignMask};
+        if (is_raw()) {
+            upper = read_raw<in_cluster>((passed >> 16) + stage, lane);
             return;
         }
         do {

@@ -14,9 +14,9 @@
 #pragma once
 #include "columns.cuh"
 
-constexpr int kMaxWarps = 20;
+constexpr int kMaxWarps = 20, kManyWarps = 24;            // where many decode, less is kept of what is multiplied
 constexpr int kRunBytes = kRun * 512;                     // of a run in a ring: [stage][lane][step], a quad's upper bytes, or its raw bytes
-constexpr int kRawRuns = 3;                               // whose raw bytes are in shared memory or on their way there
+constexpr int kRawRuns = 3, kFewRawRuns = 2;              // whose raw bytes are in shared memory or on their way there
 template <int octets>
 constexpr int kDepth = octets == 1 ? 2 : 1;               // stages whose operands are in registers or on their way there; more take registers from warps
 constexpr int kChunkSigns = kChunkStages / 2 * kSignBytes;   // bytes of a chunk's sign words
@@ -43,7 +43,6 @@ struct Rings {
     int lines, places;
 
     __device__ __forceinline__ u32 upper_of(int line, int place) const { return upper + (line * places + place) * kRunBytes; }
-    __device__ __forceinline__ u32 raw_of(int line) const { return raw + line * kRawRuns * kRunBytes; }
     // Flags: of a place, how many of the line's runs there were with the one that it holds; of a line, how many runs are not needed any more.
     __device__ __forceinline__ u32 ready(int line, int place) const { return flags + 4 * (line * places + place); }
     __device__ __forceinline__ u32 taken(int line) const { return flags + 4 * (lines * places + line); }
@@ -51,6 +50,30 @@ struct Rings {
     __device__ __forceinline__ u32 brought(int segment) const { return flags + 4 * (lines * (places + 1) + segment); }
     __device__ __forceinline__ int behind(int place) const { return place + 1 == places ? 0 : place + 1; }
 };
+
+// A chunk's patches (6.4), of which each lane has one at hand. They change what has been decoded to shared memory, all of a run's at once: stage by stage,
+// as Opened::mend applies them, they would stand between stages that can be decoded side by side.
+struct Patches {
+    u32 list, count, own;         // shared address of the lane's, and itself; how many there are
+
+    __device__ __forceinline__ Patches(const Opened& chunk, bool raw, u32 end, int lane) : list(chunk.next_patch + 4 * lane) {
+        count = raw ? 0 : uniform(end - chunk.next_patch) >> 2;
+        own = at(lane);
+    }
+    __device__ __forceinline__ u32 at(u32 number) const { return number < count ? load_shared(list + 4 * (number & ~(kLanes - 1))) : kNoPatch; }
+    // Those of the run from stage `first` on, whose upper bytes are at a shared address.
+    __device__ __forceinline__ void apply(u32 bytes, int first, int lane) const {
+        apply(own, bytes, first);
+        if (count > kLanes)
+#pragma unroll 1
+            for (u32 number = kLanes; number < count; number += kLanes) apply(at(number + lane), bytes, first);
+    }
+    static __device__ __forceinline__ void apply(u32 patch, u32 bytes, int first) {
+        const u32 place = (patch >> 7 & 0x600) + (patch >> 5 & 0x1f0) + (patch >> 12 & 12);   // of its quad: stage, lane, step
+        if (patch >> 18 == u32(first) / kRun) change_shared(bytes + place, (patch & 127) << (patch >> 4 & 24));
+    }
+};
+static_assert(kRun == 4, "a patch's stage: two bits in the run, and the run's number above");
 
 // What a warp decodes: chunk `chunk` of a line, both counted in their segment.
 struct Task {
@@ -143,6 +166,8 @@ struct Decoder {
         const int own_line = line(task);
         Opened chunk;
         chunk.open(at, staged.size, count, lane);
+        const bool raw = uniform(chunk.is_raw());
+        const Patches patches(chunk, raw, at + 4 * staged.size, lane);
         meanwhile();
         LookUps begun = chunk.begin(table, byte_mask);
         int number = first / kRun - segment.first_run();   // of a run in its segment
@@ -151,17 +176,22 @@ struct Decoder {
 #pragma unroll 1
         for (int run = 0; run < end; run += kRun, ++number) {
             if (number >= rings.places) wait_until(rings.taken(own_line), number - rings.places + 1);
-            const u32 target = rings.upper_of(own_line, place) + 16 * lane, sign = signs + (run >> 1) * kSignBytes;
+            const u32 bytes = rings.upper_of(own_line, place), sign = signs + (run >> 1) * kSignBytes;
             const u32 pairs[2] = {load_shared(sign), load_shared(sign + kSignBytes)};
+            auto leave = [&](int s, const Vec4& tops) { store_shared(bytes + s * 512 + 16 * lane, with_signs(pairs[s >> 1] << (4 * (s & 1)), tops)); };
 #pragma unroll
             for (int s = 0; s < kRun; ++s) {
                 Vec4 tops = chunk.go_on(begun, table, byte_mask);
                 chunk.complete(tops, common);
                 begun = chunk.begin(table, byte_mask);
-                chunk.mend(tops, s, lane);
-                store_shared(target + s * 512, with_signs(pairs[s >> 1] << (4 * (s & 1)), tops));
+                leave(s, tops);
             }
-            chunk.pass(kRun);
+            if (raw) {
+#pragma unroll
+                for (int s = 0; s < kRun; ++s) leave(s, chunk.read_raw(run + s, lane));
+            }
+            __syncwarp();                // for patches
+            patches.apply(bytes, run, lane);
             if (number < 0) continue;    // of the segment before: where the first run will be
             __syncwarp();
             if (lane == 0) set_flag(rings.ready(own_line, place), number + 1);
@@ -239,14 +269,14 @@ struct BroughtColumns {
 };
 
 // A warp that multiplies a line.
-template <int octets>
+template <int octets, int raw_runs>
 __device__ __forceinline__ void multiply_line(const Geometry& geometry, const Packed& packed, const Job& job, const Rings& rings, int line, int slot, int number,
                                               u32 x_ring, float* parts, u32 done, int lane) {
     const Segment segment(geometry, job, number);
     const int group = slot * job.blocks + job.block();
     // Raw bytes come to shared memory by asynchronous copies, run by run, each a group of its own; each lane reads what it has copied itself.
     // Loads to registers would all have to be waited for at once.
-    const u32 raw = rings.raw_of(line) + 16 * lane;
+    const u32 raw = rings.raw + line * raw_runs * kRunBytes + 16 * lane;
     const int runs = segment.runs();
     const u8* from = packed.data + packed.planes + slab_offset(geometry.stages, group, segment.first_run() * kRun) + kSignBytes + 16 * lane;
     int raw_place = 0;                               // of the run at hand, in bytes
@@ -259,8 +289,8 @@ __device__ __forceinline__ void multiply_line(const Geometry& geometry, const Pa
         from += kRun / 2 * kSlabBytes;
     };
 #pragma unroll
-    for (int i = 0; i < kRawRuns; ++i) fetch_run(i, i * kRunBytes);
-    auto await_raw = [&] { copy_wait<kRawRuns - 1>(); };
+    for (int i = 0; i < raw_runs; ++i) fetch_run(i, i * kRunBytes);
+    auto await_raw = [&] { copy_wait<raw_runs - 1>(); };
     const u32 scale = scale_of(packed.has_row_shifts ? reinterpret_cast<const i8*>(packed.data + packed.row_shifts)[group * 8 + (lane >> 2)] : packed.shift);
     BroughtColumns<octets> columns(x_ring, job.tokens, lane);
     const u32 run_bytes = job.tokens * kColumnBytes, ring_bytes = job.x_places * run_bytes, brought = rings.brought(number);
@@ -326,8 +356,8 @@ __device__ __forceinline__ void multiply_line(const Geometry& geometry, const Pa
             if (s + depth == kRun) {
                 release_run();
                 const int read_place = raw_place;
-                raw_place = raw_place == (kRawRuns - 1) * kRunBytes ? 0 : raw_place + kRunBytes;
-                fetch_run(run + kRawRuns - 1, read_place);
+                raw_place = raw_place == (raw_runs - 1) * kRunBytes ? 0 : raw_place + kRunBytes;
+                fetch_run(run + raw_runs - 1, read_place);
                 await_raw();
                 await_run(flag, x_flag);
             }
@@ -348,7 +378,7 @@ __device__ __forceinline__ void multiply_line(const Geometry& geometry, const Pa
     copy_wait<0>();                      // nothing may be on its way when the block ends
 }
 
-template <int octets>
+template <int octets, int raw_runs>
 __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& packed, const Job& job) {
     extern __shared__ __align__(128) u32 memory[];
     const int warp = own_warp(), warps = blockDim.x >> 5;
@@ -361,7 +391,7 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
     // Shared memory: table, its entries and then x, two buffers for each warp that decodes, rings of upper and of raw bytes, where ranges meet, flags.
     const u32 base = u32(__cvta_generic_to_shared(memory));
     const int buffer_words = job.table_words + job.x_words, ring_words = buffer_words + decoders * 2 * buffer_bytes(job) / 4;
-    const int raw_words = ring_words + multipliers * job.ring * kRunBytes / 4, part_words = raw_words + multipliers * kRawRuns * kRunBytes / 4;
+    const int raw_words = ring_words + multipliers * job.ring * kRunBytes / 4, part_words = raw_words + multipliers * raw_runs * kRunBytes / 4;
     const int flag_words = part_words + (job.ranges > 1 ? job.slots * job.ranges * 2 * octets * kLanes : 0);
     const int ring_flags = multipliers * (job.ring + 1) + job.segments;
     int places = job.ring;
@@ -389,7 +419,7 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
     } else if (warp < rings.lines) {
         int slot = warp, segment = 0;
         while (slot >= own) slot -= own, ++segment;
-        multiply_line<octets>(geometry, packed, job, rings, warp, slot, segment, x_ring(segment), reinterpret_cast<float*>(memory + part_words),
+        multiply_line<octets, raw_runs>(geometry, packed, job, rings, warp, slot, segment, x_ring(segment), reinterpret_cast<float*>(memory + part_words),
                               base + 4 * (flag_words + ring_flags), lane);
     }
 }
