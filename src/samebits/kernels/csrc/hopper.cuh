@@ -124,9 +124,10 @@ struct RingPlace {
     int slot;
     u32 parity;
 
-    __device__ __forceinline__ static RingPlace of(u32 index, u32 slots) {
-        const u32 round = index / slots;
-        return {int(index - round * slots), round & 1};
+    // by_slots: for `divide`.
+    __device__ __forceinline__ static RingPlace of(int index, int slots, u32 by_slots) {
+        const int round = divide(index, by_slots);
+        return {index - round * slots, u32(round & 1)};
     }
     __device__ __forceinline__ void advance(int slots) {
         if (++slot == slots) slot = 0, parity ^= 1;

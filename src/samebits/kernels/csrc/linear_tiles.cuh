@@ -82,6 +82,7 @@ struct Tasks {
 struct Rings {
     u32 weights, slot_bytes;              // shared addresses
     int slots;                            // of the ring of weights
+    u32 by_slots;
     u32 x;
     int x_slots;
     u32 full, empty, x_full, x_empty;     // barriers, one for each slot, of x for each part
@@ -298,7 +299,7 @@ struct Decoder : ChunkReader {
             const int first_stage = chunk_of(task) * kChunkStages, count = min(kChunkStages, share.end - first_stage);
             const int before = max(0, 2 * share.pair - first_stage);   // stages of pairs that belong to the segment before
             const u32 atoms = lane_place + task.slot * kPairBytes;
-            RingPlace pair = RingPlace::of(task.batch * share.pairs + (first_stage + before) / 2 - share.pair, rings.slots);
+            RingPlace pair = RingPlace::of(task.batch * share.pairs + (first_stage + before) / 2 - share.pair, rings.slots, rings.by_slots);
             const Task behind = tasks.behind(task);
             const Next next = look_ahead(tasks.has(behind), behind.group, chunk_of(behind));
             const u32 scale = shifted ? ChunkReader::scale(task.group) : kNoShift;
@@ -346,6 +347,7 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
     u8* shared = shared_bytes + (base - start);
     Rings rings;
     rings.weights = base;
+    rings.by_slots = job.by_ring;
     rings.slot_bytes = job.slots * kPairBytes;
     rings.slots = job.ring;
     rings.x = base + rings.slots * rings.slot_bytes;
