@@ -15,10 +15,10 @@ struct AllChunks {
     __device__ __forceinline__ Window window(int) const { return {output, 0, geometry.words}; }
 };
 
-#define DECODE_KERNEL(name, quad, clip, parts)                                                               \
-    extern "C" __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)                                    \
-    name(const Geometry geometry, const Packed packed, u16* output, const Division division) {               \
-        decode_tasks<quad, clip>(geometry, packed, AllChunks<parts>{geometry, output}, division, Blocks::of_launch());         \
+#define DECODE_KERNEL(name, quad, clip, parts)                                                                         \
+    extern "C" __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)                                              \
+    name(const Geometry geometry, const Packed packed, u16* output, const Division division) {                         \
+        decode_tasks<quad, clip>(geometry, packed, AllChunks<parts>{geometry, output}, division, Blocks::of_launch()); \
     }
 DECODE_KERNEL(decode_quad_whole, true, kAll, 1)
 DECODE_KERNEL(decode_quad_clipped, true, kWords, 1)

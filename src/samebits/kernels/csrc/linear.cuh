@@ -187,7 +187,7 @@ struct Opened {
     __device__ __forceinline__ void mend(Vec4& upper, int stage, int lane) {
         const u32 behind = u32(stage + 1) << 16;
         if (patch >= behind) return;
-        if (is_raw()) {
+        if (int(next_patch) < 0) {   // asked as is_raw() the compiler would put patches behind another branch
             upper = read_raw<in_cluster>((passed >> 16) + stage, lane);
             return;
         }

@@ -63,12 +63,12 @@ struct Patches {
     __device__ __forceinline__ u32 at(u32 number) const { return number < count ? load_shared(list + 4 * (number & ~(kLanes - 1))) : kNoPatch; }
     // Those of the run from stage `first` on, whose upper bytes are at a shared address.
     __device__ __forceinline__ void apply(u32 bytes, int first, int lane) const {
-        apply(own, bytes, first);
+        change(own, bytes, first);
         if (count > kLanes)
 #pragma unroll 1
-            for (u32 number = kLanes; number < count; number += kLanes) apply(at(number + lane), bytes, first);
+            for (u32 number = kLanes; number < count; number += kLanes) change(at(number + lane), bytes, first);
     }
-    static __device__ __forceinline__ void apply(u32 patch, u32 bytes, int first) {
+    static __device__ __forceinline__ void change(u32 patch, u32 bytes, int first) {
         const u32 place = (patch >> 7 & 0x600) + (patch >> 5 & 0x1f0) + (patch >> 12 & 12);   // of its quad: stage, lane, step
         if (patch >> 18 == u32(first) / kRun) change_shared(bytes + place, (patch & 127) << (patch >> 4 & 24));
     }
@@ -420,6 +420,6 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
         int slot = warp, segment = 0;
         while (slot >= own) slot -= own, ++segment;
         multiply_line<octets, raw_runs>(geometry, packed, job, rings, warp, slot, segment, x_ring(segment), reinterpret_cast<float*>(memory + part_words),
-                              base + 4 * (flag_words + ring_flags), lane);
+                                        base + 4 * (flag_words + ring_flags), lane);
     }
 }
