@@ -8,8 +8,9 @@ The transformers' real configurations, synthetic weights (common.synthetic_matri
 On a GPU BF16 and compressed have a process each; text encoders and autoencoders are not there. Ways to run:
 
     eager      as a pipeline calls the model
-    graphs     the whole step as one CUDA graph; where both models fit, timed in a third process that replays them in
-               turns, since a GPU at its power limit is some percent slower or faster a minute later
+    graphs     the whole step as one CUDA graph; where both models fit, timed in the compressed one's process, which
+               replays them in turns at the end, since a GPU at its power limit is some percent slower or faster a
+               minute later
 
 Each time is the median of REPEATS steps behind WARM_SECONDS of others, so that the clock has fallen to where it stays;
 on a CPU behind one. peak_bytes is what torch allocated at most, weights included. Results are joined: models that are
@@ -24,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import diffusers
 import torch
@@ -260,26 +261,32 @@ def measure(module: nn.Module, inputs: Inputs, way: str, device: str) -> Figures
 
 
 @torch.no_grad()
-def graphs_in_turns(name: str) -> list[Timing] | None:
-    """Of a step of BF16 and of a compressed one; None where both do not fit."""
-    model, steps = MODELS[name], list[list[Callable[[], object]]]()
+def graphs_in_turns(model: Model, packed: nn.Module, inputs: Inputs) -> list[Timing] | None:
+    """Of a step of BF16 and of this one; None where both do not fit."""
     try:
-        for packed in (False, True):
-            module = build(model, "cuda", packed)
-            step = partial(module, **inputs_of(model, module.config, "cuda"), return_dict=False)
-            if packed:
-                samebits.prepare(module, call=step)
-            steps.append([step])
+        plain = build(model, "cuda", packed=False)
+        steps = [[partial(module, **inputs, return_dict=False)] for module in (plain, packed)]
         return time_graphs(steps, REPEATS, WARM_SECONDS)
     except torch.OutOfMemoryError:
         return None
 
 
-Measured = tuple[list[Figures], float]
+class Measured(NamedTuple):
+    """Of one model.
+
+    Attributes:
+        figures: of each way.
+        bits: per packed weight.
+        in_turns: of a step of BF16 and of a compressed one, where there are graphs of both.
+    """
+
+    figures: list[Figures]
+    bits: float
+    in_turns: list[Timing] | None
 
 
 def measure_all(name: str, ways: list[str], device: str, packed: bool) -> Measured:
-    """Every way on one model, and its bits per packed weight."""
+    """Every way on one model; BF16 beside the packed one, in turns, at the end."""
     model = MODELS[name]
     module = build(model, device, packed)
     bits = 0.0
@@ -291,19 +298,19 @@ def measure_all(name: str, ways: list[str], device: str, packed: bool) -> Measur
     for way in ways:
         found.append(measure(module, inputs, way, device))
         print(name, "samebits" if packed else "BF16", way, f"{found[-1].timing.median:.4f} s", flush=True)
-    return found, bits
+    in_turns = graphs_in_turns(model, module, inputs) if packed and "graphs" in ways and device == "cuda" else None
+    if in_turns:
+        print(name, "graphs in turns", *(f"{timing.median:.4f} s" for timing in in_turns), flush=True)
+    return Measured(found, bits, in_turns)
 
 
 def rows(
     name: str, ways: list[str], device: str, run: Callable[..., Callable[[], Any]] = partial
 ) -> Iterator[dict[str, Any]]:
     """BF16 first, then compressed, each way beside the other; ``run`` is partial or in_own_process."""
-    plain, _ = run(measure_all, name, ways, device, packed=False)()
-    packed, bits = run(measure_all, name, ways, device, packed=True)()
+    plain, *_ = run(measure_all, name, ways, device, packed=False)()
+    packed, bits, in_turns = run(measure_all, name, ways, device, packed=True)()
     model = MODELS[name]
-    in_turns = run(graphs_in_turns, name)() if "graphs" in ways and device == "cuda" else None
-    if in_turns:
-        print(name, "graphs in turns", *(f"{timing.median:.4f} s" for timing in in_turns), flush=True)
     for way, left, right in zip(ways, plain, packed, strict=True):
         if way == "graphs" and in_turns:
             left, right = (replace(each, timing=timing) for each, timing in zip((left, right), in_turns, strict=True))

@@ -55,11 +55,12 @@ def test_graphs_in_turns(fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         outputs.extend(step()[0] for [step] in steps)
         return ["BF16", "samebits"]
 
-    build, inputs_of = diffusion.build, diffusion.inputs_of
+    build, model = diffusion.build, diffusion.MODELS["tiny"]
     monkeypatch.setattr(diffusion, "build", lambda model, device, packed: build(model, "cpu", packed))
-    monkeypatch.setattr(diffusion, "inputs_of", lambda model, config, device: inputs_of(model, config, "cpu"))
     monkeypatch.setattr(diffusion, "time_graphs", time_graphs)
-    assert diffusion.graphs_in_turns("tiny") == (["BF16", "samebits"] if fits else None)
+    packed = build(model, "cpu", packed=True)
+    found = diffusion.graphs_in_turns(model, packed, diffusion.inputs_of(model, packed.config, "cpu"))
+    assert found == (["BF16", "samebits"] if fits else None)
     assert not fits or diffusion.same_bytes(*outputs)
 
 
@@ -69,8 +70,9 @@ def test_rows_of_graphs(fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     figures = [diffusion.Figures(diffusion.Timing.of([seconds]), 100, torch.randn(200)) for seconds in (1.0, 2.0)]
     timings = [diffusion.Timing.of([seconds]) for seconds in (4.0, 5.0)] if fits else None
 
-    def run(function: object, *arguments: object, packed: bool = False) -> object:
-        return lambda: timings if function is diffusion.graphs_in_turns else ([figures[packed]], 10.7)
+    def run(function: object, *arguments: object, packed: bool) -> object:
+        assert function is diffusion.measure_all
+        return lambda: diffusion.Measured([figures[packed]], 10.7, timings if packed else None)
 
     [row] = diffusion.rows("tiny", ["graphs"], "cuda", run)
     assert row["in_turns"] == fits
