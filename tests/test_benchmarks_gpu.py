@@ -327,3 +327,9 @@ def test_variants(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
         f"   7 {VARIANTS[7]}: DIFFERENT; 1 weights are read wrongly, of row group/stage 3/2",
         "64 x 256, 5 tokens: no plan",
     ]
+    variants.measure(weight, (5,), (0, 7), split=3, wrong=True)
+    assert capsys.readouterr().out.splitlines() == [
+        "64 x 256, 5 tokens, split 3: BF16 1000000.0 us",
+        f"   0 {VARIANTS[0]}: 1000000.0 us (500000.0 to 2000000.0)",
+        f"   7 {VARIANTS[7]}: 1000000.0 us (500000.0 to 2000000.0), DIFFERENT",
+    ]

@@ -1,0 +1,70 @@
+"""benchmarks/machine_code.py: kernels are told apart by their code, and by nothing else."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("cuda.bindings")
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import machine_code  # noqa: E402
+
+FILE = "tables.cu"
+TARGET = "sm_90a"
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A copy of the sources, to be changed."""
+    shutil.copytree(ROOT / "src/samebits", tmp_path / "src/samebits", ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path
+
+
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[str]]:
+    monkeypatch.setattr(sys, "argv", ["machine_code.py", *arguments])
+    return machine_code.main(), capsys.readouterr().out.splitlines()
+
+
+def change(tree: Path, file: str, old: str, new: str) -> None:
+    path = tree / "src/samebits/kernels/csrc" / file
+    text = path.read_text(encoding="utf-8")
+    assert old in text
+    path.write_text(text.replace(old, new), encoding="utf-8")
+
+
+def test_every_kernel_has_code() -> None:
+    assert machine_code.codes(FILE, TARGET).keys() == {"make_table_quad", "make_table_single"}
+
+
+def test_comments_change_nothing(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change(tree, "streams.cuh", "#pragma once\n", "#pragma once\n// Said in another way.\n")
+    assert run(monkeypatch, capsys, str(tree), "--files", FILE) == (0, ["the same machine code"])
+
+
+def test_what_differs_is_named(tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    change(tree, "streams.cuh", "0x01010101u", "0x02020202u")  # of quads
+    status, lines = run(monkeypatch, capsys, str(tree), "--files", FILE)
+    assert (status, lines) == (1, [f"{FILE}: make_table_quad differs", "1 kernels differ"])
+
+
+def test_new_files_and_kernels(tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (tree / "src/samebits/kernels/csrc/replay.cu").unlink()
+    status, lines = run(monkeypatch, capsys, str(tree), "--files", "replay.cu")
+    assert (status, lines) == (1, ["replay.cu: before_replay is new", "1 kernels differ"])
+    assert list(machine_code.differences({"a": "1"}, {})) == ["a is gone"]
+
+
+def test_what_cannot_be_compiled(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change(tree, FILE, "make_table_quad", "make_table_quad)")
+    with pytest.raises(SystemExit, match=r"tables.cu cannot be compiled: .*"):
+        run(monkeypatch, capsys, str(tree), "--files", FILE)
