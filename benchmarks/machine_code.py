@@ -20,11 +20,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from importlib.resources import files
 from pathlib import Path
 
 from samebits.kernels import nvrtc
 
+CSRC = Path("src/samebits/kernels/csrc")
 CODE = ".text."  # how the names of sections with code begin
 _HEADER, _SECTION = "<16xHHIQQQIHHHHHH", "<IIQQQQIIQQ"  # of ELF files of 64 bits
 
@@ -35,10 +35,13 @@ def main() -> int:
     parser.add_argument("--files", type=lambda text: text.split(","), default=None)
     parser.add_argument("--target", default="sm_90a")
     arguments = parser.parse_args()
-    names = arguments.files or sorted(
-        file.name for file in files("samebits.kernels").joinpath("csrc").iterdir() if file.name.endswith(".cu")
-    )
     trees = [arguments.before, Path(__file__).resolve().parents[1]]
+    if not (trees[0] / CSRC).is_dir():
+        parser.error(f"{trees[0]} is no tree of the repository: it has no {CSRC}")
+    every = {file.name for tree in trees for file in (tree / CSRC).glob("*.cu")}
+    names = arguments.files or sorted(every)
+    if unknown := sorted(set(names) - every):
+        parser.error(f"neither tree has {', '.join(unknown)} in {CSRC}")
     different = 0
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         jobs = [[threads.submit(codes_of_tree, tree, file, arguments.target) for tree in trees] for file in names]
@@ -63,7 +66,7 @@ def differences(before: dict[str, str], after: dict[str, str]) -> Iterator[str]:
 
 def codes_of_tree(tree: Path, file: str, target: str) -> dict[str, str]:
     """``codes`` of another tree's kernels; none if it has no such file."""
-    if not (tree / "src/samebits/kernels/csrc" / file).is_file():
+    if not (tree / CSRC / file).is_file():
         return {}
     call = f"import json, sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import machine_code as own; "
     call += f"print(json.dumps(own.codes({file!r}, {target!r})))"

@@ -32,7 +32,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *ar
 
 
 def change(tree: Path, file: str, old: str, new: str) -> None:
-    path = tree / "src/samebits/kernels/csrc" / file
+    path = tree / machine_code.CSRC / file
     text = path.read_text(encoding="utf-8")
     assert old in text
     path.write_text(text.replace(old, new), encoding="utf-8")
@@ -55,11 +55,41 @@ def test_what_differs_is_named(tree: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert (status, lines) == (1, [f"{FILE}: make_table_quad differs", "1 kernels differ"])
 
 
-def test_new_files_and_kernels(tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    (tree / "src/samebits/kernels/csrc/replay.cu").unlink()
+def test_new_files(tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (tree / machine_code.CSRC / "replay.cu").unlink()
     status, lines = run(monkeypatch, capsys, str(tree), "--files", "replay.cu")
     assert (status, lines) == (1, ["replay.cu: before_replay is new", "1 kernels differ"])
-    assert list(machine_code.differences({"a": "1"}, {})) == ["a is gone"]
+
+
+def test_files_that_are_gone_are_among_all(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copy(tree / machine_code.CSRC / "replay.cu", tree / machine_code.CSRC / "earlier.cu")
+    monkeypatch.setattr(machine_code, "codes_of_tree", codes_by_name)
+    status, lines = run(monkeypatch, capsys, str(tree))
+    assert (status, lines) == (1, ["earlier.cu: earlier is gone", "1 kernels differ"])
+
+
+def codes_by_name(tree: Path, file: str, target: str) -> dict[str, str]:
+    """For tests of which files are compared: one kernel in each, named as the file."""
+    return {Path(file).stem: target} if (tree / machine_code.CSRC / file).is_file() else {}
+
+
+@pytest.mark.parametrize("files", [["--files", "tabels.cu"], ["--files", f"{FILE},tabels.cu"]])
+def test_names_that_no_tree_has(
+    tree: Path, files: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["machine_code.py", str(tree), *files])
+    with pytest.raises(SystemExit, match="2"):
+        machine_code.main()
+    assert "neither tree has tabels.cu in src/" in capsys.readouterr().err
+
+
+def test_what_is_no_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["machine_code.py", str(tmp_path)])
+    with pytest.raises(SystemExit, match="2"):
+        machine_code.main()
+    assert "is no tree of the repository" in capsys.readouterr().err
 
 
 def test_what_cannot_be_compiled(

@@ -6,7 +6,7 @@ import pytest
 
 from samebits.format.geometry import Code, Layout
 from samebits.format.packed import Header, PackedTensor
-from samebits.kernels import decode, nvrtc
+from samebits.kernels import nvrtc
 from samebits.kernels.decode import MAX_WARPS, decode_source, even_warps
 from tests.codecs.tensors import packed_of
 from tests.codecs.zoo import ZOO, quad_matrix
@@ -17,7 +17,6 @@ MULTIPROCESSORS = 132
 @pytest.fixture(autouse=True)
 def _a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvrtc, "multiprocessors", lambda device: MULTIPROCESSORS)
-    decode._parts.cache_clear()
 
 
 @pytest.mark.parametrize(("tasks", "warps"), [(25, 13), (47, 16), (55, 14), (122, 14), (16, 16)])

@@ -182,8 +182,7 @@ def _no_table(packed: PackedTensor) -> None:
 
 def _decode(packed: PackedTensor) -> torch.Tensor:
     output = torch.empty(packed.shape, dtype=torch.bfloat16)
-    geometry = packed.header.geometry
-    decode.launch("decode.cu", "decode", packed, output, geometry.chunks, decode.is_whole(geometry))
+    decode.launch("decode.cu", "decode", packed, output, None, decode.is_whole(packed.header.geometry))
     return output
 
 

@@ -47,10 +47,7 @@ def decode_cuda(packed: PackedTensor) -> torch.Tensor:
     if packed.code is Code.COMPACT:
         _decode_compact(packed, output)
     else:
-        geometry = packed.header.geometry
-        parts = _parts(packed.header, packed.data.get_device())
-        launch("decode.cu", "decode", packed, output, geometry.chunks * parts, is_whole(geometry),
-               parts=parts, all_wanted=True)  # fmt: skip
+        launch("decode.cu", "decode", packed, output, None, is_whole(packed.header.geometry))
     return output
 
 
@@ -58,18 +55,14 @@ def repeat(packed: PackedTensor) -> Repeat | None:
     """``decode_cuda``'s launch, to be made again as long as the bytes are the same; None if it may be another then."""
     if packed.is_raw or packed.code is Code.COMPACT or packed.data.data_ptr() % ALIGNMENT:
         return None
-    kept, geometry = resident(packed.data), packed.header.geometry
-    parts = _parts(packed.header, packed.data.get_device())
-    prepared: _Prepared | None = None
-    if kept and kept.is_settled:
-        prepared = kept.decoders.get(("decode", is_whole(geometry), parts))
+    kept, whole = resident(packed.data), is_whole(packed.header.geometry)
+    prepared: _Prepared | None = kept.decoders.get(("decode", whole)) if kept and kept.is_settled else None
     if prepared is None:
         return None
     structures = (prepared.geometry, prepared.packed, ctypes.c_void_p(), prepared.division)
     starts = tuple(accumulate((align(ctypes.sizeof(each), 8) for each in structures), initial=0))
     room = b"".join(bytes(each).ljust(align(ctypes.sizeof(each), 8), b"\0") for each in structures)
-    grid = min(nvrtc.multiprocessors(packed.data.get_device()), geometry.chunks * parts)
-    step = Step(prepared.function, grid, 32 * prepared.warps, prepared.shared_bytes, starts[:-1])
+    step = Step(prepared.function, prepared.grid, 32 * prepared.warps, prepared.shared_bytes, starts[:-1])
     return Repeat((tuple(packed.shape),), 0, room, (Patch(starts[2], 1),), (step,))
 
 
@@ -90,18 +83,16 @@ def is_whole(geometry: Geometry) -> bool:
 
 
 def launch(
-    file: str, kernel: str, packed: PackedTensor, output: torch.Tensor, tasks: int, whole: bool,
-    *arguments: ctypes.Structure, parts: int = 1, all_wanted: bool = False,
+    file: str, kernel: str, packed: PackedTensor, output: torch.Tensor, tasks: int | None, whole: bool,
+    *arguments: ctypes.Structure,
 ) -> None:  # fmt: skip
     """Launch a kernel that is built on csrc/decoder.cuh.
 
     Args:
         kernel: its name without code and variant.
-        tasks: how many it has; at least one.
+        tasks: how many it has, at least one, some of which may turn out not to be wanted; None: all of the tensor.
         whole: for the variant without a check of each word, where nothing is padding.
         arguments: what it takes beyond the usual.
-        parts: warps that share a chunk, if there is such a variant.
-        all_wanted: none of the tasks may turn out not to be wanted, and the tensor has always as many.
 
     Raises:
         DeviceError: as decode_cuda.
@@ -111,21 +102,23 @@ def launch(
     with nvrtc.on_device(packed.data.get_device()):
         kept = resident(packed.data)
         early = kept is not None and kept.settle()
-        prepared: _Prepared | None = kept.decoders.get((kernel, whole, parts)) if kept else None
+        prepared: _Prepared | None = kept.decoders.get((kernel, whole)) if kept else None
         if prepared is None:
-            prepared = _Prepared.of(file, kernel, packed, whole, parts, tasks if all_wanted else None)
+            prepared = _Prepared.of(file, kernel, packed, whole, everything=tasks is None)
             if kept and kept.has_table:
-                kept.decoders[kernel, whole, parts] = prepared
-        function, warps, shared, geometry, structure, division = prepared
-        grid = min(nvrtc.multiprocessors(packed.data.get_device()), tasks)
+                kept.decoders[kernel, whole] = prepared
+        function, grid, warps, shared, geometry, structure, division = prepared
+        if tasks is not None:
+            grid = min(grid, tasks)
         nvrtc.launch(function, grid, 32 * warps, shared, geometry, structure,
                      ctypes.c_void_p(output.data_ptr()), division, *arguments, early=early)  # fmt: skip
 
 
 class _Prepared(NamedTuple):
-    """A launch as far as it is always the same for a tensor's bytes."""
+    """A launch as far as it is always the same for a tensor's bytes; where tasks are fewer, so are its blocks."""
 
     function: Kernel
+    grid: int
     warps: int
     shared_bytes: int
     geometry: GeometryStructure
@@ -133,16 +126,21 @@ class _Prepared(NamedTuple):
     division: DivisionStructure
 
     @classmethod
-    def of(cls, file: str, kernel: str, packed: PackedTensor, whole: bool, parts: int, tasks: int | None) -> _Prepared:
+    def of(cls, file: str, kernel: str, packed: PackedTensor, whole: bool, *, everything: bool) -> _Prepared:
         header, geometry, device = packed.header, packed.header.geometry, packed.data.get_device()
         if max(geometry.rows, geometry.columns, geometry.chunks) >= 1 << 31:
             what = f"a tensor of shape {tuple(packed.shape)} is too large for the CUDA kernels"
             raise DeviceError(what, mend="decode it on the CPU")
         block = Block.of(header, device)
         structure = PackedStructure.of(packed, decode_table(packed))
+        grid, warps, parts = nvrtc.multiprocessors(device), block.warps, 1
+        if everything:
+            parts = _parts(header, device)
+            tasks = parts * geometry.chunks
+            grid, warps = min(grid, tasks), even_warps(-(-tasks // grid), warps)
         function = nvrtc.kernel(file, _name(kernel, header, whole, parts), device)
-        warps = even_warps(-(-tasks // nvrtc.multiprocessors(device)), block.warps) if tasks else block.warps
-        return cls(function, warps, block.shared_bytes, GeometryStructure.of(geometry), structure, block.division)
+        return cls(function, grid, warps, block.shared_bytes, GeometryStructure.of(geometry), structure,
+                   block.division)  # fmt: skip
 
 
 def decode_source(header: Header, device: int) -> nvrtc.Source:
@@ -155,7 +153,6 @@ def _name(kernel: str, header: Header, whole: bool, parts: int) -> str:
     return f"{kernel}_{header.code.name.lower()}_{'whole' if whole else 'clipped'}{shared}"
 
 
-@cache
 def _parts(header: Header, device: int) -> int:
     """How many warps share a chunk: two where chunks are so few that half of the warps would have none.
 
