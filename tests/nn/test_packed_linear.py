@@ -277,19 +277,26 @@ def _normal(*shape: int) -> torch.Tensor:
 
 
 # Inputs with gaps, as torch sees them: these it multiplies as one matrix if the weight has requires_grad, else as a
-# batch of matrices.
+# batch of matrices. Those whose strides say so only where a dimension is 1 are a matrix with a bias, too: diffusion
+# models cut a sequence into a text and an image.
 GAPS: dict[str, Callable[[], torch.Tensor]] = {
     "the last of each sequence": lambda: _normal(3, 5, 64)[:, -1:],
-    "the last of one sequence": lambda: _normal(1, 5, 64)[:, -1:],
     "transposed": lambda: _normal(3, 5, 64).transpose(0, 1),
     "four dimensions": lambda: _normal(2, 4, 3, 64)[:, ::2],
-    "none": lambda: _normal(3, 5, 64),
 }
+OF_ONE: dict[str, Callable[[], torch.Tensor]] = {
+    "the last of one sequence": lambda: _normal(1, 5, 64)[:, -1:],
+    "a part of one sequence": lambda: _normal(1, 12, 64)[:, 3:],
+    "a part in four dimensions": lambda: _normal(1, 1, 12, 64)[:, :, :3],
+    "one token of each": lambda: _normal(2, 64).as_strided((2, 1, 64), (64, 32, 1)),
+}
+NO_GAPS = {"none": lambda: _normal(3, 5, 64)}
+EVERY = {**GAPS, **OF_ONE, **NO_GAPS}
 
 
 @pytest.mark.parametrize("trained", [True, False])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("gaps", GAPS)
+@pytest.mark.parametrize("gaps", EVERY)
 @pytest.mark.parametrize("kind", [nn.Linear, Doubled])
 @pytest.mark.parametrize("bias", [True, False])
 def test_torch_multiplies_as_with_the_plain_weight(
@@ -297,16 +304,20 @@ def test_torch_multiplies_as_with_the_plain_weight(
     bias: bool, trained: bool,
 ) -> None:  # fmt: skip
     dense, packed = make(kind, bias=bias, requires_grad=trained)
-    x = GAPS[gaps]()
+    x = EVERY[gaps]()
     with mode():
         assert products_of(lambda: packed(x)) == products_of(lambda: dense(x))
         assert products_of(lambda: F.linear(x, packed.weight)) == products_of(lambda: F.linear(x, dense.weight))
         assert same_bits(packed(x), dense(x))
         assert same_bits(F.linear(x, packed.weight), F.linear(x, dense.weight))
-    assert len(products) == (2 if gaps == "none" and kind is nn.Linear else 0)
+    is_matrix = gaps in NO_GAPS or (gaps in OF_ONE and (bias or trained))
+    assert len(products) == (2 if is_matrix and kind is nn.Linear else 0)
+    for seen in products:
+        assert (seen.shape, seen.stride()) == (x.shape, torch.empty(x.shape).stride())
+        assert seen.data_ptr() == x.data_ptr()
     with mode():
         ways = {tuple(products_of(partial(F.linear, x, make(requires_grad=each)[1].weight))) for each in (False, True)}
-    assert len(ways) == (1 if gaps == "none" else 2)
+    assert len(ways) == (1 if gaps in NO_GAPS else 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -335,13 +346,13 @@ def test_what_autocast_copies_it_does_not_keep(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("way", ["fused", "decoded", "float32"])
 @pytest.mark.parametrize("trained", [True, False])
-@pytest.mark.parametrize("gaps", GAPS)
+@pytest.mark.parametrize("gaps", EVERY)
 @pytest.mark.parametrize("bias", [True, False])
 def test_traced_as_with_the_plain_weight(
     gaps: str, bias: bool, trained: bool, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dense, packed = make(bias=bias, requires_grad=trained)
-    x, is_fused = GAPS[gaps](), way == "fused"
+    x, is_fused = EVERY[gaps](), way == "fused"
     monkeypatch.setattr(packed_module, "_is_plain", lambda tensor: is_fused)
     if way == "float32":
         packed.sb_recipes["weight"] = replace(packed.sb_recipes["weight"], dtype=torch.float32)

@@ -410,8 +410,13 @@ class PackedLinearModule(PackedModule):
         made: torch.Tensor | None = dispatch.product_again(input, data, bias)
         if made is not None:
             return made
-        if not _is_fusible(input, bias) or (input.dim() > 2 and not is_gapless(input)):  # torch looks at requires_grad
+        if not _is_fusible(input, bias):
             return super().forward(input)  # type: ignore[no-any-return]
+        if input.dim() > 2 and not is_gapless(input):
+            is_matrix = input.is_contiguous() and (bias is not None or recipe.shows_requires_grad(input.device))
+            if not is_matrix:  # to torch; but a batch, or with gaps between rows
+                return super().forward(input)  # type: ignore[no-any-return]
+            return PackedLinearModule.forward(self, input.flatten(0, -2).unflatten(0, input.shape[:-1]))
         assert recipe.matrix is not None
         self.sb_data("weight")  # which looks at it
         return dispatch.linear_of_module(input, PackedTensor(recipe.matrix, data), bias)
