@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -210,6 +211,34 @@ def test_modules(weight: torch.Tensor, shape: tuple[int, ...], bias: bool) -> No
     for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
         with mode():
             assert_same(layer(x), F.linear(x, weight, values))
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("tokens", [1, 8, 40, 300])
+def test_parts_of_a_sequence(
+    weight: torch.Tensor, tokens: int, bias: bool, trained: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A matrix to torch with a bias, or if the weight has requires_grad; else it multiplies by another routine."""
+    dense = nn.Linear(COLUMNS, ROWS, bias=bias, dtype=torch.bfloat16, device="cuda").requires_grad_(trained)
+    with torch.no_grad():
+        dense.weight.copy_(weight)
+        if bias:
+            dense.bias.mul_(1e-6)
+    layer, usual, seen = copy.deepcopy(dense), dispatch.linear_of_module, list[torch.Tensor]()
+
+    def noted(x: torch.Tensor, packed: samebits.PackedTensor, bias: torch.Tensor | None) -> torch.Tensor:
+        seen.append(x)
+        return usual(x, packed, bias)
+
+    monkeypatch.setattr(dispatch, "linear_of_module", noted)
+    samebits.compress(layer)
+    samebits.prepare(layer, batch_sizes=(tokens,))
+    with torch.no_grad():
+        for seed in range(4):
+            x = inputs(tokens + 24, seed)[None][:, 8 : tokens + 8]
+            assert_same(layer(x), dense(x))
+    assert bool(seen) is (bias or trained)
 
 
 def test_vmap(weight: torch.Tensor) -> None:
