@@ -320,6 +320,14 @@ def test_torch_multiplies_as_with_the_plain_weight(
     assert len(ways) == (1 if gaps in NO_GAPS else 2)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(0, 64), (1, 0, 64), (0, 3, 64), (2, 0, 3, 64)], ids=str)
+def test_no_tokens(products: list[torch.Tensor], shape: tuple[int, ...], bias: bool) -> None:
+    dense, packed = make(bias=bias)
+    for x in (_normal(*shape), _normal(1, 5, 64)[:, 5:]):
+        assert same_bits(packed(x), dense(x))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_autocast_copies_it_does_not_keep(dtype: torch.dtype) -> None:
     """As it keeps the copies of float32 parameters, until it ends."""

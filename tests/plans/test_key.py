@@ -11,7 +11,7 @@ import torch
 
 from samebits.plans import environment
 from samebits.plans.environment import Environment, blas_state
-from samebits.plans.key import PlanKey, key_of
+from samebits.plans.key import PlanKey, is_gapless, key_of
 
 N, K = 96, 128
 
@@ -176,3 +176,9 @@ def test_the_digest_of_the_kernels_is_that_of_their_sources(tmp_path: Path, monk
             file.write("\n")
         assert environment.kernels_digest() != before
         before = environment.kernels_digest()
+
+
+@pytest.mark.parametrize("shape", [(3, 64), (2, 1, 64), (1, 0, 64), (0, 3, 64), (2, 0, 3, 64), (1, 1, 5, 64)], ids=str)
+def test_gapless_are_the_strides_of_a_new_tensor(shape: tuple[int, ...]) -> None:
+    assert is_gapless(torch.empty(shape))
+    assert not is_gapless(torch.empty((*shape[:-1], 72))[..., :64])

@@ -416,7 +416,10 @@ class PackedLinearModule(PackedModule):
             is_matrix = input.is_contiguous() and (bias is not None or recipe.shows_requires_grad(input.device))
             if not is_matrix:  # to torch; but a batch, or with gaps between rows
                 return super().forward(input)  # type: ignore[no-any-return]
-            return PackedLinearModule.forward(self, input.flatten(0, -2).unflatten(0, input.shape[:-1]))
+            input = input.flatten(0, -2).unflatten(0, input.shape[:-1])  # the same memory
+            made = dispatch.product_again(input, data, bias)
+            if made is not None:
+                return made
         assert recipe.matrix is not None
         self.sb_data("weight")  # which looks at it
         return dispatch.linear_of_module(input, PackedTensor(recipe.matrix, data), bias)

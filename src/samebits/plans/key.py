@@ -65,7 +65,7 @@ def is_gapless(x: torch.Tensor) -> bool:
     for size, stride in zip(reversed(x.shape), reversed(x.stride()), strict=True):
         if stride != width:
             return False
-        width *= size
+        width *= max(size, 1)
     return True
 
 
