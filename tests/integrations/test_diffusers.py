@@ -18,6 +18,9 @@ import samebits
 from samebits.cli.run import run
 from samebits.errors import DigestError, DtypeError, FormatError, InputError
 from samebits.format.container import Checkpoint
+from samebits.nn import packed_module
+from samebits.nn.packed_module import PackedLinearModule
+from samebits.plans import dispatch
 from tests.integrations.diffusers_models import ARCHITECTURES, Reference, assert_same_bytes, eligible, make, output
 from tests.integrations.models import assert_same_checkpoint, compress_folder, files, packed_parameters
 from tests.integrations.test_hooks import run_python
@@ -150,6 +153,32 @@ def test_decompressed(flux: Reference, flux_folder: Path, by: str, tmp_path: Pat
     assert files(tmp_path / "plain") == {"config.json", "diffusion_pytorch_model.safetensors"}
     assert_same_checkpoint(tmp_path / "plain", flux.folder)
     flux.assert_same(flux.load(tmp_path / "plain"))
+
+
+def test_products_that_may_have_plans(any_model: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, as which this CPU is taken: of all linear layers but those whose inputs are transposed."""
+    model = any_model.load()
+    samebits.compress(model, min_weights=1)
+    monkeypatch.setattr(packed_module, "_is_plain", lambda tensor: tensor.dtype is torch.bfloat16)
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, PackedLinearModule)}
+    present, called, fused = "", set[str](), set[str]()
+
+    def linear(x: torch.Tensor, packed: samebits.PackedTensor, bias: torch.Tensor | None) -> torch.Tensor:
+        fused.add(present)
+        return torch.nn.functional.linear(x, samebits.decode(packed), bias)
+
+    def note(name: str) -> None:
+        nonlocal present
+        present = name
+        called.add(name)
+
+    monkeypatch.setattr(dispatch, "linear_of_module", linear)
+    for name, module in layers.items():
+        module.register_forward_pre_hook(lambda module, inputs, name=name: note(name))
+    any_model.assert_same(model)
+    left = {name for name in called - fused if layers[name].weight.dtype is torch.bfloat16}
+    assert len(fused) > 15
+    assert left == {name for name in called if any_model.name == "sdxl" and name.endswith("proj_in")}
 
 
 def test_compressed_in_place_and_saved(any_model: Reference, tmp_path: Path) -> None:
