@@ -91,6 +91,31 @@ def test_numbers_of_tokens_from_a_call(planner: FakePlanner, monkeypatch: pytest
     assert len(seen) == 2 * (1 + module.LEARNING_CALLS)
 
 
+def test_what_a_call_leaves_to_torch(planner: FakePlanner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its inputs lie otherwise in memory than those that plans are made for."""
+    layers = model()
+
+    def call() -> None:
+        with monkeypatch.context() as on_cpu:
+            on_cpu.setattr(torch.Tensor, "is_cuda", False)
+            sequence = torch.zeros(2, 6, 64, dtype=torch.bfloat16)
+            for layer in layers[:2]:
+                layer.up(sequence[:, -1:])
+            layers[0].up(sequence[:1, 2:])
+            layers[0].up(sequence[None])
+            layers[0].down(torch.zeros(128, 3, dtype=torch.bfloat16).T)
+            layers[0].down(torch.zeros(1, 9, 128, dtype=torch.bfloat16)[:, 4:])
+            layers[0].down(torch.zeros(2, 128, dtype=torch.bfloat16)[::2])
+
+    report = samebits.prepare(layers, call=call)
+    assert [(each.rows, each.tokens, each.modules) for each in report.products] == [(128, 4, 1), (64, 1, 1), (64, 5, 1)]
+    gaps, dimensions = "an input with gaps between its rows, or transposed", "an input of 4 dimensions"
+    assert [(each.rows, each.columns, each.tokens, each.reason, each.modules) for each in report.unfused] == [
+        (64, 128, 3, gaps, 1), (128, 64, 2, gaps, 2), (128, 64, 12, dimensions, 1),
+    ]  # fmt: skip
+    assert f"128 x 64, 2 tokens, 2 modules: left to torch, decoded first: {gaps}" in str(report)
+
+
 def test_streamed_weights_multiply_on_their_gpu(planner: FakePlanner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cuda", False)
     assert not samebits.prepare(model()).products

@@ -424,6 +424,16 @@ class PackedLinearModule(PackedModule):
         self.sb_data("weight")  # which looks at it
         return dispatch.linear_of_module(input, PackedTensor(recipe.matrix, data), bias)
 
+    def sb_why_unfused(self, input: torch.Tensor) -> str | None:
+        """Why a product with an input like this one is left to torch; None where it may be fused."""
+        if input.dim() not in (2, 3):
+            return f"an input of {input.dim()} dimensions"
+        if input.dim() == 2:
+            is_matrix = len(input) == 1 and input.stride(1) == 1
+        else:
+            is_matrix = input.is_contiguous() and (self.bias is not None or self.sb_recipes["weight"].requires_grad)
+        return None if is_matrix or is_gapless(input) else "an input with gaps between its rows, or transposed"
+
     def _sb_traced(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """As torch multiplies in traces.
 

@@ -43,10 +43,33 @@ class Prepared:
 
 
 @dataclass(frozen=True)
+class Unfused:
+    """One kind of product that is left to torch, the weight decoded first, whatever plans there are.
+
+    Attributes:
+        rows, columns: of the weight.
+        tokens: rows of the activations.
+        reason: what keeps it from being fused.
+        modules: how many modules multiply so.
+    """
+
+    rows: int
+    columns: int
+    tokens: int
+    reason: str
+    modules: int
+
+
+@dataclass(frozen=True)
 class Preparation:
-    """What ``prepare`` found."""
+    """What ``prepare`` found.
+
+    Attributes:
+        unfused: of what ``call`` asked for.
+    """
 
     products: tuple[Prepared, ...]
+    unfused: tuple[Unfused, ...] = ()
 
     @property
     def fused(self) -> int:
@@ -64,6 +87,9 @@ class Preparation:
             bias = ", bias" if product.has_bias else ""
             shape = f"{product.rows} x {product.columns}, {product.tokens} tokens{bias}, {product.modules} modules"
             lines.append(f"  {shape}: {product.outcome.fused or product.outcome.reason}")
+        for each in self.unfused:
+            shape = f"{each.rows} x {each.columns}, {each.tokens} tokens, {each.modules} modules"
+            lines.append(f"  {shape}: left to torch, decoded first: {each.reason}")
         return "\n".join(lines)
 
 
@@ -112,8 +138,7 @@ def prepare(
         raise InputError(f"batch sizes {list(batch_sizes)}", mend="give whole numbers from 1 on")
     kinds = _kinds(model)
     sizes = {weight.module: set(batch_sizes) for weights in kinds.values() for weight in weights}
-    if call and sizes:
-        _note_tokens(call, sizes)
+    unfused = _note_tokens(call, sizes) if call and sizes else ()
     wanted = [
         (kind, weights, tokens)
         for kind, weights in kinds.items()
@@ -130,21 +155,28 @@ def prepare(
     if call and products:
         for _ in range(LEARNING_CALLS):
             call()
-    return Preparation(tuple(products))
+    return Preparation(tuple(products), unfused)
 
 
-def _note_tokens(call: Callable[[], object], sizes: dict[PackedLinearModule, set[int]]) -> None:
-    """Add the numbers of tokens that each of these modules gets in a call."""
+def _note_tokens(call: Callable[[], object], sizes: dict[PackedLinearModule, set[int]]) -> tuple[Unfused, ...]:
+    """Add the numbers of tokens that each of these modules gets in a call; returns what is not fused in any case."""
+    unfused = dict[tuple[int, int, int, str], set[PackedLinearModule]]()
 
     def note(module: Any, inputs: tuple[torch.Tensor, ...], named: dict[str, torch.Tensor]) -> None:
         [x] = (*inputs, *named.values())
-        if x.numel():
-            sizes[module].add(x.numel() // x.shape[-1])
+        if not x.numel():
+            return
+        tokens, reason = x.numel() // x.shape[-1], module.sb_why_unfused(x)
+        if reason is None:
+            sizes[module].add(tokens)
+        else:
+            unfused.setdefault((module.out_features, module.in_features, tokens, reason), set()).add(module)
 
     with ExitStack() as hooks:
         for module in sizes:
             hooks.enter_context(module.register_forward_pre_hook(note, with_kwargs=True))
         call()
+    return tuple(Unfused(*kind, len(modules)) for kind, modules in sorted(unfused.items()))
 
 
 def _kinds(model: nn.Module) -> dict[_Kind, list[_Weight]]:
