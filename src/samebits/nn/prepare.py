@@ -170,7 +170,8 @@ def _note_tokens(call: Callable[[], object], sizes: dict[PackedLinearModule, set
         if reason is None:
             sizes[module].add(tokens)
         else:
-            unfused.setdefault((module.out_features, module.in_features, tokens, reason), set()).add(module)
+            rows, columns = module.sb_recipes["weight"].matrix.shape
+            unfused.setdefault((rows, columns, tokens, reason), set()).add(module)
 
     with ExitStack() as hooks:
         for module in sizes:
