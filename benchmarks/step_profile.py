@@ -28,7 +28,7 @@ import torch
 import samebits
 from diffusion import DEFAULT_MODELS, MODELS, REPEATS, WARM_SECONDS, Model, build, inputs_of, same_bytes
 from gpu import captured, time_graphs
-from token_profile import KINDS, Kernel, by_kind, by_name, kernels_of, kind_of
+from token_profile import KINDS, Kernel, by_kind, by_name, kernels_of, kind_of, one_by_one
 
 LAYER_OPTIONS = {"num_layers": 1, "num_single_layers": 2}  # of a configuration: how many of each for one of ours
 
@@ -69,13 +69,13 @@ def measure(name: str, model: Model) -> None:
     more = 100 * (packed.median / plain.median - 1)
     print(f"{name}, {model.config_text}: BF16 {1e3 * plain.median:.2f} ms, samebits {1e3 * packed.median:.2f} ms "
           f"({more:+.1f} %)", flush=True)  # fmt: skip
-    kernels = {form: kernels_of(captured([step]).replay, "cuda") for form, step in zip(forms, steps, strict=True)}
-    for line in lines(kernels):
+    found = [list(one_by_one(kernels_of(captured([step]).replay, "cuda"))) for step in steps]
+    for line in lines(dict(zip(forms, found, strict=True))):
         print(f"  {line}", flush=True)
 
 
 def lines(kernels: dict[str, list[Kernel]]) -> Iterator[str]:
-    """What there is to say of each form's kernels."""
+    """What there is to say of each form's kernels, which are one_by_one's."""
     kinds = {form: by_kind(own) for form, own in kernels.items()}
     yield f"{'milliseconds of':16}" + "".join(f"{form:>10}" for form in kinds)
     for kind in KINDS:
@@ -91,11 +91,7 @@ def lines(kernels: dict[str, list[Kernel]]) -> Iterator[str]:
 
 def middle(kernels: list[Kernel]) -> list[Kernel]:
     """Products, decoding and attention between two attentions and the one between them."""
-    found, busy_until = list[Kernel](), 0.0
-    for name, start, end in sorted(kernels, key=lambda kernel: kernel[1]):
-        if kind_of(name) != "other":
-            found.append((name, max(start, busy_until), max(end, busy_until)))
-        busy_until = max(busy_until, end)
+    found = [kernel for kernel in kernels if kind_of(kernel[0]) != "other"]
     attentions = [number for number, (name, _, _) in enumerate(found) if kind_of(name) == "attention"]
     first = (len(attentions) - 2) // 2
     return found[attentions[first] : attentions[first + 2]] if len(attentions) > 2 else found

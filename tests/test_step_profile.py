@@ -15,6 +15,7 @@ sys.path.insert(0, str(BENCHMARKS))
 
 import diffusion  # noqa: E402
 import step_profile  # noqa: E402
+import token_profile  # noqa: E402
 from common import Timing  # noqa: E402
 
 ATTENTION, DENSE, DECODE, FUSED, OTHER = "fmha_sdpa", "nvjet_tst", "decode_quad_whole", "linear_relay_256", "copy"
@@ -34,7 +35,7 @@ def test_shortened(name: str) -> None:
 
 def test_the_middle_of_a_step() -> None:
     layer = (OTHER, DECODE, DENSE, FUSED, ATTENTION)
-    found = step_profile.middle(in_a_row(*layer * 5))
+    found = step_profile.middle(list(token_profile.one_by_one(in_a_row(*layer * 5))))
     assert [name for name, _, _ in found] == [ATTENTION, DECODE, DENSE, FUSED] * 2
     assert {end - start for _, start, end in found} == {10.0}
     assert len(step_profile.middle(in_a_row(*layer * 2))) == 8

@@ -108,12 +108,14 @@ def test_what_a_call_leaves_to_torch(planner: FakePlanner, monkeypatch: pytest.M
             layers[0].down(torch.zeros(2, 128, dtype=torch.bfloat16)[::2])
 
     report = samebits.prepare(layers, call=call)
-    assert [(each.rows, each.tokens, each.modules) for each in report.products] == [(128, 4, 1), (64, 1, 1), (64, 5, 1)]
-    gaps, dimensions = "an input with gaps between its rows, or transposed", "an input of 4 dimensions"
-    assert [(each.rows, each.columns, each.tokens, each.reason, each.modules) for each in report.unfused] == [
-        (64, 128, 3, gaps, 1), (128, 64, 2, gaps, 2), (128, 64, 12, dimensions, 1),
-    ]  # fmt: skip
-    assert f"128 x 64, 2 tokens, 2 modules: left to torch, decoded first: {gaps}" in str(report)
+    found = [
+        (each.rows, each.tokens, each.modules, each.outcome.reason == module.OTHER_LAYOUT) for each in report.products
+    ]
+    planned, left = [(128, 4, 1), (64, 1, 1), (64, 5, 1)], [(128, 2, 2), (128, 12, 1), (64, 3, 1)]
+    assert found == [(*each, False) for each in planned] + [(*each, True) for each in left]
+    assert [(key.rows, key.tokens) for key in planner.keys] == [each[:2] for each in planned]
+    assert (report.fused, report.fallback) == (1, 5)
+    assert f"128 x 64, 2 tokens, 2 modules: {module.OTHER_LAYOUT}" in str(report)
 
 
 def test_streamed_weights_multiply_on_their_gpu(planner: FakePlanner, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from samebits.format.packed import Header, PackedTensor
 from samebits.nn.lazy import LazyWeight
 from samebits.nn.recipe import Piece, Recipe
 from samebits.plans import dispatch
-from samebits.plans.key import is_gapless
+from samebits.plans.key import has_planned_layout, is_gapless
 
 
 class _Saved(NamedTuple):
@@ -413,8 +413,7 @@ class PackedLinearModule(PackedModule):
         if not _is_fusible(input, bias):
             return super().forward(input)  # type: ignore[no-any-return]
         if input.dim() > 2 and not is_gapless(input):
-            is_matrix = input.is_contiguous() and (bias is not None or recipe.shows_requires_grad(input.device))
-            if not is_matrix:  # to torch; but a batch, or with gaps between rows
+            if not _is_matrix(input, bias, recipe.shows_requires_grad(input.device)):
                 return super().forward(input)  # type: ignore[no-any-return]
             input = input.flatten(0, -2).unflatten(0, input.shape[:-1])  # the same memory
             made = dispatch.product_again(input, data, bias)
@@ -424,15 +423,10 @@ class PackedLinearModule(PackedModule):
         self.sb_data("weight")  # which looks at it
         return dispatch.linear_of_module(input, PackedTensor(recipe.matrix, data), bias)
 
-    def sb_why_unfused(self, input: torch.Tensor) -> str | None:
-        """Why a product with an input like this one is left to torch; None where it may be fused."""
-        if input.dim() not in (2, 3):
-            return f"an input of {input.dim()} dimensions"
-        if input.dim() == 2:
-            is_matrix = len(input) == 1 and input.stride(1) == 1
-        else:
-            is_matrix = input.is_contiguous() and (self.bias is not None or self.sb_recipes["weight"].requires_grad)
-        return None if is_matrix or is_gapless(input) else "an input with gaps between its rows, or transposed"
+    def sb_may_be_fused(self, input: torch.Tensor) -> bool:
+        """Whether plans are made for inputs that lie in memory as this one does; else the product is left to torch."""
+        is_matrix = input.dim() == 3 and _is_matrix(input, self.bias, self.sb_recipes["weight"].requires_grad)
+        return is_matrix or has_planned_layout(input)
 
     def _sb_traced(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """As torch multiplies in traces.
@@ -455,6 +449,15 @@ class PackedLinearModule(PackedModule):
             y = F.linear(rows, self.sb_decode("weight"), addend)
         y = y.unflatten(0, input.shape[:-1]) if is_folded else y
         return y if addend is bias else y + bias  # type: ignore[no-any-return]
+
+
+def _is_matrix(input: torch.Tensor, bias: object, requires_grad: bool) -> bool:
+    """Whether torch multiplies an input [..., K] as one matrix without gaps, whatever strides a dimension of 1 has.
+
+    Args:
+        requires_grad: what the weight says.
+    """
+    return input.is_contiguous() and (bias is not None or requires_grad)
 
 
 def _is_fusible(input: torch.Tensor, bias: torch.Tensor | None) -> bool:

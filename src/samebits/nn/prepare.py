@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,7 +21,9 @@ from samebits.plans.key import PlanKey
 from samebits.plans.planner import Planner
 from samebits.plans.store import Outcome
 
+OTHER_LAYOUT = "its input has gaps between rows, is transposed, or has more than three dimensions"
 LEARNING_CALLS = 2  # until products of one input are made by one launch, or are known to be faster one by one
+_Sizes = dict[PackedLinearModule, set[int]]  # numbers of tokens
 
 
 @dataclass(frozen=True)
@@ -43,33 +45,10 @@ class Prepared:
 
 
 @dataclass(frozen=True)
-class Unfused:
-    """One kind of product that is left to torch, the weight decoded first, whatever plans there are.
-
-    Attributes:
-        rows, columns: of the weight.
-        tokens: rows of the activations.
-        reason: what keeps it from being fused.
-        modules: how many modules multiply so.
-    """
-
-    rows: int
-    columns: int
-    tokens: int
-    reason: str
-    modules: int
-
-
-@dataclass(frozen=True)
 class Preparation:
-    """What ``prepare`` found.
-
-    Attributes:
-        unfused: of what ``call`` asked for.
-    """
+    """What ``prepare`` found."""
 
     products: tuple[Prepared, ...]
-    unfused: tuple[Unfused, ...] = ()
 
     @property
     def fused(self) -> int:
@@ -87,9 +66,6 @@ class Preparation:
             bias = ", bias" if product.has_bias else ""
             shape = f"{product.rows} x {product.columns}, {product.tokens} tokens{bias}, {product.modules} modules"
             lines.append(f"  {shape}: {product.outcome.fused or product.outcome.reason}")
-        for each in self.unfused:
-            shape = f"{each.rows} x {each.columns}, {each.tokens} tokens, {each.modules} modules"
-            lines.append(f"  {shape}: left to torch, decoded first: {each.reason}")
         return "\n".join(lines)
 
 
@@ -138,46 +114,46 @@ def prepare(
         raise InputError(f"batch sizes {list(batch_sizes)}", mend="give whole numbers from 1 on")
     kinds = _kinds(model)
     sizes = {weight.module: set(batch_sizes) for weights in kinds.values() for weight in weights}
-    unfused = _note_tokens(call, sizes) if call and sizes else ()
-    wanted = [
-        (kind, weights, tokens)
-        for kind, weights in kinds.items()
-        for tokens in sorted(set[int]().union(*(sizes[weight.module] for weight in weights)))
-    ]
+    left = {module: set[int]() for module in sizes}
+    if call and sizes:
+        _note_tokens(call, sizes, left)
+    wanted = list(_products(kinds, sizes))
     products = []
-    for kind, weights, tokens in wanted:
-        supported = any(is_supported(weight.header, tokens, kind.device) for weight in weights)
+    for kind, users, tokens in wanted:
+        supported = any(is_supported(weight.header, tokens, kind.device) for weight in users)
         outcome = _outcome(kind, tokens) if supported else Outcome(None, UNSUPPORTED)
-        users = sum(tokens in sizes[weight.module] for weight in weights)
-        products.append(Prepared(kind.rows, kind.columns, tokens, kind.has_bias, users, outcome))
+        products.append(Prepared(kind.rows, kind.columns, tokens, kind.has_bias, len(users), outcome))
         if progress:
             progress(len(products), len(wanted))
     if call and products:
         for _ in range(LEARNING_CALLS):
             call()
-    return Preparation(tuple(products), unfused)
+    for kind, users, tokens in _products(kinds, left):
+        outcome = Outcome(None, OTHER_LAYOUT)
+        products.append(Prepared(kind.rows, kind.columns, tokens, kind.has_bias, len(users), outcome))
+    return Preparation(tuple(products))
 
 
-def _note_tokens(call: Callable[[], object], sizes: dict[PackedLinearModule, set[int]]) -> tuple[Unfused, ...]:
-    """Add the numbers of tokens that each of these modules gets in a call; returns what is not fused in any case."""
-    unfused = dict[tuple[int, int, int, str], set[PackedLinearModule]]()
+def _note_tokens(call: Callable[[], object], sizes: _Sizes, left: _Sizes) -> None:
+    """Add the numbers of tokens that each of these modules gets in a call; to ``left`` of inputs without plans."""
 
     def note(module: Any, inputs: tuple[torch.Tensor, ...], named: dict[str, torch.Tensor]) -> None:
         [x] = (*inputs, *named.values())
-        if not x.numel():
-            return
-        tokens, reason = x.numel() // x.shape[-1], module.sb_why_unfused(x)
-        if reason is None:
-            sizes[module].add(tokens)
-        else:
-            rows, columns = module.sb_recipes["weight"].matrix.shape
-            unfused.setdefault((rows, columns, tokens, reason), set()).add(module)
+        if x.numel():
+            own = sizes if module.sb_may_be_fused(x) else left
+            own[module].add(x.numel() // x.shape[-1])
 
     with ExitStack() as hooks:
         for module in sizes:
             hooks.enter_context(module.register_forward_pre_hook(note, with_kwargs=True))
         call()
-    return tuple(Unfused(*kind, len(modules)) for kind, modules in sorted(unfused.items()))
+
+
+def _products(kinds: dict[_Kind, list[_Weight]], sizes: _Sizes) -> Iterator[tuple[_Kind, list[_Weight], int]]:
+    """Each kind with each number of tokens that some of its modules get, and their weights."""
+    for kind, weights in kinds.items():
+        for tokens in sorted(set[int]().union(*(sizes[weight.module] for weight in weights))):
+            yield kind, [weight for weight in weights if tokens in sizes[weight.module]], tokens
 
 
 def _kinds(model: nn.Module) -> dict[_Kind, list[_Weight]]:

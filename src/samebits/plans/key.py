@@ -34,29 +34,31 @@ class PlanKey(NamedTuple):
 def key_of(x: torch.Tensor, weight_shape: Sequence[int], bias: torch.Tensor | None) -> PlanKey | None:
     """The key of ``F.linear(x, weight, bias)``; None if it lies outside of what plans are made for.
 
-    Inside: bfloat16, no more tokens than any kernel takes, two or three dimensions, no gaps between rows, no strides
-    of another kind even where a dimension is 1 (torch then calls another routine; but one row in two dimensions may
-    have a stride of 0, as compiled models do, or of more than its length), every operand at a multiple of 16 bytes.
+    Inside: bfloat16, no more tokens than any kernel takes, rows that lie as ``has_planned_layout`` says, every operand
+    at a multiple of 16 bytes.
     """
     rows, columns = weight_shape
     if x.dtype is not torch.bfloat16 or x.data_ptr() % ALIGNMENT:
         return None
-    shape, strides = x.shape, x.stride()
-    if len(shape) == 3:
-        batch, length, width = shape
-        tokens = batch * length
-        if strides != (length * width, width, 1):
-            return None
-    elif len(shape) == 2:
-        tokens, width = shape
-        if strides[1] != 1 or (strides[0] != width and (tokens != 1 or 0 < strides[0] < width)):
-            return None
-    else:
+    if not has_planned_layout(x) or x.shape[-1] != columns or (bias is not None and not _is_plain(bias, rows, x)):
         return None
-    if tokens > MAX_HOPPER_TOKENS or width != columns or (bias is not None and not _is_plain(bias, rows, x)):
+    tokens = x.numel() // columns
+    if tokens > MAX_HOPPER_TOKENS:
         return None
     state = blas_state()
     return None if state is None else PlanKey(rows, columns, tokens, bias is not None, state)
+
+
+def has_planned_layout(x: torch.Tensor) -> bool:
+    """Whether plans are made for inputs that lie so in memory.
+
+    Two or three dimensions, no gaps between rows, no strides of another kind even where a dimension is 1: torch calls
+    another routine then. But one row in two dimensions may have a stride of 0, as compiled models do, or of more than
+    its length.
+    """
+    if x.dim() == 2 and len(x) == 1:
+        return x.stride(1) == 1 and not 0 < x.stride(0) < x.shape[1]
+    return x.dim() in (2, 3) and is_gapless(x)
 
 
 def is_gapless(x: torch.Tensor) -> bool:
