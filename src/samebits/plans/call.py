@@ -25,7 +25,6 @@ class Call(NamedTuple):
 
     Attributes:
         products: None where it is faster alone if the weight is decoded first.
-        gained_us: microseconds that it takes less than that, alone.
     """
 
     header: Header
@@ -35,7 +34,6 @@ class Call(NamedTuple):
     key: PlanKey
     plan: LinearPlan
     products: Products | None
-    gained_us: float
 
     def is_like(self, x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> bool:
         """Whether this is the call of a product of the same shape and the same bytes of the weight."""
@@ -74,7 +72,7 @@ def call_of(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) ->
     products = products_of(packed.header, key.tokens, plan, device) if outcome.fused else None
     changes_unseen = bias is not None and bias.is_inference()
     own = None if bias is None or changes_unseen else Bytes(bias)
-    call = Call(packed.header, own, device, x.stride(), key, plan, products, outcome.gained_us)
+    call = Call(packed.header, own, device, x.stride(), key, plan, products)
     if kept and not changes_unseen:
         if len(kept.calls) >= _MAX_SHAPES:
             kept.calls.clear()

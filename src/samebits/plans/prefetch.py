@@ -3,15 +3,15 @@
 A product of many tokens takes as long as tensor cores multiply, and the warps that decode its weight are done long
 before (csrc/linear_relay.cuh). They go on with what will be asked for next, which then is multiplied by cuBLAS as in
 the dense model. What that is is learned from the calls, as in together.py: such a launch notes the products behind it,
-and from the next time on decodes what carry.py chooses of their weights. What is decoded is kept beside the weight's
-bytes until the product is asked for, on the same stream and in the same CUDA graph; if it never is, the launch forgets
-what it had noted.
+and from the next time on decodes as many of their weights as it has time and memory for. What is decoded is kept beside
+the weight's bytes until the product is asked for, on the same stream and in the same CUDA graph; if it never is, the
+launch forgets what it had noted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -20,22 +20,17 @@ from samebits.kernels import nvrtc
 from samebits.kernels.linear import Operands, Products, is_prefetchable
 from samebits.kernels.residents import Bytes, Resident, resident, residents
 from samebits.kernels.structures import MAX_PREFETCHED
-from samebits.plans.carry import Coming, best_carried
 from samebits.plans.turn import Turns
 
-_NOTED = 32  # products behind a launch that are noted: more than two layers of most models
-_NEVER = 1 << 62  # weights, for which no launch has room
+_NOTED = 24  # products behind a launch that are noted
 _FEW_TOKENS = 128  # with no more, a fused product is faster than cuBLAS's
 _MAX_SHAPES = 16  # of inputs of one weight
 _MAX_UNWANTED = 3  # launches that decoded something nobody asked for
 
 
 class _Weight(NamedTuple):
-    """Of a product that was asked for; ``shape`` is its input's."""
-
     data: Bytes
     header: Header
-    shape: torch.Size
 
     def now(self) -> PackedTensor | None:
         data = self.data.now()
@@ -112,7 +107,7 @@ class Prefetcher:
         if not windows:
             return
         has_few = x.numel() <= _FEW_TOKENS * x.shape[-1]
-        weight = None if has_few or packed.data.is_inference() else _Weight(Bytes(packed.data), packed.header, x.shape)
+        weight = None if has_few or packed.data.is_inference() else _Weight(Bytes(packed.data), packed.header)
         for window in windows:
             window.noted.append(weight if window.where == where else None)
         if len(windows[0].noted) >= _NOTED:
@@ -165,26 +160,25 @@ class Prefetcher:
     def _chosen(
         self, x: torch.Tensor, own: Sequence[torch.Tensor], products: Products, carrier: Carrier
     ) -> list[PackedTensor]:
-        """Of the products noted, until the next round: a CUDA graph has its first products behind it."""
+        """The next weights that a launch has room for, in the order of their products.
+
+        Not of the next round: a CUDA graph has its first products behind it.
+        """
         spare, device = products.launch.spare, x.get_device()
         assert spare is not None
-        not_again, coming, packed = {id(data) for data in own}, list[Coming](), list[list[PackedTensor]]()
+        left, not_again, found = spare.weights, {id(data) for data in own}, list[PackedTensor]()
         for group in _groups(carrier.noted):
-            first, shape = group[0]
-            if first.data is own[0] or id(first.data) in self._turns.captured:
+            if group[0].data is own[0] or id(group[0].data) in self._turns.captured:
                 break
-            new = [each for each, _ in group if id(each.data) not in not_again]
-            not_again |= {id(each.data) for each in new}
-            if not all(_is_missing(each, device) for each in new):
+            new = [each for each in group if id(each.data) not in not_again]
+            if not all(_is_wanted(each, products, device) for each in new):
                 continue
-            gained_us, room = _launch_of(first, shape) if new else (0.0, 0)
-            if all(is_prefetchable(each, products.launch, device) for each in new):
-                weights = sum(rows * columns for rows, columns in (each.header.shape for each in new))
-            else:
-                weights = _NEVER
-            coming.append(Coming(weights, len(new), gained_us, room))
-            packed.append(new)
-        return [each for number in best_carried(spare.weights, MAX_PREFETCHED, coming) for each in packed[number]]
+            left -= sum(rows * columns for rows, columns in (each.header.shape for each in new))
+            if left < 0 or len(found) + len(new) > MAX_PREFETCHED:
+                break
+            found += new
+            not_again |= {id(each.data) for each in new}
+        return found
 
 
 def _forget_unwanted(carrier: Carrier) -> None:
@@ -217,40 +211,21 @@ def _are(left: Sequence[object], right: Sequence[object]) -> bool:
     return len(left) == len(right) and all(one is other for one, other in zip(left, right, strict=True))
 
 
-def _is_missing(packed: PackedTensor, device: int) -> bool:
-    """Whether the weight is on this device, and nobody has decoded it."""
+def _is_wanted(packed: PackedTensor, products: Products, device: int) -> bool:
     kept = resident(packed.data)
-    return kept is not None and kept.prefetched is None and packed.data.get_device() == device
+    if kept is None or kept.prefetched is not None or packed.data.get_device() != device:
+        return False
+    return is_prefetchable(packed, products.launch, device)
 
 
-def _launch_of(packed: PackedTensor, shape: torch.Size) -> tuple[float, int]:
-    """Of a product, or the first of some that one launch makes: Coming's ``gained_us`` and ``room``."""
-    kept = resident(packed.data)
-    call = kept.calls.get(shape) if kept else None
-    if kept is None or call is None:
-        return 0.0, 0
-    made = (kept.followers and kept.followers.chosen.get(call.key)) or call
-    spare = made.products.launch.spare if made.products else None
-    return made.gained_us, spare.weights if spare else 0
-
-
-def _others(packed: PackedTensor, shape: torch.Size) -> Sequence[Any]:
-    """That a launch makes products with beside this one, unless one by one is known to be faster."""
-    kept = resident(packed.data)
-    if kept is None or kept.followers is None:
-        return ()
-    call, group = kept.calls.get(shape), kept.followers
-    are_apart = call is not None and group.chosen.get(call.key, group) is None
-    return () if are_apart else group.others
-
-
-def _groups(noted: Sequence[_Weight | None]) -> Iterator[list[tuple[PackedTensor, torch.Size]]]:
-    """What was noted; together where one launch makes the products, or may do so: to take some would gain nothing."""
-    weights = [(packed, each.shape) for each in noted if each and (packed := each.now())]
+def _groups(noted: Sequence[_Weight | None]) -> Iterator[list[PackedTensor]]:
+    """What was noted; where products are made by one launch, together: to take some from it would gain nothing."""
+    weights = [packed for each in noted if each and (packed := each.now())]
     while weights:
-        others = {id(other.data.now()) for other in _others(*weights[0])}
+        kept = resident(weights[0].data)
+        others = {id(other.data.now()) for other in kept.followers.others} if kept and kept.followers else set()
         count = 1
-        while count < len(weights) and id(weights[count][0].data) in others:
+        while count < len(weights) and id(weights[count].data) in others:
             count += 1
         yield weights[:count]
         del weights[:count]

@@ -78,19 +78,12 @@ class _Weight:
 
 
 class _Choice(NamedTuple):
-    """How one launch makes a product and others.
+    """How one launch makes a product and others."""
 
-    Attributes:
-        header: of the first.
-        plans: of the others.
-        gained_us: microseconds that it takes less than if all weights are decoded first.
-    """
-
-    header: Header
+    header: Header  # of the first
     others: tuple[_Weight, ...]
-    plans: tuple[LinearPlan, ...]
+    plans: tuple[LinearPlan, ...]  # of the others
     products: Products
-    gained_us: float
 
     def held(self) -> list[_Held] | None:
         """Of the others, if all are unchanged."""
@@ -272,13 +265,12 @@ def _choose(x: torch.Tensor, first: Operands, key: PlanKey, others: tuple[_Weigh
         if held is None:
             return None
         every.append(other.operands(held, plan))
-    found = planner.together(tuple(keys), x, every)
-    launch = None if found.variant is None else launch_together(every, key.tokens, found.variant, device)
+    variant = planner.together(tuple(keys), x, every)
+    launch = None if variant is None else launch_together(every, key.tokens, variant, device)
     if launch is None:
         return None
     plans = tuple(operands.plan for operands in every[1:])
-    gained_us = found.gained_us + sum(planner.outcome(key).gained_us for key in keys)
-    return _Choice(first.packed.header, others, plans, Products(launch), gained_us)
+    return _Choice(first.packed.header, others, plans, Products(launch))
 
 
 def _where(x: torch.Tensor) -> nvrtc.Where:
