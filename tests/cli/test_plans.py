@@ -11,7 +11,7 @@ from samebits.kernels.linear import LinearPlan
 from samebits.kernels.linear_launch import VARIANTS
 from samebits.plans.environment import kernels_digest
 from samebits.plans.key import PlanKey
-from samebits.plans.store import Outcome, PlanStore, folder
+from samebits.plans.store import GroupOutcome, Outcome, PlanStore, folder
 from tests.cli.conftest import Command
 from tests.plans.conftest import ENVIRONMENT
 
@@ -29,7 +29,7 @@ def stored() -> PlanStore:
     plans.add(KEY, Outcome(LinearPlan(3, 1), "", 12.34, 30.0))
     plans.add(KEY._replace(tokens=16), Outcome(None, "decoding first is faster", 31.0, 30.0))
     plans.add(KEY._replace(state="blas=Cublaslt"), Outcome(None, "no split gives cuBLAS's bits"))
-    plans.add_group((KEY, KEY._replace(rows=512)), 2)
+    plans.add_group((KEY, KEY._replace(rows=512)), GroupOutcome(2, 1.5))
     return plans
 
 
@@ -62,7 +62,7 @@ def test_groups_by_name(samebits: Command) -> None:
     plans = PlanStore(replace(ENVIRONMENT, kernels=kernels_digest()))
     plans.add(KEY, Outcome(LinearPlan(3, 99), "", 12.34, 30.0))  # of no kernel: a damaged file
     for rows, variant in ((8, 2), (16, None), (24, 99)):
-        plans.add_group((KEY, KEY._replace(rows=rows)), variant)
+        plans.add_group((KEY, KEY._replace(rows=rows)), GroupOutcome(variant))
     text = samebits("doctor", "--plans").out
     assert [words in text for words in (str(VARIANTS[2]), "one by one", "variant 99", "split 3, variant 99")] == [
         True
@@ -78,7 +78,7 @@ def test_list_as_json(samebits: Command, stored: PlanStore) -> None:
         "plan": {"split": 3, "variant": 1}, "reason": "", "fused_us": 12.34, "decode_us": 30.0,
     }  # fmt: skip
     assert [plan["plan"] for plan in file["plans"][1:]] == [None, None]
-    assert [(len(group["products"]), group["variant"]) for group in file["groups"]] == [(2, 2)]
+    assert [(len(group["products"]), group["variant"], group["gained_us"]) for group in file["groups"]] == [(2, 2, 1.5)]
 
 
 def test_a_file_that_cannot_be_read(samebits: Command, stored: PlanStore) -> None:

@@ -20,7 +20,7 @@ from samebits.kernels.linear_job import Spare
 from samebits.nn import packed_module
 from samebits.plans import call, dispatch, planner, prefetch, together
 from samebits.plans.planner import Planner
-from samebits.plans.store import Outcome
+from samebits.plans.store import GroupOutcome, Outcome
 from samebits.plans.together import Together
 from tests.plans.conftest import FakeProducts, decoding, new_planner
 
@@ -78,9 +78,10 @@ def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ahead: list[int]) 
         monkeypatch.setattr(together, name, lambda *arguments, result=result: result)
     monkeypatch.setattr(call, "_outcome", lambda key, packed, device: Outcome(PLAN, ""))
     monkeypatch.setattr(call, "products_of", plain)
-    monkeypatch.setattr(dispatch, "decode_cuda", samebits.decode)
+    for module in (dispatch, together):
+        monkeypatch.setattr(module, "decode_cuda", samebits.decode)
     monkeypatch.setattr(dispatch, "together", Together())
-    monkeypatch.setattr(planner, "fastest_together", lambda x, operands, are_fused: 1)
+    monkeypatch.setattr(planner, "fastest_together", lambda x, operands, are_fused: GroupOutcome(1))
     monkeypatch.setenv("SAMEBITS_CACHE", str(tmp_path))
     monkeypatch.setattr(Planner, "of", new_planner())
     monkeypatch.setattr(Planner, "outcome", lambda self, key: Outcome(PLAN, ""))

@@ -18,7 +18,7 @@ from samebits.kernels.linear import Operands, Products, is_supported
 from samebits.kernels.linear_launch import MAX_HOPPER_TOKENS
 from samebits.kernels.ops import fields_of
 from samebits.kernels.residents import resident
-from samebits.plans import dispatch, planner, recall, together
+from samebits.plans import carry, dispatch, planner, recall, together
 from samebits.plans.call import plan_of
 from samebits.plans.environment import Environment
 from samebits.plans.key import key_of
@@ -402,8 +402,9 @@ def test_products_made_again(tokens: int, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @torch.no_grad()
-def test_weights_of_products_to_come() -> None:
+def test_weights_of_products_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decoded on the way, in eager mode, in a graph, on another stream, and with other bytes."""
+    monkeypatch.setattr(carry, "_SAVED_US", 1.0)  # whoever has room for others' weights decodes them
     shapes, tokens = ((12288, 3072), (3072, 12288), (1024, 3072), (3072, 1024)), 4096
     generator = torch.Generator("cuda").manual_seed(0)
     weights = [torch.randn(shape, device="cuda", generator=generator).mul_(0.02).bfloat16() for shape in shapes]
@@ -427,7 +428,9 @@ def test_weights_of_products_to_come() -> None:
 
     check(6)
     carriers = [each for data in bytes_ if (kept := resident(data)) for each in kept.carriers.values()]
-    if not any(each.choice for each in carriers):
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert any(each.choice for each in carriers)
+    elif not any(each.choice for each in carriers):
         pytest.skip("no launch here has the time to decode another weight")
     x = x_of(7)
     for layer in layers:

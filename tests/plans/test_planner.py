@@ -14,7 +14,7 @@ from samebits.plans import planner
 from samebits.plans.environment import Environment
 from samebits.plans.key import PlanKey
 from samebits.plans.planner import Planner
-from samebits.plans.store import Outcome, PlanStore
+from samebits.plans.store import GroupOutcome, Outcome, PlanStore
 from tests.plans.conftest import ENVIRONMENT, FakeGpu, new_planner
 
 KEY = PlanKey(64, 1024, 2, False, "state")
@@ -217,7 +217,8 @@ def test_says_what_took_long(
 def timed(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """What was timed of groups; their fastest launch is variant 2."""
     seen: list[object] = []
-    monkeypatch.setattr(planner, "fastest_together", lambda x, operands, are_fused: seen.append(are_fused) or 2)
+    found = GroupOutcome(2, 1.0)
+    monkeypatch.setattr(planner, "fastest_together", lambda x, operands, are_fused: seen.append(are_fused) or found)
     return seen
 
 
@@ -227,7 +228,7 @@ KEYS = (KEY, KEY._replace(rows=8))
 def group_of(here: Planner) -> int | None:
     for key in KEYS:
         here.outcome(key)
-    return here.together(KEYS, torch.empty(0), ())
+    return here.together(KEYS, torch.empty(0), ()).variant
 
 
 def test_groups_are_found_once_on_a_machine(timed: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,10 +248,10 @@ def test_groups_that_are_not_on_disk(timed: list[object], monkeypatch: pytest.Mo
 
 
 def test_a_group_of_no_kernel(timed: list[object]) -> None:
-    PlanStore(ENVIRONMENT).add_group(KEYS, 99)
+    PlanStore(ENVIRONMENT).add_group(KEYS, GroupOutcome(99))
     assert group_of(new_process()) == 2
     assert len(timed) == 1
-    assert PlanStore(ENVIRONMENT).groups() == {KEYS: 2}
+    assert PlanStore(ENVIRONMENT).groups() == {KEYS: GroupOutcome(2, 1.0)}
 
 
 def test_a_group_that_cannot_be_timed(timed: list[object], monkeypatch: pytest.MonkeyPatch) -> None:

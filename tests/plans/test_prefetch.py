@@ -16,7 +16,8 @@ from samebits.kernels.linear import LinearPlan, Operands
 from samebits.kernels.linear_job import Spare
 from samebits.kernels.residents import resident
 from samebits.kernels.structures import MAX_PREFETCHED
-from samebits.plans import call, dispatch, planner, prefetch, together
+from samebits.plans import call, carry, dispatch, planner, prefetch, together
+from samebits.plans.store import GroupOutcome
 from samebits.plans.together import Together
 from tests.plans.conftest import FakeGpu, FakeProducts, decoding, is_supported
 from tests.plans.sums import split_linear
@@ -123,6 +124,7 @@ def model(gpu: FakeGpu, where: list[int], monkeypatch: pytest.MonkeyPatch) -> Mo
     monkeypatch.setattr(prefetch, "Products", made.launches.prefetching)
     monkeypatch.setattr(prefetch, "is_prefetchable", lambda packed, launch, device: True)
     monkeypatch.setattr(prefetch, "_FEW_TOKENS", FEW)
+    monkeypatch.setattr(carry, "_SAVED_US", 1.0)  # whatever launches gain is less
     monkeypatch.setattr(dispatch, "together", Together())
     return made
 
@@ -142,7 +144,7 @@ def in_one_launch(model: Model, monkeypatch: pytest.MonkeyPatch, variant: int | 
     monkeypatch.setattr(together, "Products", joint)
     monkeypatch.setattr(together, "is_launchable", lambda header, m, plan, device: True)
     monkeypatch.setattr(together, "launch_together", lambda operands, m, variant, device: "a launch")
-    monkeypatch.setattr(planner, "fastest_together", lambda x, operands, are_fused: variant)
+    monkeypatch.setattr(planner, "fastest_together", lambda x, operands, are_fused: GroupOutcome(variant))
 
 
 def test_learned_and_decoded_ahead(model: Model) -> None:
@@ -167,13 +169,63 @@ def test_no_more_than_the_kernel_takes(model: Model) -> None:
 
 def test_launches_that_were_decoded_ahead_themselves(model: Model) -> None:
     """The next one that was not goes on behind them."""
-    model.room |= {2: EVERYTHING, 3: size_of(4)}
+    model.room |= {2: size_of(3) - 1, 3: size_of(4)}
     model.step(*range(6))
     assert model.step(*range(6)) == [(0, [1, 2]), (3, [4])]
 
 
+def test_a_launch_with_more_room_is_left_to_decode_its_own(model: Model) -> None:
+    model.room |= {2: size_of(3, 4, 5), 3: size_of(4)}
+    model.step(*range(6))
+    assert model.step(*range(6)) == [(0, [1]), (2, [3, 4, 5])]
+
+
+def test_a_launch_that_gains_more_itself_is_left_to_decode_its_own(model: Model) -> None:
+    """Than others gain that are decoded ahead."""
+    model.room |= {1: size_of(0) - 1}
+    model.step(*range(3))
+    kept = resident(model.packed[1].data)
+    assert kept is not None
+    ((shape, known),) = kept.calls.items()
+    kept.calls[shape] = known._replace(gained_us=2.0 * size_of(1))
+    assert model.step(*range(3)) == [(0, [2])]
+
+
+def test_what_was_chosen_thrice_is_not_chosen_again(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless a weight changes, or is decoded already."""
+    for _ in range(4):
+        model.step(0, 1, 2)
+    chosen = []
+
+    def best_way(*arguments: object) -> carry.Way:
+        chosen.append(arguments)
+        return carry.best_way(*arguments)
+
+    monkeypatch.setattr(prefetch, "best_way", best_way)
+    for _ in range(3):
+        assert model.step(0, 1, 2) == [(0, [1, 2])]
+    assert not chosen
+    model.packed[1].data.copy_(model.packed[1].data.clone())
+    assert model.step(0, 1, 2) == [(0, [2])]
+    assert chosen
+
+
+def test_a_product_slower_than_decoding_first_that_decodes_others(model: Model) -> None:
+    """It is worth it where these gain more."""
+    model.gpu.times = [12.0, 11.0, 9.0]
+    model.step(0, 1, 2)
+    model.gpu.fused_calls.clear()
+    assert model.step(0, 1, 2) == [(0, [1, 2])]
+    assert len(model.gpu.fused_calls) == 1
+    model.room[0] = 0
+    model.packed = [samebits.encode(weight) for weight in model.weights]
+    model.gpu.fused_calls.clear()
+    assert model.step(0, 1, 2) == model.step(0, 1, 2) == []
+    assert not model.gpu.fused_calls
+
+
 def test_what_another_launch_has_decoded(model: Model) -> None:
-    model.room |= {0: size_of(2), 1: size_of(2, 3)}
+    model.room |= {0: size_of(2), 1: size_of(3)}
     for _ in range(2):
         model.ahead.clear()
         model.ask(0)

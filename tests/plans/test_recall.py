@@ -43,9 +43,9 @@ from samebits.kernels.structures import (
     TogetherStructure,
 )
 from samebits.nn import packed_module
-from samebits.plans import call, dispatch, planner, prefetch, recall, together
+from samebits.plans import call, carry, dispatch, planner, prefetch, recall, together
 from samebits.plans.key import key_of
-from samebits.plans.store import Outcome
+from samebits.plans.store import GroupOutcome, Outcome
 from samebits.plans.together import Together
 
 DEVICE = -1  # what torch says of tensors in main memory
@@ -124,7 +124,10 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     start = Start(played.start)
     plan = Outcome(LinearPlan(1), "", 1.0, 2.0)
     plans = SimpleNamespace(
-        outcome=lambda key: plan, outcome_of_call=lambda key: plan, together=lambda keys, x, operands: 0, known={}
+        outcome=lambda key: plan,
+        outcome_of_call=lambda key: plan,
+        together=lambda *arguments: GroupOutcome(0),
+        known={},
     )
     played.plans = plans
     settings: list[tuple[object, str, Any]] = [
@@ -150,9 +153,11 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
         (together, "_same", lambda left, right: True),
         (planner.Planner, "of", lambda device: plans),
         (call, "MAX_HOPPER_TOKENS", MOST_TOKENS),
+        (carry, "_SAVED_US", 1.0),  # whatever launches gain is less
         (packed_module, "_is_plain", lambda tensor: type(tensor) in (torch.Tensor, nn.Parameter)),
         (call, "decode_cuda", _decode),
         (dispatch, "decode_cuda", _decode),
+        (together, "decode_cuda", _decode),
         (recall, "_can_recall", True),
         (dispatch, "together", Together()),
     ]
@@ -491,7 +496,7 @@ def test_products_of_one_input_that_are_decoded_first_alone(
     """One launch for all, or each weight decoded: the latter too is remembered, and does not end what is learned."""
     monkeypatch.setattr(torch.Tensor, "any", lambda self: True)  # nothing was computed
     driver.plans.outcome = driver.plans.outcome_of_call = lambda key: SLOWER
-    driver.plans.together = lambda keys, x, operands: 0 if joins else None
+    driver.plans.together = lambda *arguments: GroupOutcome(0 if joins else None)
     modules = [layer(0), layer(1, rows=128), layer(2, rows=72)]
     for module in modules:
         driver.plans.known[key_of(x_of(1), (module.out_features, K), None)] = SLOWER

@@ -14,7 +14,7 @@ from samebits.kernels.linear import LinearPlan
 from samebits.plans import store
 from samebits.plans.environment import Environment
 from samebits.plans.key import PlanKey
-from samebits.plans.store import Outcome, PlanStore
+from samebits.plans.store import GroupOutcome, Outcome, PlanStore
 from tests.plans.conftest import ENVIRONMENT
 
 KEY = PlanKey(4096, 1024, 1, False, "blas=Cublas reduction=(True,True)")
@@ -25,13 +25,13 @@ OUTCOMES = {
 }
 
 
-GROUPS = {(KEY, KEY._replace(rows=8)): 4, (KEY, KEY): None}
+GROUPS = {(KEY, KEY._replace(rows=8)): GroupOutcome(4, 2.5), (KEY, KEY): GroupOutcome(None)}
 
 
 def filled(folder: Path) -> PlanStore:
     plans = PlanStore(ENVIRONMENT, folder)
-    for keys, variant in GROUPS.items():
-        plans.add_group(keys, variant)
+    for keys, group in GROUPS.items():
+        plans.add_group(keys, group)
     for key, outcome in OUTCOMES.items():
         plans.add(key, outcome)
     return plans
@@ -46,9 +46,9 @@ def test_there_and_back(tmp_path: Path) -> None:
 def test_a_later_outcome_replaces_an_earlier_one(tmp_path: Path) -> None:
     plans = filled(tmp_path)
     plans.add(KEY, Outcome(None, "later"))
-    plans.add_group((KEY, KEY), 2)
+    plans.add_group((KEY, KEY), GroupOutcome(2, 1.0))
     assert plans.read() == {**OUTCOMES, KEY: Outcome(None, "later")}
-    assert plans.groups() == {**GROUPS, (KEY, KEY): 2}
+    assert plans.groups() == {**GROUPS, (KEY, KEY): GroupOutcome(2, 1.0)}
 
 
 def test_another_environment_has_plans_of_its_own(tmp_path: Path) -> None:
@@ -58,10 +58,10 @@ def test_another_environment_has_plans_of_its_own(tmp_path: Path) -> None:
 
 
 GOOD_ENTRY = {**KEY._asdict(), **Outcome(LinearPlan(3, 1), "", 12.25, 30.5).to_json()}
-GOOD_GROUP = {"products": [KEY._asdict()] * 2, "variant": 1}
+GOOD_GROUP = {"products": [KEY._asdict()] * 2, "variant": 1, "gained_us": 3.5}
 
 
-def content(version: int = 2, **changed: object) -> str:
+def content(version: int = 3, **changed: object) -> str:
     return json.dumps({"version": version, "environment": {}, "plans": [GOOD_ENTRY], "groups": [GOOD_GROUP], **changed})
 
 
@@ -70,10 +70,10 @@ BROKEN = {
     "cut off": content()[:-40],
     "no object": "[1, 2]",
     "a number": "3",
-    "no plans": json.dumps({"version": 2, "environment": {}, "groups": []}),
-    "no groups": json.dumps({"version": 2, "environment": {}, "plans": []}),
+    "no plans": json.dumps({"version": 3, "environment": {}, "groups": []}),
+    "no groups": json.dumps({"version": 3, "environment": {}, "plans": []}),
     "plans of nothing": content(plans=[None]),
-    "newer version": content(version=3),
+    "newer version": content(version=4),
     "not UTF-8": b"\xff\xfe{}",
     **{
         f"{name} {value!r}": content(plans=[{**GOOD_ENTRY, name: value}])

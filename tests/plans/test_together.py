@@ -15,6 +15,7 @@ from samebits.kernels import residents
 from samebits.kernels.linear import Operands
 from samebits.kernels.linear_job import Launch
 from samebits.plans import calibrate, call, dispatch, key, planner, together
+from samebits.plans.store import GroupOutcome
 from samebits.plans.together import Together
 from tests.plans.conftest import FakeGpu, FakeProducts, is_supported
 from tests.plans.sums import split_linear
@@ -76,7 +77,7 @@ def layers(gpu: FakeGpu, where: list[int], monkeypatch: pytest.MonkeyPatch) -> L
     monkeypatch.setattr(together, "is_supported", is_supported)
     monkeypatch.setattr(together, "is_launchable", lambda header, m, plan, device: is_supported(header, m, device))
     monkeypatch.setattr(together, "launch_together", lambda operands, m, variant, device: "a launch")
-    monkeypatch.setattr(planner, "fastest_together", lambda x, operands, are_fused: 1)
+    monkeypatch.setattr(planner, "fastest_together", lambda x, operands, are_fused: GroupOutcome(1))
     monkeypatch.setattr(dispatch, "together", Together())
     for number in range(3):  # plans
         dispatch.linear(normal(1, K), made.packed[number], made.biases[number])
@@ -106,7 +107,8 @@ def test_other_numbers_of_tokens(layers: Layers) -> None:
 
 def test_weights_that_are_decoded_first_alone(layers: Layers, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(planner, "fastest_together", lambda x, operands, are_fused: asked.append(are_fused) or 1)
+    found = GroupOutcome(1)
+    monkeypatch.setattr(planner, "fastest_together", lambda x, operands, are_fused: asked.append(are_fused) or found)
     layers.gpu.times = [5.0, 3.0, 1.0]
     layers.ask(normal(2, K))  # looks for plans
     assert layers.ask(normal(2, K, seed=1)) == (2, 1)  # the others once more, to compare
@@ -115,7 +117,7 @@ def test_weights_that_are_decoded_first_alone(layers: Layers, monkeypatch: pytes
 
 
 def test_decoded_first_one_by_one(layers: Layers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "fastest_together", lambda x, operands, are_fused: None)
+    monkeypatch.setattr(planner, "fastest_together", lambda x, operands, are_fused: GroupOutcome(None))
     layers.gpu.times = [5.0, 3.0, 1.0]
     layers.ask(normal(2, K))  # looks for plans
     assert [layers.ask(normal(2, K, seed=seed)) for seed in range(1, 4)] == [(0, 0)] * 3
@@ -270,7 +272,7 @@ def test_no_more_than_a_launch_takes(layers: Layers) -> None:
 
 
 def test_one_by_one_where_that_is_faster(layers: Layers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "fastest_together", lambda x, operands, are_fused: None)
+    monkeypatch.setattr(planner, "fastest_together", lambda x, operands, are_fused: GroupOutcome(None))
     assert [layers.ask(normal(1, K, seed=seed)) for seed in range(4)] == [(3, 0)] * 4
 
 
@@ -305,11 +307,15 @@ def test_fastest_variant(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     one_by_one = calibrate._one_by_one
     monkeypatch.setattr(calibrate, "_one_by_one", lambda *arguments: torch.cat(one_by_one(*arguments)))
-    for times, best in (([5.0, 3.0, 9.0], 3), ([2.0, 3.0, 9.0], 1), ([5.0, 3.0, 2.0], None)):
+    for times, best in (
+        ([5.0, 3.0, 9.0], GroupOutcome(3, 6.0)),
+        ([2.0, 3.0, 9.0], GroupOutcome(1, 7.0)),
+        ([5.0, 3.0, 2.0], GroupOutcome(None)),
+    ):
         gpu.times = times
         gpu.fused_calls.clear()
         assert calibrate.fastest_together(normal(1, K), operands, [True, False]) == best
         assert len(gpu.fused_calls) == 5  # of six, for one is decoded first
     assert gpu.compiled == [{("a", "launch"), ("an", "other")}] * 3
     launches.clear()
-    assert calibrate.fastest_together(normal(1, K), operands, [True, False]) is None
+    assert calibrate.fastest_together(normal(1, K), operands, [True, False]) == GroupOutcome(None)

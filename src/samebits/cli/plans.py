@@ -9,7 +9,7 @@ from samebits.kernels.linear_launch import VARIANTS
 from samebits.plans import store
 from samebits.plans.environment import kernels_digest
 from samebits.plans.key import PlanKey
-from samebits.plans.store import Outcome
+from samebits.plans.store import GroupOutcome, Outcome
 
 
 def show_plans(as_json: bool) -> None:
@@ -52,8 +52,8 @@ def _variant(number: int, is_ours: bool) -> str:
     return str(VARIANTS[number]) if is_ours and number < len(VARIANTS) else f"variant {number}"
 
 
-def _group_row(keys: Sequence[PlanKey], variant: int | None, is_ours: bool) -> list[str]:
-    launch = "one by one" if variant is None else _variant(variant, is_ours)
+def _group_row(keys: Sequence[PlanKey], group: GroupOutcome, is_ours: bool) -> list[str]:
+    launch = "one by one" if group.variant is None else _variant(group.variant, is_ours)
     rows = " + ".join(str(key.rows) for key in keys)
     return [f"{rows} x {keys[0].columns}", str(keys[0].tokens), launch]
 

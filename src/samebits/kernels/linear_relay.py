@@ -25,7 +25,7 @@ _HAND_ON = 6000  # to leave sums, and to take them over
 _MAX_PARTS = 8  # of a shared item
 _DECODE = 1300  # a stage of a warp's row groups
 _SPARE = 0.8  # of the time that a launch takes, in which it may decode
-_SPARE_WEIGHTS = 1 << 27  # that it decodes for others at most, or as many as it multiplies: they take memory
+_SPARE_WEIGHTS = 1 << 28  # that it decodes for others at most, or as many as it multiplies: they take memory
 _MIN_WHOLE = 2  # items that each cluster has beside; with fewer, all waits for decoding, and shares want more at once
 
 

@@ -34,7 +34,7 @@ from samebits.kernels.linear_launch import VARIANTS, different, launch_of
 from samebits.kernels.nvrtc import compile_all
 from samebits.plans.key import PlanKey
 from samebits.plans.probe import Probe
-from samebits.plans.store import Outcome
+from samebits.plans.store import GroupOutcome, Outcome
 from samebits.plans.timing import Calls, microseconds
 
 MAX_SPLIT = 16
@@ -199,8 +199,8 @@ def _fastest_number(times: Sequence[_Times]) -> int:
 
 
 @torch.no_grad()
-def fastest_together(x: torch.Tensor, operands: Sequence[Operands], are_fused: Sequence[bool]) -> int | None:
-    """The variant in which one launch makes these products fastest; None where one by one is faster.
+def fastest_together(x: torch.Tensor, operands: Sequence[Operands], are_fused: Sequence[bool]) -> GroupOutcome:
+    """The variant in which one launch makes these products fastest, if that is faster than one by one.
 
     Args:
         are_fused: each of them, one by one; else the weight is decoded first.
@@ -211,7 +211,7 @@ def fastest_together(x: torch.Tensor, operands: Sequence[Operands], are_fused: S
     device = x.get_device()
     fitting = different(launch_together(operands, _tokens(x), variant, device) for variant in range(len(VARIANTS)))
     if not fitting:
-        return None
+        return GroupOutcome(None)
     compile_all(set().union(*(launch.sources for launch in fitting.values())), device)
     copies = [
         [each._replace(packed=packed) for each, packed in zip(operands, weights, strict=True)]
@@ -221,7 +221,8 @@ def fastest_together(x: torch.Tensor, operands: Sequence[Operands], are_fused: S
     single = [partial(_one_by_one, x, copy, are_fused) for copy in copies]
     times, [single_us] = _timed(x, joint, list(fitting.values()), copies, [single])
     best = _fastest_number(times)
-    return list(fitting)[best] if times[best].alone < single_us else None
+    gained_us = single_us - times[best].alone
+    return GroupOutcome(list(fitting)[best], gained_us) if gained_us > 0 else GroupOutcome(None)
 
 
 def _tokens(x: torch.Tensor) -> int:

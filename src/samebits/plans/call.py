@@ -24,7 +24,8 @@ class Call(NamedTuple):
     """A product that has a plan.
 
     Attributes:
-        products: None where it is faster alone if the weight is decoded first.
+        is_fused: it is faster alone than if the weight is decoded first.
+        gained_us: microseconds that it takes less then.
     """
 
     header: Header
@@ -33,7 +34,9 @@ class Call(NamedTuple):
     strides: tuple[int, ...]
     key: PlanKey
     plan: LinearPlan
-    products: Products | None
+    products: Products
+    is_fused: bool
+    gained_us: float
 
     def is_like(self, x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> bool:
         """Whether this is the call of a product of the same shape and the same bytes of the weight."""
@@ -49,7 +52,7 @@ class Call(NamedTuple):
 
     def multiply(self, x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Alone."""
-        if self.products is None:
+        if not self.is_fused:
             return F.linear(x, decode_cuda(packed), bias)
         return self.products(x, bias, lambda: [Operands(packed, bias, self.plan)])[0]
 
@@ -69,10 +72,11 @@ def call_of(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) ->
     if key is None or outcome is None or outcome.plan is None:
         return None
     plan = outcome.plan
-    products = products_of(packed.header, key.tokens, plan, device) if outcome.fused else None
+    products = products_of(packed.header, key.tokens, plan, device)
     changes_unseen = bias is not None and bias.is_inference()
     own = None if bias is None or changes_unseen else Bytes(bias)
-    call = Call(packed.header, own, device, x.stride(), key, plan, products)
+    call = Call(packed.header, own, device, x.stride(), key, plan, products, outcome.fused is not None,
+                outcome.gained_us)  # fmt: skip
     if kept and not changes_unseen:
         if len(kept.calls) >= _MAX_SHAPES:
             kept.calls.clear()

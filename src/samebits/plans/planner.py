@@ -19,7 +19,7 @@ from samebits.kernels.linear_launch import VARIANTS
 from samebits.plans.calibrate import calibrate, confirm, fastest_together
 from samebits.plans.environment import Environment
 from samebits.plans.key import PlanKey
-from samebits.plans.store import Outcome, PlanStore
+from samebits.plans.store import GroupOutcome, Outcome, PlanStore
 
 MODE_VARIABLE = "SAMEBITS_PLANS"
 MANY_TOKENS = 128  # prompts, whose lengths differ: more of them wait
@@ -61,7 +61,7 @@ class Planner:
         self.device = device
         self.known: dict[PlanKey, Outcome] = {}
         self._calls: Counter[PlanKey] = Counter()
-        self._together: dict[tuple[PlanKey, ...], int | None] = {}
+        self._together: dict[tuple[PlanKey, ...], GroupOutcome] = {}
         self._store = PlanStore(environment)
         self._lock = Lock()
 
@@ -105,10 +105,10 @@ class Planner:
                     self.known[key] = self._decided(key)
         return self.known[key]
 
-    def together(self, keys: tuple[PlanKey, ...], x: torch.Tensor, operands: Sequence[Operands]) -> int | None:
-        """The variant of one launch for products of these keys; None: one by one. Not during graph capture."""
+    def together(self, keys: tuple[PlanKey, ...], x: torch.Tensor, operands: Sequence[Operands]) -> GroupOutcome:
+        """What is known of products of one input, or is found now. Not during graph capture."""
         if mode() is Mode.OFF:
-            return None
+            return GroupOutcome(None)
         are_fused = [self.outcome(key).fused is not None for key in keys]
         with torch.cuda.device(self.device), self._lock:
             if keys not in self._together:
@@ -117,20 +117,20 @@ class Planner:
 
     def _grouped(
         self, keys: tuple[PlanKey, ...], x: torch.Tensor, operands: Sequence[Operands], are_fused: Sequence[bool]
-    ) -> int | None:
+    ) -> GroupOutcome:
         """As stored by any process, for whoever uses it proves it by bytes; else found now."""
-        stored = self._store.groups()
-        variant = stored.get(keys)
-        if variant is not None and variant >= len(VARIANTS):
-            del stored[keys]  # a damaged file
-        if keys in stored or mode() is Mode.CACHED:
-            return stored.get(keys)
+        stored = self._store.groups().get(keys)
+        is_damaged = stored is not None and stored.variant is not None and stored.variant >= len(VARIANTS)
+        if stored is not None and not is_damaged:
+            return stored
+        if mode() is Mode.CACHED:
+            return GroupOutcome(None)
         try:
             found = fastest_together(x, operands, are_fused)
         except (torch.OutOfMemoryError, DeviceError) as error:
             _log.warning("products of one input are made one by one: %s", error)
-            return None
-        how = "one by one" if found is None else f"one launch: {VARIANTS[found]}"
+            return GroupOutcome(None)
+        how = "one by one" if found.variant is None else f"one launch: {VARIANTS[found.variant]}"
         _log.info("%s: %s", " and ".join(map(_words, keys)), how)
         self._store.add_group(keys, found)
         return found

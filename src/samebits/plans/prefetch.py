@@ -3,15 +3,15 @@
 A product of many tokens takes as long as tensor cores multiply, and the warps that decode its weight are done long
 before (csrc/linear_relay.cuh). They go on with what will be asked for next, which then is multiplied by cuBLAS as in
 the dense model. What that is is learned from the calls, as in together.py: such a launch notes the products behind it,
-and from the next time on decodes as many of their weights as it has time and memory for. What is decoded is kept beside
-the weight's bytes until the product is asked for, on the same stream and in the same CUDA graph; if it never is, the
-launch forgets what it had noted.
+and from the next time on decodes what carry.py chooses of their weights. What is decoded is kept beside the weight's
+bytes until the product is asked for, on the same stream and in the same CUDA graph; if it never is, the launch forgets
+what it had noted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,21 +20,58 @@ from samebits.kernels import nvrtc
 from samebits.kernels.linear import Operands, Products, is_prefetchable
 from samebits.kernels.residents import Bytes, Resident, resident, residents
 from samebits.kernels.structures import MAX_PREFETCHED
+from samebits.plans.call import Call
+from samebits.plans.carry import Coming, best_way
 from samebits.plans.turn import Turns
 
-_NOTED = 24  # products behind a launch that are noted
+_NOTED = 32  # products behind a launch that are noted: more than two layers of most models
+_NEVER = 1 << 62  # weights, for which no launch has room
 _FEW_TOKENS = 128  # with no more, a fused product is faster than cuBLAS's
+_DEARER = 0.08  # of cuBLAS's time: what a launch's power costs those behind it, which its plan does not say
+_FLOPS_PER_US = 6.5e8  # of cuBLAS
 _MAX_SHAPES = 16  # of inputs of one weight
+_SETTLED = 2  # a choice that was made anew so often
 _MAX_UNWANTED = 3  # launches that decoded something nobody asked for
 
 
 class _Weight(NamedTuple):
+    """Of a product that was asked for; ``shape`` is its input's."""
+
     data: Bytes
     header: Header
+    shape: torch.Size
 
     def now(self) -> PackedTensor | None:
         data = self.data.now()
         return None if data is None else PackedTensor(self.header, data)
+
+
+class Worth(NamedTuple):
+    """Of a launch.
+
+    Attributes:
+        is_alone: it is to be made, even if it decodes nothing for others.
+        gained_us: microseconds that it takes less than what would be done instead; None: nothing would.
+    """
+
+    is_alone: bool
+    gained_us: float | None
+
+    @classmethod
+    def of(cls, x: torch.Tensor, packed: PackedTensor, call: Call) -> Worth:
+        """Of a product that would be decoded first instead."""
+        return cls(call.is_fused, call.gained_us - _DEARER * _blas_us(x.shape, [packed]))
+
+
+class _Plan(NamedTuple):
+    """What a launch is to decode ahead.
+
+    Attributes:
+        more_us: microseconds gained.
+    """
+
+    weights: list[PackedTensor]
+    more_us: float
 
 
 class Choice(NamedTuple):
@@ -57,16 +94,27 @@ class Carrier:
     Attributes:
         noted: what was asked for behind it when that was noted; None of few tokens.
         choice: what it decodes, where that is something.
+        again: how often in a row that was the same.
         unwanted: launches that decoded something nobody asked for.
         is_given_up: these were too many, or there was too little memory.
     """
 
-    __slots__ = ("choice", "is_given_up", "noted", "unwanted")
+    __slots__ = ("again", "choice", "is_given_up", "noted", "unwanted")
 
     def __init__(self) -> None:
         self.noted: tuple[_Weight | None, ...] = ()
         self.choice: Choice | None = None
-        self.unwanted, self.is_given_up = 0, False
+        self.again, self.unwanted, self.is_given_up = 0, 0, False
+
+    def settled(self, products: Products, where: nvrtc.Where) -> Choice | None:
+        """The choice, once it has been the same often enough that to choose again would but take the host its time.
+
+        A graph's last launches choose otherwise than those of steps that follow each other.
+        """
+        choice = self.choice
+        if choice is None or self.again < _SETTLED or where.capture or choice.plain is not products:
+            return None
+        return choice if all(each.prefetched is None and each.now() is not None for each in choice.weights) else None
 
 
 class Window(NamedTuple):
@@ -107,7 +155,7 @@ class Prefetcher:
         if not windows:
             return
         has_few = x.numel() <= _FEW_TOKENS * x.shape[-1]
-        weight = None if has_few or packed.data.is_inference() else _Weight(Bytes(packed.data), packed.header)
+        weight = None if has_few or packed.data.is_inference() else _Weight(Bytes(packed.data), packed.header, x.shape)
         for window in windows:
             window.noted.append(weight if window.where == where else None)
         if len(windows[0].noted) >= _NOTED:
@@ -115,34 +163,44 @@ class Prefetcher:
 
     def launch(
         self, x: torch.Tensor, bias: torch.Tensor | None, own: Sequence[torch.Tensor],
-        operands: Callable[[], Sequence[Operands]], products: Products, *, decodes: bool = True,
-    ) -> tuple[list[torch.Tensor], Choice | None]:  # fmt: skip
-        """What ``products`` makes; and what was decoded beside.
+        operands: Callable[[], Sequence[Operands]], products: Products, *, worth: Worth, decodes: bool = True,
+    ) -> tuple[list[torch.Tensor] | None, Choice | None]:  # fmt: skip
+        """What ``products`` makes, None if that is not worth it; and what was decoded beside.
 
         Args:
             own: packed bytes of its weights.
             decodes: else nothing is, yet.
         """
+
+        def alone() -> tuple[list[torch.Tensor] | None, None]:
+            return products(x, bias, operands) if worth.is_alone else None, None
+
         kept = resident(own[0])
         if kept is None or products.launch.spare is None:
-            return products(x, bias, operands), None
-        if len(kept.carriers) >= _MAX_SHAPES and x.shape not in kept.carriers:
-            kept.carriers.clear()
-        carrier: Carrier = kept.carriers.setdefault(x.shape, Carrier())
+            return alone()
+        carrier = _carrier_of(kept, x.shape)
         where = nvrtc.where(x.get_device())
         _forget_unwanted(carrier)
         self._note_behind(carrier, where)
-        weights = [] if carrier.is_given_up or not decodes else self._chosen(x, own, products, carrier)
-        choice = _choice(carrier, weights, products)
+        if carrier.is_given_up or not decodes:
+            carrier.choice = None
+            return alone()
+        choice = carrier.settled(products, where)
         if choice is None:
-            return products(x, bias, operands), None
+            plan = self._plan(x, own, products, carrier)
+            if worth.gained_us is not None and carrier.noted and worth.gained_us + plan.more_us <= 0:
+                carrier.choice = None
+                return None, None
+            choice = _choice(carrier, plan, products)
+        if choice is None:
+            return alone()
         try:
             made = choice.products(x, bias, operands)
         except torch.OutOfMemoryError:
             carrier.is_given_up = True
-            return products(x, bias, operands), None
-        for each, weight in zip(choice.weights, made[len(own) :], strict=True):
-            each.prefetched = where, weight
+            return alone()
+        for each, decoded in zip(choice.weights, made[len(own) :], strict=True):
+            each.prefetched = where, decoded
         return made[: len(own)], choice
 
     def _note_behind(self, carrier: Carrier, where: nvrtc.Where) -> None:
@@ -157,28 +215,31 @@ class Prefetcher:
         window.carrier.noted = tuple(window.noted)
         self._turns.windows = tuple(each for each in self._turns.windows if each is not window)
 
-    def _chosen(
-        self, x: torch.Tensor, own: Sequence[torch.Tensor], products: Products, carrier: Carrier
-    ) -> list[PackedTensor]:
-        """The next weights that a launch has room for, in the order of their products.
-
-        Not of the next round: a CUDA graph has its first products behind it.
-        """
+    def _plan(self, x: torch.Tensor, own: Sequence[torch.Tensor], products: Products, carrier: Carrier) -> _Plan:
+        """Of the products noted, until the next round: a CUDA graph has its first products behind it."""
         spare, device = products.launch.spare, x.get_device()
         assert spare is not None
-        left, not_again, found = spare.weights, {id(data) for data in own}, list[PackedTensor]()
+        not_again, coming, packed = {id(data) for data in own}, list[Coming](), list[list[PackedTensor]]()
         for group in _groups(carrier.noted):
-            if group[0].data is own[0] or id(group[0].data) in self._turns.captured:
+            first = group[0][0]
+            if first.data is own[0] or id(first.data) in self._turns.captured:
                 break
-            new = [each for each in group if id(each.data) not in not_again]
-            if not all(_is_wanted(each, products, device) for each in new):
-                continue
-            left -= sum(rows * columns for rows, columns in (each.header.shape for each in new))
-            if left < 0 or len(found) + len(new) > MAX_PREFETCHED:
-                break
-            found += new
+            new = [each for each, _ in group if id(each.data) not in not_again]
             not_again |= {id(each.data) for each in new}
-        return found
+            if new and all(_is_missing(each, device) for each in new):
+                fits = all(is_prefetchable(each, products.launch, device) for each in new)
+                coming.append(_coming(group, new, fits=fits))
+                packed.append(new)
+        way = best_way(spare.weights, MAX_PREFETCHED, coming)
+        more_us = way.gained_us - best_way(0, MAX_PREFETCHED, coming).gained_us
+        return _Plan([each for number in way.carried for each in packed[number]], more_us)
+
+
+def _carrier_of(kept: Resident, shape: torch.Size) -> Carrier:
+    if len(kept.carriers) >= _MAX_SHAPES and shape not in kept.carriers:
+        kept.carriers.clear()
+    carrier: Carrier = kept.carriers.setdefault(shape, Carrier())
+    return carrier
 
 
 def _forget_unwanted(carrier: Carrier) -> None:
@@ -196,13 +257,14 @@ def _forget_unwanted(carrier: Carrier) -> None:
         carrier.is_given_up |= carrier.unwanted >= _MAX_UNWANTED
 
 
-def _choice(carrier: Carrier, weights: Sequence[PackedTensor], products: Products) -> Choice | None:
-    """The one that there is, if it is of the same weights."""
-    chosen, choice = [kept for packed in weights if (kept := resident(packed.data))], carrier.choice
-    if not chosen or len(chosen) < len(weights):
+def _choice(carrier: Carrier, plan: _Plan, products: Products) -> Choice | None:
+    """The one that there is, if it is the same."""
+    chosen, choice = [kept for packed in plan.weights if (kept := resident(packed.data))], carrier.choice
+    if not chosen or len(chosen) < len(plan.weights):
         choice = None
     elif choice is None or choice.plain is not products or not _are(choice.weights, chosen):
-        choice = Choice(tuple(chosen), Products(products.launch, weights), products)
+        choice = Choice(tuple(chosen), Products(products.launch, plan.weights), products)
+    carrier.again = carrier.again + 1 if choice is not None and choice is carrier.choice else 0
     carrier.choice = choice
     return choice
 
@@ -211,21 +273,68 @@ def _are(left: Sequence[object], right: Sequence[object]) -> bool:
     return len(left) == len(right) and all(one is other for one, other in zip(left, right, strict=True))
 
 
-def _is_wanted(packed: PackedTensor, products: Products, device: int) -> bool:
+def _is_missing(packed: PackedTensor, device: int) -> bool:
+    """Whether the weight is on this device, and nobody has decoded it."""
     kept = resident(packed.data)
-    if kept is None or kept.prefetched is not None or packed.data.get_device() != device:
-        return False
-    return is_prefetchable(packed, products.launch, device)
+    return kept is not None and kept.prefetched is None and packed.data.get_device() == device
 
 
-def _groups(noted: Sequence[_Weight | None]) -> Iterator[list[PackedTensor]]:
-    """What was noted; where products are made by one launch, together: to take some from it would gain nothing."""
-    weights = [packed for each in noted if each and (packed := each.now())]
+def _coming(group: Sequence[tuple[PackedTensor, torch.Size]], new: Sequence[PackedTensor], *, fits: bool) -> Coming:
+    """What is known of products that are, or may be, made by one launch.
+
+    Args:
+        new: those of them whose weights are missing.
+        fits: these can be decoded by another launch.
+    """
+    first, shape = group[0]
+    weights, call = _count(new) if fits else _NEVER, _call(first, shape)
+    if call is None:
+        return Coming(weights, len(new), 0.0, 0)
+    joint = _joint(first, call)
+    spare = (joint or call).products.launch.spare
+    gained_us = joint.gained_us if joint else call.gained_us if call.is_fused or spare else 0.0
+    if spare:
+        gained_us -= _DEARER * _blas_us(shape, [packed for packed, _ in group] if joint else [first])
+    return Coming(weights, len(new), gained_us, spare.weights if spare else 0)
+
+
+def _call(packed: PackedTensor, shape: torch.Size) -> Call | None:
+    kept = resident(packed.data)
+    return kept.calls.get(shape) if kept else None
+
+
+def _joint(packed: PackedTensor, call: Call) -> Any:
+    """How one launch makes the product and others, see together.py; None: alone."""
+    kept = resident(packed.data)
+    return kept.followers.chosen.get(call.key) if kept and kept.followers else None
+
+
+def _count(every: Sequence[PackedTensor]) -> int:
+    return sum(rows * columns for rows, columns in (each.header.shape for each in every))
+
+
+def _blas_us(shape: torch.Size, weights: Sequence[PackedTensor]) -> float:
+    """About how long cuBLAS takes for products with an input of this shape."""
+    return 2 * (shape.numel() // shape[-1]) * _count(weights) / _FLOPS_PER_US
+
+
+def _others(packed: PackedTensor, shape: torch.Size) -> Sequence[Any]:
+    """That a launch makes products with beside this one, unless one by one is known to be faster."""
+    kept = resident(packed.data)
+    if kept is None or kept.followers is None:
+        return ()
+    call, group = kept.calls.get(shape), kept.followers
+    are_apart = call is not None and group.chosen.get(call.key, group) is None
+    return () if are_apart else group.others
+
+
+def _groups(noted: Sequence[_Weight | None]) -> Iterator[list[tuple[PackedTensor, torch.Size]]]:
+    """What was noted; together where one launch makes the products, or may do so: to take some would gain nothing."""
+    weights = [(packed, each.shape) for each in noted if each and (packed := each.now())]
     while weights:
-        kept = resident(weights[0].data)
-        others = {id(other.data.now()) for other in kept.followers.others} if kept and kept.followers else set()
+        others = {id(other.data.now()) for other in _others(*weights[0])}
         count = 1
-        while count < len(weights) and id(weights[count].data) in others:
+        while count < len(weights) and id(weights[count][0].data) in others:
             count += 1
         yield weights[:count]
         del weights[:count]

@@ -22,7 +22,7 @@ from samebits.plans.environment import Environment
 from samebits.plans.key import PlanKey
 
 CACHE_VARIABLE = "SAMEBITS_CACHE"
-_VERSION = 2
+_VERSION = 3
 _LOCK_SECONDS = 10.0
 _log = logging.getLogger(__name__)
 
@@ -47,6 +47,11 @@ class Outcome:
         """The plan of a product made alone; None: decode, then cuBLAS."""
         return None if self.reason else self.plan
 
+    @property
+    def gained_us(self) -> float:
+        """Microseconds that the plan's product takes less than decoding first; negative if it takes more."""
+        return self.decode_us - self.fused_us if self.plan and self.decode_us and self.fused_us else 0.0
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -60,7 +65,26 @@ class Outcome:
         return cls(plan, str(entry["reason"]), *times)
 
 
-Groups = dict[tuple[PlanKey, ...], int | None]
+@dataclass(frozen=True)
+class GroupOutcome:
+    """What was found for products of one input.
+
+    Attributes:
+        variant: of one launch that makes them all; None: one by one is faster.
+        gained_us: microseconds that it takes less than one by one.
+    """
+
+    variant: int | None
+    gained_us: float = 0.0
+
+    @classmethod
+    def from_json(cls, entry: Mapping[str, Any]) -> GroupOutcome:
+        """Raises as Outcome's."""
+        variant = entry["variant"]
+        return cls(None if variant is None else _count(variant, 0), float(entry["gained_us"]))
+
+
+Groups = dict[tuple[PlanKey, ...], GroupOutcome]
 
 
 class Stored(NamedTuple):
@@ -68,7 +92,7 @@ class Stored(NamedTuple):
 
     Attributes:
         environment: that it is for.
-        groups: products of one input, and the variant of one launch that makes them all; None: one by one is faster.
+        groups: of products of one input.
     """
 
     environment: dict[str, Any]
@@ -78,8 +102,8 @@ class Stored(NamedTuple):
     def to_json(self) -> dict[str, Any]:
         plans = [{**key._asdict(), **outcome.to_json()} for key, outcome in sorted(self.outcomes.items(), key=_by_key)]
         groups = [
-            {"products": [key._asdict() for key in keys], "variant": variant}
-            for keys, variant in sorted(self.groups.items(), key=_by_key)
+            {"products": [key._asdict() for key in keys], **asdict(group)}
+            for keys, group in sorted(self.groups.items(), key=_by_key)
         ]
         return {"environment": self.environment, "plans": plans, "groups": groups}
 
@@ -116,9 +140,9 @@ class PlanStore:
         """Store one more outcome, beside what other processes have stored meanwhile."""
         self._add({key: outcome}, {})
 
-    def add_group(self, keys: tuple[PlanKey, ...], variant: int | None) -> None:
+    def add_group(self, keys: tuple[PlanKey, ...], group: GroupOutcome) -> None:
         """Store one more group, likewise."""
-        self._add({}, {keys: variant})
+        self._add({}, {keys: group})
 
     def _add(self, outcomes: Mapping[PlanKey, Outcome], groups: Groups) -> None:
         try:
@@ -150,7 +174,7 @@ def read(path: Path) -> Stored:
             _log.warning("%s: plans of version %s are ignored", path, content["version"])
             return nothing
         outcomes = {_key(entry): Outcome.from_json(entry) for entry in content["plans"]}
-        groups = {tuple(map(_key, entry["products"])): _variant(entry["variant"]) for entry in content["groups"]}
+        groups = {tuple(map(_key, entry["products"])): GroupOutcome.from_json(entry) for entry in content["groups"]}
         return Stored(dict(content["environment"]), outcomes, groups)
     except FileNotFoundError:
         return nothing
@@ -170,10 +194,6 @@ def clear() -> int:
     for path in (*files, *folder().glob("*.lock")):
         path.unlink(missing_ok=True)
     return len(files)
-
-
-def _variant(value: Any) -> int | None:
-    return None if value is None else _count(value, 0)
 
 
 def _key(entry: Mapping[str, Any]) -> PlanKey:
