@@ -191,6 +191,32 @@ def test_launches_that_may_decode_other_weights(
     assert calls == [(launch, None) for launch in loaded]
 
 
+@pytest.mark.parametrize("times", [[800.0, 700.0, 650.0], [800.0, 700.0, 750.0]])
+def test_long_products_of_many_tokens(gpu: FakeGpu, times: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fastest launch, and decoding first, count as they are at their own clocks."""
+    asked: list[int] = []
+
+    def own_microseconds(candidates: Sequence[Sequence[Callable[[], object]]]) -> list[float]:
+        asked.append(len(candidates))
+        candidates[0][0](), candidates[1][0]()
+        return [710.0, 705.0]
+
+    monkeypatch.setattr(calibrate, "own_microseconds", own_microseconds)
+    gpu.times = times
+    reason = "decoding first is faster" if times[2] < times[1] else ""
+    assert found(key()) == Outcome(LinearPlan(3, 1), reason, *times[1:])
+    assert not asked
+    monkeypatch.setattr(calibrate, "_MANY_TOKENS", 1)
+    calls = len(gpu.fused_calls)
+    assert found(key(tokens=3)) == Outcome(LinearPlan(3, 1), "decoding first is faster", 710.0, 705.0)
+    assert asked == [2]
+    assert gpu.fused_calls[-1] == LinearPlan(3, 1)
+    assert len(gpu.fused_calls) > calls
+    gpu.times = [80.0, 70.0, 99.0]
+    assert found(key(tokens=3)) == Outcome(LinearPlan(3, 1), "", 70.0, 99.0)
+    assert asked == [2]
+
+
 def test_what_the_kernel_does_not_take(gpu: FakeGpu) -> None:
     assert found(key(tokens=129)) == Outcome(None, UNSUPPORTED)
     assert not gpu.fused_calls

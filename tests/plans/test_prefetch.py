@@ -129,7 +129,7 @@ def model(gpu: FakeGpu, where: list[int], monkeypatch: pytest.MonkeyPatch) -> Mo
     return made
 
 
-def in_one_launch(model: Model, monkeypatch: pytest.MonkeyPatch, variant: int | None) -> None:
+def in_one_launch(model: Model, monkeypatch: pytest.MonkeyPatch, variant: int | None, gained_us: float = 0.0) -> None:
     """Products of one input are made so, in this variant, or one by one."""
     gpu = model.gpu  # the model would be kept alive
 
@@ -144,7 +144,7 @@ def in_one_launch(model: Model, monkeypatch: pytest.MonkeyPatch, variant: int | 
     monkeypatch.setattr(together, "Products", joint)
     monkeypatch.setattr(together, "is_launchable", lambda header, m, plan, device: True)
     monkeypatch.setattr(together, "launch_together", lambda operands, m, variant, device: "a launch")
-    monkeypatch.setattr(planner, "fastest_together", lambda x, operands, are_fused: GroupOutcome(variant))
+    monkeypatch.setattr(planner, "fastest_together", lambda x, operands, are_fused: GroupOutcome(variant, gained_us))
 
 
 def test_learned_and_decoded_ahead(model: Model) -> None:
@@ -352,6 +352,29 @@ def test_launches_of_products_of_one_input(model: Model, is_joint: bool, monkeyp
         model.ask_together(2)
         model.ask_together(3)
     assert model.ahead == [(0, [2, 3] if is_joint else [1, 2, 3])]
+
+
+@pytest.mark.parametrize("times", [[12.0, 11.0, 9.0], [5.0, 3.0, 9.0]], ids=["decoded first", "each alone"])
+def test_one_launch_that_is_slower_than_one_by_one(
+    model: Model, times: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is proved at first; then it is made where it decodes others' weights."""
+    in_one_launch(model, monkeypatch, 7, gained_us=-1.0)
+    model.gpu.times = times
+    del model.room[0]
+    for _ in range(5):
+        model.ahead.clear()
+        model.gpu.fused_calls.clear()
+        model.ask_together(0, 1)
+    assert not model.ahead
+    is_fused = min(times[:2]) < times[2]
+    assert len(model.gpu.fused_calls) == (2 if is_fused else 0)
+    model.packed = [samebits.encode(weight) for weight in model.weights]
+    for _ in range(5):
+        model.ahead.clear()
+        model.ask_together(0, 1)
+        model.ask_together(2)
+    assert model.ahead == [(0, [2])]
 
 
 def test_weights_that_are_gone(model: Model) -> None:

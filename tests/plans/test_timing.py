@@ -90,3 +90,21 @@ def test_a_device_that_is_to_work_hard_first(machine: Machine, monkeypatch: pyte
     assert timing.microseconds([[counted(0)], [counted(1)]], warm_seconds=3.0) == pytest.approx([20.0, 7.0])
     assert made == [3 + timing.ROUNDS] * 2
     assert len(waits) == 2
+
+
+@pytest.mark.parametrize("machine", [5.0], indirect=True)
+def test_own_clocks(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that is slower while it works hard, and takes some time to become so; launching is not in the way."""
+    behind: list[float] = []
+
+    def call(lasting: float, hard: float) -> Callable[[], None]:
+        def launch() -> None:
+            behind.append(hard)
+            machine.call(lasting * (1.0 + sum(behind[-100:]) / 100))()
+
+        return launch
+
+    monkeypatch.setattr(timing.time, "monotonic", lambda: machine.host / 1e6)
+    hard, easy = call(100.0, 0.5), call(140.0, 0.0)
+    assert timing.own_microseconds([[hard] * 3, [easy] * 2]) == pytest.approx([150.0, 140.0])
+    assert not machine.sleeps

@@ -54,6 +54,7 @@ def _variant(number: int, is_ours: bool) -> str:
 
 def _group_row(keys: Sequence[PlanKey], group: GroupOutcome, is_ours: bool) -> list[str]:
     launch = "one by one" if group.variant is None else _variant(group.variant, is_ours)
+    launch += "" if group.gained_us >= 0 else ", if it decodes others"
     rows = " + ".join(str(key.rows) for key in keys)
     return [f"{rows} x {keys[0].columns}", str(keys[0].tokens), launch]
 

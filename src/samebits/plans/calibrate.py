@@ -35,7 +35,7 @@ from samebits.kernels.nvrtc import compile_all
 from samebits.plans.key import PlanKey
 from samebits.plans.probe import Probe
 from samebits.plans.store import GroupOutcome, Outcome
-from samebits.plans.timing import Calls, microseconds
+from samebits.plans.timing import Calls, microseconds, own_microseconds
 
 MAX_SPLIT = 16
 CANCELLING_PROBES = 2  # beside a plain one
@@ -48,6 +48,7 @@ _MIN_CALLS = 12
 _MIN_LONG_CALLS = 3  # of as many tokens as let the clock fall
 _MANY_TOKENS = 512  # with more, tensor cores work so hard that the clock falls
 _WARM_SECONDS = 0.3
+_LONG_US = 100.0  # calls that take longer are timed at their own clocks, if they have many tokens
 _ABOUT_AS_FAST = 1.05
 
 
@@ -154,10 +155,17 @@ def _fastest(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, p
     fused = [[partial(fused_linear, x, copy, bias, plan) for copy in copies] for plan in plans]
     decoded = [partial(_decode_and_multiply, x, copy, bias) for copy in copies]
     launches = [launch_of(packed.header, _tokens(x), plan.split, plan.variant, device) for plan in plans]
-    times, [decode_us] = _timed(x, fused, launches, [[Operands(copy, bias, plans[0])] for copy in copies], [decoded])
-    best = _fastest_number(times)
-    fused_us = times[best].alone
-    return Outcome(plans[best], "" if fused_us < decode_us else "decoding first is faster", fused_us, decode_us)
+    found = _raced(x, fused, launches, [[Operands(copy, bias, plans[0])] for copy in copies], decoded)
+    reason = "" if found.us < found.other_us else "decoding first is faster"
+    return Outcome(plans[found.number], reason, found.us, found.other_us)
+
+
+class _Raced(NamedTuple):
+    """Microseconds of the fastest of some launches, by its number, and of another way."""
+
+    number: int
+    us: float
+    other_us: float
 
 
 class _Times(NamedTuple):
@@ -171,16 +179,25 @@ class _Times(NamedTuple):
     loaded: float | None
 
 
-def _timed(
+def _raced(
     x: torch.Tensor, fused: Sequence[Calls], launches: Sequence[Launch | None], operands: Sequence[Sequence[Operands]],
-    others: Sequence[Calls],
-) -> tuple[list[_Times], list[float]]:  # fmt: skip
-    """Of the calls that make these launches, of each of ``operands`` in turn; and of others."""
+    other: Calls,
+) -> _Raced:  # fmt: skip
+    """Of the calls that make these launches, of each of ``operands`` in turn, and the calls of another way.
+
+    All share a clock while the fastest launch is found: they differ little in power, but much from the other way, which
+    often works less hard and then runs at a higher one.
+    """
     busy = {number: calls for number, launch in enumerate(launches) if (calls := _loaded(x, launch, operands))}
-    times = iter(microseconds([*fused, *others, *busy.values()], warm_seconds=_warm_seconds(x)))
-    alone, of_others = list(islice(times, len(fused))), list(islice(times, len(others)))
+    many = _has_many_tokens(x)
+    times = iter(microseconds([*fused, other, *busy.values()], warm_seconds=_WARM_SECONDS if many else 0.0))
+    alone, other_us = list(islice(times, len(fused))), next(times)
     beside = dict(zip(busy, times, strict=True))
-    return [_Times(each, beside.get(number)) for number, each in enumerate(alone)], of_others
+    best = _fastest_number([_Times(each, beside.get(number)) for number, each in enumerate(alone)])
+    best_us = alone[best]
+    if many and min(best_us, other_us) > _LONG_US:
+        best_us, other_us = own_microseconds([fused[best], other])
+    return _Raced(best, best_us, other_us)
 
 
 def _loaded(x: torch.Tensor, launch: Launch | None, operands: Sequence[Sequence[Operands]]) -> Calls:
@@ -202,6 +219,8 @@ def _fastest_number(times: Sequence[_Times]) -> int:
 def fastest_together(x: torch.Tensor, operands: Sequence[Operands], are_fused: Sequence[bool]) -> GroupOutcome:
     """The variant in which one launch makes these products fastest, if that is faster than one by one.
 
+    Or if it may be, as it can decode other weights on the way.
+
     Args:
         are_fused: each of them, one by one; else the weight is decoded first.
 
@@ -219,10 +238,10 @@ def fastest_together(x: torch.Tensor, operands: Sequence[Operands], are_fused: S
     ]
     joint = [[partial(_together, x, copy, launch) for copy in copies] for launch in fitting.values()]
     single = [partial(_one_by_one, x, copy, are_fused) for copy in copies]
-    times, [single_us] = _timed(x, joint, list(fitting.values()), copies, [single])
-    best = _fastest_number(times)
-    gained_us = single_us - times[best].alone
-    return GroupOutcome(list(fitting)[best], gained_us) if gained_us > 0 else GroupOutcome(None)
+    found = _raced(x, joint, list(fitting.values()), copies, single)
+    gained_us = found.other_us - found.us
+    variant, launch = list(fitting.items())[found.number]
+    return GroupOutcome(variant, gained_us) if gained_us > 0 or launch.spare else GroupOutcome(None)
 
 
 def _tokens(x: torch.Tensor) -> int:
@@ -231,10 +250,6 @@ def _tokens(x: torch.Tensor) -> int:
 
 def _has_many_tokens(x: torch.Tensor) -> bool:
     return _tokens(x) > _MANY_TOKENS
-
-
-def _warm_seconds(x: torch.Tensor) -> float:
-    return _WARM_SECONDS if _has_many_tokens(x) else 0.0
 
 
 def _together(x: torch.Tensor, operands: Sequence[Operands], launch: Launch) -> list[torch.Tensor]:

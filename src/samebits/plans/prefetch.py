@@ -27,8 +27,6 @@ from samebits.plans.turn import Turns
 _NOTED = 32  # products behind a launch that are noted: more than two layers of most models
 _NEVER = 1 << 62  # weights, for which no launch has room
 _FEW_TOKENS = 128  # with no more, a fused product is faster than cuBLAS's
-_DEARER = 0.08  # of cuBLAS's time: what a launch's power costs those behind it, which its plan does not say
-_FLOPS_PER_US = 6.5e8  # of cuBLAS
 _MAX_SHAPES = 16  # of inputs of one weight
 _SETTLED = 2  # a choice that was made anew so often
 _MAX_UNWANTED = 3  # launches that decoded something nobody asked for
@@ -44,23 +42,6 @@ class _Weight(NamedTuple):
     def now(self) -> PackedTensor | None:
         data = self.data.now()
         return None if data is None else PackedTensor(self.header, data)
-
-
-class Worth(NamedTuple):
-    """Of a launch.
-
-    Attributes:
-        is_alone: it is to be made, even if it decodes nothing for others.
-        gained_us: microseconds that it takes less than what would be done instead; None: nothing would.
-    """
-
-    is_alone: bool
-    gained_us: float | None
-
-    @classmethod
-    def of(cls, x: torch.Tensor, packed: PackedTensor, call: Call) -> Worth:
-        """Of a product that would be decoded first instead."""
-        return cls(call.is_fused, call.gained_us - _DEARER * _blas_us(x.shape, [packed]))
 
 
 class _Plan(NamedTuple):
@@ -163,17 +144,19 @@ class Prefetcher:
 
     def launch(
         self, x: torch.Tensor, bias: torch.Tensor | None, own: Sequence[torch.Tensor],
-        operands: Callable[[], Sequence[Operands]], products: Products, *, worth: Worth, decodes: bool = True,
+        operands: Callable[[], Sequence[Operands]], products: Products, *, gained_us: float | None,
+        decodes: bool = True,
     ) -> tuple[list[torch.Tensor] | None, Choice | None]:  # fmt: skip
         """What ``products`` makes, None if that is not worth it; and what was decoded beside.
 
         Args:
             own: packed bytes of its weights.
+            gained_us: microseconds that the launch alone takes less than what would be done instead; None: it is made.
             decodes: else nothing is, yet.
         """
 
         def alone() -> tuple[list[torch.Tensor] | None, None]:
-            return products(x, bias, operands) if worth.is_alone else None, None
+            return products(x, bias, operands) if gained_us is None or gained_us >= 0 else None, None
 
         kept = resident(own[0])
         if kept is None or products.launch.spare is None:
@@ -188,7 +171,7 @@ class Prefetcher:
         choice = carrier.settled(products, where)
         if choice is None:
             plan = self._plan(x, own, products, carrier)
-            if worth.gained_us is not None and carrier.noted and worth.gained_us + plan.more_us <= 0:
+            if gained_us is not None and gained_us + plan.more_us < 0:
                 carrier.choice = None
                 return None, None
             choice = _choice(carrier, plan, products)
@@ -293,8 +276,6 @@ def _coming(group: Sequence[tuple[PackedTensor, torch.Size]], new: Sequence[Pack
     joint = _joint(first, call)
     spare = (joint or call).products.launch.spare
     gained_us = joint.gained_us if joint else call.gained_us if call.is_fused or spare else 0.0
-    if spare:
-        gained_us -= _DEARER * _blas_us(shape, [packed for packed, _ in group] if joint else [first])
     return Coming(weights, len(new), gained_us, spare.weights if spare else 0)
 
 
@@ -311,11 +292,6 @@ def _joint(packed: PackedTensor, call: Call) -> Any:
 
 def _count(every: Sequence[PackedTensor]) -> int:
     return sum(rows * columns for rows, columns in (each.header.shape for each in every))
-
-
-def _blas_us(shape: torch.Size, weights: Sequence[PackedTensor]) -> float:
-    """About how long cuBLAS takes for products with an input of this shape."""
-    return 2 * (shape.numel() // shape[-1]) * _count(weights) / _FLOPS_PER_US
 
 
 def _others(packed: PackedTensor, shape: torch.Size) -> Sequence[Any]:

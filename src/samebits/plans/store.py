@@ -71,7 +71,8 @@ class GroupOutcome:
 
     Attributes:
         variant: of one launch that makes them all; None: one by one is faster.
-        gained_us: microseconds that it takes less than one by one.
+        gained_us: microseconds that it takes less than one by one; if it takes more, it is for launches that decode
+            other weights on the way.
     """
 
     variant: int | None

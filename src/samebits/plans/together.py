@@ -36,7 +36,7 @@ from samebits.plans.call import Call
 from samebits.plans.environment import blas_state
 from samebits.plans.key import PlanKey
 from samebits.plans.planner import Planner
-from samebits.plans.prefetch import Prefetcher, Worth
+from samebits.plans.prefetch import Prefetcher
 from samebits.plans.turn import Turn, Turns
 
 _MAX_UNWANTED = 3  # launches that made a product nobody asked for, after which a group is given up
@@ -86,6 +86,7 @@ class _Choice(NamedTuple):
         header: of the first.
         plans: of the others.
         gained_us: microseconds that it takes less than if all weights are decoded first.
+        more_us: the same, than one by one.
     """
 
     header: Header
@@ -93,6 +94,7 @@ class _Choice(NamedTuple):
     plans: tuple[LinearPlan, ...]
     products: Products
     gained_us: float
+    more_us: float
 
     def held(self) -> list[_Held] | None:
         """Of the others, if all are unchanged."""
@@ -126,8 +128,9 @@ class _Group:
         return self.unwanted >= _MAX_UNWANTED
 
     def chosen_for(self, tokens: int) -> bool:
-        """Whether one launch makes these products of so many tokens, under any settings."""
-        return any(choice is not None for key, choice in self.chosen.items() if key.tokens == tokens)
+        """Whether one launch makes these products of so many tokens, under any settings, whatever comes behind it."""
+        chosen = [choice for key, choice in self.chosen.items() if key.tokens == tokens]
+        return any(choice is not None and choice.more_us >= 0 for choice in chosen)
 
     def replace_others(self, *others: _Weight) -> None:
         self.others, self.chosen = others, {}
@@ -193,13 +196,14 @@ class Together:
         own = [data, *(each.data for each in held)]
         try:
             made, ahead = self.prefetcher.launch(
-                x, bias, own, lambda: [operands, *choice.operands(held)], choice.products, worth=Worth(True, None),
-                decodes=group.is_proved,
+                x, bias, own, lambda: [operands, *choice.operands(held)], choice.products,
+                gained_us=choice.more_us if group.is_proved else None, decodes=group.is_proved,
             )  # fmt: skip
         except torch.OutOfMemoryError:  # with many tokens, it takes as much as all these weights decoded
             group.chosen[call.key] = None
             return call.multiply(x, packed, bias)
-        assert made is not None, "worth it"
+        if made is None:
+            return _one_by_one(x, packed, bias, call)
         y, *ys = made
         each = zip(choice.others, own[1:], choice.plans, ys, strict=True)
         self.turns.last.made = {id(bytes_): (group, weight, plan, made) for weight, bytes_, plan, made in each}
@@ -212,12 +216,12 @@ class Together:
     def _alone(
         self, x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, call: Call, *, joins: bool = True
     ) -> torch.Tensor:
-        operands, worth = [Operands(packed, bias, call.plan)], Worth.of(x, packed, call)
-        made, ahead = self.prefetcher.launch(x, bias, [packed.data], lambda: operands, call.products, worth=worth)
+        operands = [Operands(packed, bias, call.plan)]
+        made, ahead = self.prefetcher.launch(
+            x, bias, [packed.data], lambda: operands, call.products, gained_us=call.gained_us
+        )
         if made is None:
-            y = F.linear(x, decode_cuda(packed), bias)
-            recall.remember_decoded(x, packed, bias, joins=joins)
-            return y
+            return _decoded_first(x, packed, bias, joins=joins)
         [y] = made
         recall.remember(x, packed, bias, call, call.products, joins=joins, ahead=ahead)
         return y
@@ -282,8 +286,24 @@ def _choose(x: torch.Tensor, first: Operands, key: PlanKey, others: tuple[_Weigh
     if launch is None:
         return None
     plans = tuple(operands.plan for operands in every[1:])
-    gained_us = found.gained_us + sum(planner.outcome(key).gained_us for key in keys)
-    return _Choice(first.packed.header, others, plans, Products(launch), gained_us)
+    one_by_one_us = sum(max(planner.outcome(key).gained_us, 0.0) for key in keys)
+    gained_us = found.gained_us + one_by_one_us
+    return _Choice(first.packed.header, others, plans, Products(launch), gained_us, found.gained_us)
+
+
+def _one_by_one(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, call: Call) -> torch.Tensor:
+    """The first of products that one launch could make."""
+    if not call.is_fused:
+        return _decoded_first(x, packed, bias, joins=True)
+    y = call.multiply(x, packed, bias)
+    recall.remember(x, packed, bias, call, call.products)
+    return y
+
+
+def _decoded_first(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, *, joins: bool) -> torch.Tensor:
+    y = F.linear(x, decode_cuda(packed), bias)
+    recall.remember_decoded(x, packed, bias, joins=joins)
+    return y
 
 
 def _where(x: torch.Tensor) -> nvrtc.Where:
