@@ -108,3 +108,10 @@ def test_own_clocks(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     hard, easy = call(100.0, 0.5), call(140.0, 0.0)
     assert timing.own_microseconds([[hard] * 3, [easy] * 2]) == pytest.approx([150.0, 140.0])
     assert not machine.sleeps
+
+
+@pytest.mark.parametrize("machine", [130.0], indirect=True)
+def test_a_host_that_cannot_keep_the_device_at_work(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing.time, "monotonic", lambda: machine.host / 1e6)
+    assert timing.own_microseconds([[machine.call(150.0)] * 3, [machine.call(120.0)] * 3]) is None
+    assert timing.own_microseconds([[machine.call(150.0)] * 3] * 2) == pytest.approx([150.0] * 2)

@@ -194,10 +194,9 @@ def _raced(
     alone, other_us = list(islice(times, len(fused))), next(times)
     beside = dict(zip(busy, times, strict=True))
     best = _fastest_number([_Times(each, beside.get(number)) for number, each in enumerate(alone)])
-    best_us = alone[best]
-    if many and min(best_us, other_us) > _LONG_US:
-        best_us, other_us = own_microseconds([fused[best], other])
-    return _Raced(best, best_us, other_us)
+    is_long = many and min(alone[best], other_us) > _LONG_US
+    own = own_microseconds([fused[best], other]) if is_long else None
+    return _Raced(best, *own) if own else _Raced(best, alone[best], other_us)
 
 
 def _loaded(x: torch.Tensor, launch: Launch | None, operands: Sequence[Sequence[Operands]]) -> Calls:

@@ -50,31 +50,36 @@ def microseconds(candidates: Sequence[Calls], *, warm_seconds: float = 0.0) -> l
     return [statistics.median(times) for times in zip(*rounds, strict=True)]
 
 
-def own_microseconds(candidates: Sequence[Calls]) -> list[float]:
+def own_microseconds(candidates: Sequence[Calls]) -> list[float] | None:
     """The same of long calls, each candidate at the clock that its own power leaves it, not at one that all share.
 
     A device at its limit of power takes some ten milliseconds to find that clock, so each candidate has it to itself
-    for ``_OWN_SECONDS`` before it is timed for about as long. The host does not count if it launches a candidate's
-    calls in less time than the device takes for them.
+    for ``_OWN_SECONDS`` before it is timed for about as long. None where the host cannot keep the device at work.
     """
-    rounds = [[_own_round(calls) for calls in candidates] for _ in range(_OWN_ROUNDS)]
+    rounds: list[list[float]] = []
+    for _ in range(_OWN_ROUNDS):
+        found = [_own_round(calls) for calls in candidates]
+        if any(each.is_late for each in found):
+            return None
+        rounds.append([each.microseconds for each in found])
     return [statistics.median(times) for times in zip(*rounds, strict=True)]
 
 
-def _own_round(calls: Calls) -> float:
-    passes, deadline = 0, time.monotonic() + _OWN_SECONDS
-    behind = _pass(calls)
-    while time.monotonic() < deadline:
-        front, behind, passes = behind, _pass(calls), passes + 1
+def _own_round(calls: Calls) -> _Round:
+    start, passes, deadline = _pass(calls), 0, time.monotonic() + _OWN_SECONDS
+    while not passes or time.monotonic() < deadline:
+        front, start, passes = start, _pass(calls), passes + 1
         front.synchronize()
-    start = behind
-    for _ in range(max(passes, 1)):
-        behind = _pass(calls)
-    behind.synchronize()
-    return 1e3 * float(start.elapsed_time(behind)) / (max(passes, 1) * len(calls))
+    end, is_late = start, False
+    for _ in range(passes):
+        front, end = end, _pass(calls)
+        is_late |= front.query()
+    end.synchronize()
+    return _Round(1e3 * float(start.elapsed_time(end)) / (passes * len(calls)), is_late)
 
 
 def _pass(calls: Calls) -> torch.cuda.Event:
+    """An event behind all of them."""
     for call in calls:
         call()
     end = torch.cuda.Event(enable_timing=True)
