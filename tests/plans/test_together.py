@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import samebits
 from samebits.format.packed import PackedTensor
 from samebits.kernels import residents
 from samebits.kernels.linear import Operands
-from samebits.kernels.linear_job import Launch
+from samebits.kernels.linear_job import Launch, Spare
 from samebits.plans import calibrate, call, dispatch, key, planner, together
 from samebits.plans.store import GroupOutcome
 from samebits.plans.together import Together
@@ -317,5 +318,9 @@ def test_fastest_variant(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
         assert calibrate.fastest_together(normal(1, K), operands, [True, False]) == best
         assert len(gpu.fused_calls) == 5  # of six, for one is decoded first
     assert gpu.compiled == [{("a", "launch"), ("an", "other")}] * 3
+    launches[3] = replace(launches[3], spare=Spare(1, 0, 0))  # which may decode other weights
+    assert calibrate.fastest_together(normal(1, K), operands, [True, False]) == GroupOutcome(3, -1.0)
+    gpu.times = [2.5, 3.0, 2.0]
+    assert calibrate.fastest_together(normal(1, K), operands, [True, False]) == GroupOutcome(None)
     launches.clear()
     assert calibrate.fastest_together(normal(1, K), operands, [True, False]) == GroupOutcome(None)
