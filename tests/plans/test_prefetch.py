@@ -210,6 +210,14 @@ def test_what_was_chosen_thrice_is_not_chosen_again(model: Model, monkeypatch: p
     assert chosen
 
 
+def test_what_was_chosen_thrice_is_chosen_anew_once_nobody_asked_for_it(model: Model) -> None:
+    for _ in range(5):
+        model.step(0, 1, 2)
+    assert model.step(0) == [(0, [1, 2])]
+    assert model.step(0, 3) == []
+    assert model.step(0, 3) == [(0, [3])]
+
+
 def test_a_product_slower_than_decoding_first_that_decodes_others(model: Model) -> None:
     """It is worth it where these gain more."""
     model.gpu.times = [12.0, 11.0, 9.0]

@@ -235,7 +235,7 @@ def _forget_unwanted(carrier: Carrier) -> None:
         prefetched, each.prefetched = each.prefetched, None
         is_unwanted |= prefetched is not None and not prefetched[0].capture
     if is_unwanted:
-        carrier.noted = ()
+        carrier.noted, carrier.again = (), 0
         carrier.unwanted += 1
         carrier.is_given_up |= carrier.unwanted >= _MAX_UNWANTED
 
