@@ -63,10 +63,11 @@ def test_groups_by_name(samebits: Command) -> None:
     plans.add(KEY, Outcome(LinearPlan(3, 99), "", 12.34, 30.0))  # of no kernel: a damaged file
     for rows, variant in ((8, 2), (16, None), (24, 99)):
         plans.add_group((KEY, KEY._replace(rows=rows)), GroupOutcome(variant))
+    plans.add_group((KEY, KEY._replace(rows=32)), GroupOutcome(3, -2.0))
     text = samebits("doctor", "--plans").out
-    assert [words in text for words in (str(VARIANTS[2]), "one by one", "variant 99", "split 3, variant 99")] == [
-        True
-    ] * 4
+    for words in (f"{VARIANTS[2]} ", "one by one", "variant 99", "split 3, variant 99"):
+        assert words in text
+    assert f"{VARIANTS[3]}, if it decodes others " in text
 
 
 def test_list_as_json(samebits: Command, stored: PlanStore) -> None:
