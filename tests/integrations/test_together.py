@@ -18,7 +18,7 @@ from samebits.kernels import nvrtc
 from samebits.kernels.linear import LinearPlan, Operands
 from samebits.kernels.linear_job import Spare
 from samebits.nn import packed_module
-from samebits.plans import call, dispatch, planner, prefetch, together
+from samebits.plans import call, dispatch, planner, prefetch, recall, together
 from samebits.plans.planner import Planner
 from samebits.plans.store import GroupOutcome, Outcome
 from samebits.plans.together import Together
@@ -78,8 +78,7 @@ def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ahead: list[int]) 
         monkeypatch.setattr(together, name, lambda *arguments, result=result: result)
     monkeypatch.setattr(call, "_outcome", lambda key, packed, device: Outcome(PLAN, ""))
     monkeypatch.setattr(call, "products_of", plain)
-    for module in (dispatch, together):
-        monkeypatch.setattr(module, "decode_cuda", samebits.decode)
+    monkeypatch.setattr(recall.decode, "decode_cuda", samebits.decode)
     monkeypatch.setattr(dispatch, "together", Together())
     monkeypatch.setattr(planner, "fastest_together", lambda x, operands, are_fused: GroupOutcome(1))
     monkeypatch.setenv("SAMEBITS_CACHE", str(tmp_path))

@@ -156,8 +156,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
         (carry, "_SAVED_US", 1.0),  # whatever launches gain is less
         (packed_module, "_is_plain", lambda tensor: type(tensor) in (torch.Tensor, nn.Parameter)),
         (call, "decode_cuda", _decode),
-        (dispatch, "decode_cuda", _decode),
-        (together, "decode_cuda", _decode),
+        (recall.decode, "decode_cuda", _decode),
         (recall, "_can_recall", True),
         (dispatch, "together", Together()),
     ]

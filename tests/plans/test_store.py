@@ -85,7 +85,9 @@ BROKEN = {
     },
     **{
         f"group {name} {value!r}": content(groups=[{**GOOD_GROUP, name: value}])
-        for name, value in [("variant", -1), ("variant", "1"), ("products", 3), ("products", [{}])]
+        for name, value in [
+            ("variant", -1), ("variant", "1"), ("gained_us", "much"), ("products", 3), ("products", [{}]),
+        ]
     },
 }  # fmt: skip
 

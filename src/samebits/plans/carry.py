@@ -26,7 +26,7 @@ class Coming(NamedTuple):
 
 
 class Way(NamedTuple):
-    """What is gained by all that comes if a launch decodes some of it, by its numbers."""
+    """What is gained by all that comes if a launch decodes some of it, by its numbers: more than if it decodes none."""
 
     gained_us: float
     carried: tuple[int, ...]
@@ -45,8 +45,10 @@ def best_way(room: int, places: int, coming: Sequence[Coming]) -> Way:
     """
     behind = [Way(0.0, ())] * len(coming)
     for number in reversed(range(len(coming))):
-        behind[number] = _best(coming[number].room, places, coming, number + 1, behind)
-    return _best(room, places, coming, 0, behind)
+        if coming[number].room:
+            behind[number] = _best(coming[number].room, places, coming, number + 1, behind)
+    best, without = _best(room, places, coming, 0, behind), _best(0, places, coming, 0, behind)
+    return best._replace(gained_us=best.gained_us - without.gained_us)
 
 
 def _best(room: int, places: int, coming: Sequence[Coming], first: int, behind: Sequence[Way]) -> Way:

@@ -40,9 +40,7 @@ def linear_of_module(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor |
             return F.linear(x, weight, bias)
         call = call_of(x, packed, bias)
         if call is None:
-            y = F.linear(x, decode_cuda(packed), bias)
-            recall.remember_decoded(x, packed, bias)
-            return y
+            return recall.decoded_first(x, packed, bias)
         return together.multiply(x, packed, bias, call)
 
 

@@ -48,11 +48,11 @@ class _Plan(NamedTuple):
     """What a launch is to decode ahead.
 
     Attributes:
-        more_us: microseconds gained.
+        gained_us: by those behind it.
     """
 
     weights: list[PackedTensor]
-    more_us: float
+    gained_us: float
 
 
 class Choice(NamedTuple):
@@ -145,14 +145,13 @@ class Prefetcher:
     def launch(
         self, x: torch.Tensor, bias: torch.Tensor | None, own: Sequence[torch.Tensor],
         operands: Callable[[], Sequence[Operands]], products: Products, *, gained_us: float | None,
-        decodes: bool = True,
     ) -> tuple[list[torch.Tensor] | None, Choice | None]:  # fmt: skip
         """What ``products`` makes, None if that is not worth it; and what was decoded beside.
 
         Args:
             own: packed bytes of its weights.
-            gained_us: microseconds that the launch alone takes less than what would be done instead; None: it is made.
-            decodes: else nothing is, yet.
+            gained_us: microseconds that the launch alone takes less than what would be done instead; None: it is made,
+                and decodes nothing for others yet.
         """
 
         def alone() -> tuple[list[torch.Tensor] | None, None]:
@@ -165,13 +164,13 @@ class Prefetcher:
         where = nvrtc.where(x.get_device())
         _forget_unwanted(carrier)
         self._note_behind(carrier, where)
-        if carrier.is_given_up or not decodes:
+        if carrier.is_given_up or gained_us is None:
             carrier.choice = None
             return alone()
         choice = carrier.settled(products, where)
         if choice is None:
             plan = self._plan(x, own, products, carrier)
-            if gained_us is not None and gained_us + plan.more_us < 0:
+            if gained_us + plan.gained_us < 0:
                 carrier.choice = None
                 return None, None
             choice = _choice(carrier, plan, products)
@@ -214,8 +213,7 @@ class Prefetcher:
                 coming.append(_coming(group, new, fits=fits))
                 packed.append(new)
         way = best_way(spare.weights, MAX_PREFETCHED, coming)
-        more_us = way.gained_us - best_way(0, MAX_PREFETCHED, coming).gained_us
-        return _Plan([each for number in way.carried for each in packed[number]], more_us)
+        return _Plan([each for number in way.carried for each in packed[number]], way.gained_us)
 
 
 def _carrier_of(kept: Resident, shape: torch.Size) -> Carrier:
@@ -273,10 +271,9 @@ def _coming(group: Sequence[tuple[PackedTensor, torch.Size]], new: Sequence[Pack
     weights, call = _count(new) if fits else _NEVER, _call(first, shape)
     if call is None:
         return Coming(weights, len(new), 0.0, 0)
-    joint = _joint(first, call)
-    spare = (joint or call).products.launch.spare
-    gained_us = joint.gained_us if joint else call.gained_us if call.is_fused or spare else 0.0
-    return Coming(weights, len(new), gained_us, spare.weights if spare else 0)
+    known = _joint(first, call) or call
+    spare = known.products.launch.spare
+    return Coming(weights, len(new), known.gained_us, spare.weights if spare else 0)
 
 
 def _call(packed: PackedTensor, shape: torch.Size) -> Call | None:

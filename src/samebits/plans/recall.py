@@ -97,8 +97,17 @@ def remember(
         )  # fmt: skip
 
 
-def remember_decoded(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, *, joins: bool = False) -> None:
-    """That a weight was decoded first; where it always will be, under these settings. ``joins`` as in ``remember``."""
+def decoded_first(
+    x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, *, joins: bool = False
+) -> torch.Tensor:
+    """The product, its weight decoded first; that is remembered. ``joins`` as in ``remember``."""
+    y = F.linear(x, decode.decode_cuda(packed), bias)
+    _remember_decoded(x, packed, bias, joins=joins)
+    return y
+
+
+def _remember_decoded(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, *, joins: bool) -> None:
+    """Where the weight always will be decoded first, under these settings."""
     kept = _room_for(x, packed)
     if kept is None:
         return

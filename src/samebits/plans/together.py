@@ -15,11 +15,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from torch.nn import functional as F
 
 from samebits.format.packed import Header, PackedTensor
 from samebits.kernels import nvrtc
-from samebits.kernels.decode import decode_cuda
 from samebits.kernels.linear import (
     LinearPlan,
     Operands,
@@ -197,7 +195,7 @@ class Together:
         try:
             made, ahead = self.prefetcher.launch(
                 x, bias, own, lambda: [operands, *choice.operands(held)], choice.products,
-                gained_us=choice.more_us if group.is_proved else None, decodes=group.is_proved,
+                gained_us=choice.more_us if group.is_proved else None,
             )  # fmt: skip
         except torch.OutOfMemoryError:  # with many tokens, it takes as much as all these weights decoded
             group.chosen[call.key] = None
@@ -221,7 +219,7 @@ class Together:
             x, bias, [packed.data], lambda: operands, call.products, gained_us=call.gained_us
         )
         if made is None:
-            return _decoded_first(x, packed, bias, joins=joins)
+            return recall.decoded_first(x, packed, bias, joins=joins)
         [y] = made
         recall.remember(x, packed, bias, call, call.products, joins=joins, ahead=ahead)
         return y
@@ -294,15 +292,9 @@ def _choose(x: torch.Tensor, first: Operands, key: PlanKey, others: tuple[_Weigh
 def _one_by_one(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, call: Call) -> torch.Tensor:
     """The first of products that one launch could make."""
     if not call.is_fused:
-        return _decoded_first(x, packed, bias, joins=True)
+        return recall.decoded_first(x, packed, bias, joins=True)
     y = call.multiply(x, packed, bias)
     recall.remember(x, packed, bias, call, call.products)
-    return y
-
-
-def _decoded_first(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, *, joins: bool) -> torch.Tensor:
-    y = F.linear(x, decode_cuda(packed), bias)
-    recall.remember_decoded(x, packed, bias, joins=joins)
     return y
 
 
