@@ -17,7 +17,7 @@ from samebits.kernels import nvrtc
 from samebits.kernels.nvrtc import Source
 
 CAPABILITIES = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
-CHAINS = ("shared", "shared_borders", "global", "global_borders")
+CHAINS = ("shared", "shared_turns", "shared_borders", "global", "global_borders")
 TILES = [(16, 8), (16, 16), (32, 8), (32, 16), (64, 4), (64, 8), (64, 12), (64, 16), (128, 8), (128, 12)]
 LINEAR = {
     "linear_ahead.cu": [f"linear_ahead_{tokens}{warps}" for tokens in (8, 16) for warps in ("", "_many")],

@@ -158,7 +158,8 @@ def check_walks(header: Header, launch: Launch, number: int = 0) -> None:
     own, longer, per_range, ranges = job["own"], job["longer"], job["stages_per_range"], job["ranges"]
     assert len(job["division"]) == 2 * 20 * 4
     assert job["slots"] == own + (longer > 0)
-    assert ranges == 1 or per_range >= 16 or "borders" not in launch.name
+    between_turns, has_borders = "turns" in launch.name, "turns" in launch.name or "borders" in launch.name
+    assert ranges == 1 or per_range >= 16 or not has_borders
     for kind, groups in enumerate((own + 1 if longer else 0, own)):
         words = job["division"][80 * kind : 80 * kind + 4 * launch.warps]
         by_warp = [tuple(words[i : i + 4]) for i in range(0, len(words), 4)]
@@ -187,8 +188,9 @@ def check_walks(header: Header, launch: Launch, number: int = 0) -> None:
                 assert chain == (piece.slot, piece.number, piece.first)
                 ends_in = [stage for stage in (piece.border, piece.end if piece.closes else 0) if stage]
                 assert len({(stage - 1) // 8 for stage in ends_in}) == len(ends_in)  # one chain of a turn
+                assert has_borders or not piece.border
+                assert not between_turns or (piece.first % 8, piece.border % 8, piece.end % 8) == (0, 0, 0)
                 if piece.border:
-                    assert "borders" in launch.name
                     closed.append((piece.slot, piece.number))
                     chain = (piece.slot, piece.number + 1, piece.border)
                     assert piece.border == (piece.number + 1) * per_range

@@ -21,6 +21,7 @@ _MAX_RANGES = 255  # csrc: kRangeBit
 _RING_SLABS = 4  # kRing
 _TURN = 2 * _RING_SLABS  # kTurn: stages that are decoded at once
 _OPENING = 4  # stages in whose time a chunk is opened, about
+_IDLE = 4  # and that a turn takes less in which nothing is multiplied
 _LIST_WORDS = 101  # kListBytes, and a flag, of a warp
 _MAX_CHUNKS = (1 << 16) - 1  # of a block; csrc: Walk
 _SCHEDULERS = 4  # of a multiprocessor
@@ -83,7 +84,8 @@ def chains(
         return None
     if with_borders and not shared_x and nvrtc.has_wgmma(device):
         return None  # other kernels take less time there
-    kind = ("shared" if shared_x else "global") + ("_borders" if with_borders else "")
+    between_turns = shared_x and all(each.has_whole_turns for each in planners)
+    kind = ("shared" if shared_x else "global") + (("_turns" if between_turns else "_borders") if with_borders else "")
     together = "_together" if len(planners) > 1 else ""
     jobs = (each.job(warps, first) for each, first in zip(planners, accumulate(blocks, initial=0), strict=False))
     name = f"linear_chains_{OCTET * planners[0].octets}_{kind}{together}"
@@ -116,6 +118,11 @@ class _Planner(Planner):
         """Whether a chunk has one border at most, and no row group's last range begins and ends in the same turn."""
         last = (self.ranges - 1) * self.stages_per_range
         return self.stages_per_range >= CHUNK_STAGES and (last - 1) // _TURN < (self.stages - 1) // _TURN
+
+    @property
+    def has_whole_turns(self) -> bool:
+        """Whether all chains begin and end with one."""
+        return self.stages_per_range % _TURN == 0 and self.stages % _TURN == 0
 
     @property
     def chains(self) -> int:
@@ -232,8 +239,9 @@ class _Planner(Planner):
         times = [0, 0, 0]
         for i, (begin, end) in enumerate(self._walk(self._stage_of(first), self._stage_of(behind), 0).parts):
             if begin < end:
-                last, closing = self._place(end - 1)
-                times[i] = (last - self._place(begin)[0]) * (CHUNK_STAGES + _OPENING) + _turns(closing + 1) + _OPENING
+                (first, opening), (last, closing) = self._place(begin), self._place(end - 1)
+                times[i] = (last - first) * (CHUNK_STAGES + _OPENING) + _turns(closing + 1) + _OPENING
+                times[i] -= _IDLE * (opening >= _TURN)
         return times[0], times[1], times[2]
 
     def job(self, warps: int, first_block: int) -> JobFields:

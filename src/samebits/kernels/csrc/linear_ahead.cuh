@@ -299,12 +299,6 @@ __device__ __forceinline__ void multiply_line(const Geometry& geometry, const Pa
 
     Sums<octets> sums = {};
     struct Operands { Vec4 bytes, upper, x[2][octets]; };
-    auto multiply_stage = [&](const Operands& operands) {
-        multiply_quad(sums, 0, operands.bytes.x, operands.upper.x, scale, operands.x[0]);
-        multiply_quad(sums, 1, operands.bytes.y, operands.upper.y, scale, operands.x[0]);
-        multiply_quad(sums, 2, operands.bytes.z, operands.upper.z, scale, operands.x[1]);
-        multiply_quad(sums, 3, operands.bytes.w, operands.upper.w, scale, operands.x[1]);
-    };
 
     int run = 0, place = 0;              // of the segment's runs: the next to read
     auto await_run = [&](u32 flag, u32 x_flag) {
@@ -353,7 +347,9 @@ __device__ __forceinline__ void multiply_line(const Geometry& geometry, const Pa
 #pragma unroll
         for (int s = 0; s < kRun; ++s) {
             const Operands now = ahead[s % depth];
-            if (s + depth == kRun) {
+            multiply_quad(sums, 0, now.bytes.x, now.upper.x, scale, now.x[0]);
+            multiply_quad(sums, 1, now.bytes.y, now.upper.y, scale, now.x[0]);
+            if (s + depth == kRun) {         // here, where mma is on its way that would be waited for anyway
                 release_run();
                 const int read_place = raw_place;
                 raw_place = raw_place == (raw_runs - 1) * kRunBytes ? 0 : raw_place + kRunBytes;
@@ -362,7 +358,8 @@ __device__ __forceinline__ void multiply_line(const Geometry& geometry, const Pa
                 await_run(flag, x_flag);
             }
             ahead[s % depth] = read((s + depth) % kRun);
-            multiply_stage(now);
+            multiply_quad(sums, 2, now.bytes.z, now.upper.z, scale, now.x[1]);
+            multiply_quad(sums, 3, now.bytes.w, now.upper.w, scale, now.x[1]);
             if (ends && --left == 0) end_range();
         }
     };

@@ -23,7 +23,7 @@ struct alignas(16) Piece {
     u32 place;         // of its row group among the block's, times 2^16; of its chunk
     u32 stages;        // a bit for each stage of the chunk that belongs to it; and above
 };
-constexpr u32 kStagesMask = (1u << kChunkStages) - 1;
+constexpr u32 kStagesMask = (1u << kChunkStages) - 1, kTurnMask = (1u << kTurn) - 1;
 constexpr u32 kBegins = 1u << 16, kEnds = 1u << 17;    // what its warp has of the chain, with its first stage and behind its last
 constexpr u32 kOpens = 1u << 18, kCloses = 1u << 19;   // the chain itself, there
 constexpr int kBorderBit = 20;                         // four bits: in front of which stage a chain ends and the next begins, 0 if none does
@@ -88,9 +88,11 @@ struct Ring {
     __device__ __forceinline__ u32 pair_signs(int stage) const { return load_shared(signs + (stage >> 1) * kSlabBytes); }
 };
 
-// borders: chains may end inside pieces. With x in shared memory one body then serves all turns: two, one of them rarely used, take longer to fetch than
-// to select, and what a turn reads behind x's end no sum keeps.
-template <Kind kind, int octets, bool borders = false>
+// Where chains end and begin inside pieces. Between turns: also all chains begin and end there. Inside turns: with x in shared memory one body then serves all
+// turns: two, one of them rarely used, take longer to fetch than to select, and what a turn reads behind x's end no sum keeps.
+enum Borders { kNowhere, kBetweenTurns, kInsideTurns };
+
+template <Kind kind, int octets, Borders borders = kNowhere>
 __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& packed, const Job& job) {
     extern __shared__ __align__(128) u32 memory[];
     constexpr int kSums = 2 * octets;
@@ -137,6 +139,9 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
         const u32 group_bytes = u32(geometry.stages >> 1) * kSlabBytes + (geometry.stages & 1) * (kSignBytes + kStageBytes);
         return packed.data + packed.planes + u64(group_of(place)) * group_bytes + u64(place & 0xffff) * (kChunkStages / 2 * kSlabBytes);
     };
+    // A piece's first turn may count for nothing, where a walk, or a part of it, begins in the chunk's second half. Then it is looked up alone, and its slabs are not brought.
+    auto has_idle_turn = [](u32 stages) { return (stages & kTurnMask) == 0; };
+    auto first_slab = [&](const Vec2& piece) { return slab_of(piece.x) + (has_idle_turn(piece.y) ? kRing * kSlabBytes : 0); };
     auto stages_of = [&](u32 place) { return min(kChunkStages, geometry.stages - int(place & 0xffff) * kChunkStages); };
 
     // What decoding needs first comes first from memory.
@@ -147,7 +152,7 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
     Vec2 piece = load_shared_vec2(listed(0) + 8);
     Ring ring(buffers + 8 * job.buffer_words, lane);
     if (pieces > 0) {                   // while the offsets of its streams are on their way
-        ring.point_to(slab_of(piece.x), lane);
+        ring.point_to(first_slab(piece), lane);
         ring.fetch(0);
         copy_commit();
     }
@@ -193,8 +198,8 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
     Columns<kind, octets> columns(job.x, x_shared, job.tokens, geometry.columns, lane, 0);
 
     // Look-ups and multiplications take turns: each waits for what it depends on, and nothing waits for the other. While a stage is multiplied,
-    // the one behind is decoded; its second look-ups stand in front of the first multiplications, and the first look-ups of the stage behind
-    // that in front of the last.
+    // the one behind is decoded; its second look-ups, and all its loads, stand in front of the first multiplications, and the first look-ups of the
+    // stage behind that in front of the last. Patches come last of all: they are a branch, in front of which the compiler has mma waited for.
     Vec4 upper[2];                      // of the stage at hand and the one behind: all but the signs
     LookUps begun;
     struct { Vec4 bytes; u32 signs; Vec4 x[octets]; } at_hand;   // signs: of two stages
@@ -238,7 +243,7 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
         const Vec2 behind = load_shared_vec2(listed(index + 1) + 8);   // anything, if there is none
         u32 active = piece.y & kStagesMask;
         u32 opening = 0, closing = 0, range = piece.y >> kRangeBit;   // a bit for each stage of the chunk that is a chain's first, or its last
-        if (borders) {
+        if (borders != kNowhere) {
             const u32 border = 1u << (piece.y >> kBorderBit & (kChunkStages - 1)) & ~1u, first = active & (0 - active);
             opening = border | (piece.y & kOpens ? first : 0);
             closing = (border | (piece.y & kCloses ? active + first : 0)) >> 1;
@@ -246,7 +251,8 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
         bool last;
         do {
             last = active >> kTurn == 0;
-            if (last) ring.point_to(slab_of(behind.x), lane);
+            if (last) ring.point_to(first_slab(behind), lane);
+            if (borders == kBetweenTurns && (opening & 1)) sums = {};
             Sums<octets> ended;
             auto turn = [&](bool whole) {
                 if (whole || (active & 1)) load_x(at_hand.x, 0, 0);
@@ -260,7 +266,13 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
                     const Vec4 tops = upper[stage & 1];
                     Vec4& next = upper[(stage + 1) & 1];
                     next = chunk.go_on(begun, base, byte_mask);
-                    if (borders) {                   // by selection: branches would keep loads from moving
+                    if (stage % 2 == 1) {
+                        ring.await_next();
+                        at_hand.signs = ring.pair_signs((stage + 1) % kTurn);
+                    }
+                    at_hand.bytes = ring.stage_bytes((stage + 1) % kTurn);
+                    if (stage + 1 < kTurn && (whole || (active >> (stage + 1) & 1))) load_x(at_hand.x, stage + 1, 0);
+                    if (borders == kInsideTurns) {   // by selection: branches would keep loads from moving
 #pragma unroll
                         for (int i = 0; i < kSums; ++i) {
                             float& sum = sums.of[i >> 1][i & 1];
@@ -272,41 +284,52 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
                         step(half + 1, now.bytes.y, tops.y, now.signs, now.x);
                     }
                     chunk.complete(next, common);
-                    chunk.mend(next, (stage + 1) % kTurn, lane);
-                    if (stage == kTurn - 2) {
+                    if (stage == kTurn - 2) {        // the streams may go on with another chunk
+                        chunk.mend(next, stage + 1, lane);
                         if (last && more) open_staged(behind.x, index + 2);
                         else chunk.pass(kTurn);
                     }
                     begun = chunk.begin(base, byte_mask);
-                    if (stage % 2 == 1) {
-                        ring.await_next();
-                        at_hand.signs = ring.pair_signs((stage + 1) % kTurn);
-                    }
-                    at_hand.bytes = ring.stage_bytes((stage + 1) % kTurn);
-                    if (stage + 1 < kTurn && (whole || (active >> (stage + 1) & 1))) load_x(at_hand.x, stage + 1, 0);
                     if (any) {
                         step(half + 2, now.bytes.z, tops.z, now.signs, x);
                         step(half + 3, now.bytes.w, tops.w, now.signs, x);
                     }
-                    if (borders)
+                    if (stage % 2 == 0) {            // what is copied is waited for: nothing may be on its way when the block ends
+                        if (!last || more) ring.fetch(stage >> 1);
+                        copy_commit();               // with what was staged
+                    }
+                    if (stage != kTurn - 2) chunk.mend(next, (stage + 1) % kTurn, lane);
+                    if (borders == kInsideTurns)
 #pragma unroll
                         for (int i = 0; i < kSums; ++i) {
                             float& sum = ended.of[i >> 1][i & 1];
                             sum = closing >> stage & 1 ? sums.of[i >> 1][i & 1] : sum;
                         }
-                    if (stage % 2 == 0) {            // what is copied is waited for: nothing may be on its way when the block ends
-                        if (!last || more) ring.fetch(stage >> 1);
-                        copy_commit();
-                    }
                 }
             };
-            constexpr u32 whole = (1u << kTurn) - 1;
-            if ((borders && kind == shared) || (active & whole) == whole) turn(true);
-            else turn(false);
-            ring.go_on();
+            auto pass_turn = [&] {
+#pragma unroll 1
+                for (int stage = 1; stage <= kTurn; ++stage) {
+                    if (stage == kTurn) chunk.pass(kTurn);
+                    upper[0] = chunk.go_on(begun, base, byte_mask);
+                    chunk.complete(upper[0], common);
+                    begun = chunk.begin(base, byte_mask);
+                    chunk.mend(upper[0], stage % kTurn, lane);
+                }
+            };
+            if (has_idle_turn(active)) {
+                pass_turn();
+            } else {
+                if ((borders != kNowhere && kind == shared) || (active & kTurnMask) == kTurnMask) turn(true);
+                else turn(false);
+                ring.go_on();
+            }
             active >>= kTurn;
             columns.advance(kTurn);
-            if (borders && closing & whole) close(ended, piece.x >> 16, range++);
+            if (borders != kNowhere && closing & kTurnMask) {
+                if (borders == kBetweenTurns) ended = sums;
+                close(ended, piece.x >> 16, range++);
+            }
             opening >>= kTurn;
             closing >>= kTurn;
         } while (!last);
@@ -316,7 +339,7 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
                 for (int i = 0; i < kSums; ++i) handed[(number * kSums + i) * kLanes + lane] = sums.of[i >> 1][i & 1];
                 __syncwarp();
                 if (lane == 0) set_flag(ready + 4 * number, 1);
-            } else if (!borders) {
+            } else if (borders == kNowhere) {
                 close(sums, piece.x >> 16, range);
             }
         }
