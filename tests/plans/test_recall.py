@@ -276,7 +276,7 @@ def test_an_arranged_input(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> N
     assert job.y == y.data_ptr()
 
 
-def carrying(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> list[nn.Linear]:
+def carrying(driver: Driver, monkeypatch: pytest.MonkeyPatch, steps: int = 12) -> list[nn.Linear]:
     """Layers, warmed up, the first of which has its launch decode the others' weights ahead."""
     jobs, spare = (JOB,), linear_job.Spare(1 << 30, 1 << 20, 1 << 20)
     memory = linear_job.Arrangement(0, K, 8, 0, (6 + MAX_PREFETCHED,), (4096,), part_steps=4)
@@ -290,10 +290,18 @@ def carrying(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> list[nn.Linear]
     )
     monkeypatch.setattr(prefetch, "_FEW_TOKENS", 0)
     modules = [layer(0, rows=CARRIER_ROWS), layer(1), layer(2, bias=True)]
-    for _ in range(12):
+    for _ in range(steps):
         step(modules)
     ways(driver)
     return modules
+
+
+def carrier_of(module: nn.Linear) -> prefetch.Carrier:
+    kept = resident(module._parameters[packed_module._DATA])
+    assert kept is not None
+    [carrier] = kept.carriers.values()
+    assert isinstance(carrier, prefetch.Carrier)
+    return carrier
 
 
 def step(modules: list[nn.Linear]) -> list[torch.Tensor]:
@@ -340,6 +348,72 @@ def test_weights_decoded_ahead_that_nobody_asked_for(driver: Driver, monkeypatch
     assert ways(driver) == (0, 2)
     modules[0](x_of(1, 1))
     assert ways(driver) == (1, 0)
+    assert prefetched_of(modules[1]) is None
+
+
+def test_what_was_decoded_ahead_in_vain_is_not_decoded_again(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even where so much follows that all is noted before the next launch."""
+    modules, other = carrying(driver, monkeypatch), layer(3)
+    modules[0](x_of(1, 1))
+    modules[0](x_of(1, 1))
+    for _ in range(prefetch._NOTED):
+        other(x_of(1, 1))
+    assert not dispatch.together.turns.windows
+    ways(driver)
+    modules[0](x_of(1, 1))
+    assert ways(driver) == (1, 0)
+    assert prefetched_of(modules[1]) is None
+
+
+@pytest.mark.parametrize("early", [0, 2])
+@pytest.mark.parametrize("is_slower", [False, True])
+def test_a_launch_is_made_again_once_its_choice_is_settled(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, early: int, is_slower: bool
+) -> None:
+    """Not as it was first, when less was known of what is behind; nor is its weight decoded first again, if it was."""
+    found = iter([carry.Way(0.0, ())] * early)
+    monkeypatch.setattr(prefetch, "best_way", lambda *others: next(found, None) or carry.best_way(*others))
+    if is_slower:
+        slower, usual = key_of(x_of(1), (CARRIER_ROWS, K), None), driver.plans.outcome_of_call
+        driver.plans.known[slower] = SLOWER
+        driver.plans.outcome_of_call = lambda key: SLOWER if key == slower else usual(key)
+    modules = carrying(driver, monkeypatch, steps=0)
+    for _ in range(1 + early + 3):
+        modules[0](x_of(1, 1))
+        assert ways(driver) == (1, 0)
+        step(modules[1:])
+        ways(driver)
+    modules[0](x_of(1, 1))
+    assert ways(driver) == (0, 2)
+    assert None not in map(prefetched_of, modules[1:])
+
+
+@pytest.mark.parametrize("is_slower", [False, True])
+def test_a_launch_that_has_nothing_to_decode_is_made_again(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, is_slower: bool
+) -> None:
+    if is_slower:
+        driver.plans.outcome_of_call = lambda key: SLOWER
+        driver.plans.known[key_of(x_of(1), (CARRIER_ROWS, K), None)] = SLOWER
+    modules = carrying(driver, monkeypatch, steps=0)
+    for _ in range(4):
+        modules[0](x_of(1, 1))
+        assert ways(driver) == (1, 0)
+    modules[0](x_of(1, 1))
+    assert ways(driver) == (0, 1 if is_slower else 2)  # is decoded, or is arranged and multiplied
+
+
+def test_a_launch_that_is_given_up_is_made_again(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = carrying(driver, monkeypatch)
+    for _ in range(prefetch._MAX_UNWANTED):
+        assert not carrier_of(modules[0]).is_given_up
+        modules[0](x_of(1, 1))
+        for _ in range(6):
+            step(modules)
+    assert carrier_of(modules[0]).is_given_up
+    ways(driver)
+    modules[0](x_of(1, 1))
+    assert ways(driver) == (0, 2)
     assert prefetched_of(modules[1]) is None
 
 

@@ -28,7 +28,7 @@ _NOTED = 32  # products behind a launch that are noted: more than two layers of 
 _NEVER = 1 << 62  # weights, for which no launch has room
 _FEW_TOKENS = 128  # with no more, a fused product is faster than cuBLAS's
 _MAX_SHAPES = 16  # of inputs of one weight
-_SETTLED = 2  # a choice that was made anew so often
+_SETTLED = 3  # times in a row that a choice was the same
 _MAX_UNWANTED = 3  # launches that decoded something nobody asked for
 
 
@@ -74,28 +74,54 @@ class Carrier:
 
     Attributes:
         noted: what was asked for behind it when that was noted; None of few tokens.
-        choice: what it decodes, where that is something.
-        again: how often in a row that was the same.
+        choice: what it decodes; None: nothing.
+        in_a_row: how often that was chosen of what was noted.
         unwanted: launches that decoded something nobody asked for.
         is_given_up: these were too many, or there was too little memory.
     """
 
-    __slots__ = ("again", "choice", "is_given_up", "noted", "unwanted")
+    __slots__ = ("choice", "in_a_row", "is_given_up", "noted", "unwanted")
 
     def __init__(self) -> None:
         self.noted: tuple[_Weight | None, ...] = ()
         self.choice: Choice | None = None
-        self.again, self.unwanted, self.is_given_up = 0, 0, False
+        self.in_a_row, self.unwanted, self.is_given_up = 0, 0, False
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the choice has been the same often enough to stay.
+
+        The first ones are made before it is known which products behind are made together, and how fast.
+        """
+        return self.is_given_up or self.in_a_row >= _SETTLED
+
+    def choose(self, choice: Choice | None) -> None:
+        self.in_a_row = self.in_a_row + 1 if choice is self.choice else 1
+        self.choice = choice
 
     def settled(self, products: Products, where: nvrtc.Where) -> Choice | None:
-        """The choice, once it has been the same often enough that to choose again would but take the host its time.
+        """The choice, once to choose again would but take the host its time.
 
         A graph's last launches choose otherwise than those of steps that follow each other.
         """
         choice = self.choice
-        if choice is None or self.again < _SETTLED or where.capture or choice.plain is not products:
+        if choice is None or not self.is_settled or where.capture or choice.plain is not products:
             return None
         return choice if all(each.prefetched is None and each.now() is not None for each in choice.weights) else None
+
+
+class Made(NamedTuple):
+    """What a launch has made.
+
+    Attributes:
+        products: None where it was not worth it.
+        ahead: what was decoded beside.
+        is_settled: the next one will be made, or not, in the same way.
+    """
+
+    products: list[torch.Tensor] | None
+    ahead: Choice | None
+    is_settled: bool
 
 
 class Window(NamedTuple):
@@ -145,8 +171,8 @@ class Prefetcher:
     def launch(
         self, x: torch.Tensor, bias: torch.Tensor | None, own: Sequence[torch.Tensor],
         operands: Callable[[], Sequence[Operands]], products: Products, *, gained_us: float | None,
-    ) -> tuple[list[torch.Tensor] | None, Choice | None]:  # fmt: skip
-        """What ``products`` makes, None if that is not worth it; and what was decoded beside.
+    ) -> Made:  # fmt: skip
+        """What ``products`` makes, with others' weights decoded beside.
 
         Args:
             own: packed bytes of its weights.
@@ -154,36 +180,35 @@ class Prefetcher:
                 and decodes nothing for others yet.
         """
 
-        def alone() -> tuple[list[torch.Tensor] | None, None]:
-            return products(x, bias, operands) if gained_us is None or gained_us >= 0 else None, None
+        def alone(*, is_settled: bool) -> Made:
+            is_worth_it = gained_us is None or gained_us >= 0
+            return Made(products(x, bias, operands) if is_worth_it else None, None, is_settled)
 
         kept = resident(own[0])
         if kept is None or products.launch.spare is None:
-            return alone()
+            return alone(is_settled=True)
         carrier = _carrier_of(kept, x.shape)
         where = nvrtc.where(x.get_device())
         _forget_unwanted(carrier)
         self._note_behind(carrier, where)
-        if carrier.is_given_up or gained_us is None:
-            carrier.choice = None
-            return alone()
+        if carrier.is_given_up or gained_us is None or not carrier.noted:
+            carrier.choice, carrier.in_a_row = None, 0
+            return alone(is_settled=carrier.is_given_up)
         choice = carrier.settled(products, where)
         if choice is None:
             plan = self._plan(x, own, products, carrier)
-            if gained_us + plan.gained_us < 0:
-                carrier.choice = None
-                return None, None
-            choice = _choice(carrier, plan, products)
+            choice = None if gained_us + plan.gained_us < 0 else _choice(carrier.choice, plan, products)
+            carrier.choose(choice)
         if choice is None:
-            return alone()
+            return alone(is_settled=carrier.is_settled)
         try:
             made = choice.products(x, bias, operands)
         except torch.OutOfMemoryError:
             carrier.is_given_up = True
-            return alone()
+            return alone(is_settled=True)
         for each, decoded in zip(choice.weights, made[len(own) :], strict=True):
             each.prefetched = where, decoded
-        return made[: len(own)], choice
+        return Made(made[: len(own)], choice, carrier.is_settled)
 
     def _note_behind(self, carrier: Carrier, where: nvrtc.Where) -> None:
         """Once; and what is asked for in the next round is not behind it any more."""
@@ -233,20 +258,18 @@ def _forget_unwanted(carrier: Carrier) -> None:
         prefetched, each.prefetched = each.prefetched, None
         is_unwanted |= prefetched is not None and not prefetched[0].capture
     if is_unwanted:
-        carrier.noted, carrier.again = (), 0
+        carrier.noted, carrier.in_a_row = (), 0
         carrier.unwanted += 1
         carrier.is_given_up |= carrier.unwanted >= _MAX_UNWANTED
 
 
-def _choice(carrier: Carrier, plan: _Plan, products: Products) -> Choice | None:
-    """The one that there is, if it is the same."""
-    chosen, choice = [kept for packed in plan.weights if (kept := resident(packed.data))], carrier.choice
+def _choice(choice: Choice | None, plan: _Plan, products: Products) -> Choice | None:
+    """That of a plan; the one that there is, if it is the same."""
+    chosen = [kept for packed in plan.weights if (kept := resident(packed.data))]
     if not chosen or len(chosen) < len(plan.weights):
-        choice = None
-    elif choice is None or choice.plain is not products or not _are(choice.weights, chosen):
-        choice = Choice(tuple(chosen), Products(products.launch, plan.weights), products)
-    carrier.again = carrier.again + 1 if choice is not None and choice is carrier.choice else 0
-    carrier.choice = choice
+        return None
+    if choice is None or choice.plain is not products or not _are(choice.weights, chosen):
+        return Choice(tuple(chosen), Products(products.launch, plan.weights), products)
     return choice
 
 

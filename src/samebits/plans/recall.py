@@ -76,15 +76,16 @@ ALONE = Joint(None, (), ())
 
 def remember(
     x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, call: Call, products: Products,
-    joint: Joint = ALONE, *, joins: bool = True, ahead: Choice | None = None,
+    joint: Joint = ALONE, *, joins: bool = True, ahead: Choice | None = None, is_settled: bool = True,
 ) -> None:  # fmt: skip
     """That ``products`` has made this product, and perhaps others with it, on the current device.
 
     Args:
         joins: products of the same input may be made together with this one.
         ahead: what was decoded beside.
+        is_settled: the next one will be made in this way, see prefetch.py; until then none is made again.
     """
-    kept = _room_for(x, packed)
+    kept = _room_for(x, packed, is_settled=is_settled)
     if kept is None or kept.calls.get(x.shape) is not call:
         return
     where = nvrtc.Where(nvrtc.current_stream(call.device), 0)
@@ -98,17 +99,19 @@ def remember(
 
 
 def decoded_first(
-    x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, *, joins: bool = False
+    x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, *, joins: bool = False, is_settled: bool = True
 ) -> torch.Tensor:
-    """The product, its weight decoded first; that is remembered. ``joins`` as in ``remember``."""
+    """The product, its weight decoded first; that is remembered. ``joins`` and ``is_settled`` as in ``remember``."""
     y = F.linear(x, decode.decode_cuda(packed), bias)
-    _remember_decoded(x, packed, bias, joins=joins)
+    _remember_decoded(x, packed, bias, joins=joins, is_settled=is_settled)
     return y
 
 
-def _remember_decoded(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, *, joins: bool) -> None:
+def _remember_decoded(
+    x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, *, joins: bool, is_settled: bool
+) -> None:
     """Where the weight always will be decoded first, under these settings."""
-    kept = _room_for(x, packed)
+    kept = _room_for(x, packed, is_settled=is_settled)
     if kept is None:
         return
     state, is_final = decoding(x, packed, bias)
@@ -123,14 +126,17 @@ def _remember_decoded(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor 
         )
 
 
-def _room_for(x: torch.Tensor, packed: PackedTensor) -> Resident | None:
-    """None where nothing can be remembered, or not now: a shape that comes once, as of a prompt, is not worth it."""
+def _room_for(x: torch.Tensor, packed: PackedTensor, *, is_settled: bool) -> Resident | None:
+    """None where nothing can be remembered, or not now: a shape that comes once, as of a prompt, is not worth it.
+
+    What is not settled takes the place of what was remembered before, so that the next call comes here again.
+    """
     if not _can_recall or torch.cuda.is_current_stream_capturing():
         return None
     kept = resident(packed.data)
-    if kept is None or x.shape in kept.shortcuts:
+    if kept is None or (is_settled and x.shape in kept.shortcuts):
         return kept
-    if len(kept.shortcuts) >= _MAX_SHAPES:
+    if x.shape not in kept.shortcuts and len(kept.shortcuts) >= _MAX_SHAPES:
         kept.shortcuts.clear()
     kept.shortcuts[x.shape] = None
     return None

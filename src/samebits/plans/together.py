@@ -193,7 +193,7 @@ class Together:
             return self._alone(x, packed, bias, call) if is_decided else call.multiply(x, packed, bias)
         own = [data, *(each.data for each in held)]
         try:
-            made, ahead = self.prefetcher.launch(
+            made, ahead, is_settled = self.prefetcher.launch(
                 x, bias, own, lambda: [operands, *choice.operands(held)], choice.products,
                 gained_us=choice.more_us if group.is_proved else None,
             )  # fmt: skip
@@ -201,27 +201,27 @@ class Together:
             group.chosen[call.key] = None
             return call.multiply(x, packed, bias)
         if made is None:
-            return _one_by_one(x, packed, bias, call)
+            return _one_by_one(x, packed, bias, call, is_settled=is_settled)
         y, *ys = made
         each = zip(choice.others, own[1:], choice.plans, ys, strict=True)
         self.turns.last.made = {id(bytes_): (group, weight, plan, made) for weight, bytes_, plan, made in each}
         if not group.is_proved:
             return call.multiply(x, packed, bias)
         joint = recall.Joint(group, choice.others, choice.plans)
-        recall.remember(x, packed, bias, call, choice.products, joint, ahead=ahead)
+        recall.remember(x, packed, bias, call, choice.products, joint, ahead=ahead, is_settled=is_settled)
         return y
 
     def _alone(
         self, x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, call: Call, *, joins: bool = True
     ) -> torch.Tensor:
         operands = [Operands(packed, bias, call.plan)]
-        made, ahead = self.prefetcher.launch(
+        made, ahead, is_settled = self.prefetcher.launch(
             x, bias, [packed.data], lambda: operands, call.products, gained_us=call.gained_us
         )
         if made is None:
-            return recall.decoded_first(x, packed, bias, joins=joins)
+            return recall.decoded_first(x, packed, bias, joins=joins, is_settled=is_settled)
         [y] = made
-        recall.remember(x, packed, bias, call, call.products, joins=joins, ahead=ahead)
+        recall.remember(x, packed, bias, call, call.products, joins=joins, ahead=ahead, is_settled=is_settled)
         return y
 
     def _is_same_input(self, x: torch.Tensor, where: nvrtc.Where) -> bool:
@@ -289,12 +289,14 @@ def _choose(x: torch.Tensor, first: Operands, key: PlanKey, others: tuple[_Weigh
     return _Choice(first.packed.header, others, plans, Products(launch), gained_us, found.gained_us)
 
 
-def _one_by_one(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, call: Call) -> torch.Tensor:
-    """The first of products that one launch could make."""
+def _one_by_one(
+    x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, call: Call, *, is_settled: bool
+) -> torch.Tensor:
+    """The first of products that one launch could make. ``is_settled`` as in ``recall.remember``."""
     if not call.is_fused:
-        return recall.decoded_first(x, packed, bias, joins=True)
+        return recall.decoded_first(x, packed, bias, joins=True, is_settled=is_settled)
     y = call.multiply(x, packed, bias)
-    recall.remember(x, packed, bias, call, call.products)
+    recall.remember(x, packed, bias, call, call.products, is_settled=is_settled)
     return y
 
 
