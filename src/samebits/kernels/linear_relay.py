@@ -25,7 +25,8 @@ _HAND_ON = 6000  # to leave sums, and to take them over
 _MAX_PARTS = 8  # of a shared item
 _DECODE = 1300  # a stage of a warp's row groups
 _SPARE = 0.8  # of the time that a launch takes, in which it may decode
-_SPARE_WEIGHTS = 1 << 28  # that it decodes for others at most, or as many as it multiplies: they take memory
+_SPARE_WEIGHTS = 1 << 27  # that it decodes for others at most, as they take memory
+_SPARE_TIMES = 2.5  # the weights that it multiplies, where that is more
 _MIN_WHOLE = 2  # items that each cluster has beside; with fewer, all waits for decoding, and shares want more at once
 
 
@@ -115,7 +116,8 @@ def _spare(planners: Sequence[_Planner], found: Ranked[Tile]) -> Spare | None:
     tile, multiplied = found.tile, sum(each.row_groups for each in planners) * ROW_GROUP * planners[0].stages * STAGE
     weights = int(sum(each.spare(tile, clusters) for each, clusters in zip(planners, found.clusters, strict=True)))
     words = min(each.table for each in planners), min(each.buffer_words(tile) for each in planners)
-    return Spare(min(weights, max(_SPARE_WEIGHTS, multiplied)), *words) if weights > 0 else None
+    most = max(_SPARE_WEIGHTS, int(_SPARE_TIMES * multiplied))
+    return Spare(min(weights, most), *words) if weights > 0 else None
 
 
 class _Planner(TilePlanner[Tile]):
