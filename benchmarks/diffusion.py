@@ -8,13 +8,13 @@ The transformers' real configurations, synthetic weights (common.synthetic_matri
 On a GPU BF16 and compressed have a process each; text encoders and autoencoders are not there. Ways to run:
 
     eager      as a pipeline calls the model
-    graphs     the whole step as one CUDA graph; where both models fit, timed in the compressed one's process, which
-               replays them in turns at the end, since a GPU at its power limit is some percent slower or faster a
-               minute later
+    graphs     the whole step as one CUDA graph
 
-Each time is the median of REPEATS steps behind WARM_SECONDS of others, so that the clock has fallen to where it stays;
-on a CPU behind one. peak_bytes is what torch allocated at most, weights included. Results are joined: models that are
-not run again stay in the file.
+Where both models fit, they are timed in the compressed one's process at the end, in turns of some seconds each
+(gpu.time_turns), since a GPU at its power limit is some percent slower or faster a minute later. Elsewhere each time is
+the median of REPEATS steps behind WARM_SECONDS of others, so that the clock has fallen to where it stays; on a CPU
+behind one. peak_bytes is what torch allocated at most, weights included, in the process that has one model. Results are
+joined: models that are not run again stay in the file.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -33,7 +34,8 @@ from torch import nn
 
 import samebits
 from common import PACKAGES, Timing, add_results, cpu_name, runner, significant, synthetic_matrix, time_calls
-from gpu import time_graphs
+from gpu import captured, time_turns
+from samebits.kernels.replay import fast_replay
 
 Inputs = dict[str, Any]  # tensors, but for sizes
 WAYS = ("eager", "graphs")
@@ -261,14 +263,15 @@ def measure(module: nn.Module, inputs: Inputs, way: str, device: str) -> Figures
 
 
 @torch.no_grad()
-def graphs_in_turns(model: Model, packed: nn.Module, inputs: Inputs) -> list[Timing] | None:
-    """Of a step of BF16 and of this one; None where both do not fit."""
-    try:
+def time_in_turns(model: Model, packed: nn.Module, inputs: Inputs, ways: list[str]) -> dict[str, list[Timing]]:
+    """Of a step of BF16 and of this one, in each way; where both fit."""
+    found: dict[str, list[Timing]] = {}
+    with suppress(torch.OutOfMemoryError):
         plain = build(model, "cuda", packed=False)
-        steps = [[partial(module, **inputs, return_dict=False)] for module in (plain, packed)]
-        return time_graphs(steps, REPEATS, WARM_SECONDS)
-    except torch.OutOfMemoryError:
-        return None
+        steps = [partial(module, **inputs, return_dict=False) for module in (plain, packed)]
+        for way in ways:
+            found[way] = time_turns([fast_replay(captured([step])) if way == "graphs" else step for step in steps])
+    return found
 
 
 class Measured(NamedTuple):
@@ -277,12 +280,12 @@ class Measured(NamedTuple):
     Attributes:
         figures: of each way.
         bits: per packed weight.
-        in_turns: of a step of BF16 and of a compressed one, where there are graphs of both.
+        in_turns: of a step of BF16 and of a compressed one, in the ways in which they were timed so.
     """
 
     figures: list[Figures]
     bits: float
-    in_turns: list[Timing] | None
+    in_turns: dict[str, list[Timing]]
 
 
 def measure_all(name: str, ways: list[str], device: str, packed: bool) -> Measured:
@@ -298,9 +301,9 @@ def measure_all(name: str, ways: list[str], device: str, packed: bool) -> Measur
     for way in ways:
         found.append(measure(module, inputs, way, device))
         print(name, "samebits" if packed else "BF16", way, f"{found[-1].timing.median:.4f} s", flush=True)
-    in_turns = graphs_in_turns(model, module, inputs) if packed and "graphs" in ways and device == "cuda" else None
-    if in_turns:
-        print(name, "graphs in turns", *(f"{timing.median:.4f} s" for timing in in_turns), flush=True)
+    in_turns = time_in_turns(model, module, inputs, ways) if packed and device == "cuda" else {}
+    for way, timings in in_turns.items():
+        print(name, way, "in turns", *(f"{timing.median:.4f} s" for timing in timings), flush=True)
     return Measured(found, bits, in_turns)
 
 
@@ -312,11 +315,12 @@ def rows(
     packed, bits, in_turns = run(measure_all, name, ways, device, packed=True)()
     model = MODELS[name]
     for way, left, right in zip(ways, plain, packed, strict=True):
-        if way == "graphs" and in_turns:
-            left, right = (replace(each, timing=timing) for each, timing in zip((left, right), in_turns, strict=True))
+        if way in in_turns:
+            both = zip((left, right), in_turns[way], strict=True)
+            left, right = (replace(each, timing=timing) for each, timing in both)
         yield {
             "table": "steps", "model": name, "config": model.config_text, "input": model.input_text, "way": way,
-            "bits_per_weight": significant(bits), "in_turns": way == "graphs" and in_turns is not None,
+            "bits_per_weight": significant(bits), "in_turns": way in in_turns,
             **left.timing.columns("bf16_seconds"), **right.timing.columns("samebits_seconds"),
             "more_time": significant(right.timing.median / left.timing.median - 1),
             "bf16_peak_bytes": left.peak_bytes, "samebits_peak_bytes": right.peak_bytes,

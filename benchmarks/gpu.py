@@ -36,6 +36,8 @@ SHAPES = [
 ]
 DISTINCT_BYTES = 900e6
 OUTPUTS = 12  # outputs in flight, so that writes do not stay in the cache either
+TURNS = 3
+TURN_SECONDS, UNTIMED_SECONDS = 1.5, 0.5
 
 
 def main() -> int:
@@ -182,6 +184,32 @@ def time_clock(call: Callable[[], object], repeats: int) -> Timing:
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
     return Timing.of(seconds)
+
+
+def time_turns(calls: Sequence[Callable[[], object]]) -> list[Timing]:
+    """As ``time_clock``, of each call over all its turns: each has the device for seconds, as whoever uses one of them.
+
+    The first part of a turn is not timed, for the device's clock follows the power of the turn before.
+    """
+    seconds: list[list[float]] = [[] for _ in calls]
+    for _ in range(TURNS):
+        for call, found in zip(calls, seconds, strict=True):
+            found += turn(call)
+    return [Timing.of(found) for found in seconds]
+
+
+def turn(call: Callable[[], object]) -> list[float]:
+    """Seconds of each call that is timed: one at least."""
+    found = list[float]()
+    start = begin = time.perf_counter()
+    while not found or begin < start + TURN_SECONDS:
+        call()
+        torch.cuda.synchronize()
+        end = time.perf_counter()
+        if begin >= start + UNTIMED_SECONDS:
+            found.append(end - begin)
+        begin = end
+    return found
 
 
 def device_name() -> str:

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -234,6 +235,22 @@ def test_many_tokens_are_timed_on_a_warm_device(monkeypatch: pytest.MonkeyPatch,
     list(linear.measure_block({"up": (64, 256)}, (tokens,), "cpu"))
     assert len(seen) == 2
     assert set(seen) == {linear.WARM_SECONDS if tokens >= 1024 else 0.0}
+
+
+def test_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of some seconds, the first part of which is not timed; or of two calls that take longer."""
+    now, made = 0.0, ""
+
+    def call(name: str, first: float, others: float) -> None:
+        nonlocal now, made
+        now += others if made.endswith(name) else first
+        made += name
+
+    monkeypatch.setattr(gpu, "time", mock.Mock(perf_counter=lambda: now))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    short, long = gpu.time_turns([partial(call, "a", 0.5, 0.25), partial(call, "b", 5.0, 4.0)])
+    assert made == 3 * "aaaaabb"
+    assert (short, long) == (common.Timing.of([0.25]), common.Timing.of([4.0]))
 
 
 @pytest.mark.parametrize("has_bias", [False, True])

@@ -44,39 +44,46 @@ def test_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert row["config"].startswith(diffusion.MODELS[name].kind)
 
 
-@pytest.mark.parametrize("fits", [True, False])
-def test_graphs_in_turns(fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of both models, which stay in memory until then."""
+@pytest.mark.parametrize("fitting", [["eager", "graphs"], ["eager"], []])
+def test_both_models_in_turns(fitting: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In all ways for which there is memory."""
     outputs: list[torch.Tensor] = []
+    left = [*fitting]
 
-    def time_graphs(steps: list[list[Callable[[], Any]]], repeats: int, warm_seconds: float) -> list[str]:
-        if not fits:
+    def time_turns(steps: list[Callable[[], Any]]) -> list[str]:
+        if not left:
             raise torch.OutOfMemoryError
-        outputs.extend(step()[0] for [step] in steps)
-        return ["BF16", "samebits"]
+        outputs.extend(step()[0] for step in steps)
+        return [left.pop(0), "samebits"]
 
-    build, model = diffusion.build, diffusion.MODELS["tiny"]
+    build, model, graphs = diffusion.build, diffusion.MODELS["tiny"], list[Any]()
     monkeypatch.setattr(diffusion, "build", lambda model, device, packed: build(model, "cpu", packed))
-    monkeypatch.setattr(diffusion, "time_graphs", time_graphs)
+    monkeypatch.setattr(diffusion, "captured", lambda steps: graphs.append(steps[0]) or steps[0])
+    monkeypatch.setattr(diffusion, "fast_replay", lambda graph: graph)
+    monkeypatch.setattr(diffusion, "time_turns", time_turns)
     packed = build(model, "cpu", packed=True)
-    found = diffusion.graphs_in_turns(model, packed, diffusion.inputs_of(model, packed.config, "cpu"))
-    assert found == (["BF16", "samebits"] if fits else None)
-    assert not fits or diffusion.same_bytes(*outputs)
+    inputs = diffusion.inputs_of(model, packed.config, "cpu")
+    found = diffusion.time_in_turns(model, packed, inputs, ["eager", "graphs"])
+    assert found == {way: [way, "samebits"] for way in fitting}
+    assert len(graphs) == (2 if fitting else 0)
+    for plain, other in zip(outputs[::2], outputs[1::2], strict=True):
+        assert diffusion.same_bytes(plain, other)
 
 
-@pytest.mark.parametrize("fits", [True, False])
-def test_rows_of_graphs(fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With times in turns where there are some."""
+@pytest.mark.parametrize("in_turns", [[], ["eager"], ["eager", "graphs"]])
+def test_rows_in_turns(in_turns: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With those times where there are some; memory is always that of the processes."""
     figures = [diffusion.Figures(diffusion.Timing.of([seconds]), 100, torch.randn(200)) for seconds in (1.0, 2.0)]
-    timings = [diffusion.Timing.of([seconds]) for seconds in (4.0, 5.0)] if fits else None
+    timings = {way: [diffusion.Timing.of([seconds]) for seconds in (4.0, 5.0)] for way in in_turns}
 
     def run(function: object, *arguments: object, packed: bool) -> object:
         assert function is diffusion.measure_all
-        return lambda: diffusion.Measured([figures[packed]], 10.7, timings if packed else None)
+        return lambda: diffusion.Measured([figures[packed]] * 2, 10.7, timings if packed else {})
 
-    [row] = diffusion.rows("tiny", ["graphs"], "cuda", run)
-    assert row["in_turns"] == fits
-    assert row["more_time"] == (0.25 if fits else 1.0)
+    for row in diffusion.rows("tiny", ["eager", "graphs"], "cuda", run):
+        assert row["in_turns"] == (row["way"] in in_turns)
+        assert row["more_time"] == (0.25 if row["in_turns"] else 1.0)
+        assert row["bf16_peak_bytes"] == row["samebits_peak_bytes"] == 100
 
 
 def test_outputs_that_say_nothing_are_not_compared() -> None:
