@@ -4,8 +4,9 @@
     python benchmarks/diffusion.py --models FLUX.1-dev --ways eager
     python benchmarks/diffusion.py --models tiny --device cpu --ways eager --name trial
 
-The transformers' real configurations, synthetic weights (common.synthetic_matrix), random latents and texts, batch 1.
-On a GPU BF16 and compressed have a process each; text encoders and autoencoders are not there. Ways to run:
+The transformers' real configurations, synthetic weights (common.synthetic_matrix), random latents and texts, batch 1,
+or 2 with guidance. On a GPU BF16 and compressed have a process each; text encoders and autoencoders are not there. Ways
+to run:
 
     eager      as a pipeline calls the model
     graphs     the whole step as one CUDA graph
@@ -81,12 +82,13 @@ def qwen_inputs(config: Any, height: int, width: int, text: int) -> Inputs:
     }
 
 
-def sd3_inputs(config: Any, height: int, width: int, text: int) -> Inputs:
+def sd3_inputs(config: Any, height: int, width: int, text: int, batch: int = 1) -> Inputs:
+    """With guidance, a pipeline asks for the same latents twice: with a negative text and with the prompt."""
     return {
-        "hidden_states": torch.randn(1, config.in_channels, height // 8, width // 8),
-        "encoder_hidden_states": torch.randn(1, text, config.joint_attention_dim),
-        "pooled_projections": torch.randn(1, config.pooled_projection_dim),
-        "timestep": torch.tensor([500.0]),
+        "hidden_states": torch.randn(1, config.in_channels, height // 8, width // 8).repeat(batch, 1, 1, 1),
+        "encoder_hidden_states": torch.randn(batch, text, config.joint_attention_dim),
+        "pooled_projections": torch.randn(batch, config.pooled_projection_dim),
+        "timestep": torch.full((batch,), 500.0),
     }
 
 
@@ -105,7 +107,7 @@ class Model:
     Attributes:
         kind: its class in diffusers.
         config: its options where they differ from that class's defaults.
-        shape: of the image or video in pixels, and tokens of text, as ``inputs`` takes them.
+        shape: of the image or video in pixels, tokens of text and the batch, as ``inputs`` takes them.
         ways: to run it; steps of some seconds gain nothing from a graph.
     """
 
@@ -118,7 +120,8 @@ class Model:
     @property
     def input_text(self) -> str:
         frames = f" x {self.shape['frames']} frames" if self.shape.get("frames", 1) > 1 else ""
-        return f"{self.shape['width']} x {self.shape['height']}{frames}, {self.shape['text']} text tokens"
+        batch = ", two of a batch" if self.shape.get("batch") == 2 else ""
+        return f"{self.shape['width']} x {self.shape['height']}{frames}, {self.shape['text']} text tokens{batch}"
 
     @property
     def config_text(self) -> str:
@@ -127,19 +130,21 @@ class Model:
         return f"{self.kind}({options})"
 
 
+SD35_LARGE = Model(
+    "SD3Transformer2DModel",
+    {"num_layers": 38, "num_attention_heads": 38, "caption_projection_dim": 2432, "pos_embed_max_size": 192,
+     "qk_norm": "rms_norm"},
+    sd3_inputs,
+    {"height": 1024, "width": 1024, "text": 333},
+)  # fmt: skip
 MODELS = {
     "FLUX.1-dev": Model(
         "FluxTransformer2DModel", {"guidance_embeds": True}, flux_inputs, {"height": 1024, "width": 1024, "text": 512}
     ),
     "FLUX.2-dev": Model("Flux2Transformer2DModel", {}, flux2_inputs, {"height": 1024, "width": 1024, "text": 512}),
     "Qwen-Image": Model("QwenImageTransformer2DModel", {}, qwen_inputs, {"height": 1024, "width": 1024, "text": 512}),
-    "Stable Diffusion 3.5 large": Model(
-        "SD3Transformer2DModel",
-        {"num_layers": 38, "num_attention_heads": 38, "caption_projection_dim": 2432, "pos_embed_max_size": 192,
-         "qk_norm": "rms_norm"},
-        sd3_inputs,
-        {"height": 1024, "width": 1024, "text": 333},
-    ),
+    "Stable Diffusion 3.5 large": SD35_LARGE,
+    "Stable Diffusion 3.5 large, with guidance": replace(SD35_LARGE, shape={**SD35_LARGE.shape, "batch": 2}),
     "Wan 2.1 14B, an image": Model(
         "WanTransformer3DModel", {}, wan_inputs, {"height": 1024, "width": 1024, "text": 512, "frames": 1}
     ),
@@ -168,6 +173,14 @@ MODELS = {
         qwen_inputs,
         {"height": 64, "width": 64, "text": 8},
     ),
+    "tiny Stable Diffusion 3.5, with guidance": Model(
+        "SD3Transformer2DModel",
+        {"sample_size": 8, "in_channels": 4, "out_channels": 4, "num_layers": 2, "num_attention_heads": 4,
+         "attention_head_dim": 16, "joint_attention_dim": 64, "caption_projection_dim": 64,
+         "pooled_projection_dim": 64, "pos_embed_max_size": 8, "qk_norm": "rms_norm"},
+        sd3_inputs,
+        {"height": 64, "width": 64, "text": 8, "batch": 2},
+    ),
     "tiny Wan": Model(
         "WanTransformer3DModel",
         {"num_attention_heads": 4, "attention_head_dim": 16, "in_channels": 4, "out_channels": 4, "text_dim": 64,
@@ -181,6 +194,7 @@ DEFAULT_MODELS = (
     "FLUX.2-dev",
     "Qwen-Image",
     "Stable Diffusion 3.5 large",
+    "Stable Diffusion 3.5 large, with guidance",
     "Wan 2.1 14B, an image",
     "Wan 2.1 14B, a video",
 )

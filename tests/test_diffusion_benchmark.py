@@ -18,7 +18,7 @@ sys.path.insert(0, str(BENCHMARKS))
 import diffusion  # noqa: E402
 from samebits.nn.packed_module import packed_parameters  # noqa: E402
 
-TINY = ["tiny", "tiny FLUX.2", "tiny Qwen-Image", "tiny Wan"]
+TINY = ["tiny", "tiny FLUX.2", "tiny Qwen-Image", "tiny Stable Diffusion 3.5, with guidance", "tiny Wan"]
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -86,6 +86,20 @@ def test_rows_in_turns(in_turns: list[str], monkeypatch: pytest.MonkeyPatch) -> 
         assert row["bf16_peak_bytes"] == row["samebits_peak_bytes"] == 100
 
 
+def test_guidance() -> None:
+    """The same latents twice, with two texts."""
+    model = diffusion.MODELS["tiny Stable Diffusion 3.5, with guidance"]
+    module = diffusion.build(model, "cpu", packed=False)
+    inputs = diffusion.inputs_of(model, module.config, "cpu")
+    assert {name: len(value) for name, value in inputs.items()} == dict.fromkeys(inputs, 2)
+    same = {name for name, value in inputs.items() if torch.equal(value[0], value[1])}
+    assert same == {"hidden_states", "timestep"}
+    [output] = module(**inputs, return_dict=False)
+    assert output.shape == inputs["hidden_states"].shape
+    assert not torch.equal(output[0], output[1])
+    assert model.input_text == "64 x 64, 8 text tokens, two of a batch"
+
+
 def test_outputs_that_say_nothing_are_not_compared() -> None:
     for output in (torch.ones(3, 200), torch.full((300,), torch.inf)):
         with pytest.raises(SystemExit, match="degenerate"):
@@ -102,4 +116,4 @@ def test_real_configurations(name: str) -> None:
         made = getattr(diffusion.diffusers, model.kind)(**model.config)
     billions = {"FLUX.1-dev": 11.9, "FLUX.2-dev": 32.22, "Qwen-Image": 20.43, "Stable Diffusion 3.5 large": 8.06}
     count = sum(parameter.numel() for parameter in made.parameters())
-    assert count / 1e9 == pytest.approx(billions.get(name, 14.29), abs=0.05)
+    assert count / 1e9 == pytest.approx(billions.get(name.removesuffix(", with guidance"), 14.29), abs=0.05)
