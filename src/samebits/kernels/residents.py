@@ -46,7 +46,7 @@ class Resident(Bytes):
         calls: of the fused layer, by the input's shape; see samebits.plans.call.
         decoders: launches of kernels that decode them, as far as they are always the same.
         followers: what is asked for behind a product of theirs; see samebits.plans.together.
-        shortcuts: products as they were made, by the input's shape; None: once. See samebits.plans.recall.
+        shortcuts: products as they were made, by the input's shape; None: not yet. See samebits.plans.recall.
         carriers: launches of theirs that decode what comes next, by the input's shape; see samebits.plans.prefetch.
         prefetched: where they were decoded ahead, and the weight; as there.
     """
