@@ -25,8 +25,9 @@ _HAND_ON = 6000  # to leave sums, and to take them over
 _MAX_PARTS = 8  # of a shared item
 _DECODE = 1300  # a stage of a warp's row groups
 _SPARE = 0.8  # of the time that a launch takes, in which it may decode
-_SPARE_WEIGHTS = 1 << 27  # that it decodes for others at most, as they take memory
-_SPARE_TIMES = 2.5  # the weights that it multiplies, where that is more
+_SPARE_WEIGHTS = 1 << 27  # that it decodes for others at most, as they take memory;
+_SPARE_TIMES = 2.5  # or, where that is more, so many times the weights that it multiplies,
+_MOST_WEIGHTS = 1 << 28  # at most so many, or as many as it multiplies
 _MIN_WHOLE = 2  # items that each cluster has beside; with fewer, all waits for decoding, and shares want more at once
 
 
@@ -116,7 +117,7 @@ def _spare(planners: Sequence[_Planner], found: Ranked[Tile]) -> Spare | None:
     tile, multiplied = found.tile, sum(each.row_groups for each in planners) * ROW_GROUP * planners[0].stages * STAGE
     weights = int(sum(each.spare(tile, clusters) for each, clusters in zip(planners, found.clusters, strict=True)))
     words = min(each.table for each in planners), min(each.buffer_words(tile) for each in planners)
-    most = max(_SPARE_WEIGHTS, int(_SPARE_TIMES * multiplied))
+    most = max(_SPARE_WEIGHTS, min(int(_SPARE_TIMES * multiplied), max(_MOST_WEIGHTS, multiplied)))
     return Spare(min(weights, most), *words) if weights > 0 else None
 
 
