@@ -147,8 +147,6 @@ struct ToTiles {
     }
     __device__ __forceinline__ u32 group_bytes() const { return Tile::atom_bytes; }
     __device__ __forceinline__ static u8* step(u8* place, u32 q) { return reinterpret_cast<u8*>((u64(place) ^ (q % steps << 5)) + q / steps * Tile::part_bytes); }
-    // It is copied from the L2 cache soon.
-    __device__ __forceinline__ static void store(u8* place, u32 low, u32 high) { *reinterpret_cast<Vec2*>(place) = {low, high}; }
     // Stages up to `stage`, of the chunk's, are stored, of so many row groups.
     __device__ __forceinline__ void stored(const Unit& unit, int stage, bool is_last, int valid, int lane) const {
         if (stage % kSignal && !is_last) return;
@@ -180,8 +178,6 @@ struct ToRows {
     }
     __device__ __forceinline__ u32 group_bytes() const { return 8 * stages * stage_bytes; }
     __device__ __forceinline__ static u8* step(u8* place, u32 q) { return place + 32 * q; }
-    // It is read by another launch: until then the L2 cache is better used for what this one multiplies.
-    __device__ __forceinline__ static void store(u8* place, u32 low, u32 high) { store_once(place, low, high); }
     __device__ __forceinline__ void stored(const Unit&, int, bool, int, int) const {}
 };
 
@@ -232,7 +228,7 @@ struct UnitDecoder {
         auto store = [&](u32 q, u32 raw, u32 upper) {
             u32 low = __byte_perm(raw, upper, 0x5140), high = __byte_perm(raw, upper, 0x7362);
             if (shifted && (Target::forgets_payloads || scale != kNoShift)) low = unshift(low, scale), high = unshift(high, scale);
-            Target::store(Target::step(place, q), low, high);
+            *reinterpret_cast<Vec2*>(Target::step(place, q)) = {low, high};
         };
         store(0, bytes.x, upper.x);
         store(1, bytes.y, upper.y);
