@@ -32,7 +32,7 @@ import identity
 pytestmark = pytest.mark.gpu
 COMBINATIONS = int(os.environ.get("SAMEBITS_FUZZ", "60"))
 ROWS, COLUMNS = 4096, 4096
-_LEARNED = 8  # rounds of a model, in which it is learned what is made together, what comes behind, and what to decode ahead
+_LEARNED = 8  # rounds in which it is learned what is made together, what comes behind, and what to decode ahead
 
 
 def new_process() -> None:
