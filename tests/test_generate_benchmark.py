@@ -46,6 +46,23 @@ def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(row["samebits_peak_bytes"] is None for row in found)
 
 
+def test_only_one_way_has_the_attention_that_torch_prefers(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, bool] = {}
+    timed = generate._timed
+
+    def noted(run: Any, device: str) -> Any:
+        seen[way] = torch.backends.cuda.cudnn_sdp_enabled()
+        return timed(run, device)
+
+    monkeypatch.setattr(generate, "_timed", noted)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    for way in generate.WAYS:
+        generate.measure_all("tiny", [generate.Setting(way, 1, 3, 2)], "cpu", packed=False, deadline=float("inf"))
+    assert [way for way, has_cudnn in seen.items() if has_cudnn] == ["preferred"]
+    assert seen.keys() == set(generate.WAYS)
+    assert torch.backends.cuda.cudnn_sdp_enabled() == before
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_all_ways_give_the_same_tokens(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The graph's step, here called again instead of replayed, sees each token and the cache as the model would.

@@ -36,7 +36,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(models.MODELS, "small", ("llama", SMALL))
 
 
-@pytest.mark.parametrize("way", generate.WAYS)
+@pytest.mark.parametrize("way", [way for way in generate.WAYS if way != "preferred"])
 def test_tokens_are_those_of_bf16(way: str) -> None:
     settings = [generate.Setting(way, batch, 200, 12) for batch in (1, 4)]
     found = list(generate.rows("small", settings, "cuda", 1e9))
