@@ -38,7 +38,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise, product
@@ -115,6 +115,11 @@ class Setting:
             options["compile_config"]._compile_all_devices = True
         return options
 
+    @property
+    def attention(self) -> AbstractContextManager[None]:
+        """What all of it runs in."""
+        return nullcontext() if self.way == "preferred" else repeatable_attention()
+
     def graphs(self, model: Any, device: str) -> AbstractContextManager[None]:
         """What ``generate`` runs in."""
         if self.way not in REPLAYED:
@@ -173,7 +178,7 @@ def measure(model: Any, setting: Setting, device: str) -> Figures:
             options["past_key_values"].reset()
         return _timed(partial(run, **others), device)
 
-    with preferred_attention() if setting.way == "preferred" else nullcontext(), setting.graphs(model, device):
+    with setting.graphs(model, device):
         intervals, tokens = timed()
         is_short = _settled(intervals).median * setting.tokens < LONG
         if _as_first_rank(is_short or setting.way == "compile"):
@@ -182,17 +187,6 @@ def measure(model: Any, setting: Setting, device: str) -> Figures:
         peak = torch.cuda.max_memory_allocated() if device == "cuda" else None
         firsts = [intervals[0], *(timed(max_new_tokens=1)[0][0] for _ in range(again))]
     return Figures(Timing.of(firsts), _settled(intervals), setting.batch, peak, tokens.tolist(), repeats)
-
-
-@contextmanager
-def preferred_attention() -> Iterator[None]:
-    """torch's own, in repeatable_attention."""
-    before = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(True)
-    try:
-        yield
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def _as_first_rank(decision: bool) -> bool:
@@ -215,7 +209,6 @@ def _timed(run: Callable[..., torch.Tensor], device: str) -> tuple[list[float], 
     return clock.intervals(), tokens
 
 
-@repeatable_attention()
 def measure_all(name: str, settings: list[Setting], device: str, packed: bool, deadline: float) -> list[Figures]:
     """As many settings as there is time for, on one model, which is gone afterwards."""
     torch._inductor.config.emulate_precision_casts = torch._inductor.config.deterministic = True
@@ -232,7 +225,8 @@ def measure_all(name: str, settings: list[Setting], device: str, packed: bool, d
             print(f"{name}: no time left for", *settings[len(found) :], sep="\n  ", flush=True)
             break
         start = time.monotonic()
-        found.append(measure(model, setting, device))
+        with setting.attention:
+            found.append(measure(model, setting, device))
         figures, seconds = found[-1], time.monotonic() - start
         said = f"first token {figures.first_token.median:.3f} s, then {figures.rate:.1f} tokens/s"
         print(f"{name}, {kind}, {setting}: {said}; took {seconds:.1f} s", flush=True)
