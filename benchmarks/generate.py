@@ -10,8 +10,8 @@ of its own: what runs second in a process takes longer, its graphs above all. Wa
     eager      a cache that grows, Python for every layer
     graphs     a static cache; samebits.cuda_graphs: the step is one CUDA graph of the model as it is
     compile    a static cache; transformers compiles the step by itself (torch.compile, mode reduce-overhead)
-    preferred  as graphs, with the attention that torch prefers, cuDNN's on Hopper: what users get, but BF16's own tokens
-               differ from run to run then, so they say nothing
+    preferred  as graphs, with the attention that torch prefers, cuDNN's on Hopper: what users get, but BF16's own
+               tokens differ from run to run then, so they say nothing
 
 On a CPU "graphs" calls the model where a GPU replays it, and "compile" does not compile. Prompts are never compiled, by
 transformers' own rule. Plans are found before (samebits.prepare), and kernels are compiled then.
@@ -23,9 +23,9 @@ the slowest and fastest. ``first_token_seconds`` runs from the call of ``generat
 and fastest of the last time and, where a case is generated twice, of FIRST_TOKENS more calls for one token. Times are
 those of the GPU's own clock (CUDA events). ``peak_bytes`` is torch's max_memory_allocated.
 ``repeats`` says whether both times gave the same tokens: where BF16's differ, ``same_tokens`` tells nothing. Attention
-is not cuDNN's but in the way "preferred", for samebits.verify.repeatable_attention's reason. Compiled steps round where the model does
-(emulate_precision_casts) and divide sums alike in both forms (deterministic): else that depends on what Inductor makes
-one kernel of, and on what was faster when it tried.
+is not cuDNN's but in the way "preferred", for samebits.verify.repeatable_attention's reason. Compiled steps round where
+the model does (emulate_precision_casts) and divide sums alike in both forms (deterministic): else that depends on what
+Inductor makes one kernel of, and on what was faster when it tried.
 
 Cases are taken by their number of tokens, small ones first, until each model's share of --seconds is spent; what is
 left out is said. Rows are written after each model. A row that the file has already of the same case, device and
