@@ -120,7 +120,7 @@ class Model:
     @property
     def input_text(self) -> str:
         frames = f" x {self.shape['frames']} frames" if self.shape.get("frames", 1) > 1 else ""
-        batch = ", two of a batch" if self.shape.get("batch") == 2 else ""
+        batch = f", a batch of {self.shape['batch']}" if self.shape.get("batch", 1) > 1 else ""
         return f"{self.shape['width']} x {self.shape['height']}{frames}, {self.shape['text']} text tokens{batch}"
 
     @property

@@ -97,7 +97,7 @@ def test_guidance() -> None:
     [output] = module(**inputs, return_dict=False)
     assert output.shape == inputs["hidden_states"].shape
     assert not torch.equal(output[0], output[1])
-    assert model.input_text == "64 x 64, 8 text tokens, two of a batch"
+    assert model.input_text == "64 x 64, 8 text tokens, a batch of 2"
 
 
 def test_outputs_that_say_nothing_are_not_compared() -> None:

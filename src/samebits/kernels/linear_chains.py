@@ -84,8 +84,9 @@ def chains(
         return None
     if with_borders and not shared_x and nvrtc.has_wgmma(device):
         return None  # other kernels take less time there
-    between_turns = shared_x and all(each.has_whole_turns for each in planners)
-    kind = ("shared" if shared_x else "global") + (("_turns" if between_turns else "_borders") if with_borders else "")
+    kind = "shared" if shared_x else "global"
+    if with_borders:
+        kind += "_turns" if shared_x and all(each.has_whole_turns for each in planners) else "_borders"
     together = "_together" if len(planners) > 1 else ""
     jobs = (each.job(warps, first) for each, first in zip(planners, accumulate(blocks, initial=0), strict=False))
     name = f"linear_chains_{OCTET * planners[0].octets}_{kind}{together}"

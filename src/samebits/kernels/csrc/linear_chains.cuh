@@ -307,7 +307,7 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
                         }
                 }
             };
-            auto pass_turn = [&] {
+            if (has_idle_turn(active)) {
 #pragma unroll 1
                 for (int stage = 1; stage <= kTurn; ++stage) {
                     if (stage == kTurn) chunk.pass(kTurn);
@@ -316,9 +316,6 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
                     begun = chunk.begin(base, byte_mask);
                     chunk.mend(upper[0], stage % kTurn, lane);
                 }
-            };
-            if (has_idle_turn(active)) {
-                pass_turn();
             } else {
                 if ((borders != kNowhere && kind == shared) || (active & kTurnMask) == kTurnMask) turn(true);
                 else turn(false);
