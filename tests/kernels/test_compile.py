@@ -25,6 +25,7 @@ LINEAR = {
     "linear_clusters.cu": [f"linear_clusters_{tokens}_{rows}" for tokens in (128, 256) for rows in (64, 96, 112)],
     "linear_pairs.cu": [f"linear_pairs_{tokens}" for tokens in (4, 8, 16, 32, 64)],
     "linear_relay.cu": [f"linear_relay_{rows}" for rows in range(256, 127, -16)],
+    "linear_rounds.cu": [f"linear_rounds_{tokens}{kind}" for tokens in (8, 16) for kind in ("", "_turns", "_borders")],
     "linear_singles.cu": [f"linear_singles_{tokens}" for tokens in (4, 8, 16, 32)],
     "linear_tiles.cu": [f"linear_tiles_{tokens}_{groups}" for tokens, groups in TILES],
 }

@@ -38,6 +38,7 @@ SHARED_MEMORY = 232448
 MOST_TOKENS = {
     Kernel.AHEAD: MAX_TOKENS,
     Kernel.CHAINS: MAX_TOKENS,
+    Kernel.ROUNDS: MAX_TOKENS,
     Kernel.TILES: MAX_TILE_TOKENS,
     Kernel.SINGLES: 32,
     Kernel.PAIRS: 64,
@@ -86,11 +87,12 @@ def test_launches_fit(shape: tuple[int, int], chunk_words: int, tokens: int, hop
             ranges, per_range, slots = job["ranges"], job["stages_per_range"], job["slots"]
             assert job["tokens"] == tokens <= MOST_TOKENS[variant.kernel]
             assert (ranges - 1) * per_range < header.geometry.stages <= ranges * per_range
-            assert (job["ring"] > 0) == (variant.kernel is not Kernel.CHAINS)
+            assert (job["ring"] > 0) == (variant.kernel not in (Kernel.CHAINS, Kernel.ROUNDS))
             if variant.kernel in DECODING_PAIRS + MANY_TOKENS:
                 continue  # tests of their own
-            assert (launch.arrangement is not None) == (variant.kernel is Kernel.TILES)
-            segments = job["segments"] if variant.kernel is Kernel.TILES else 1
+            meets = variant.kernel is Kernel.ROUNDS and ranges > 1
+            assert (launch.arrangement is not None) == (variant.kernel is Kernel.TILES or meets)
+            segments = job["segments"] if variant.kernel in (Kernel.TILES, Kernel.ROUNDS) else 1
             assert launch.grid % segments == 0
             groups = slots * launch.grid // segments  # of a batch
             assert job["batches"] * groups >= header.geometry.row_groups > (job["batches"] - 1) * groups
@@ -101,6 +103,8 @@ def test_launches_fit(shape: tuple[int, int], chunk_words: int, tokens: int, hop
                 check_lines(header, launch)
             if variant.kernel is Kernel.CHAINS:
                 check_walks(header, launch)
+            if variant.kernel is Kernel.ROUNDS:
+                check_rounds(header, launch)
     assert found or tokens > MAX_TOKENS or not hopper
 
 
@@ -223,6 +227,67 @@ def test_walks_cover_a_weight(split: int, columns: int, hopper: bool) -> None:
                 check_walks(header, joint, other)
 
 
+def check_rounds(header: Header, launch: Launch, number: int = 0) -> None:
+    """linear_rounds.cuh: segments are whole ranges, every row group of each is walked once, and all has room."""
+    every = [job_of(launch, i) for i in range(len(launch.jobs))]
+    job, stages, octets = every[number], header.geometry.stages, 1 if "rounds_8" in launch.name else 2
+    segments, per_segment, per_range, ranges = (
+        job[name] for name in ("segments", "segment_stages", "stages_per_range", "ranges")
+    )
+    warps, row_groups = launch.warps - 1, header.geometry.row_groups
+    assert per_segment % per_range == 0
+    assert (segments - 1) * per_segment < stages <= segments * per_segment
+    assert 1 <= warps <= (19 if octets == 1 else 15)
+    assert job["tokens"] <= 8 * octets
+    ends = [min((i + 1) * per_segment, stages) for i in range(segments)]
+    if not launch.name.removesuffix("_together").endswith(("_8", "_16")):  # several ranges of a segment
+        assert per_range >= 16  # one border of a chunk
+        for i, end in enumerate(ends):
+            closing = {*range(i * per_segment + per_range, end, per_range), end}
+            assert len({(stage - 1) // 8 for stage in closing}) == len(closing)  # one chain of a turn
+        if "turns" in launch.name:
+            assert per_range % 8 == stages % 8 == 0
+    else:
+        assert per_segment == per_range
+    walked = []
+    for block in range(job["blocks"]):
+        own = job["own"] + (block < job["longer"])
+        for warp in range(warps):
+            rounds = (own + warps - 1 - warp) * job["by_slots"] >> 32 if job["by_slots"] else own
+            assert rounds <= job["batches"]
+            walked += [(warp + i * warps) * job["blocks"] + block for i in range(rounds)]
+    assert sorted(walked) == list(range(row_groups))
+    assert job["slots"] == warps
+    assert 2 <= job["x_places"] <= 6
+    assert job["x_words"] >= max(job["x_places"] * job["tokens"] * 256, header.symbol_count)
+    own_bytes = 4 * (2 * job["buffer_words"] + 4 * 1152 // 4 + 100)  # buffers, slabs, list
+    needed = 4 * (job["table_words"] + job["x_words"]) + warps * own_bytes + 16 * job["x_places"]
+    assert needed <= launch.shared_bytes <= nvrtc.shared_memory(0) - STATIC_SHARED
+    assert (4 * job["table_words"] + 4 * job["x_words"] + warps * own_bytes) % 8 == 0  # barriers
+    memory = launch.arrangement
+    assert (memory is not None) == any(each["ranges"] > 1 for each in every)
+    if memory:
+        assert memory.meetings[number] == (row_groups if segments > 1 else 0)
+        assert memory.parts_bytes[number] == (row_groups * ranges * 2 * octets * 128 if ranges > 1 else 0)
+        assert (memory.tokens, memory.x_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("columns", [960, 1024, 2880, 4096, 5120, 14336, 17408])
+@pytest.mark.parametrize("split", range(1, 17))
+def test_rounds_cover_a_weight(split: int, columns: int, hopper: bool) -> None:
+    found, number = 0, next(i for i, variant in enumerate(VARIANTS) if variant.kernel is Kernel.ROUNDS)
+    for rows, tokens in product((8, 264, 4096, 14336), (1, 8, 16)):
+        header = header_of((rows, columns), 250)
+        if launch := launch_of(header, tokens, split, number, 0):
+            found += 1
+            check_rounds(header, launch)
+        joint = joint_launch((header, header), tokens, (split, 1), number, 0)
+        for other in range(2 if joint else 0):
+            assert joint is not None
+            check_rounds(header, joint, other)
+    assert (found > 0) == hopper
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_of_equal_launches_one_is_a_variant(shape: tuple[int, int], hopper: bool) -> None:
     launches = [launch_of(header_of(shape, 470), 1, 1, number, 0) for number in range(len(VARIANTS))]
@@ -292,6 +357,7 @@ def test_what_is_compiled_for_a_product(tokens: int, hopper: bool) -> None:
         expected |= {"linear_warpgroups.cu"} if tokens <= 512 else set()
         expected |= {"linear_clusters.cu"} if 128 < tokens <= MAX_CLUSTER_TOKENS else set()
         expected |= {"linear_singles.cu"} if tokens <= 32 else set()
+        expected |= {"linear_rounds.cu"} if tokens <= 16 else set()
     assert files == expected or (not hopper and {"decode.cu", "linear_chains.cu"} <= files <= expected)
     assert len(found) <= len(files) + 2 * len(plans)
 
@@ -688,7 +754,7 @@ def test_joint_launches(group: tuple[tuple[tuple[int, int], int], ...], tokens: 
             )
             assert (job["tokens"], job["first_block"]) == (tokens, next_block)
             assert (ranges - 1) * per_range < stages <= ranges * per_range
-            next_block += blocks
+            next_block += blocks * (job["segments"] if variant.kernel is Kernel.ROUNDS else 1)
             if variant.kernel in DECODING_PAIRS:
                 continue
             of_segment = blocks // job["segments"] if variant.kernel is Kernel.TILES else blocks
@@ -697,6 +763,8 @@ def test_joint_launches(group: tuple[tuple[tuple[int, int], int], ...], tokens: 
             assert ranges <= split
             if variant.kernel is Kernel.TILES:
                 check_tiles(launch, stages, i)
+            if variant.kernel is Kernel.ROUNDS:
+                check_rounds(header, launch, i)
             most.append((own + (longer > 0)) * stages)
         assert next_block == launch.grid
         if variant.kernel is Kernel.AHEAD:  # with fewer for each block there would be too many blocks

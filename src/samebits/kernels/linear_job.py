@@ -34,6 +34,7 @@ class Kernel(Enum):
 
     AHEAD = "warps decode ahead of others that multiply, one for each row group"
     CHAINS = "each warp walks chains of its own"
+    ROUNDS = "warps walk row groups in step, and x comes to all"
     TILES = "tiles are decoded for warpgroups to multiply"
     SINGLES = "each warp decodes a row group and multiplies it"
     PAIRS = "each warp decodes two row groups and multiplies them"

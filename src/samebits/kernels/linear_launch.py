@@ -13,6 +13,7 @@ from samebits.kernels.linear_chains import chains
 from samebits.kernels.linear_clusters import WARPS, clusters
 from samebits.kernels.linear_job import MAX_TOKENS, Kernel, Launch
 from samebits.kernels.linear_relay import TILES, relay
+from samebits.kernels.linear_rounds import rounds
 from samebits.kernels.linear_tiles import TILE_WARPS, tiles
 
 _WARPGROUP = 4  # warps
@@ -68,6 +69,7 @@ VARIANTS = (
     Variant(Kernel.PAIRS, warps=12, hand_on=True),
     Variant(Kernel.AHEAD, warps=24),
     Variant(Kernel.AHEAD, warps=22),
+    Variant(Kernel.ROUNDS, warps=20),
 )
 
 
@@ -90,6 +92,8 @@ def launch_of(header: Header, m: int, split: int, variant: int, device: int) -> 
         return ahead((header,), m, (split,), device, kind.warps)
     if kind.kernel is Kernel.CHAINS:
         return chains((header,), m, (split,), device, kind.warps, shared_x=kind.shared_x)
+    if kind.kernel is Kernel.ROUNDS:
+        return rounds((header,), m, (split,), device)
     return tiles((header,), m, (split,), device, kind.warps)
 
 
@@ -124,6 +128,8 @@ def joint_launch(
         return ahead(headers, m, splits, device, kind.warps)
     if kind.kernel is Kernel.CHAINS:
         return chains(headers, m, splits, device, kind.warps, shared_x=kind.shared_x)
+    if kind.kernel is Kernel.ROUNDS:
+        return rounds(headers, m, splits, device)
     if kind.kernel in _RANKED:
         return _RANKED[kind.kernel](headers, m, splits, device, kind.rank)
     if kind.kernel is Kernel.TILES:

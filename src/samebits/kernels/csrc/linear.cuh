@@ -31,22 +31,22 @@ struct Job {
     const u16* x;        // [tokens, columns]
     const u16* bias;     // [rows] or null
     u16* y;              // [tokens, rows]
-    float* parts;        // linear_pairs.cuh, linear_tiles.cuh: where ranges' sums meet; linear_relay.cuh: where the weight is decoded to; there behind it,
+    float* parts;        // linear_pairs.cuh, linear_rounds.cuh, linear_tiles.cuh: where ranges' sums meet; linear_relay.cuh: where the weight is decoded to; there behind it,
                          // in linear_tiles.cuh first of all, in linear_clusters.cuh alone: each block's tensor map
     u32* done;           // and, for each meeting, how many have come; or what is claimed, and flags
     int tokens, ranges, stages_per_range;
-    int slots;           // row groups whose sums a block keeps in shared memory
+    int slots;           // row groups whose sums a block keeps in shared memory; linear_rounds.cuh: of a round
     int batches;         // of so many row groups; linear_relay.cuh: tiles of rows that are decoded side by side
     int chunk_step, slot_step;   // warps of a block = chunk_step * slots + slot_step
-    int first_block, blocks;     // of the grid
+    int first_block, blocks;     // of the grid; linear_rounds.cuh: of a segment
     int own, longer;     // row groups of a block; of the first `longer` blocks one more
     int token_tiles, units;      // linear_pairs.cuh, units of all blocks; linear_relay.cuh, linear_clusters.cuh: pairs of tiles of tokens, and items
     u32 by_token_tiles, by_ranges;
-    int segments, segment_stages;   // linear_ahead.cuh, linear_tiles.cuh: of K; linear_relay.cuh: pairs of a pass, and stages of a part of a shared item
+    int segments, segment_stages;   // linear_ahead.cuh, linear_rounds.cuh, linear_tiles.cuh: of K; linear_relay.cuh: pairs of a pass, and stages of a part of a shared item
     u32 by_ring;
     u32 by_slots, by_range, by_chunks;   // for `divide`
     int table_words, x_words, buffer_words;   // of shared memory: decode table, x (before that, without Hopper's kernels, the table's entries), each staging buffer
-    int x_places;        // linear_ahead.cuh: runs of x that a segment keeps; linear_tiles.cuh: slots of x
+    int x_places;        // linear_ahead.cuh: runs of x that a segment keeps; linear_rounds.cuh: turns of x; linear_tiles.cuh: slots of x
     int ring;            // linear_tiles.cuh: pairs of stages that a block keeps decoded, at least those of the chunks that a warp is ahead;
                          // linear_pairs.cuh: slots of x; with mma, pairs of stages;
                          // linear_ahead.cuh: runs that a line keeps decoded; linear_relay.cuh: parts of stages; linear_clusters.cuh: stages

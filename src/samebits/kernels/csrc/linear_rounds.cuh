@@ -1,0 +1,164 @@
+// The fused linear layer where x is too large for a block's memory: warps walk (walk.cuh) row groups of their own, all in step, and another warp brings x turn
+// by turn into a ring for all of them. See linear.cuh.
+//
+//   segment    whole ranges of K behind each other, of which a block has one
+//   round      a row group for each warp, through the block's segment
+//
+// Sums of several ranges meet in memory.
+#pragma once
+#include "hopper.cuh"
+#include "walk.cuh"
+
+constexpr int kMaxWarps = 19, kFewWarps = 15;   // that walk, for 8 tokens, and for 16; with the one that brings x whole fours, each of a scheduler's registers
+constexpr int kColumnBytes = kTurn * 128;       // of a token in a turn of x
+
+// The turns of x in shared memory and on their way there; the one at hand.
+struct Turns {
+    u32 full, empty;              // shared addresses of the places' barriers
+    u32 place_bytes;
+    int places;
+    int place = 0;
+    u32 parity = 0;
+
+    __device__ __forceinline__ Turns(const Job& job, const WalkMemory& at)
+        : full(u32(__cvta_generic_to_shared(at.words + at.behind_words))), empty(full + 8 * job.x_places), place_bytes(job.tokens * kColumnBytes), places(job.x_places) {}
+    __device__ __forceinline__ void advance() {
+        if (++place == places) place = 0, parity ^= 1;
+    }
+};
+
+// What of the weight a block multiplies: one segment of K, and every `blocks`-th row group from `place` on.
+struct Share {
+    int place, begin, end;        // begin, end: stages
+
+    __device__ __forceinline__ Share(const Geometry& geometry, const Job& job) : place(job.block()), begin(0) {
+        while (place >= job.blocks) place -= job.blocks, begin += job.segment_stages;
+        end = min(begin + job.segment_stages, geometry.stages);
+    }
+    __device__ __forceinline__ int first_turn() const { return begin / kTurn; }
+    __device__ __forceinline__ int turns() const { return (end - 1) / kTurn - first_turn() + 1; }
+    __device__ __forceinline__ int first_chunk() const { return begin / kChunkStages; }
+    __device__ __forceinline__ int chunks() const { return (end - 1) / kChunkStages - first_chunk() + 1; }
+};
+
+template <int octets>
+struct Rounds {
+    static constexpr bool has_all_of_x = true;    // a turn's stages behind it are anything, and no sum keeps them
+    const Geometry& geometry;
+    const Job& job;
+    const Share share;
+    const int warp, warps, lane, rounds;          // rounds: in which this warp has a row group
+    Turns turns;
+    BroughtColumns<octets, kTurn> columns;
+
+    __device__ __forceinline__ Rounds(const Geometry& geometry, const Job& job, const WalkMemory& at, int warp, int warps, int lane)
+        : geometry(geometry), job(job), share(geometry, job), warp(warp), warps(warps), lane(lane),
+          rounds(divide(job.row_groups_of(share.place) + warps - 1 - warp, job.by_slots)), turns(job, at), columns(at.x, job.tokens, lane) {}
+    __device__ __forceinline__ int count() const { return rounds * share.chunks(); }
+    __device__ __forceinline__ Vec2 at(int index) const {
+        const int chunks = share.chunks();
+        int slot = warp;
+        while (index >= chunks) index -= chunks, slot += warps;
+        const int chunk = share.first_chunk() + index, passed = chunk * kChunkStages;
+        return describe_piece(geometry, job, slot, chunk, max(share.begin - passed, 0), min(share.end - passed, kChunkStages), index == 0, index + 1 == chunks);
+    }
+    __device__ __forceinline__ u32 group_of(u32 place) const { return (place >> 16) * job.blocks + share.place; }
+
+    __device__ __forceinline__ void fetch_x() const {}
+    __device__ __forceinline__ void clear_flags() const {}
+    __device__ __forceinline__ void await_turn() const { await(turns.full + 8 * turns.place, turns.parity); }
+    __device__ __forceinline__ void end_turn() {
+        __syncwarp();
+        if (lane == 0) arrive(turns.empty + 8 * turns.place);
+        turns.advance();
+        columns.run = turns.place * turns.place_bytes;
+    }
+    __device__ __forceinline__ void skip_turn() const {}
+    // Turns of rounds in which this warp has no row group.
+    __device__ __forceinline__ void pass() {
+#pragma unroll 1
+        for (int left = (job.batches - rounds) * share.turns(); left > 0; --left) {
+            await_turn();
+            end_turn();
+        }
+    }
+    __device__ __forceinline__ void begin(const Vec2&, Sums<octets>& sums) const { sums = {}; }
+    __device__ __forceinline__ void hand_on(const Sums<octets>&) const {}
+    __device__ __forceinline__ void close(Sums<octets>& sums, int slot, int range) const {
+        const int group = group_of(slot << 16);
+        if (job.ranges > 1) {
+            using Met = Meeting<octets, 2>;
+            float own[octets][2];
+            const Met met{job.parts + size_t(group) * job.ranges * (Met::all * kLanes), lane};
+#pragma unroll
+            for (int i = 0; i < Met::all; ++i) own[i >> 1][i & 1] = sums.of[i >> 1][i & 1];
+            met.bring(range, own);
+            if ((range + 1) * job.stages_per_range < share.end) return;       // another one of this warp's is to come
+            if (job.segments > 1 && !met.is_last(job.done + group, job.segments)) return;
+            met.add(job.ranges, own);
+#pragma unroll
+            for (int i = 0; i < Met::all; ++i) sums.of[i >> 1][i & 1] = own[i >> 1][i & 1];
+        }
+        finish(geometry, job, group, lane, sums);
+    }
+};
+
+// The warp that brings x, for each turn and token kColumnBytes, laid out as by stage_columns.
+__device__ __forceinline__ void bring_x(const Geometry& geometry, const Packed& packed, const Job& job, const WalkMemory& at, int warps, int lane) {
+    const Share share(geometry, job);
+    Turns turns(job, at);
+    let_kernel_behind_start();
+    if (lane == 0)
+        for (int i = 0; i < job.x_places; ++i) open_barrier(turns.full + 8 * i, kLanes), open_barrier(turns.empty + 8 * i, warps);
+    __syncwarp();
+    const Table<true> table(packed, at.words, at.words + job.table_words);
+    copy_commit();
+    table.build();
+    await_kernel_before();
+    // Of a turn's 128 quads of a token each lane brings four, two stages apart.
+    const int stage = lane >> 4, q = lane >> 2 & 3, t = lane & 3;
+    const u32 own_place = at.x + stage * 128 + ((q >> 1) << 6) + (t << 4) + ((q & 1) << 3);   // of even tokens
+    auto bring = [&](int turn) {
+        const int first = (share.first_turn() + turn) * kTurn;
+        const u16* from = job.x + 64 * first + 4 * lane;
+        u32 to = own_place + turns.place * turns.place_bytes;
+#pragma unroll 2
+        for (int token = 0; token < job.tokens; ++token) {
+            const u32 there = to ^ ((token & 1) << 6);
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if (first + stage + 2 * i < geometry.stages) copy_async_8(there + 256 * i, from + 128 * i);
+            to += kColumnBytes;
+            from += geometry.columns;
+        }
+        copies_arrive(turns.full + 8 * turns.place);
+        turns.advance();
+    };
+    bring(0);
+    copy_commit();
+    copy_wait<1>();                       // the table
+    __syncthreads();
+    const int count = share.turns();
+    int turn = 1;
+#pragma unroll 1
+    for (int round = 0; round < job.batches; ++round, turn = 0)
+#pragma unroll 1
+        for (; turn < count; ++turn) {
+            await(turns.empty + 8 * turns.place, turns.parity ^ 1);
+            bring(turn);
+        }
+    copy_commit();
+    copy_wait<0>();                       // nothing may be on its way when the block ends
+}
+
+template <int octets, Borders borders = kNowhere>
+__device__ __forceinline__ void linear(const Geometry& geometry, const Packed& packed, const Job& job) {
+    extern __shared__ __align__(128) u32 memory[];
+    int lane = threadIdx.x & 31;
+    keep(lane);
+    const int warp = own_warp(), warps = (blockDim.x >> 5) - 1;
+    const WalkMemory at = walk_memory(job, memory, warp, warps);
+    if (warp == warps) return bring_x(geometry, packed, job, at, warps, lane);
+    Rounds<octets> way(geometry, job, at, warp, warps, lane);
+    walk<Rounds<octets>, octets, borders>(geometry, packed, job, at, way, lane);
+}
