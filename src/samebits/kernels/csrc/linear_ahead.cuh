@@ -21,7 +21,7 @@ template <int octets>
 constexpr int kDepth = octets == 1 ? 2 : 1;               // stages whose operands are in registers or on their way there; more take registers from warps
 constexpr int kChunkSigns = kChunkStages / 2 * kSignBytes;   // bytes of a chunk's sign words
 constexpr int kColumnBytes = kRun * 128;                  // of a token in a run of x
-constexpr int kManyFlying = 8, kFewFlying = 3;            // runs of x that are on their way
+constexpr int kManyFlying = 8, kFewFlying = 2;            // runs of x that are on their way
 static_assert(kChunkStages % kRun == 0, "a chunk is whole runs");
 
 // Stages of a segment.
