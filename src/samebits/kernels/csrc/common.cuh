@@ -125,6 +125,15 @@ __device__ __forceinline__ Vec4 load_shared_vec4_if(bool any, u32 address) {
     return v;
 }
 
+__device__ __forceinline__ Vec2 load_shared_vec2_if(bool any, u32 address) {
+    Vec2 v;
+    asm("" : "=r"(v.x), "=r"(v.y));
+    asm volatile("{ .reg .pred any;\n"
+                 "  setp.ne.u32 any, %2, 0;\n"
+                 "  @any ld.shared.v2.u32 {%0,%1}, [%3]; }" : "+r"(v.x), "+r"(v.y) : "r"(u32(any)), "r"(address));
+    return v;
+}
+
 __device__ __forceinline__ void store_shared(u32 address, Vec4 v) {
     asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }

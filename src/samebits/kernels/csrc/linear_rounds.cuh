@@ -41,6 +41,30 @@ struct Share {
     __device__ __forceinline__ int chunks() const { return (end - 1) / kChunkStages - first_chunk() + 1; }
 };
 
+// A lane's part of x as it comes: for each token and stage 128 bytes, those of step q where 32 (q ^ (token & 3)) says, free of bank conflicts.
+template <int octets>
+struct TurnColumns {
+    u32 steps[4];                 // of the turn at hand
+    bool any[octets];             // as Columns
+
+    __device__ __forceinline__ TurnColumns(u32 ring, int tokens, int lane) {
+        const int own = lane >> 2, t = lane & 3;
+#pragma unroll
+        for (int q = 0; q < 4; ++q) steps[q] = ring + min(own, tokens - 1) * kColumnBytes + 32 * (q ^ (own & 3)) + 8 * t;
+#pragma unroll
+        for (int octet = 0; octet < octets; ++octet) any[octet] = own + 8 * octet < tokens;
+    }
+    __device__ __forceinline__ void advance(u32 bytes) {
+#pragma unroll
+        for (int q = 0; q < 4; ++q) steps[q] += bytes;
+    }
+    __device__ __forceinline__ Vec4 load(int stage, int half, int octet) const {
+        const u32 place = stage * 128 + octet * (8 * kColumnBytes);
+        const Vec2 first = load_shared_vec2_if(any[octet], steps[2 * half] + place), second = load_shared_vec2_if(any[octet], steps[2 * half + 1] + place);
+        return {first.x, first.y, second.x, second.y};
+    }
+};
+
 template <int octets>
 struct Rounds {
     static constexpr bool has_all_of_x = true;    // a turn's stages behind it are anything, and no sum keeps them
@@ -49,7 +73,7 @@ struct Rounds {
     const Share share;
     const int warp, warps, lane, rounds;          // rounds: in which this warp has a row group
     Turns turns;
-    BroughtColumns<octets, kTurn> columns;
+    TurnColumns<octets> columns;
 
     __device__ __forceinline__ Rounds(const Geometry& geometry, const Job& job, const WalkMemory& at, int warp, int warps, int lane)
         : geometry(geometry), job(job), share(geometry, job), warp(warp), warps(warps), lane(lane),
@@ -71,7 +95,7 @@ struct Rounds {
         __syncwarp();
         if (lane == 0) arrive(turns.empty + 8 * turns.place);
         turns.advance();
-        columns.run = turns.place * turns.place_bytes;
+        columns.advance(turns.place ? turns.place_bytes : turns.place_bytes - turns.places * turns.place_bytes);
     }
     __device__ __forceinline__ void skip_turn() const {}
     // Turns of rounds in which this warp has no row group.
@@ -103,7 +127,7 @@ struct Rounds {
     }
 };
 
-// The warp that brings x, for each turn and token kColumnBytes, laid out as by stage_columns.
+// The warp that brings x, for each turn and token kColumnBytes, as TurnColumns reads it.
 __device__ __forceinline__ void bring_x(const Geometry& geometry, const Packed& packed, const Job& job, const WalkMemory& at, int warps, int lane) {
     const Share share(geometry, job);
     Turns turns(job, at);
@@ -115,19 +139,18 @@ __device__ __forceinline__ void bring_x(const Geometry& geometry, const Packed& 
     copy_commit();
     table.build();
     await_kernel_before();
-    // Of a turn's 128 quads of a token each lane brings four, two stages apart.
-    const int stage = lane >> 4, q = lane >> 2 & 3, t = lane & 3;
-    const u32 own_place = at.x + stage * 128 + ((q >> 1) << 6) + (t << 4) + ((q & 1) << 3);   // of even tokens
+    // Of a turn's 64 units of a token each lane brings two, four stages apart.
+    const int stage = lane >> 3, unit = lane & 7;
+    const u32 own_place = at.x + stage * 128;
     auto bring = [&](int turn) {
         const int first = (share.first_turn() + turn) * kTurn;
-        const u16* from = job.x + 64 * first + 4 * lane;
+        const u16* from = job.x + 64 * first + 8 * lane;
         u32 to = own_place + turns.place * turns.place_bytes;
-#pragma unroll 2
+#pragma unroll 4
         for (int token = 0; token < job.tokens; ++token) {
-            const u32 there = to ^ ((token & 1) << 6);
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                if (first + stage + 2 * i < geometry.stages) copy_async_8(there + 256 * i, from + 128 * i);
+            const u32 there = to + 16 * (unit ^ 2 * (token & 3));
+            if (first + stage < geometry.stages) copy_async(there, from);
+            if (first + stage + 4 < geometry.stages) copy_async(there + 512, from + 256);
             to += kColumnBytes;
             from += geometry.columns;
         }
