@@ -368,8 +368,8 @@ other; with a static cache, transformers compiles the model:""",
     "parallel.parallel": """\
 Llama 3.1 8B's shapes, synthetic weights, prompts of 128 tokens, eager; memory is that of the GPU that has most:""",
     "generate.preferred": """\
-The same with the attention that torch prefers, cuDNN's on Hopper. BF16 then writes other tokens from run to run, so a
-comparison of tokens would say nothing:""",
+As above, with the attention that torch prefers, cuDNN's on Hopper. With several sequences or a long prompt BF16 writes
+other tokens from run to run then, though not in any two, so there the last column says nothing:""",
     "generate.graphs": """\
 Whole models of real shapes and synthetic weights through transformers' `generate`, BF16 and compressed in one run,
 every token compared; a static cache, each decoding step replayed as one CUDA graph (`samebits.cuda_graphs`):""",

@@ -86,7 +86,7 @@ def written(model: Any, length: int, **options: Any) -> tuple[torch.Tensor, tupl
 def test_the_same_tokens(kind: str) -> None:
     """Each call of generate has a graph of its own; packed models are no other case."""
     model, capture = made(kind), Recorder()
-    expected = generated(model)
+    expected = generated(model, cache_implementation="static", disable_compile=True)  # a growing one may differ
     for number in (1, 2):
         if number == 2:
             samebits.compress(model)
