@@ -9,20 +9,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise, product
 
-from samebits.format.geometry import SLAB_BYTES
 from samebits.format.packed import Header
 from samebits.kernels import nvrtc
-from samebits.kernels.linear_job import CHUNK_STAGES, MAX_TOKENS, OCTET, JobFields, Launch, Planner, shares
+from samebits.kernels.linear_job import CHUNK_STAGES, MAX_TOKENS, OCTET, JobFields, Launch, shares
+from samebits.kernels.linear_walk import IDLE, MAX_RANGES, OPENING, TURN, WalkPlanner, turns
 from samebits.kernels.structures import WALKS
 
 _MAX_WARPS = {1: WALKS, 2: 16}  # kMaxWarps, kFewWarps: by OCTETs of tokens
 _WHOLE_CHAINS = 12  # of a block, at most, that are never cut: who goes on with one may have to wait
-_MAX_RANGES = 255  # csrc: kRangeBit
-_RING_SLABS = 4  # kRing
-_TURN = 2 * _RING_SLABS  # kTurn: stages that are decoded at once
-_OPENING = 4  # stages in whose time a chunk is opened, about
-_IDLE = 4  # and that a turn takes less in which nothing is multiplied
-_LIST_WORDS = 101  # kListBytes, and a flag, of a warp
 _MAX_CHUNKS = (1 << 16) - 1  # of a block; csrc: Walk
 _SCHEDULERS = 4  # of a multiprocessor
 _ALONE = 3.0  # stages of a scheduler, in whose time a warp takes one that waits for nothing but itself
@@ -71,7 +65,7 @@ def chains(
     if blocks is None:
         return None
     planners = [_Planner(*each, m, device, shared_x) for each in zip(headers, splits, blocks, strict=True)]
-    if any(each.own * each.chunks > _MAX_CHUNKS or each.ranges > _MAX_RANGES for each in planners):
+    if any(each.own * each.chunks > _MAX_CHUNKS or each.ranges > MAX_RANGES for each in planners):
         return None
     room = min(
         most_warps, _MAX_WARPS[planners[0].octets], *((each.room - each.fixed) // each.warp for each in planners)
@@ -94,17 +88,12 @@ def chains(
                   4 * max(each.fixed + warps * each.warp for each in planners), tuple(jobs))  # fmt: skip
 
 
-def _turns(stages: int) -> int:
-    """Whole turns, for so many stages from a chunk's first."""
-    return -(-stages // _TURN) * _TURN
-
-
 def _warps_of(walks: int) -> list[int]:
     """By the numbers of walks; neighbours share a scheduler."""
     return [warp for scheduler in range(_SCHEDULERS) for warp in range(scheduler, walks, _SCHEDULERS)]
 
 
-class _Planner(Planner):
+class _Planner(WalkPlanner):
     """Of one tensor. A block's stages are numbered row group after row group, as in csrc."""
 
     def __init__(self, header: Header, split: int, blocks: int, m: int, device: int, shared_x: bool) -> None:
@@ -112,18 +101,7 @@ class _Planner(Planner):
         sums = 64 * self.octets
         self.x = max(32 * m * self.stages if shared_x else 0, self.entries)
         self.fixed = self.table + self.x + self.own + (self.own * self.ranges * sums if self.ranges > 1 else 0)
-        self.warp = 2 * self.buffer + _RING_SLABS * SLAB_BYTES // 4 + sums + _LIST_WORDS
-
-    @property
-    def are_borders_alone(self) -> bool:
-        """Whether a chunk has one border at most, and no row group's last range begins and ends in the same turn."""
-        last = (self.ranges - 1) * self.stages_per_range
-        return self.stages_per_range >= CHUNK_STAGES and (last - 1) // _TURN < (self.stages - 1) // _TURN
-
-    @property
-    def has_whole_turns(self) -> bool:
-        """Whether all chains begin and end with one."""
-        return self.stages_per_range % _TURN == 0 and self.stages % _TURN == 0
+        self.warp = self.walker + sums + 1  # what is handed on, and its flag
 
     @property
     def chains(self) -> int:
@@ -133,7 +111,7 @@ class _Planner(Planner):
     @cached_property
     def decoded(self) -> list[int]:
         """Of each chunk of a row group, how many stages."""
-        return [_turns(min(self.stages - first, CHUNK_STAGES)) for first in range(0, self.stages, CHUNK_STAGES)]
+        return [turns(min(self.stages - first, CHUNK_STAGES)) for first in range(0, self.stages, CHUNK_STAGES)]
 
     @property
     def stages_of_row_group(self) -> int:
@@ -194,7 +172,7 @@ class _Planner(Planner):
     def _even_cuts(self, groups: int, warps: int) -> list[int]:
         """With which chunks walks begin, and the last one ends."""
         count, own = self.chunks, Counter(warp % _SCHEDULERS for warp in range(warps))
-        prefix = list(accumulate((stages + _OPENING for stages in self.decoded), initial=0))
+        prefix = list(accumulate((stages + OPENING for stages in self.decoded), initial=0))
         total, left, cuts = groups * prefix[-1], warps, [0]
         for scheduler in own:
             for i in range(1, own[scheduler] + 1):
@@ -241,8 +219,8 @@ class _Planner(Planner):
         for i, (begin, end) in enumerate(self._walk(self._stage_of(first), self._stage_of(behind), 0).parts):
             if begin < end:
                 (first, opening), (last, closing) = self._place(begin), self._place(end - 1)
-                times[i] = (last - first) * (CHUNK_STAGES + _OPENING) + _turns(closing + 1) + _OPENING
-                times[i] -= _IDLE * (opening >= _TURN)
+                times[i] = (last - first) * (CHUNK_STAGES + OPENING) + turns(closing + 1) + OPENING
+                times[i] -= IDLE * (opening >= TURN)
         return times[0], times[1], times[2]
 
     def job(self, warps: int, first_block: int) -> JobFields:

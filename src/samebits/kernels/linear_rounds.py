@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from samebits.format.geometry import SLAB_BYTES, STAGE
+from samebits.format.geometry import STAGE
 from samebits.format.packed import Header
 from samebits.kernels import nvrtc
 from samebits.kernels.linear_job import (
@@ -18,21 +18,15 @@ from samebits.kernels.linear_job import (
     Arrangement,
     JobFields,
     Launch,
-    Planner,
     shares,
 )
+from samebits.kernels.linear_walk import IDLE, MAX_RANGES, OPENING, TURN, WalkPlanner, turns
 
 _MAX_WARPS = {1: 19, 2: 15}  # kMaxWarps, kFewWarps: by OCTETs of tokens
-_MAX_RANGES = 255  # csrc: kRangeBit
-_RING_SLABS = 4  # kRing
-_TURN = 2 * _RING_SLABS  # kTurn: stages that are decoded at once
-_LIST_WORDS = 100  # kListBytes
-_COLUMN_WORDS = 2 * _TURN * STAGE // 4  # kColumnBytes
+_COLUMN_WORDS = 2 * TURN * STAGE // 4  # kColumnBytes
 _PLACES = 2  # turns of x, at least
 _MORE_PLACES = 4  # where there is room
 _BARRIER_WORDS = 4  # of a place
-_OPENING = 4  # stages in whose time a chunk is opened, about
-_IDLE = 4  # and that a turn takes less in which nothing is multiplied
 _WAITING = 4  # warps that would take as long as each of them waits for itself
 
 
@@ -41,7 +35,7 @@ def rounds(headers: tuple[Header, ...], m: int, splits: tuple[int, ...], device:
     if m > MAX_TOKENS or not nvrtc.has_wgmma(device):
         return None
     whole = [_Planner(header, split, 1, m, device, 1) for header, split in zip(headers, splits, strict=True)]
-    if any(each.ranges > _MAX_RANGES for each in whole):
+    if any(each.ranges > MAX_RANGES for each in whole):
         return None
     found = [way for pieces in range(1, max(each.ranges for each in whole) + 1)
              for way in _ways(headers, m, splits, device, pieces)]  # fmt: skip
@@ -52,7 +46,7 @@ def _ways(headers: tuple[Header, ...], m: int, splits: tuple[int, ...], device: 
     """With so many segments of each tensor, if it has ranges for them, and any number of warps that fits."""
     whole = [_Planner(header, split, 1, m, device, pieces)
              for header, split in zip(headers, splits, strict=True)]  # fmt: skip
-    blocks = shares(headers, [each.decoded for each in whole], device, [each.segments for each in whole])
+    blocks = shares(headers, [each.decoded for each in whole], device, [len(each.segments) for each in whole])
     if blocks is None:
         return
     planners = [_Planner(header, split, number, m, device, pieces)
@@ -91,7 +85,7 @@ class _Way:
         if not all(each.is_one_range for each in planners):
             kind = "_turns" if all(each.has_whole_turns for each in planners) else "_borders"
         together = "_together" if len(planners) > 1 else ""
-        blocks = [each.blocks * each.segments for each in planners]
+        blocks = [each.blocks * len(each.segments) for each in planners]
         jobs = (each.job(self, first) for each, first in zip(planners, accumulate(blocks, initial=0), strict=False))
         arrangement = Arrangement(0, one.stages * STAGE, OCTET, 0, tuple(each.meetings for each in planners),
                                   tuple(each.parts_bytes for each in planners), 0)  # fmt: skip
@@ -100,47 +94,31 @@ class _Way:
                       arrangement if any(each.ranges > 1 for each in planners) else None)  # fmt: skip
 
 
-class _Planner(Planner):
+class _Planner(WalkPlanner):
     """Of one tensor, each of whose segments has ``blocks`` blocks; ``pieces`` segments, if it has as many ranges."""
 
     def __init__(self, header: Header, split: int, blocks: int, m: int, device: int, pieces: int) -> None:
-        super().__init__(header, m, split, device, blocks)
-        self.segment_stages = -(-self.ranges // min(pieces, self.ranges)) * self.stages_per_range
-        self.segments = -(-self.stages // self.segment_stages)
+        super().__init__(header, m, split, device, blocks, pieces)
         self.place = m * _COLUMN_WORDS
 
     @property
     def is_one_range(self) -> bool:
         return self.segment_stages == self.stages_per_range
 
-    @property
-    def are_borders_alone(self) -> bool:
-        """Whether a chunk has one border at most, and no segment's last range begins and ends in the same turn."""
-        ends = [min(first + self.segment_stages, self.stages) for first in range(0, self.stages, self.segment_stages)]
-        lasts = [(end - 1) // self.stages_per_range * self.stages_per_range for end in ends]
-        return self.stages_per_range >= CHUNK_STAGES and all(
-            (last - 1) // _TURN < (end - 1) // _TURN for last, end in zip(lasts, ends, strict=True)
-        )
-
-    @property
-    def has_whole_turns(self) -> bool:
-        """Whether all chains begin and end with one."""
-        return self.stages_per_range % _TURN == 0 and self.stages % _TURN == 0
-
     @cached_property
     def decoded(self) -> int:
         """The time that the longest segment of a row group takes, in stages."""
         times = []
-        for first in range(0, self.stages, self.segment_stages):
+        for first in self.segments:
             begin, end = first // CHUNK_STAGES * CHUNK_STAGES, min(first + self.segment_stages, self.stages)
-            turns, chunks = -(-(end - begin) // _TURN), -(-(end - begin) // CHUNK_STAGES)
-            times.append(turns * _TURN + chunks * _OPENING - _IDLE * (first - begin >= _TURN))
+            chunks = -(-(end - begin) // CHUNK_STAGES)
+            times.append(turns(end - begin) + chunks * OPENING - IDLE * (first - begin >= TURN))
         return max(times)
 
     @property
     def meetings(self) -> int:
         """Of ranges' sums, of several blocks."""
-        return self.row_groups if self.segments > 1 else 0
+        return self.row_groups if len(self.segments) > 1 else 0
 
     @property
     def parts_bytes(self) -> int:
@@ -148,7 +126,7 @@ class _Planner(Planner):
 
     def fixed(self, warps: int) -> int:
         """What a block needs without the ring of x."""
-        return self.table + self.entries + warps * (2 * self.buffer + _RING_SLABS * SLAB_BYTES // 4 + _LIST_WORDS)
+        return self.table + self.entries + warps * self.walker
 
     def x(self, way: _Way) -> int:
         return max(way.places * self.place, self.entries)
@@ -159,5 +137,5 @@ class _Planner(Planner):
     def job(self, way: _Way, first_block: int) -> JobFields:
         """JobStructure's fields behind the pointers."""
         return self.job_fields(way.warps, -(-self.own // way.warps), way.warps, x=self.x(way), first_block=first_block,
-                               segments=self.segments, segment_stages=self.segment_stages,
+                               segments=len(self.segments), segment_stages=self.segment_stages,
                                x_places=way.places)  # fmt: skip

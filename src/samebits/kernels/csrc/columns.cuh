@@ -59,28 +59,6 @@ struct Columns {
     }
 };
 
-// The same of x that is brought to a ring, `stages` of all tokens at once.
-template <int octets, int stages>
-struct BroughtColumns {
-    u32 halves[octets][2];        // in the first place of the ring
-    bool any[octets];             // as Columns
-    u32 run;                      // bytes from the first place to the one at hand
-
-    __device__ __forceinline__ BroughtColumns(u32 ring, int tokens, int lane) : run(0) {
-#pragma unroll
-        for (int octet = 0; octet < octets; ++octet) {
-            const int own = (lane >> 2) + 8 * octet, token = min(own, tokens - 1);
-            const u32 place = ring + token * (stages * 128) + 16 * (lane & 3);
-            halves[octet][0] = place + ((token & 1) << 6);
-            halves[octet][1] = place + ((~token & 1) << 6);
-            any[octet] = own < tokens;
-        }
-    }
-    __device__ __forceinline__ Vec4 load(int stage, int half, int octet) const {
-        return load_shared_vec4_if(any[octet], halves[octet][half] + run + stage * 128);
-    }
-};
-
 template <int octets>
 struct Sums { float of[octets][4]; };   // of each four the first two are a row's
 

@@ -246,6 +246,28 @@ __device__ __forceinline__ void bring_x(const Geometry& geometry, const Job& job
     publish(runs);
 }
 
+// A lane's part of a segment's x: tokens g (and g + 8) are columns of B.
+template <int octets>
+struct BroughtColumns {
+    u32 halves[octets][2];        // in the first run of the ring
+    bool any[octets];             // as Columns
+    u32 run;                      // bytes from the first run to the one at hand
+
+    __device__ __forceinline__ BroughtColumns(u32 ring, int tokens, int lane) : run(0) {
+#pragma unroll
+        for (int octet = 0; octet < octets; ++octet) {
+            const int own = (lane >> 2) + 8 * octet, token = min(own, tokens - 1);
+            const u32 place = ring + token * kColumnBytes + 16 * (lane & 3);
+            halves[octet][0] = place + ((token & 1) << 6);
+            halves[octet][1] = place + ((~token & 1) << 6);
+            any[octet] = own < tokens;
+        }
+    }
+    __device__ __forceinline__ Vec4 load(int stage, int half, int octet) const {
+        return load_shared_vec4_if(any[octet], halves[octet][half] + run + stage * 128);
+    }
+};
+
 // A warp that multiplies a line.
 template <int octets, int raw_runs>
 __device__ __forceinline__ void multiply_line(const Geometry& geometry, const Packed& packed, const Job& job, const Rings& rings, int line, int slot, int number,
@@ -270,7 +292,7 @@ __device__ __forceinline__ void multiply_line(const Geometry& geometry, const Pa
     for (int i = 0; i < raw_runs; ++i) fetch_run(i, i * kRunBytes);
     auto await_raw = [&] { copy_wait<raw_runs - 1>(); };
     const u32 scale = scale_of(packed.has_row_shifts ? reinterpret_cast<const i8*>(packed.data + packed.row_shifts)[group * 8 + (lane >> 2)] : packed.shift);
-    BroughtColumns<octets, kRun> columns(x_ring, job.tokens, lane);
+    BroughtColumns<octets> columns(x_ring, job.tokens, lane);
     const u32 run_bytes = job.tokens * kColumnBytes, ring_bytes = job.x_places * run_bytes, brought = rings.brought(number);
     u32 upper = rings.upper_of(line, 0) + 16 * lane, ready = rings.ready(line, 0);   // of the first place
     keep(upper), keep(ready);
