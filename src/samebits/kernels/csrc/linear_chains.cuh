@@ -26,7 +26,7 @@ struct Chains {
     __device__ __forceinline__ Chains(const Geometry& geometry, const Job& job, const WalkMemory& at, int block, const Walk& own, int lane)
         : geometry(geometry), job(job), own(own), block(block), number(own.edges >> 24), lane(lane), x(at.x), columns(job.x, at.x, job.tokens, geometry.columns, lane, 0) {
         const int warps = blockDim.x >> 5;
-        handed = reinterpret_cast<float*>(at.words + at.behind_words);
+        handed = reinterpret_cast<float*>(at.words + at.behind);
         parts = handed + warps * kSums * kLanes;
         ready = u32(__cvta_generic_to_shared(parts + (job.ranges > 1 ? job.slots * job.ranges * kSums * kLanes : 0)));
         done = ready + 4 * warps;

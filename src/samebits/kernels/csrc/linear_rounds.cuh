@@ -21,7 +21,7 @@ struct Turns {
     u32 parity = 0;
 
     __device__ __forceinline__ Turns(const Job& job, const WalkMemory& at)
-        : full(u32(__cvta_generic_to_shared(at.words + at.behind_words))), empty(full + 8 * job.x_places), place_bytes(job.tokens * kColumnBytes), places(job.x_places) {}
+        : full(u32(__cvta_generic_to_shared(at.words + at.behind))), empty(full + 8 * job.x_places), place_bytes(job.tokens * kColumnBytes), places(job.x_places) {}
     __device__ __forceinline__ void advance() {
         if (++place == places) place = 0, parity ^= 1;
     }

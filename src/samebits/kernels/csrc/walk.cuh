@@ -71,18 +71,24 @@ enum Borders { kNowhere, kBetweenTurns, kInsideTurns };
 // Shared memory of a block whose warps walk: table, its entries and then x, for each warp two staging buffers and a ring of slabs, and its list.
 struct WalkMemory {
     u32* words;
-    int list_words, behind_words;     // of all lists; of what is behind them
+    int behind;                       // which of them comes behind all lists
     u32 x, buffers, list;             // shared addresses; buffers, list: of this warp
 };
 
 __device__ __forceinline__ WalkMemory walk_memory(const Job& job, u32* words, int warp, int warps) {
     const int warp_words = 2 * job.buffer_words + kRing * kSlabBytes / 4, buffer_words = job.table_words + job.x_words, list_words = buffer_words + warps * warp_words;
     const u32 base = u32(__cvta_generic_to_shared(words));
-    return {words, list_words, list_words + warps * kListBytes / 4, base + 4 * job.table_words, base + 4 * (buffer_words + warp * warp_words),
+    return {words, list_words + warps * kListBytes / 4, base + 4 * job.table_words, base + 4 * (buffer_words + warp * warp_words),
             base + 4 * list_words + warp * kListBytes};
 }
 
-// A whole walk of a warp. Way says what its pieces are, brings x and has it ready for each turn, gives a chain's first sums and takes its last ones.
+// A whole walk of a warp, whose Way says
+//   count, at, group_of      what its pieces are, and which row group a place is of
+//   fetch_x                  starts copies of x, where that is each warp's work
+//   await_turn, end_turn     around each turn that multiplies, while columns has its x; skip_turn for one that does not
+//   begin                    gives the sums that a piece begins with
+//   close, hand_on           takes those of a whole range, or of one that another warp goes on with
+//   pass                     what is left to do for the others, behind the last piece
 template <class Way, int octets, Borders borders>
 __device__ __forceinline__ void walk(const Geometry& geometry, const Packed& packed, const Job& job, const WalkMemory& at, Way& way, int lane) {
     constexpr int kSums = 2 * octets;
