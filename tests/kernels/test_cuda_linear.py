@@ -230,6 +230,15 @@ def test_many_chunks_of_a_warp() -> None:
     assert assert_all_alike(weight.cuda(), packed, 8, (1, 5)) >= 4
 
 
+def test_more_row_groups_than_warps() -> None:
+    """Those of linear_rounds.cuh go on to a second round, in which some of them have nothing to walk."""
+    weight = weight_of("row scales", (132 * 23 + 1) * 8, 1088)
+    packed = samebits.encode(weight).to("cuda")
+    skip_unless_supported(packed, 8)
+    for tokens in (3, 8, 16):
+        assert assert_all_alike(weight.cuda(), packed, tokens, (1, 2)) >= 4
+
+
 def test_walks_that_begin_with_a_short_piece() -> None:
     """Their second chunk is opened a turn after the first: its streams must have come from memory, which takes long."""
     rows, columns, tokens = 132 * 8 * 65, 1024, 2

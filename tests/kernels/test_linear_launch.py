@@ -288,6 +288,13 @@ def test_rounds_cover_a_weight(split: int, columns: int, hopper: bool) -> None:
     assert (found > 0) == hopper
 
 
+def test_rounds_of_more_row_groups_than_can_be_counted(hopper: bool) -> None:
+    number = next(i for i, variant in enumerate(VARIANTS) if variant.kernel is Kernel.ROUNDS)
+    most = 132 * 65535 * 8
+    assert (launch_of(header_of((most, 1024), 250), 1, 1, number, 0) is not None) == hopper
+    assert launch_of(header_of((most + 8, 1024), 250), 1, 1, number, 0) is None
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_of_equal_launches_one_is_a_variant(shape: tuple[int, int], hopper: bool) -> None:
     launches = [launch_of(header_of(shape, 470), 1, 1, number, 0) for number in range(len(VARIANTS))]

@@ -24,6 +24,7 @@ from samebits.kernels.linear_walk import IDLE, MAX_RANGES, OPENING, TURN, WalkPl
 
 _MAX_WARPS = {1: 19, 2: 15}  # kMaxWarps, kFewWarps: by OCTETs of tokens
 _COLUMN_WORDS = 2 * TURN * STAGE // 4  # kColumnBytes
+_MAX_OWN = (1 << 16) - 1  # row groups of a block; csrc: Piece
 _PLACES = 2  # turns of x, at least
 _MORE_PLACES = 4  # where there is room
 _BARRIER_WORDS = 4  # of a place
@@ -51,7 +52,7 @@ def _ways(headers: tuple[Header, ...], m: int, splits: tuple[int, ...], device: 
         return
     planners = [_Planner(header, split, number, m, device, pieces)
                 for header, split, number in zip(headers, splits, blocks, strict=True)]  # fmt: skip
-    if not all(each.is_one_range or each.are_borders_alone for each in planners):
+    if not all(each.own <= _MAX_OWN and (each.is_one_range or each.are_borders_alone) for each in planners):
         return
     for own_warps in range(1, _MAX_WARPS[planners[0].octets] + 1):
         way = _Way(planners, own_warps)
