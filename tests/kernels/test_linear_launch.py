@@ -134,7 +134,7 @@ class Piece:
 
 
 def pieces_of(job: dict[str, Any], stages: int, walk: tuple[int, ...]) -> list[Piece]:
-    """linear_chains.cuh: Pieces, in its arithmetic."""
+    """linear_chains.cuh: Chains::at, in its arithmetic."""
     *parts, edges = walk
     found, chunks, per_range = [], -(-stages // 16), job["stages_per_range"]
     for i, part in enumerate(parts):

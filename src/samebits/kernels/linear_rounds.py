@@ -70,7 +70,7 @@ class _Way:
     @cached_property
     def places(self) -> int:
         """Turns of x that are in memory or on their way there; 0 if there is no room."""
-        room = min(each.room - each.fixed(self.warps) for each in self.planners)
+        room = min(each.room - each.fixed(self.warps) - each.entries for each in self.planners)
         places = room // (self.planners[0].place + _BARRIER_WORDS)
         return min(places, _PLACES + _MORE_PLACES) if places >= _PLACES else 0
 
@@ -127,13 +127,14 @@ class _Planner(WalkPlanner):
 
     def fixed(self, warps: int) -> int:
         """What a block needs without the ring of x."""
-        return self.table + self.entries + warps * self.walker
+        return self.table + warps * self.walker
 
     def x(self, way: _Way) -> int:
+        """Of the ring of x, where the table's entries were before."""
         return max(way.places * self.place, self.entries)
 
     def total(self, way: _Way) -> int:
-        return self.fixed(way.warps) - self.entries + self.x(way) + way.places * _BARRIER_WORDS
+        return self.fixed(way.warps) + self.x(way) + way.places * _BARRIER_WORDS
 
     def job(self, way: _Way, first_block: int) -> JobFields:
         """JobStructure's fields behind the pointers."""

@@ -17,14 +17,12 @@ struct Turns {
     u32 full, empty;              // shared addresses of the places' barriers
     u32 place_bytes;
     int places;
-    int place = 0;
-    u32 parity = 0;
+    RingPlace at_hand{0, 0};
 
     __device__ __forceinline__ Turns(const Job& job, const WalkMemory& at)
         : full(u32(__cvta_generic_to_shared(at.words + at.behind))), empty(full + 8 * job.x_places), place_bytes(job.tokens * kColumnBytes), places(job.x_places) {}
-    __device__ __forceinline__ void advance() {
-        if (++place == places) place = 0, parity ^= 1;
-    }
+    __device__ __forceinline__ void await_full() const { await(full + 8 * at_hand.slot, at_hand.parity); }
+    __device__ __forceinline__ void await_empty() const { await(empty + 8 * at_hand.slot, at_hand.parity ^ 1); }
 };
 
 // What of the weight a block multiplies: one segment of K, and every `blocks`-th row group from `place` on.
@@ -90,12 +88,12 @@ struct Rounds {
 
     __device__ __forceinline__ void fetch_x() const {}
     __device__ __forceinline__ void clear_flags() const {}
-    __device__ __forceinline__ void await_turn() const { await(turns.full + 8 * turns.place, turns.parity); }
+    __device__ __forceinline__ void await_turn() const { turns.await_full(); }
     __device__ __forceinline__ void end_turn() {
         __syncwarp();
-        if (lane == 0) arrive(turns.empty + 8 * turns.place);
-        turns.advance();
-        columns.advance(turns.place ? turns.place_bytes : turns.place_bytes - turns.places * turns.place_bytes);
+        if (lane == 0) arrive(turns.empty + 8 * turns.at_hand.slot);
+        turns.at_hand.advance(turns.places);
+        columns.advance(turns.at_hand.slot ? turns.place_bytes : turns.place_bytes - turns.places * turns.place_bytes);
     }
     __device__ __forceinline__ void skip_turn() const {}
     // Turns of rounds in which this warp has no row group.
@@ -145,7 +143,7 @@ __device__ __forceinline__ void bring_x(const Geometry& geometry, const Packed& 
     auto bring = [&](int turn) {
         const int first = (share.first_turn() + turn) * kTurn;
         const u16* from = job.x + 64 * first + 8 * lane;
-        u32 to = own_place + turns.place * turns.place_bytes;
+        u32 to = own_place + turns.at_hand.slot * turns.place_bytes;
 #pragma unroll 4
         for (int token = 0; token < job.tokens; ++token) {
             const u32 there = to + 16 * (unit ^ 2 * (token & 3));
@@ -154,8 +152,8 @@ __device__ __forceinline__ void bring_x(const Geometry& geometry, const Packed& 
             to += kColumnBytes;
             from += geometry.columns;
         }
-        copies_arrive(turns.full + 8 * turns.place);
-        turns.advance();
+        copies_arrive(turns.full + 8 * turns.at_hand.slot);
+        turns.at_hand.advance(turns.places);
     };
     bring(0);
     copy_commit();
@@ -167,7 +165,7 @@ __device__ __forceinline__ void bring_x(const Geometry& geometry, const Packed& 
     for (int round = 0; round < job.batches; ++round, turn = 0)
 #pragma unroll 1
         for (; turn < count; ++turn) {
-            await(turns.empty + 8 * turns.place, turns.parity ^ 1);
+            turns.await_empty();
             bring(turn);
         }
     copy_commit();
