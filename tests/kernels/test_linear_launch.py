@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from samebits.format.geometry import Code, Layout
+from samebits.format.geometry import STAGE, Code, Layout
 from samebits.format.packed import Header
 from samebits.kernels import linear_chains, nvrtc
 from samebits.kernels.decode import STATIC_SHARED, staging_words
@@ -18,7 +18,7 @@ from samebits.kernels.linear_clusters import MAX_CLUSTER_TOKENS
 from samebits.kernels.linear_clusters import TILES as CLUSTER_TILES
 from samebits.kernels.linear_clusters import Tile as ClusterTile
 from samebits.kernels.linear_cuts import Tiles
-from samebits.kernels.linear_job import ATOM_BYTES, CHUNK_STAGES, MAP_BYTES, Kernel, Launch, magic
+from samebits.kernels.linear_job import ATOM_BYTES, CHUNK_STAGES, LEFT, MAP_BYTES, Kernel, Launch, magic
 from samebits.kernels.linear_launch import (
     MAX_HOPPER_TOKENS,
     MAX_TOKENS,
@@ -90,8 +90,10 @@ def test_launches_fit(shape: tuple[int, int], chunk_words: int, tokens: int, hop
             assert (job["ring"] > 0) == (variant.kernel not in (Kernel.CHAINS, Kernel.ROUNDS))
             if variant.kernel in DECODING_PAIRS + MANY_TOKENS:
                 continue  # tests of their own
-            meets = variant.kernel is Kernel.ROUNDS and ranges > 1
-            assert (launch.arrangement is not None) == (variant.kernel is Kernel.TILES or meets)
+            meets = variant.kernel is Kernel.TILES or (variant.kernel is Kernel.ROUNDS and ranges > 1)
+            left = variant.kernel in (Kernel.AHEAD, Kernel.ROUNDS) and tokens > 8
+            assert (launch.arrangement is not None) == (meets or left)
+            assert hopper or not left
             segments = job["segments"] if variant.kernel in (Kernel.TILES, Kernel.ROUNDS) else 1
             assert launch.grid % segments == 0
             groups = slots * launch.grid // segments  # of a batch
@@ -237,7 +239,7 @@ def check_rounds(header: Header, launch: Launch, number: int = 0) -> None:
     warps, row_groups = launch.warps - 1, header.geometry.row_groups
     assert per_segment % per_range == 0
     assert (segments - 1) * per_segment < stages <= segments * per_segment
-    assert 1 <= warps <= (19 if octets == 1 else 15)
+    assert 1 <= warps <= (19 if octets == 1 else 14)
     assert job["tokens"] <= 8 * octets
     ends = [min((i + 1) * per_segment, stages) for i in range(segments)]
     if not launch.name.removesuffix("_together").endswith(("_8", "_16")):  # several ranges of a segment
@@ -259,17 +261,18 @@ def check_rounds(header: Header, launch: Launch, number: int = 0) -> None:
     assert sorted(walked) == list(range(row_groups))
     assert job["slots"] == warps
     assert 2 <= job["x_places"] <= 6
-    assert job["x_words"] >= max(job["x_places"] * job["tokens"] * 256, header.symbol_count)
+    padded = 16 if octets == 2 else job["tokens"]
+    assert job["x_words"] >= max(job["x_places"] * padded * 256, header.symbol_count)
     own_bytes = 4 * (2 * job["buffer_words"] + 4 * 1152 // 4 + 100)  # buffers, slabs, list
     needed = 4 * (job["table_words"] + job["x_words"]) + warps * own_bytes + 16 * job["x_places"]
     assert needed <= launch.shared_bytes <= nvrtc.shared_memory(0) - STATIC_SHARED
     assert (4 * job["table_words"] + 4 * job["x_words"] + warps * own_bytes) % 8 == 0  # barriers
     memory = launch.arrangement
-    assert (memory is not None) == any(each["ranges"] > 1 for each in every)
+    assert (memory is not None) == (octets == 2 or any(each["ranges"] > 1 for each in every))
+    check_left(header, launch, number, octets == 2)
     if memory:
         assert memory.meetings[number] == (row_groups if segments > 1 else 0)
         assert memory.parts_bytes[number] == (row_groups * ranges * 2 * octets * 128 if ranges > 1 else 0)
-        assert (memory.tokens, memory.x_bytes) == (0, 0)
 
 
 @pytest.mark.parametrize("columns", [960, 1024, 2880, 4096, 5120, 14336, 17408])
@@ -332,20 +335,38 @@ def check_lines(header: Header, launch: Launch, number: int = 0) -> None:
     segments, per_segment, lines = job["segments"], job["segment_stages"], job["slots"] * job["segments"]
     assert per_segment % job["stages_per_range"] == 0
     assert (segments - 1) * per_segment < stages <= segments * per_segment
-    most_warps, raw_runs = (24, 2) if "_many" in launch.name else (20, 3)
-    assert lines + segments < launch.warps <= most_warps
-    assert raw_runs == 3 or max(each["slots"] * each["segments"] for each in every) >= 8
+    sharing, most_warps = (2, 16) if "_two" in launch.name or octets == 2 else (1, 20)
+    multipliers = -(-job["slots"] // sharing) * segments
+    decoders = launch.warps - multipliers - segments
+    assert min(sharing, job["slots"]) <= decoders < launch.warps <= most_warps  # two, or lines of a warp wait for each other
+    padded = 16 if octets == 2 else job["tokens"]
     runs = -(-min(per_segment, stages) // 4) + 1
     assert min(2, runs) <= job["ring"] <= runs
     assert job["by_ring"] == magic(job["ring"])
     assert min(4, runs) <= job["x_places"] <= runs  # at least a chunk's, or warps wait for each other
-    assert job["x_words"] >= max(segments * job["x_places"] * job["tokens"] * 128, header.symbol_count)
-    buffers = (launch.warps - lines - segments) * 2 * (1024 + 4 * job["buffer_words"])  # signs and streams
-    rings = lines * (job["ring"] + raw_runs) * 4 * 512  # of upper and of raw bytes
+    assert job["x_words"] >= max(segments * job["x_places"] * padded * 128, header.symbol_count)
+    buffers = (launch.warps - multipliers - segments) * 2 * (1024 + 4 * job["buffer_words"])  # signs and streams
+    rings = lines * (job["ring"] + 3) * 4 * 512  # of upper and of raw bytes
     parts = job["slots"] * job["ranges"] * 2 * octets * 128 if job["ranges"] > 1 else 0
+    barriers = 8 * segments * job["x_places"] if octets == 2 else 0
     flags = 4 * (lines * (job["ring"] + 1) + segments + job["slots"])
     words = job["table_words"] + job["x_words"]
-    assert 4 * words + buffers + rings + parts + flags <= launch.shared_bytes
+    assert 4 * words + buffers + rings + parts + barriers + flags <= launch.shared_bytes
+    assert (4 * words + buffers + rings + parts) % 16 == 0 or octets == 1  # barriers; and x, by bulk copies, behind the table
+    assert job["table_words"] % 4 == 0
+    check_left(header, launch, number, octets == 2)
+
+
+def check_left(header: Header, launch: Launch, number: int, is_left: bool) -> None:
+    """x of more than eight tokens comes arranged, in tiles of 16, by a kernel whose blocks find places beside others."""
+    memory, columns = launch.arrangement, header.geometry.stages * STAGE
+    if is_left:
+        assert memory
+        assert (memory.tokens, memory.wide, memory.columns) == (job_of(launch, number)["tokens"], 16, columns)
+        assert (memory.x_bytes, memory.part_steps, memory.threads) == (32 * columns, LEFT, 32)
+        assert memory.grid * memory.threads >= 8 * columns // 16
+    else:
+        assert memory is None or (memory.tokens, memory.x_bytes) == (0, 0)
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 64, 300, 4096])
@@ -358,13 +379,15 @@ def test_what_is_compiled_for_a_product(tokens: int, hopper: bool) -> None:
     if tokens > max_tokens(0):
         assert found == {("decode.cu", "decode_quad_whole")}
         return
-    expected = {"decode.cu"} | ({"linear_ahead.cu", "linear_chains.cu"} if tokens <= 16 else set())
+    expected = {"decode.cu"} | ({"linear_chains.cu"} if tokens <= 16 else set())
+    expected |= {"linear_ahead.cu"} if tokens <= 8 else set()
     if hopper:
         expected |= {"arrange.cu"} | ({"linear_pairs.cu", "linear_tiles.cu"} if tokens <= 64 else {"linear_relay.cu"})
         expected |= {"linear_warpgroups.cu"} if tokens <= 512 else set()
         expected |= {"linear_clusters.cu"} if 128 < tokens <= MAX_CLUSTER_TOKENS else set()
         expected |= {"linear_singles.cu"} if tokens <= 32 else set()
         expected |= {"linear_rounds.cu"} if tokens <= 16 else set()
+        expected |= {"linear_ahead_left.cu"} if 8 < tokens <= 16 else set()
     assert files == expected or (not hopper and {"decode.cu", "linear_chains.cu"} <= files <= expected)
     assert len(found) <= len(files) + 2 * len(plans)
 

@@ -19,10 +19,11 @@ from samebits.kernels.tables import table_words
 
 CHUNK_STAGES = 16  # csrc: kChunkStages
 OCTET = 8  # tokens that one mma instruction takes
-MAX_TOKENS = 16  # of the kernels that take x as mma's right operand
+MAX_TOKENS = 16  # of the kernels in which each row group, or two of them, have one mma for all tokens
 LANES = 32
 ATOM_BYTES = 1024  # atoms.cuh: kAtomBytes
 MAP_BYTES = 128  # hopper.cuh: kMapBytes
+RIGHT, LEFT = 0, 1  # arrange.cu: kRight, kLeft
 _ARRANGE_THREADS = 128
 
 
@@ -56,7 +57,7 @@ class Arrangement:
         x_bytes: of x, whole tiles; it comes first in that memory.
         meetings: of each tensor, how many are counted; 0 where there is one range.
         parts_bytes: of each tensor, of all ranges' sums.
-        part_steps: steps of 16 columns that a matrix of wgmma's has; 0: for mma.
+        part_steps: steps of 16 columns that a matrix of wgmma's has; or RIGHT, LEFT: for mma, as which of its matrices.
         threads: of a block of the kernel.
     """
 
@@ -93,6 +94,15 @@ class Arrangement:
     @cached_property
     def total_bytes(self) -> int:
         return self.x_bytes + sum(self.parts_bytes) + 4 * self.done_count
+
+
+def arranged_left(m: int, stages: int, meetings: Sequence[int], parts_bytes: Sequence[int]) -> Arrangement:
+    """For kernels that take x of more than OCTET tokens as mma's left matrix.
+
+    Blocks of a warp find places beside the launch in front, which may leave each scheduler registers for one.
+    """
+    return Arrangement(m, stages * STAGE, MAX_TOKENS, 2 * MAX_TOKENS * stages * STAGE, tuple(meetings),
+                       tuple(parts_bytes), LEFT, LANES)  # fmt: skip
 
 
 class Boxes(NamedTuple):

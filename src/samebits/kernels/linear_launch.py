@@ -33,6 +33,7 @@ class Variant:
         shared_x: keep x in shared memory.
         hand_on: blocks may end inside a range of K and leave its sums for the next.
         rank: of linear_relay.cuh's or linear_clusters.cuh's tiles: how many are expected to be faster.
+        sharing: of linear_ahead.cuh's lines: how many a warp multiplies.
     """
 
     kernel: Kernel
@@ -40,19 +41,21 @@ class Variant:
     shared_x: bool = True
     hand_on: bool = False
     rank: int = 0
+    sharing: int = 1
 
     def __str__(self) -> str:
         place = "" if self.shared_x else ", x in global memory"
         place += ", sums handed on" if self.hand_on else ""
         rank = f", tile {self.rank + 1}" if self.kernel in _RANKED else ""
-        return f"{self.kernel.name.lower()}, {self.warps} warps{place}{rank}"
+        sharing = f", {self.sharing} row groups each" if self.sharing > 1 else ""
+        return f"{self.kernel.name.lower()}, {self.warps} warps{sharing}{place}{rank}"
 
 
 VARIANTS = (
     Variant(Kernel.AHEAD, warps=20),
-    Variant(Kernel.AHEAD, warps=18),
     Variant(Kernel.AHEAD, warps=16),
-    Variant(Kernel.AHEAD, warps=14),
+    Variant(Kernel.AHEAD, warps=16, sharing=2),
+    Variant(Kernel.AHEAD, warps=14, sharing=2),
     Variant(Kernel.CHAINS, warps=20),
     Variant(Kernel.CHAINS, warps=20, shared_x=False),
     Variant(Kernel.CHAINS, warps=16),
@@ -67,8 +70,6 @@ VARIANTS = (
     *(Variant(Kernel.CLUSTERS, WARPS, rank=rank) for rank in range(_RANKS)),
     Variant(Kernel.PAIRS, warps=8, hand_on=True),
     Variant(Kernel.PAIRS, warps=12, hand_on=True),
-    Variant(Kernel.AHEAD, warps=24),
-    Variant(Kernel.AHEAD, warps=22),
     Variant(Kernel.ROUNDS, warps=20),
 )
 
@@ -89,7 +90,7 @@ def launch_of(header: Header, m: int, split: int, variant: int, device: int) -> 
     if kind.kernel in (Kernel.SINGLES, Kernel.PAIRS):
         return linear_pairs.pairs((header,), m, (split,), device, kind.kernel, kind.warps, hand_on=kind.hand_on)
     if kind.kernel is Kernel.AHEAD:
-        return ahead((header,), m, (split,), device, kind.warps)
+        return ahead((header,), m, (split,), device, kind.warps, kind.sharing)
     if kind.kernel is Kernel.CHAINS:
         return chains((header,), m, (split,), device, kind.warps, shared_x=kind.shared_x)
     if kind.kernel is Kernel.ROUNDS:
@@ -125,7 +126,7 @@ def joint_launch(
     if kind.kernel in (Kernel.SINGLES, Kernel.PAIRS):
         return linear_pairs.pairs(headers, m, splits, device, kind.kernel, kind.warps, hand_on=kind.hand_on)
     if kind.kernel is Kernel.AHEAD:
-        return ahead(headers, m, splits, device, kind.warps)
+        return ahead(headers, m, splits, device, kind.warps, kind.sharing)
     if kind.kernel is Kernel.CHAINS:
         return chains(headers, m, splits, device, kind.warps, shared_x=kind.shared_x)
     if kind.kernel is Kernel.ROUNDS:

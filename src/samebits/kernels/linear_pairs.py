@@ -11,7 +11,7 @@ from samebits.format.geometry import SLAB_BYTES, STAGE, STEPS
 from samebits.format.packed import Header
 from samebits.kernels import linear_cuts, nvrtc
 from samebits.kernels.linear_cuts import Cut, Tiles
-from samebits.kernels.linear_job import ATOM_BYTES, LANES, OCTET, Arrangement, JobFields, Kernel, Launch, Planner
+from samebits.kernels.linear_job import ATOM_BYTES, LANES, OCTET, RIGHT, Arrangement, JobFields, Kernel, Launch, Planner
 from samebits.kernels.structures import DIVISION_WORDS
 
 WGMMA_WIDTHS = (64, 128, 256)  # tokens of a tile
@@ -185,7 +185,7 @@ def _launch(
         if linear_cuts.hand_on(cuts[i]):
             meetings[i] += shares[i] * warps  # of each warp a flag
             sums[i] += shares[i] * warps
-    part_steps = STEPS // way.x_parts if way.wgmma else 0
+    part_steps = STEPS // way.x_parts if way.wgmma else RIGHT
     tokens = m if way.arranges else 0
     x_bytes = -(-tokens // way.wide) * way.wide * 2 * STAGE * stages
     jobs = (

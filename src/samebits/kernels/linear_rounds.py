@@ -15,14 +15,16 @@ from samebits.kernels.linear_job import (
     LANES,
     MAX_TOKENS,
     OCTET,
+    RIGHT,
     Arrangement,
     JobFields,
     Launch,
+    arranged_left,
     shares,
 )
 from samebits.kernels.linear_walk import IDLE, MAX_RANGES, OPENING, TURN, WalkPlanner, turns
 
-_MAX_WARPS = {1: 19, 2: 15}  # kMaxWarps, kFewWarps: by OCTETs of tokens
+_MAX_WARPS = {1: 19, 2: 14}  # kMaxWarps, kFewWarps: by OCTETs of tokens
 _COLUMN_WORDS = 2 * TURN * STAGE // 4  # kColumnBytes
 _MAX_OWN = (1 << 16) - 1  # row groups of a block; csrc: Piece
 _PLACES = 2  # turns of x, at least
@@ -88,11 +90,18 @@ class _Way:
         together = "_together" if len(planners) > 1 else ""
         blocks = [each.blocks * len(each.segments) for each in planners]
         jobs = (each.job(self, first) for each, first in zip(planners, accumulate(blocks, initial=0), strict=False))
-        arrangement = Arrangement(0, one.stages * STAGE, OCTET, 0, tuple(each.meetings for each in planners),
-                                  tuple(each.parts_bytes for each in planners), 0)  # fmt: skip
+        meetings, parts = (
+            tuple(each.meetings for each in planners),
+            tuple(each.parts_bytes for each in planners),
+        )
+        arrangement = None
+        if one.octets > 1:
+            arrangement = arranged_left(one.m, one.stages, meetings, parts)
+        elif any(parts):
+            arrangement = Arrangement(0, one.stages * STAGE, OCTET, 0, meetings, parts, RIGHT)
         return Launch("linear_rounds.cu", f"linear_rounds_{OCTET * one.octets}{kind}{together}", sum(blocks),
                       self.warps + 1, 4 * max(each.total(self) for each in planners), tuple(jobs),
-                      arrangement if any(each.ranges > 1 for each in planners) else None)  # fmt: skip
+                      arrangement)  # fmt: skip
 
 
 class _Planner(WalkPlanner):
@@ -100,7 +109,7 @@ class _Planner(WalkPlanner):
 
     def __init__(self, header: Header, split: int, blocks: int, m: int, device: int, pieces: int) -> None:
         super().__init__(header, m, split, device, blocks, pieces)
-        self.place = m * _COLUMN_WORDS
+        self.place = (m if self.octets == 1 else MAX_TOKENS) * _COLUMN_WORDS
 
     @property
     def is_one_range(self) -> bool:

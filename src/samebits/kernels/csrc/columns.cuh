@@ -1,5 +1,5 @@
-// The fused linear layer by mma whose rows are weights, eight of its sixteen: x as the B operand, from shared or straight from global memory,
-// and the sums.
+// The fused linear layer by mma: x, from shared or straight from global memory, and the sums. Of up to eight tokens x is the right matrix, and eight or all of
+// the left one's sixteen rows are weights; more are the left matrix, and a row group is the right one, so that there is one mma for both octets.
 #pragma once
 #include "linear.cuh"
 
@@ -19,7 +19,14 @@ __device__ __forceinline__ void stage_columns(const u16* x, u32 target, int toke
         }
 }
 
-// A lane's part of x: token g (and g + 8) is a column of B.
+// Of two steps the operands, of which own has each octet's words: a step's x, y or z, w.
+__device__ __forceinline__ void operands_of(const Vec4 (&own)[1], Vec4 (&x)[1]) { x[0] = own[0]; }
+__device__ __forceinline__ void operands_of(const Vec4 (&own)[2], Vec4 (&x)[2]) {
+    x[0] = {own[0].x, own[1].x, own[0].y, own[1].y};
+    x[1] = {own[0].z, own[1].z, own[0].w, own[1].w};
+}
+
+// A lane's part of x: tokens g (and g + 8).
 template <Kind kind, int octets>
 struct Columns {
     u32 halves[octets][2];        // in shared memory, of the stage at hand
@@ -45,32 +52,67 @@ struct Columns {
             source[octet] += 64 * stages;
         }
     }
-    // The B operands of steps 2 half (x, y) and 2 half + 1 (z, w).
-    __device__ __forceinline__ Vec4 load(int stage, int half, int octet) const {
-        Vec4 v;
-        if (kind == shared) {
-            v = load_shared_vec4_if(any[octet], halves[octet][half] + stage * 128);
-        } else {
-            const u16* words = source[octet] + stage * 64 + 32 * half;
-            const Vec2 first = *reinterpret_cast<const Vec2*>(words), second = *reinterpret_cast<const Vec2*>(words + 16);
-            v = {first.x, first.y, second.x, second.y};
+    // The operands of steps 2 half and 2 half + 1.
+    __device__ __forceinline__ void load(Vec4 (&x)[octets], int stage, int half) const {
+        Vec4 own[octets];
+#pragma unroll
+        for (int octet = 0; octet < octets; ++octet) {
+            if (kind == shared) {
+                own[octet] = load_shared_vec4_if(any[octet], halves[octet][half] + stage * 128);
+            } else {
+                const u16* words = source[octet] + stage * 64 + 32 * half;
+                const Vec2 first = *reinterpret_cast<const Vec2*>(words), second = *reinterpret_cast<const Vec2*>(words + 16);
+                own[octet] = {first.x, first.y, second.x, second.y};
+            }
         }
-        return v;
+        operands_of(own, x);
     }
 };
 
-template <int octets>
-struct Sums { float of[octets][4]; };   // of each four the first two are a row's
+// x of more than eight tokens in shared memory, as arrange.cu writes it: for each stage and step 512 bytes, in which each lane's left operand is where
+// left_place says, free of bank conflicts for who reads and who writes.
+constexpr int kLeftStageBytes = 2048;
+__device__ __forceinline__ const u16* left_stage(const u16* x, int stage) { return x + size_t(stage) * (kLeftStageBytes / 2); }
 
-// A step: a quad of each of eight rows, its raw bytes and its upper bytes (sign and top7), shifted back (4.3).
+struct LeftColumns {
+    u32 steps[4];                 // of the stage at hand
+
+    __device__ __forceinline__ LeftColumns(u32 x, int lane) {
+#pragma unroll
+        for (int q = 0; q < 4; ++q) steps[q] = x + 512 * q + left_place(lane, q);
+    }
+    __device__ __forceinline__ void advance(u32 bytes) {
+#pragma unroll
+        for (int q = 0; q < 4; ++q) steps[q] += bytes;
+    }
+    __device__ __forceinline__ void load(Vec4 (&x)[2], int stage, int half) const {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) x[i] = load_shared_vec4(steps[2 * half + i] + stage * kLeftStageBytes);
+    }
+};
+
+// A row group's. Of up to eight tokens two: of row g tokens 2 t and 2 t + 1; of more four: of rows 2 t and 2 t + 1 token g, then g + 8.
+template <int octets>
+struct Sums { float of[4]; };
+
+// A quad's words, shifted back (4.3), of its raw bytes and its upper bytes (sign and top7): columns 4 t and 4 t + 1, then the others.
+__device__ __forceinline__ Vec2 quad_words(u32 raw, u32 upper, u32 scale) {
+    return {unshift(__byte_perm(raw, upper, 0x5140), scale), unshift(__byte_perm(raw, upper, 0x7362), scale)};
+}
+
+// A step: a quad of each of eight rows.
 template <int octets>
 __device__ __forceinline__ void multiply_quad(Sums<octets>& sums, int q, u32 raw, u32 upper, u32 scale, const Vec4 (&x)[octets]) {
-    u32 weights[4];                     // the lower rows of A hold anything, and nobody reads their sums
-    weights[0] = unshift(__byte_perm(raw, upper, 0x5140), scale);
-    weights[2] = unshift(__byte_perm(raw, upper, 0x7362), scale);
-#pragma unroll
-    for (int octet = 0; octet < octets; ++octet)
-        multiply(sums.of[octet], weights, q & 1 ? x[octet].z : x[octet].x, q & 1 ? x[octet].w : x[octet].y);
+    const Vec2 words = quad_words(raw, upper, scale);
+    if constexpr (octets == 1) {
+        u32 weights[4];                 // the lower rows of the left matrix hold anything, and nobody reads their sums
+        weights[0] = words.x, weights[2] = words.y;
+        multiply(sums.of, weights, q & 1 ? x[0].z : x[0].x, q & 1 ? x[0].w : x[0].y);
+    } else {
+        const Vec4& own = x[q & 1];
+        const u32 tokens[4] = {own.x, own.y, own.z, own.w};
+        multiply(sums.of, tokens, words.x, words.y);
+    }
 }
 
 // Where the ranges' sums of a row group meet: the warp that brings the last gets their total.
@@ -78,30 +120,42 @@ template <int octets>
 __device__ __forceinline__ bool join(Sums<octets>& sums, float* parts, u32 done, int range, int ranges, int lane) {
     constexpr int count = 2 * octets;
 #pragma unroll
-    for (int i = 0; i < count; ++i) parts[(range * count + i) * kLanes + lane] = sums.of[i >> 1][i & 1];
+    for (int i = 0; i < count; ++i) parts[(range * count + i) * kLanes + lane] = sums.of[i];
     __syncwarp();
     u32 before = 0;
     if (lane == 0) before = add_to_flag(done, 1);
     if (__shfl_sync(kFull, before, 0) + 1 < u32(ranges)) return false;
 #pragma unroll
-    for (int i = 0; i < count; ++i) sums.of[i >> 1][i & 1] = parts[i * kLanes + lane];
+    for (int i = 0; i < count; ++i) sums.of[i] = parts[i * kLanes + lane];
 #pragma unroll 1
     for (int part = 1; part < ranges; ++part)
 #pragma unroll
-        for (int i = 0; i < count; ++i) sums.of[i >> 1][i & 1] += parts[(part * count + i) * kLanes + lane];
+        for (int i = 0; i < count; ++i) sums.of[i] += parts[(part * count + i) * kLanes + lane];
     return true;
 }
 
-// A row group's sums to y: lane (g, t) holds tokens 2 t and 2 t + 1 (and 8 more) of row g.
+// A row group's sums to y.
 template <int octets>
 __device__ __forceinline__ void finish(const Geometry& geometry, const Job& job, int group, int lane, const Sums<octets>& sums) {
-    const int row = 8 * group + (lane >> 2);
-    const float bias = job.bias ? __uint_as_float(u32(job.bias[row]) << 16) : 0.0f;
+    const int g = lane >> 2, t = lane & 3;
+    auto bias_of = [&](int row) { return job.bias ? __uint_as_float(u32(job.bias[row]) << 16) : 0.0f; };
+    auto with_bias = [&](float sum, float bias) { return job.bias ? sum + bias : sum; };   // a sum of -0 stays as it is without one
+    if constexpr (octets == 1) {
+        const int row = 8 * group + g;
+        const float bias = bias_of(row);
 #pragma unroll
-    for (int i = 0; i < 2 * octets; ++i) {
-        const int token = 8 * (i >> 1) + 2 * (lane & 3) + (i & 1);
-        float sum = sums.of[i >> 1][i & 1];
-        if (job.bias) sum += bias;
-        if (token < job.tokens) job.y[size_t(token) * geometry.rows + row] = u16(to_bf16x2(sum, 0.0f));
+        for (int i = 0; i < 2; ++i) {
+            const int token = 2 * t + i;
+            if (token < job.tokens) job.y[size_t(token) * geometry.rows + row] = u16(to_bf16x2(with_bias(sums.of[i], bias), 0.0f));
+        }
+    } else {
+        const int row = 8 * group + 2 * t;
+        const float bias = bias_of(row), next_bias = bias_of(row + 1);
+#pragma unroll
+        for (int octet = 0; octet < 2; ++octet) {
+            const int token = g + 8 * octet;
+            const u32 words = to_bf16x2(with_bias(sums.of[2 * octet], bias), with_bias(sums.of[2 * octet + 1], next_bias));
+            if (token < job.tokens) *reinterpret_cast<u32*>(job.y + size_t(token) * geometry.rows + row) = words;
+        }
     }
 }

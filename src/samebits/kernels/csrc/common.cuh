@@ -23,7 +23,11 @@ __device__ __forceinline__ u32 uniform(u32 value) { return __reduce_or_sync(kFul
 // A thread's warp in its block.
 __device__ __forceinline__ int own_warp() { return int(uniform(threadIdx.x >> 5)); }
 
-struct alignas(16) Vec4 { u32 x, y, z, w; };
+struct alignas(16) Vec4 {
+    u32 x, y, z, w;
+
+    __device__ __forceinline__ u32 word(int i) const { return i == 0 ? x : i == 1 ? y : i == 2 ? z : w; }
+};
 struct alignas(8) Vec2 { u32 x, y; };
 
 // 1.1 to 1.4. Filled by kernels/structures.py, which knows the same fields by name; keep both in this order.
@@ -172,6 +176,10 @@ __device__ __forceinline__ void copy_async_4(u32 shared, const void* global) {
 __device__ __forceinline__ void copy_async_8(u32 shared, const void* global) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared), "l"(global) : "memory");
 }
+
+// x of more than eight tokens, arranged: of a step (16 columns) the byte at which a lane's left operand is, of columns 4 t and 4 t + 1 tokens g and g + 8, then of the
+// others.
+__device__ __forceinline__ u32 left_place(int lane, int step) { return 16 * (lane ^ ((step & 1) | (step & 2) << 1)); }
 
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 

@@ -4,21 +4,22 @@
 //   segment    whole ranges of K behind each other, the same for all row groups; most often there is one
 //   line       a row group in a segment; its decoded upper bytes wait in the line's ring in shared memory, run by run
 //
-// A line has a warp that multiplies. A segment has one that brings x, run by run, into a ring for all its lines. The other warps decode and share
-// the chunks of all lines, chunk after chunk: lines advance together.
+// Each line, or two of them, have a warp that multiplies: two read x once. A segment has one that brings x, run by run, into a ring for all its lines. The
+// other warps decode and share the chunks of all lines, chunk after chunk: lines advance together.
 //
-// Nobody waits for ever. A warp that decodes waits for a line whose ring is full, a line that has what is decoded waits for x, and the warp that
-// brings x waits for the segment's line that is farthest behind. Of all tasks that are not done, take the first: its line has room, or can go on
-// as far as x reaches, which is to the end of its chunk at least, since the chunks in front are done and a segment's x has a chunk's runs. See
-// linear.cuh.
+// Nobody waits for ever. A warp that decodes waits for a line whose ring is full, a line that has what is decoded waits for x, and maybe for the other line
+// of its warp, and the warp that brings x waits for the segment's line that is farthest behind. Of all tasks that are not done, take the first: its line
+// has room, or can go on as far as x reaches, which is to the end of its chunk at least, since the chunks in front are done and a segment's x has a chunk's
+// runs; the other line's task is done, or the next one, of another warp. See linear.cuh.
 #pragma once
 #include "columns.cuh"
+#include "hopper.cuh"
 
-constexpr int kMaxWarps = 20, kManyWarps = 24;            // where many decode, less is kept of what is multiplied
+constexpr int kMaxWarps = 20, kMaxTwoWarps = 16;          // where a warp multiplies one line, and where it multiplies two
 constexpr int kRunBytes = kRun * 512;                     // of a run in a ring: [stage][lane][step], a quad's upper bytes, or its raw bytes
-constexpr int kRawRuns = 3, kFewRawRuns = 2;              // whose raw bytes are in shared memory or on their way there
-template <int octets>
-constexpr int kDepth = octets == 1 ? 2 : 1;               // stages whose operands are in registers or on their way there; more take registers from warps
+constexpr int kRawRuns = 3;                               // whose raw bytes are in shared memory or on their way there
+template <int octets, int lines>
+constexpr int kDepth = octets * lines == 1 ? 2 : 1;       // stages whose operands are in registers or on their way there; more take registers from warps
 constexpr int kChunkSigns = kChunkStages / 2 * kSignBytes;   // bytes of a chunk's sign words
 constexpr int kColumnBytes = kRun * 128;                  // of a token in a run of x
 constexpr int kManyFlying = 8, kFewFlying = 2;            // runs of x that are on their way
@@ -201,7 +202,7 @@ struct Decoder {
     }
 };
 
-// A warp that brings x for a segment, `flying` runs at once: for each run and token kColumnBytes, laid out as by stage_columns.
+// A warp that brings x of up to eight tokens for a segment, `flying` runs at once: for each run and token kColumnBytes, laid out as by stage_columns.
 template <int flying>
 __device__ __forceinline__ void bring_x(const Geometry& geometry, const Job& job, const Rings& rings, const Segment& segment, int number, int own, u32 target, int lane) {
     const u32 brought = rings.brought(number);
@@ -246,79 +247,166 @@ __device__ __forceinline__ void bring_x(const Geometry& geometry, const Job& job
     publish(runs);
 }
 
-// A lane's part of a segment's x: tokens g (and g + 8) are columns of B.
-template <int octets>
-struct BroughtColumns {
-    u32 halves[octets][2];        // in the first run of the ring
-    bool any[octets];             // as Columns
-    u32 run;                      // bytes from the first run to the one at hand
+// The same of more than eight, as arrange.cu has written it, by bulk copies that arrive at a barrier for each place of the ring.
+__device__ __forceinline__ void bring_left(const Geometry& geometry, const Job& job, const Rings& rings, const Segment& segment, int number, int own, u32 target,
+                                           u32 full, int lane) {
+    const int runs = segment.runs();
+    int stage = segment.first_run() * kRun, place = 0;
+    await_kernel_before();
+#pragma unroll 1
+    for (int run = 0; run < runs; ++run, stage += kRun) {
+        while (__any_sync(kFull, lane < own && int(read_flag(rings.taken(number * own + min(lane, own - 1)))) < run - job.x_places + 1)) __nanosleep(40);
+        if (lane == 0)
+            copy_bulk(target + place * (kRun * kLeftStageBytes), left_stage(job.x, stage), min(kRun, geometry.stages - stage) * kLeftStageBytes, full + 8 * place);
+        __syncwarp();
+        place = place + 1 == job.x_places ? 0 : place + 1;
+    }
+}
 
-    __device__ __forceinline__ BroughtColumns(u32 ring, int tokens, int lane) : run(0) {
-#pragma unroll
-        for (int octet = 0; octet < octets; ++octet) {
-            const int own = (lane >> 2) + 8 * octet, token = min(own, tokens - 1);
-            const u32 place = ring + token * kColumnBytes + 16 * (lane & 3);
-            halves[octet][0] = place + ((token & 1) << 6);
-            halves[octet][1] = place + ((~token & 1) << 6);
-            any[octet] = own < tokens;
-        }
+// A lane's part of a segment's x, run by run.
+template <int octets>
+struct BroughtColumns;
+
+template <>
+struct BroughtColumns<1> {
+    u32 halves[2];                // in the first run of the ring
+    bool any;                     // as Columns
+    u32 brought;                  // the segment's flag
+    u32 run_bytes, ring_bytes, run;   // run: bytes from the first run to the one at hand
+
+    __device__ __forceinline__ BroughtColumns(const Job& job, u32 ring, u32 brought, int lane)
+        : any(lane >> 2 < job.tokens), brought(brought), run_bytes(job.tokens * kColumnBytes), ring_bytes(job.x_places * run_bytes), run(0) {
+        const int token = min(lane >> 2, job.tokens - 1);
+        const u32 place = ring + token * kColumnBytes + 16 * (lane & 3);
+        halves[0] = place + ((token & 1) << 6);
+        halves[1] = place + ((~token & 1) << 6);
     }
-    __device__ __forceinline__ Vec4 load(int stage, int half, int octet) const {
-        return load_shared_vec4_if(any[octet], halves[octet][half] + run + stage * 128);
+    // How many runs have come.
+    __device__ __forceinline__ u32 come() const { return read_flag(brought); }
+    __device__ __forceinline__ void await_run() const {}
+    __device__ __forceinline__ void advance() {
+        run += run_bytes;
+        if (run == ring_bytes) run = 0;
     }
+    __device__ __forceinline__ void load(Vec4 (&x)[1], int stage, int half) const { x[0] = load_shared_vec4_if(any, halves[half] + run + stage * 128); }
 };
 
-// A warp that multiplies a line.
-template <int octets, int raw_runs>
-__device__ __forceinline__ void multiply_line(const Geometry& geometry, const Packed& packed, const Job& job, const Rings& rings, int line, int slot, int number,
-                                              u32 x_ring, float* parts, u32 done, int lane) {
+template <>
+struct BroughtColumns<2> {
+    LeftColumns columns;
+    u32 full;                     // shared address of the places' barriers
+    int places;
+    RingPlace at_hand{0, 0};
+
+    __device__ __forceinline__ BroughtColumns(const Job& job, u32 ring, u32 full, int lane) : columns(ring, lane), full(full), places(job.x_places) {}
+    __device__ __forceinline__ u32 come() const { return ~0u >> 1; }   // await_run knows
+    __device__ __forceinline__ void await_run() const { await(full + 8 * at_hand.slot, at_hand.parity); }
+    __device__ __forceinline__ void advance() {
+        at_hand.advance(places);
+        columns.advance(kRun * kLeftStageBytes * (at_hand.slot ? 1 : 1 - places));
+    }
+    __device__ __forceinline__ void load(Vec4 (&x)[2], int stage, int half) const { columns.load(x, stage, half); }
+};
+
+// The sums of lines that a warp multiplies: of up to eight tokens they are rows of one left matrix, of more they are right matrices of their own.
+template <int octets, int lines>
+struct LineSums;
+
+template <int lines>
+struct LineSums<1, lines> {
+    float of[4];
+
+    __device__ __forceinline__ void multiply(int q, const u32 (&raw)[lines], const u32 (&upper)[lines], const u32 (&scale)[lines], const Vec4 (&x)[1]) {
+        u32 weights[4];             // the lower rows hold anything if there is one line
+#pragma unroll
+        for (int i = 0; i < lines; ++i) {
+            const Vec2 words = quad_words(raw[i], upper[i], scale[i]);
+            weights[i] = words.x, weights[2 + i] = words.y;
+        }
+        ::multiply(of, weights, q & 1 ? x[0].z : x[0].x, q & 1 ? x[0].w : x[0].y);
+    }
+    __device__ __forceinline__ Sums<1> line(int i) const { return {{of[2 * i], of[2 * i + 1]}}; }
+};
+
+template <int lines>
+struct LineSums<2, lines> {
+    Sums<2> of[lines];
+
+    __device__ __forceinline__ void multiply(int q, const u32 (&raw)[lines], const u32 (&upper)[lines], const u32 (&scale)[lines], const Vec4 (&x)[2]) {
+#pragma unroll
+        for (int i = 0; i < lines; ++i) multiply_quad(of[i], q, raw[i], upper[i], scale[i], x);
+    }
+    __device__ __forceinline__ Sums<2> line(int i) const { return of[i]; }
+};
+
+// A warp that multiplies lines from `line` on, whose row groups are in the block's slots from `slot` on. x_come: the segment's flag, or its barriers.
+template <int octets, int lines>
+__device__ __forceinline__ void multiply_lines(const Geometry& geometry, const Packed& packed, const Job& job, const Rings& rings, int line, int slot, int number,
+                                               u32 x_ring, u32 x_come, float* parts, u32 done, int lane) {
     const Segment segment(geometry, job, number);
-    const int group = slot * job.blocks + job.block();
+    auto group = [&](int i) { return (slot + i) * job.blocks + job.block(); };
     // Raw bytes come to shared memory by asynchronous copies, run by run, each a group of its own; each lane reads what it has copied itself.
     // Loads to registers would all have to be waited for at once.
-    const u32 raw = rings.raw + line * raw_runs * kRunBytes + 16 * lane;
+    constexpr u32 line_raw = kRawRuns * kRunBytes;
+    const u32 raw = rings.raw + line * line_raw + 16 * lane;
     const int runs = segment.runs();
-    const u8* from = packed.data + packed.planes + slab_offset(geometry.stages, group, segment.first_run() * kRun) + kSignBytes + 16 * lane;
+    const u8* from = packed.data + packed.planes + slab_offset(geometry.stages, group(0), segment.first_run() * kRun) + kSignBytes + 16 * lane;
+    const size_t line_planes = slab_offset(geometry.stages, job.blocks, 0);
     int raw_place = 0;                               // of the run at hand, in bytes
     auto fetch_run = [&](int number, int place) {
         if (number < runs) {
 #pragma unroll
-            for (int s = 0; s < kRun; ++s) copy_async(raw + place + s * 512, from + (s >> 1) * kSlabBytes + (s & 1) * kStageBytes);
+            for (int i = 0; i < lines; ++i)
+#pragma unroll
+                for (int s = 0; s < kRun; ++s)
+                    copy_async(raw + i * line_raw + place + s * 512, from + i * line_planes + (s >> 1) * kSlabBytes + (s & 1) * kStageBytes);
         }
         copy_commit();
         from += kRun / 2 * kSlabBytes;
     };
 #pragma unroll
-    for (int i = 0; i < raw_runs; ++i) fetch_run(i, i * kRunBytes);
-    auto await_raw = [&] { copy_wait<raw_runs - 1>(); };
-    const u32 scale = scale_of(packed.has_row_shifts ? reinterpret_cast<const i8*>(packed.data + packed.row_shifts)[group * 8 + (lane >> 2)] : packed.shift);
-    BroughtColumns<octets> columns(x_ring, job.tokens, lane);
-    const u32 run_bytes = job.tokens * kColumnBytes, ring_bytes = job.x_places * run_bytes, brought = rings.brought(number);
-    u32 upper = rings.upper_of(line, 0) + 16 * lane, ready = rings.ready(line, 0);   // of the first place
+    for (int i = 0; i < kRawRuns; ++i) fetch_run(i, i * kRunBytes);
+    auto await_raw = [&] { copy_wait<kRawRuns - 1>(); };
+    u32 scale[lines];
+#pragma unroll
+    for (int i = 0; i < lines; ++i)
+        scale[i] = scale_of(packed.has_row_shifts ? reinterpret_cast<const i8*>(packed.data + packed.row_shifts)[group(i) * 8 + (lane >> 2)] : packed.shift);
+    BroughtColumns<octets> columns(job, x_ring, x_come, lane);
+    const u32 line_upper = rings.upper_of(1, 0) - rings.upper, line_ready = rings.ready(1, 0) - rings.flags;
+    u32 upper = rings.upper_of(line, 0) + 16 * lane, ready = rings.ready(line, 0);   // of the first line and place
     keep(upper), keep(ready);
 
-    Sums<octets> sums = {};
-    struct Operands { Vec4 bytes, upper, x[2][octets]; };
+    LineSums<octets, lines> sums = {};
+    struct Operands { Vec4 bytes[lines], upper[lines], x[2][octets]; };
+    // How many runs there were with the one in that place, in all lines.
+    auto read_ready = [&](int place) {
+        u32 number = read_flag(ready + 4 * place);
+        if (lines == 2) number = min(number, read_flag(ready + line_ready + 4 * place));
+        return number;
+    };
 
     int run = 0, place = 0;              // of the segment's runs: the next to read
     auto await_run = [&](u32 flag, u32 x_flag) {
-        while (int(min(flag, x_flag)) <= run && run < runs) flag = read_flag(ready + 4 * place), x_flag = read_flag(brought);
+        while (int(min(flag, x_flag)) <= run && run < runs) flag = read_ready(place), x_flag = columns.come();
+        if (run < runs) columns.await_run();
         __syncwarp();                    // or the compiler reads what is behind the flags before
     };
     auto release_run = [&] {             // all lanes have asked for what they need of it
         __syncwarp();
-        if (lane == 0) set_flag(rings.taken(line), run + 1);
+        if (lane < lines) set_flag(rings.taken(line + lane), run + 1);
         ++run;
         place = rings.behind(place);
-        columns.run += run_bytes;
-        if (columns.run == ring_bytes) columns.run = 0;
+        columns.advance();
     };
     auto read = [&](int s) {
-        Operands operands{load_shared_vec4(raw + raw_place + s * 512), load_shared_vec4(upper + place * kRunBytes + s * 512)};
+        Operands operands;
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
+        for (int i = 0; i < lines; ++i) {
+            operands.bytes[i] = load_shared_vec4(raw + i * line_raw + raw_place + s * 512);
+            operands.upper[i] = load_shared_vec4(upper + i * line_upper + place * kRunBytes + s * 512);
+        }
 #pragma unroll
-            for (int octet = 0; octet < octets; ++octet) operands.x[half][octet] = columns.load(s, half, octet);
+        for (int half = 0; half < 2; ++half) columns.load(operands.x[half], s, half);
         return operands;
     };
     // Ranges. What the first run has in front of the segment is a range that nobody asks for.
@@ -326,8 +414,14 @@ __device__ __forceinline__ void multiply_line(const Geometry& geometry, const Pa
     int range = first_range - (skipped > 0), left = skipped;   // stages of the range
     auto begin_range = [&] { left = min((range + 1) * job.stages_per_range, segment.end) - range * job.stages_per_range; };   // none or fewer behind the segment's last
     auto end_range = [&] {
-        if (range >= first_range && (job.ranges == 1 || join(sums, parts + slot * job.ranges * 2 * octets * kLanes, done + 4 * slot, range, job.ranges, lane)))
-            finish(geometry, job, group, lane, sums);
+#pragma unroll
+        for (int i = 0; i < lines; ++i) {
+            Sums<octets> own = sums.line(i);
+            const int own_slot = slot + i;
+            if (range >= first_range &&
+                (job.ranges == 1 || join(own, parts + own_slot * job.ranges * 2 * octets * kLanes, done + 4 * own_slot, range, job.ranges, lane)))
+                finish(geometry, job, group(i), lane, own);
+        }
         sums = {};
         ++range;
         begin_range();
@@ -336,30 +430,34 @@ __device__ __forceinline__ void multiply_line(const Geometry& geometry, const Pa
 
     // What a stage needs is asked for some stages ahead. How many matters little, as long as no branch stands between the stages of a run:
     // behind the last run anything is read.
-    constexpr int depth = kDepth<octets>;
+    constexpr int depth = kDepth<octets, lines>;
     Operands ahead[depth];
     await_raw();
     await_run(0, 0);
 #pragma unroll
     for (int s = 0; s < depth; ++s) ahead[s] = read(s);
     auto multiply_run = [&](bool ends) {
-        const u32 flag = read_flag(ready + 4 * rings.behind(place)), x_flag = read_flag(brought);
+        const u32 flag = read_ready(rings.behind(place)), x_flag = columns.come();
 #pragma unroll
         for (int s = 0; s < kRun; ++s) {
             const Operands now = ahead[s % depth];
-            multiply_quad(sums, 0, now.bytes.x, now.upper.x, scale, now.x[0]);
-            multiply_quad(sums, 1, now.bytes.y, now.upper.y, scale, now.x[0]);
+            auto step = [&](int q) {
+                u32 bytes[lines], upper[lines];
+#pragma unroll
+                for (int i = 0; i < lines; ++i) bytes[i] = now.bytes[i].word(q), upper[i] = now.upper[i].word(q);
+                sums.multiply(q, bytes, upper, scale, now.x[q >> 1]);
+            };
+            step(0), step(1);
             if (s + depth == kRun) {         // here, where mma is on its way that would be waited for anyway
                 release_run();
                 const int read_place = raw_place;
-                raw_place = raw_place == (raw_runs - 1) * kRunBytes ? 0 : raw_place + kRunBytes;
-                fetch_run(run + raw_runs - 1, read_place);
+                raw_place = raw_place == (kRawRuns - 1) * kRunBytes ? 0 : raw_place + kRunBytes;
+                fetch_run(run + kRawRuns - 1, read_place);
                 await_raw();
                 await_run(flag, x_flag);
             }
             ahead[s % depth] = read((s + depth) % kRun);
-            multiply_quad(sums, 2, now.bytes.z, now.upper.z, scale, now.x[1]);
-            multiply_quad(sums, 3, now.bytes.w, now.upper.w, scale, now.x[1]);
+            step(2), step(3);
             if (ends && --left == 0) end_range();
         }
     };
@@ -375,26 +473,30 @@ __device__ __forceinline__ void multiply_line(const Geometry& geometry, const Pa
     copy_wait<0>();                      // nothing may be on its way when the block ends
 }
 
-template <int octets, int raw_runs>
+// Warps that multiply have so many lines each, if there are as many.
+template <int octets, int lines>
 __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& packed, const Job& job) {
     extern __shared__ __align__(128) u32 memory[];
     const int warp = own_warp(), warps = blockDim.x >> 5;
     int lane = threadIdx.x & 31;
     keep(lane);
     const int block = job.block(), own = job.row_groups_of(block);
-    const int multipliers = job.slots * job.segments, others = multipliers + job.segments;   // warps: of blocks that have as many row groups as any
+    const int all_lines = job.slots * job.segments, sharers = (job.slots + lines - 1) / lines;   // of blocks that have as many row groups as any; sharers: warps of a segment
+    const int multipliers = sharers * job.segments, others = multipliers + job.segments;         // warps
     const int decoders = warps - others;
 
-    // Shared memory: table, its entries and then x, two buffers for each warp that decodes, rings of upper and of raw bytes, where ranges meet, flags.
+    // Shared memory: table, its entries and then x, two buffers for each warp that decodes, rings of upper and of raw bytes, where ranges meet, barriers, flags.
     const u32 base = u32(__cvta_generic_to_shared(memory));
     const int buffer_words = job.table_words + job.x_words, ring_words = buffer_words + decoders * 2 * buffer_bytes(job) / 4;
-    const int raw_words = ring_words + multipliers * job.ring * kRunBytes / 4, part_words = raw_words + multipliers * raw_runs * kRunBytes / 4;
-    const int flag_words = part_words + (job.ranges > 1 ? job.slots * job.ranges * 2 * octets * kLanes : 0);
-    const int ring_flags = multipliers * (job.ring + 1) + job.segments;
+    const int raw_words = ring_words + all_lines * job.ring * kRunBytes / 4, part_words = raw_words + all_lines * kRawRuns * kRunBytes / 4;
+    const int barrier_words = part_words + (job.ranges > 1 ? job.slots * job.ranges * 2 * octets * kLanes : 0);
+    const int flag_words = barrier_words + (octets == 1 ? 0 : 2 * job.segments * job.x_places), ring_flags = all_lines * (job.ring + 1) + job.segments;
     int places = job.ring;
     keep(places);
     const Rings rings{base + 4 * ring_words, base + 4 * flag_words, base + 4 * raw_words, own * job.segments, places};
-    auto x_ring = [&](int segment) { return base + 4 * job.table_words + segment * job.x_places * job.tokens * kColumnBytes; };
+    const u32 x_bytes = job.x_places * (octets == 1 ? job.tokens * kColumnBytes : kRun * kLeftStageBytes);   // of a segment
+    auto x_ring = [&](int segment) { return base + 4 * job.table_words + segment * x_bytes; };
+    auto x_come = [&](int segment) { return octets == 1 ? rings.brought(segment) : base + 4 * barrier_words + 8 * segment * job.x_places; };
 
     let_kernel_behind_start();
     Decoder decoder{geometry, packed, job, rings, base, base + 4 * buffer_words + max(warp - others, 0) * 2 * buffer_bytes(job), block, own, decoders, lane};
@@ -404,19 +506,28 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
     if (decodes) decoder.bring_first();
     copy_commit();
     for (int i = threadIdx.x; i < ring_flags + job.slots; i += blockDim.x) memory[flag_words + i] = 0;
+    if (octets > 1 && threadIdx.x == 0) {
+        for (int i = 0; i < job.segments * job.x_places; ++i) open_barrier(x_come(0) + 8 * i, 1);
+        show_barrier();
+    }
     table.finish();
     if (decodes) return decoder.decode_all();
     if (warp >= multipliers) {
         const int number = warp - multipliers;
         const Segment segment(geometry, job, number);
-        if (job.x_places >= 2 * kManyFlying)
+        if constexpr (octets > 1)
+            bring_left(geometry, job, rings, segment, number, own, x_ring(number), x_come(number), lane);
+        else if (job.x_places >= 2 * kManyFlying)
             bring_x<kManyFlying>(geometry, job, rings, segment, number, own, x_ring(number), lane);
         else
             bring_x<kFewFlying>(geometry, job, rings, segment, number, own, x_ring(number), lane);
-    } else if (warp < rings.lines) {
-        int slot = warp, segment = 0;
-        while (slot >= own) slot -= own, ++segment;
-        multiply_line<octets, raw_runs>(geometry, packed, job, rings, warp, slot, segment, x_ring(segment), reinterpret_cast<float*>(memory + part_words),
-                                        base + 4 * (flag_words + ring_flags), lane);
+    } else {
+        int slot = lines * warp, segment = 0;
+        while (slot >= lines * sharers) slot -= lines * sharers, ++segment;
+        const int line = segment * own + slot;
+        const u32 ring = x_ring(segment), come = x_come(segment), done = base + 4 * (flag_words + ring_flags);
+        float* parts = reinterpret_cast<float*>(memory + part_words);
+        if (slot + lines <= own) multiply_lines<octets, lines>(geometry, packed, job, rings, line, slot, segment, ring, come, parts, done, lane);
+        else if (slot < own) multiply_lines<octets, 1>(geometry, packed, job, rings, line, slot, segment, ring, come, parts, done, lane);
     }
 }

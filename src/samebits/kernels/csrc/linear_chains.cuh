@@ -63,12 +63,12 @@ struct Chains {
         const bool opens = piece.y & kOpens;
         if (!opens) wait_until(ready + 4 * (number - 1), 1);
 #pragma unroll
-        for (int i = 0; i < kSums; ++i) sums.of[i >> 1][i & 1] = opens ? 0.0f : handed[((number - 1) * kSums + i) * kLanes + lane];
+        for (int i = 0; i < kSums; ++i) sums.of[i] = opens ? 0.0f : handed[((number - 1) * kSums + i) * kLanes + lane];
         columns.move_to(job.x, x, job.tokens, geometry.columns, lane, (piece.x & 0xffff) * kChunkStages);
     }
     __device__ __forceinline__ void hand_on(const Sums<octets>& sums) const {
 #pragma unroll
-        for (int i = 0; i < kSums; ++i) handed[(number * kSums + i) * kLanes + lane] = sums.of[i >> 1][i & 1];
+        for (int i = 0; i < kSums; ++i) handed[(number * kSums + i) * kLanes + lane] = sums.of[i];
         __syncwarp();
         if (lane == 0) set_flag(ready + 4 * number, 1);
     }

@@ -9,10 +9,12 @@
 #include "hopper.cuh"
 #include "walk.cuh"
 
-constexpr int kMaxWarps = 19, kFewWarps = 15;   // that walk, for 8 tokens, and for 16; with the one that brings x whole fours, each of a scheduler's registers
-constexpr int kColumnBytes = kTurn * 128;       // of a token in a turn of x
+constexpr int kMaxWarps = 19, kFewWarps = 14;   // that walk, for 8 tokens, and for 16; with one that brings x, and one of arrange.cu, which finds a place beside
+                                                // them before the next launch, whole fours, each of a scheduler's registers
+constexpr int kColumnBytes = kTurn * 128;       // of a token in a turn of x, up to eight of them
 
 // The turns of x in shared memory and on their way there; the one at hand.
+template <int octets>
 struct Turns {
     u32 full, empty;              // shared addresses of the places' barriers
     u32 place_bytes;
@@ -20,7 +22,7 @@ struct Turns {
     RingPlace at_hand{0, 0};
 
     __device__ __forceinline__ Turns(const Job& job, const WalkMemory& at)
-        : full(u32(__cvta_generic_to_shared(at.words + at.behind))), empty(full + 8 * job.x_places), place_bytes(job.tokens * kColumnBytes), places(job.x_places) {}
+        : full(u32(__cvta_generic_to_shared(at.words + at.behind))), empty(full + 8 * job.x_places), place_bytes(octets == 1 ? job.tokens * kColumnBytes : kTurn * kLeftStageBytes), places(job.x_places) {}
     __device__ __forceinline__ void await_full() const { await(full + 8 * at_hand.slot, at_hand.parity); }
     __device__ __forceinline__ void await_empty() const { await(empty + 8 * at_hand.slot, at_hand.parity ^ 1); }
 };
@@ -39,28 +41,34 @@ struct Share {
     __device__ __forceinline__ int chunks() const { return (end - 1) / kChunkStages - first_chunk() + 1; }
 };
 
-// A lane's part of x as it comes: for each token and stage 128 bytes, those of step q where 32 (q ^ (token & 3)) says, free of bank conflicts.
+// A lane's part of x.
 template <int octets>
-struct TurnColumns {
-    u32 steps[4];                 // of the turn at hand
-    bool any[octets];             // as Columns
+struct TurnColumns;
 
-    __device__ __forceinline__ TurnColumns(u32 ring, int tokens, int lane) {
+// As it comes: for each token and stage 128 bytes, those of step q where 32 (q ^ (token & 3)) says, free of bank conflicts.
+template <>
+struct TurnColumns<1> {
+    u32 steps[4];                 // of the turn at hand
+    bool any;                     // as Columns
+
+    __device__ __forceinline__ TurnColumns(u32 ring, int tokens, int lane) : any(lane >> 2 < tokens) {
         const int own = lane >> 2, t = lane & 3;
 #pragma unroll
         for (int q = 0; q < 4; ++q) steps[q] = ring + min(own, tokens - 1) * kColumnBytes + 32 * (q ^ (own & 3)) + 8 * t;
-#pragma unroll
-        for (int octet = 0; octet < octets; ++octet) any[octet] = own + 8 * octet < tokens;
     }
     __device__ __forceinline__ void advance(u32 bytes) {
 #pragma unroll
         for (int q = 0; q < 4; ++q) steps[q] += bytes;
     }
-    __device__ __forceinline__ Vec4 load(int stage, int half, int octet) const {
-        const u32 place = stage * 128 + octet * (8 * kColumnBytes);
-        const Vec2 first = load_shared_vec2_if(any[octet], steps[2 * half] + place), second = load_shared_vec2_if(any[octet], steps[2 * half + 1] + place);
-        return {first.x, first.y, second.x, second.y};
+    __device__ __forceinline__ void load(Vec4 (&x)[1], int stage, int half) const {
+        const Vec2 first = load_shared_vec2_if(any, steps[2 * half] + stage * 128), second = load_shared_vec2_if(any, steps[2 * half + 1] + stage * 128);
+        x[0] = {first.x, first.y, second.x, second.y};
     }
+};
+
+template <>
+struct TurnColumns<2> : LeftColumns {
+    __device__ __forceinline__ TurnColumns(u32 ring, int, int lane) : LeftColumns(ring, lane) {}
 };
 
 template <int octets>
@@ -70,7 +78,7 @@ struct Rounds {
     const Job& job;
     const Share share;
     const int warp, warps, lane, rounds;          // rounds: in which this warp has a row group
-    Turns turns;
+    Turns<octets> turns;
     TurnColumns<octets> columns;
 
     __device__ __forceinline__ Rounds(const Geometry& geometry, const Job& job, const WalkMemory& at, int warp, int warps, int lane)
@@ -110,28 +118,31 @@ struct Rounds {
         const int group = group_of(slot << 16);
         if (job.ranges > 1) {
             using Met = Meeting<octets, 2>;
-            float own[octets][2];
+            typename Met::Sums own;
             const Met met{job.parts + size_t(group) * job.ranges * (Met::all * kLanes), lane};
 #pragma unroll
-            for (int i = 0; i < Met::all; ++i) own[i >> 1][i & 1] = sums.of[i >> 1][i & 1];
+            for (int i = 0; i < Met::all; ++i) own[i >> 1][i & 1] = sums.of[i];
             met.bring(range, own);
             if ((range + 1) * job.stages_per_range < share.end) return;       // another one of this warp's is to come
             if (job.segments > 1 && !met.is_last(job.done + group, job.segments)) return;
             met.add(job.ranges, own);
 #pragma unroll
-            for (int i = 0; i < Met::all; ++i) sums.of[i >> 1][i & 1] = own[i >> 1][i & 1];
+            for (int i = 0; i < Met::all; ++i) sums.of[i] = own[i >> 1][i & 1];
         }
         finish(geometry, job, group, lane, sums);
     }
 };
 
-// The warp that brings x, for each turn and token kColumnBytes, as TurnColumns reads it.
+// The warp that brings x, as TurnColumns reads it: for each turn and token kColumnBytes; or, of more than eight tokens, by bulk copies.
+template <int octets>
 __device__ __forceinline__ void bring_x(const Geometry& geometry, const Packed& packed, const Job& job, const WalkMemory& at, int warps, int lane) {
     const Share share(geometry, job);
-    Turns turns(job, at);
+    Turns<octets> turns(job, at);
     let_kernel_behind_start();
-    if (lane == 0)
-        for (int i = 0; i < job.x_places; ++i) open_barrier(turns.full + 8 * i, kLanes), open_barrier(turns.empty + 8 * i, warps);
+    if (lane == 0) {
+        for (int i = 0; i < job.x_places; ++i) open_barrier(turns.full + 8 * i, octets == 1 ? kLanes : 1), open_barrier(turns.empty + 8 * i, warps);
+        if (octets > 1) show_barrier();
+    }
     __syncwarp();
     const Table<true> table(packed, at.words, at.words + job.table_words);
     copy_commit();
@@ -139,11 +150,18 @@ __device__ __forceinline__ void bring_x(const Geometry& geometry, const Packed& 
     await_kernel_before();
     // Of a turn's 64 units of a token each lane brings two, four stages apart.
     const int stage = lane >> 3, unit = lane & 7;
-    const u32 own_place = at.x + stage * 128;
+    const u32 own_place = at.x + (octets == 1 ? stage * 128 : 0);
     auto bring = [&](int turn) {
         const int first = (share.first_turn() + turn) * kTurn;
-        const u16* from = job.x + 64 * first + 8 * lane;
         u32 to = own_place + turns.at_hand.slot * turns.place_bytes;
+        const u32 full = turns.full + 8 * turns.at_hand.slot;
+        turns.at_hand.advance(turns.places);
+        if constexpr (octets > 1) {
+            if (lane == 0) copy_bulk(to, left_stage(job.x, first), min(kTurn, geometry.stages - first) * kLeftStageBytes, full);
+            __syncwarp();
+            return;
+        }
+        const u16* from = job.x + 64 * first + 8 * lane;
 #pragma unroll 4
         for (int token = 0; token < job.tokens; ++token) {
             const u32 there = to + 16 * (unit ^ 2 * (token & 3));
@@ -152,8 +170,7 @@ __device__ __forceinline__ void bring_x(const Geometry& geometry, const Packed& 
             to += kColumnBytes;
             from += geometry.columns;
         }
-        copies_arrive(turns.full + 8 * turns.at_hand.slot);
-        turns.at_hand.advance(turns.places);
+        copies_arrive(full);
     };
     bring(0);
     copy_commit();
@@ -179,7 +196,7 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
     keep(lane);
     const int warp = own_warp(), warps = (blockDim.x >> 5) - 1;
     const WalkMemory at = walk_memory(job, memory, warp, warps);
-    if (warp == warps) return bring_x(geometry, packed, job, at, warps, lane);
+    if (warp == warps) return bring_x<octets>(geometry, packed, job, at, warps, lane);
     Rounds<octets> way(geometry, job, at, warp, warps, lane);
     walk<Rounds<octets>, octets, borders>(geometry, packed, job, at, way, lane);
 }

@@ -185,10 +185,6 @@ __device__ __forceinline__ void walk(const Geometry& geometry, const Packed& pac
     auto step = [&](int q, u32 raw, u32 top, u32 signs, const Vec4 (&x)[octets]) {
         multiply_quad(sums, q & 3, raw, and_or(signs << q, kSignMask, top), scale, x);
     };
-    auto load_x = [&](Vec4 (&x)[octets], int stage, int half) {
-#pragma unroll
-        for (int octet = 0; octet < octets; ++octet) x[octet] = way.columns.load(stage, half, octet);
-    };
 
     // The first piece's first stage.
     copy_wait<kRing>();                 // the streams
@@ -224,14 +220,14 @@ __device__ __forceinline__ void walk(const Geometry& geometry, const Packed& pac
             if (borders == kBetweenTurns && (opening & 1)) sums = {};
             Sums<octets> ended;
             auto turn = [&](bool whole) {
-                if (whole || (active & 1)) load_x(at_hand.x, 0, 0);
+                if (whole || (active & 1)) way.columns.load(at_hand.x, 0, 0);
 #pragma unroll
                 for (int stage = 0; stage < kTurn; ++stage) {
                     const bool any = whole || (active >> stage & 1);
                     const auto now = at_hand;
                     const int half = 4 * (stage & 1);
                     Vec4 x[octets];
-                    if (any) load_x(x, stage, 1);
+                    if (any) way.columns.load(x, stage, 1);
                     const Vec4 tops = upper[stage & 1];
                     Vec4& next = upper[(stage + 1) & 1];
                     next = chunk.go_on(begun, base, byte_mask);
@@ -240,11 +236,11 @@ __device__ __forceinline__ void walk(const Geometry& geometry, const Packed& pac
                         at_hand.signs = ring.pair_signs((stage + 1) % kTurn);
                     }
                     at_hand.bytes = ring.stage_bytes((stage + 1) % kTurn);
-                    if (stage + 1 < kTurn && (whole || (active >> (stage + 1) & 1))) load_x(at_hand.x, stage + 1, 0);
+                    if (stage + 1 < kTurn && (whole || (active >> (stage + 1) & 1))) way.columns.load(at_hand.x, stage + 1, 0);
                     if (borders == kInsideTurns) {   // by selection: branches would keep loads from moving
 #pragma unroll
                         for (int i = 0; i < kSums; ++i) {
-                            float& sum = sums.of[i >> 1][i & 1];
+                            float& sum = sums.of[i];
                             sum = opening >> stage & 1 ? 0.0f : sum;
                         }
                     }
@@ -271,8 +267,8 @@ __device__ __forceinline__ void walk(const Geometry& geometry, const Packed& pac
                     if (borders == kInsideTurns)
 #pragma unroll
                         for (int i = 0; i < kSums; ++i) {
-                            float& sum = ended.of[i >> 1][i & 1];
-                            sum = closing >> stage & 1 ? sums.of[i >> 1][i & 1] : sum;
+                            float& sum = ended.of[i];
+                            sum = closing >> stage & 1 ? sums.of[i] : sum;
                         }
                 }
             };
