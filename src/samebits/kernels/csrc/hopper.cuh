@@ -116,8 +116,8 @@ __device__ __forceinline__ void leave_cluster() {
                  "barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// What this thread wrote to shared memory, for wgmma.
-__device__ __forceinline__ void show_to_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Between what threads did to shared memory and what wgmma and bulk copies do to it.
+__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // A place in a ring of `slots`, and the parity of its round.
 struct RingPlace {

@@ -50,6 +50,10 @@ struct Rings {
     // Of a segment, how many runs of x have come.
     __device__ __forceinline__ u32 brought(int segment) const { return flags + 4 * (lines * (places + 1) + segment); }
     __device__ __forceinline__ int behind(int place) const { return place + 1 == places ? 0 : place + 1; }
+    // Whether a segment's line that is farthest behind still needs one of so many runs; own: lines of the segment.
+    __device__ __forceinline__ bool needs(int segment, int own, int runs, int lane) const {
+        return __any_sync(kFull, lane < own && int(read_flag(taken(segment * own + min(lane, own - 1)))) < runs);
+    }
 };
 
 // A chunk's patches (6.4), of which each lane has one at hand. They change what has been decoded to shared memory, all of a run's at once: stage by stage,
@@ -218,12 +222,11 @@ __device__ __forceinline__ void bring_x(const Geometry& geometry, const Job& job
     await_kernel_before();
 #pragma unroll 1
     for (int run = 0; run < runs; ++run) {
-        const int needed = run - job.x_places + 1;            // runs that must have been taken
-        auto is_late = [&] { return __any_sync(kFull, lane < own && int(read_flag(rings.taken(number * own + min(lane, own - 1)))) < needed); };
-        if (needed > 0 && is_late()) {
+        const int before = run - job.x_places + 1;            // runs up to the one in this place
+        if (before > 0 && rings.needs(number, own, before, lane)) {
             copy_wait<0>();
             publish(run);
-            while (is_late()) __nanosleep(40);
+            while (rings.needs(number, own, before, lane)) __nanosleep(40);
         }
         const u16* from = job.x + source;
         u32 to = target + place * job.tokens * kColumnBytes;
@@ -252,10 +255,11 @@ __device__ __forceinline__ void bring_left(const Geometry& geometry, const Job& 
                                            u32 full, int lane) {
     const int runs = segment.runs();
     int stage = segment.first_run() * kRun, place = 0;
+    fence_async();   // x may come to where the entries were
     await_kernel_before();
 #pragma unroll 1
     for (int run = 0; run < runs; ++run, stage += kRun) {
-        while (__any_sync(kFull, lane < own && int(read_flag(rings.taken(number * own + min(lane, own - 1)))) < run - job.x_places + 1)) __nanosleep(40);
+        while (rings.needs(number, own, run - job.x_places + 1, lane)) __nanosleep(40);
         if (lane == 0)
             copy_bulk(target + place * (kRun * kLeftStageBytes), left_stage(job.x, stage), min(kRun, geometry.stages - stage) * kLeftStageBytes, full + 8 * place);
         __syncwarp();

@@ -170,7 +170,7 @@ struct Decoder : ChunkReader {
                     if (run + s >= count) continue;
                     await(ring.empty + 8 * at.slot, at.parity ^ 1);
                     store_atom<shifted>(place + at.slot * Tile::slot_bytes, raw[set][s], upper[s], scale);
-                    show_to_wgmma();
+                    fence_async();
                     __syncwarp();
                     if (lane == 0) {
                         arrive(ring.full + 8 * at.slot);
@@ -219,7 +219,7 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
     const Table<true> decode_table(packed, table, reinterpret_cast<u32*>(shared));
     copy_commit();
     decode_table.finish();
-    show_to_wgmma();   // x may come to where the entries were
+    fence_async();   // x may come to where the entries were
     await_cluster();
 
     if (warp < kMultipliers) {

@@ -485,7 +485,7 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
     await_kernel_before();
     if (threadIdx.x == kMultipliers * kLanes) first_unit = claim(relay.claimed(), decoders);
     decode_table.finish();
-    show_to_wgmma();   // nobody needs the entries any longer
+    fence_async();   // nobody needs the entries any longer
     await_cluster();
 
     if (warp < kMultipliers) {

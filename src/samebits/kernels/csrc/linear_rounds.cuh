@@ -147,6 +147,7 @@ __device__ __forceinline__ void bring_x(const Geometry& geometry, const Packed& 
     const Table<true> table(packed, at.words, at.words + job.table_words);
     copy_commit();
     table.build();
+    if (octets > 1) fence_async();   // x may come to where the entries were
     await_kernel_before();
     // Of a turn's 64 units of a token each lane brings two, four stages apart.
     const int stage = lane >> 3, unit = lane & 7;

@@ -322,7 +322,7 @@ struct Decoder : ChunkReader {
                     store_pair(2);
                     pair.advance(rings.slots);
                 }
-                show_to_wgmma();
+                fence_async();
                 __syncwarp();
                 if (lane == 0) {
                     if (has_first) arrive(first);
@@ -382,7 +382,7 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
     const Table<true> decode_table(packed, table, reinterpret_cast<u32*>(shared));
     copy_commit();
     decode_table.build();
-    show_to_wgmma();   // x may come to where the entries were
+    fence_async();   // x may come to where the entries were
     copy_wait<0>();
     __syncthreads();
 
