@@ -338,7 +338,8 @@ def check_lines(header: Header, launch: Launch, number: int = 0) -> None:
     sharing, most_warps = (2, 16) if "_two" in launch.name or octets == 2 else (1, 20)
     multipliers = -(-job["slots"] // sharing) * segments
     decoders = launch.warps - multipliers - segments
-    assert min(sharing, job["slots"]) <= decoders < launch.warps <= most_warps  # two, or lines of a warp wait for each other
+    assert min(sharing, job["slots"]) <= decoders  # or lines of a warp wait for each other
+    assert launch.warps <= most_warps
     padded = 16 if octets == 2 else job["tokens"]
     runs = -(-min(per_segment, stages) // 4) + 1
     assert min(2, runs) <= job["ring"] <= runs
@@ -352,13 +353,13 @@ def check_lines(header: Header, launch: Launch, number: int = 0) -> None:
     flags = 4 * (lines * (job["ring"] + 1) + segments + job["slots"])
     words = job["table_words"] + job["x_words"]
     assert 4 * words + buffers + rings + parts + barriers + flags <= launch.shared_bytes
-    assert (4 * words + buffers + rings + parts) % 16 == 0 or octets == 1  # barriers; and x, by bulk copies, behind the table
-    assert job["table_words"] % 4 == 0
+    assert (4 * words + buffers + rings + parts) % 8 == 0  # where barriers are
+    assert job["table_words"] % 4 == 0  # behind it x, by bulk copies
     check_left(header, launch, number, octets == 2)
 
 
 def check_left(header: Header, launch: Launch, number: int, is_left: bool) -> None:
-    """x of more than eight tokens comes arranged, in tiles of 16, by a kernel whose blocks find places beside others."""
+    """More than eight tokens come arranged, in a tile of 16, by a kernel whose blocks find places beside others."""
     memory, columns = launch.arrangement, header.geometry.stages * STAGE
     if is_left:
         assert memory
