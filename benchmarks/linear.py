@@ -39,6 +39,7 @@ import samebits
 from common import DECODER_LAYERS, Timing, add_results, encode_checked, significant, synthetic_matrix
 from gpu import DISTINCT_BYTES, device_name, distinct, measure_read_rate, time_graphs
 from samebits.kernels.linear import is_supported
+from samebits.kernels.linear_launch import VARIANTS
 from samebits.kernels.residents import resident
 from samebits.plans.call import plan_of
 from samebits.plans.dispatch import linear
@@ -328,7 +329,7 @@ def measure_tokens(dense: list[torch.Tensor], copies: list[samebits.PackedTensor
         "tokens": tokens,
         "path": "fused" if plan else "decoded first",
         "split": plan.split if plan else None,
-        "variant": plan.variant if plan else None,
+        "kernel": str(VARIANTS[plan.variant]) if plan else None,
         **microseconds("bf16_microseconds", bf16),
         **microseconds("samebits_microseconds", ours),
         **microseconds("decoded_first_microseconds", decoded),

@@ -18,7 +18,7 @@ from samebits.kernels.structures import DIVISION_WORDS
 from samebits.kernels.tables import table_words
 
 CHUNK_STAGES = 16  # csrc: kChunkStages
-OCTET = 8  # tokens that one mma instruction takes
+OCTET = 8  # tokens that mma's right matrix has
 MAX_TOKENS = 16  # of the kernels in which each row group, or two of them, have one mma for all tokens
 LANES = 32
 ATOM_BYTES = 1024  # atoms.cuh: kAtomBytes
@@ -33,7 +33,7 @@ JobFields = tuple[int | tuple[int, ...], ...]
 class Kernel(Enum):
     """The kernels of csrc/linear_*.cu."""
 
-    AHEAD = "warps decode ahead of others that multiply, one for each row group"
+    AHEAD = "warps decode ahead of others that multiply, one for each row group or for two"
     CHAINS = "each warp walks chains of its own"
     ROUNDS = "warps walk row groups in step, and x comes to all"
     TILES = "tiles are decoded for warpgroups to multiply"

@@ -28,7 +28,7 @@ constexpr int kMaxPrefetched = 8;
 constexpr int kInRangeBits = 12, kCuts = 2 * kWalks * sizeof(Walk) / sizeof(u32);
 
 struct Job {
-    const u16* x;        // [tokens, columns]
+    const u16* x;        // [tokens, columns], or as arrange.cu writes it
     const u16* bias;     // [rows] or null
     u16* y;              // [tokens, rows]
     float* parts;        // linear_pairs.cuh, linear_rounds.cuh, linear_tiles.cuh: where ranges' sums meet; linear_relay.cuh: where the weight is decoded to; there behind it,

@@ -1,4 +1,4 @@
-// How a warp walks a row group as rows of mma's A operand: it decodes the stage behind while it multiplies the one at hand. See linear_chains.cuh and
+// How a warp walks a row group, one of mma's matrices (columns.cuh): it decodes the stage behind while it multiplies the one at hand. See linear_chains.cuh and
 // linear_rounds.cuh, which say what a warp walks, where x is, and what becomes of sums.
 //
 //   chain      a row group's range of K, which one accumulator goes through stage by stage
