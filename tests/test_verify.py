@@ -118,6 +118,18 @@ def test_a_flipped_bit_of_a_packed_tensor(packed: Path, tmp_path: Path) -> None:
         verify_against(plain, Checkpoint.open(packed))
 
 
+def test_a_flipped_bit_that_no_word_depends_on(packed: Path, tmp_path: Path) -> None:
+    """A tensor is padded at its end: its file cannot be loaded then, so it is not as good as the original."""
+    flip(packed, entry_of(packed, HEAD).spec.stop - 1)
+    for verdict in (
+        verify_digests(Checkpoint.open(packed)),
+        verify_against(Checkpoint.open(packed), Checkpoint.open(tmp_path / "a.safetensors")),
+    ):
+        [mismatch] = verdict.mismatches
+        assert (mismatch.tensor, mismatch.index) == (HEAD, None)
+        assert "of the stored bytes" in mismatch.found
+
+
 def test_every_damaged_tensor_is_named(packed: Path, tmp_path: Path) -> None:
     names = [HEAD, "model.norm.weight"]
     for name in names:

@@ -59,7 +59,13 @@ def decode(packed: PackedTensor, device: torch.device | str | None = None) -> to
 
     Returns:
         dtype bfloat16, ``packed.shape``, contiguous.
+
+    Raises:
+        InputError: not a packed tensor.
     """
+    if not isinstance(packed, PackedTensor):
+        mend = "call PackedTensor.from_data on a packed tensor's bytes"
+        raise InputError(f"{type(packed).__name__} is no PackedTensor", mend=mend)
     if device is not None:
         packed = packed.to(device)
     if packed.is_raw:

@@ -149,7 +149,15 @@ def test_errors_as_json(
 def test_verify_json(samebits: Command, source: Path, packed: Path) -> None:
     report = samebits("verify", packed, "--against", source, "--json").json
     assert (report["identical"], report["nbytes"], report["mismatches"]) == (True, TOTAL, [])
-    assert samebits("verify", packed, "--json").json["unchecked"] == 0
+    report = samebits("verify", packed, "--json").json
+    assert (report["identical"], report["unchecked"]) == (True, 0)
+
+
+def test_verify_json_of_what_has_no_digests(samebits: Command, source: Path) -> None:
+    """Nothing is known of it: neither that it is what was compressed, nor that it is not."""
+    outcome = samebits("verify", source, "--json")
+    assert (outcome.code, outcome.json["identical"]) == (0, None)
+    assert outcome.json["unchecked"] == outcome.json["tensors"] > 0
 
 
 def test_inspect(samebits: Command, source: Path, packed: Path) -> None:
@@ -280,6 +288,16 @@ def test_interrupts(samebits: Command, source: Path, tmp_path: Path, monkeypatch
         patch.setattr(job, "work", lambda _: os.kill(os.getpid(), signal.SIGTERM))
         outcome = samebits("compress", source, tmp_path / "packed")
     assert (outcome.code, "goes on where it stopped" in outcome.error) == (143, True)
+    with monkeypatch.context() as patch:
+        patch.setattr(job, "work", interrupt)
+        outcome = samebits("compress", source, tmp_path / "packed", "--json")
+    found = {
+        "kind": "Interrupted",
+        "what": "interrupted",
+        "where": None,
+        "mend": "the same command goes on where it stopped",
+    }
+    assert (outcome.code, json.loads(outcome.out)) == (130, {"error": found})
     assert samebits("compress", source, tmp_path / "packed").code == 0
 
 
@@ -291,6 +309,15 @@ def test_a_closed_pipe(source: Path) -> None:
     assert process.stderr
     assert process.stderr.read() == b""
     assert process.wait() == 141
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_a_full_output(source: Path, form: list[str]) -> None:
+    command = [sys.executable, "-c", "from samebits.cli import main; main()", "inspect", str(source), *form]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    message = "samebits: No space left on device; free some space, or raise the limit\n"
+    assert (done.returncode, done.stderr) == (2, message)
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])

@@ -173,8 +173,9 @@ def test_a_packed_tensor_cut_short(tmp_path: Path) -> None:
         ('{"version":1,"digests":[]}', FormatError),
         ('{"version":1,"digests":{"norm":"xyz"}}', FormatError),
         ('{"version":1,"digests":{"norm":5}}', FormatError),
-        ('{"version":1,"names":5}', FormatError),
-        ('{"version":1,"names":"0123"}', FormatError),
+        ('{"version":1,"digest":5}', FormatError),
+        ('{"version":1,"digest":"0123"}', FormatError),
+        ('{"version":1,"dhgests":{}}', FormatError),
         ('{"version":1,"file":"../../etc/x.safetensors"}', FormatError),
         ('{"version":1,"file":"config.json"}', FormatError),
         ('{"version":1,"file":7}', FormatError),
@@ -193,7 +194,7 @@ def test_bad_file_metadata(tmp_path: Path, info: str, error: type[SamebitsError]
     [
         FileInfo(),
         FileInfo({}),
-        FileInfo(names=7),
+        FileInfo(own_digest=7),
         FileInfo({"norm": 0xFEDCBA9876543210, "other": 0}, "model-00001-of-00002.safetensors"),
     ],
 )
@@ -218,14 +219,37 @@ def test_digests_are_those_of_the_unchanged_tensors(tmp_path: Path, names: tuple
 
 
 @pytest.mark.clause("7.3")
-def test_names_of_packed_tensors_have_a_digest(tmp_path: Path) -> None:
+@pytest.mark.parametrize("info", [FileInfo(), FileInfo({"norm": 7}), FileInfo({"norm": 7}, "a.safetensors")], ids=str)
+def test_metadata_and_names_of_packed_tensors_have_a_digest(tmp_path: Path, info: FileInfo) -> None:
     path = write_container(tmp_path / "samebits.safetensors")
     names = Checkpoint.open(path).files[0].tensors
-    expected = digest_reference("".join(f"{name}\n" for name in sorted(names) if ".sb_" in name).encode())
-    Checkpoint.open(write_container(path, FileInfo(names=expected).to_json()))
-    write_container(path, FileInfo(names=expected ^ 1).to_json())
-    with pytest.raises(FormatError, match=r"samebits\.safetensors: packed tensors have other names than when it was"):
+    lines = [*sorted(name for name in names if ".sb_" in name), info.original or ""]
+    lines += ["norm", f"{7:016x}"] if info.digests else []
+    expected = digest_reference("".join(f"{line}\n" for line in lines).encode())
+    assert info.sealed(names) == replace(info, own_digest=expected)
+    Checkpoint.open(write_container(path, info.sealed(names).to_json()))
+    write_container(path, replace(info, own_digest=expected ^ 1).to_json())
+    with pytest.raises(FormatError, match=r"samebits\.safetensors: its samebits metadata, or packed tensors'"):
         Checkpoint.open(path)
+
+
+@pytest.mark.clause("7.3")
+def test_no_bit_of_the_metadata_can_change_unseen(tmp_path: Path) -> None:
+    """But for the key of the entry, without which a file has none."""
+    path = write_container(tmp_path / "samebits.safetensors")
+    names = Checkpoint.open(path).files[0].tensors
+    info = FileInfo({"norm": 7}, "model.safetensors").sealed(names)
+    write_container(path, info.to_json())
+    whole = path.read_bytes()
+    entry = json.dumps(info.to_json()).encode()
+    start = whole.index(entry) + 1
+    for place in range(start, start + len(entry) - 2):
+        for bit in range(7):
+            changed = bytearray(whole)
+            changed[place] ^= 1 << bit
+            path.write_bytes(changed)
+            with pytest.raises(SamebitsError):
+                Checkpoint.open(path)
 
 
 @pytest.mark.clause("7.4")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import samebits
 from samebits.codecs.reference import Reading
-from samebits.errors import DigestError, DtypeError, FormatError
+from samebits.errors import DigestError, DtypeError, FormatError, InputError
 from samebits.format.geometry import Code, Layout
 from samebits.format.packed import Header, PackedTensor
 from tests.codecs.malformed import COMPACT, QUAD, SINGLE
@@ -170,6 +170,22 @@ def test_bytes_at_any_address(data: bytes, offset: int) -> None:
     room[offset:] = packed_of(data).data
     packed = PackedTensor.from_data(room[offset:])
     assert words_of(samebits.decode(packed)).tobytes() == words_of(samebits.decode(packed_of(data))).tobytes()
+
+
+def test_what_is_no_packed_tensor() -> None:
+    with pytest.raises(InputError, match=r"bytes is no tensor; torch\.frombuffer makes one"):
+        PackedTensor.from_data(QUAD)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"Tensor is no PackedTensor; call PackedTensor\.from_data"):
+        samebits.decode(packed_of(QUAD).data)  # type: ignore[arg-type]
+
+
+def test_each_packed_tensor_is_one_of_its_own() -> None:
+    """To compare bytes is what digests are for."""
+    first, second = packed_of(QUAD), packed_of(QUAD)
+    assert first == first
+    assert first != second
+    assert second in [first, second]
+    assert len({first, second}) == 2
 
 
 def test_every_second_byte_is_made_contiguous() -> None:

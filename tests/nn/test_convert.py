@@ -227,6 +227,9 @@ def test_bad_arguments() -> None:
         samebits.compress(module, min_weights="9")  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r"embedding\.weight: on the meta device"):
         samebits.compress(copy.deepcopy(module).to("meta"))
+    for change in (samebits.compress, samebits.decompress):
+        with pytest.raises(InputError, match=r"Tensor is no torch module; samebits\.encode and samebits\.decode take"):
+            change(torch.ones(3))  # type: ignore[operator]
     assert same_bits(call(module), expected)
 
 

@@ -106,7 +106,9 @@ def verify(destination: str, against: str | None, device: str, as_json: bool) ->
 def _report_verdict(verdict: Verdict, checkpoint: Checkpoint, against: str | None, as_json: bool) -> None:
     if as_json:
         mismatches = [vars(mismatch) for mismatch in verdict.mismatches]
-        print_json({**vars(verdict), "mismatches": mismatches, "identical": verdict.identical, "against": against})
+        is_known = against or verdict.mismatches or not verdict.unchecked
+        identical = verdict.identical if is_known else None
+        print_json({**vars(verdict), "mismatches": mismatches, "identical": identical, "against": against})
     if verdict.mismatches:
         first, *others = verdict.mismatches
         more = f"; {len(others)} more: {_shown([other.tensor for other in others])}" if others else ""

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import traceback
+from contextlib import suppress
 from typing import NoReturn
 
 import typer
@@ -56,9 +57,9 @@ def run(arguments: list[str]) -> int:
         traceback.print_exc()
         return _fail("a defect of samebits; report the lines above and the output of `samebits doctor`", DEFECT)
     except KeyboardInterrupt:
-        return _fail(_interrupted(arguments), INTERRUPTED)
+        return _stop("Interrupted", INTERRUPTED, arguments)
     except _Terminated:
-        return _fail(_interrupted(arguments), TERMINATED)
+        return _stop("Terminated", TERMINATED, arguments)
 
 
 def _open_streams() -> None:
@@ -78,18 +79,27 @@ def _terminate(number: int, frame: object) -> NoReturn:
     raise _Terminated
 
 
-def _interrupted(arguments: list[str]) -> str:
+def _stop(kind: str, code: int, arguments: list[str]) -> int:
+    """By a signal."""
     resumable = arguments[:1] in (["compress"], ["decompress"])
-    return "interrupted; the same command goes on where it stopped" if resumable else "interrupted"
+    mend = "the same command goes on where it stopped" if resumable else None
+    _report(kind, SamebitsError("interrupted", mend=mend), arguments)
+    return _fail(f"interrupted; {mend}" if mend else "interrupted", code)
 
 
 def _refuse(error: SamebitsError, arguments: list[str]) -> int:
-    if "--json" in arguments:
-        from samebits.cli.console import print_json
-
-        kind = type(error).__name__
-        print_json({"error": {"kind": kind, "what": error.what, "where": error.where, "mend": error.mend}})
+    _report(type(error).__name__, error, arguments)
     return _fail(str(error), UNUSABLE)
+
+
+def _report(kind: str, error: SamebitsError, arguments: list[str]) -> None:
+    if "--json" not in arguments:
+        return
+    from samebits.cli.console import print_json
+
+    with suppress(OSError):  # what goes wrong may be that nothing can be written there
+        print_json({"error": {"kind": kind, "what": error.what, "where": error.where, "mend": error.mend}})
+        sys.stdout.flush()
 
 
 def _fail(message: str, code: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from samebits.format.names import original_name
 from samebits.format.packed import HEADER_BYTES, MAX_DIMENSIONS, STORED_DIGEST_END, Header, PackedTensor
 from samebits.format.safetensors_file import SafetensorsFile, TensorSpec
 
+_FIELDS = {"version", "file", "digests", "digest"}  # of a file's samebits metadata
+
 
 @dataclass(frozen=True)
 class FileInfo:
@@ -27,12 +29,12 @@ class FileInfo:
     Attributes:
         digests: of every unchanged tensor's bytes, by name; None if not recorded.
         original: name of the file that was compressed, None if unknown.
-        names: digest of the packed tensors' names (``digest_of_names``); None if not recorded.
+        own_digest: of the above and the packed tensors' names (``digest_with``); None if not recorded.
     """
 
     digests: dict[str, int] | None = None
     original: str | None = None
-    names: int | None = None
+    own_digest: int | None = None
 
     @classmethod
     def parse(cls, text: str) -> FileInfo:
@@ -48,8 +50,10 @@ class FileInfo:
         if not isinstance(info, dict):
             raise FormatError("its samebits metadata is not a JSON object", mend=DAMAGED)
         check_version(info.get("version"))
-        names = _digests(None if info.get("names") is None else {"": info["names"]})
-        return cls(_digests(info.get("digests")), file_name_of(info.get("file")), names[""] if names else None)
+        if unknown := info.keys() - _FIELDS:
+            raise FormatError(f"its samebits metadata has a field {min(unknown)!r}", mend=DAMAGED)
+        own = _digests(None if info.get("digest") is None else {"": info["digest"]})
+        return cls(_digests(info.get("digests")), file_name_of(info.get("file")), own[""] if own else None)
 
     def to_json(self) -> str:
         info: dict[str, Any] = {"version": VERSION}
@@ -57,15 +61,20 @@ class FileInfo:
             info["file"] = self.original
         if self.digests is not None:
             info["digests"] = {name: f"{value:016x}" for name, value in self.digests.items()}
-        if self.names is not None:
-            info["names"] = f"{self.names:016x}"
+        if self.own_digest is not None:
+            info["digest"] = f"{self.own_digest:016x}"
         return json.dumps(info, separators=(",", ":"))
 
+    def digest_with(self, stored: Iterable[str]) -> int:
+        """FORMAT.md 7.3's digest of the entry, in a file with tensors of these names."""
+        packed = sorted(name for name in stored if original_name(name) is not None)
+        unchanged = (line for name, value in sorted((self.digests or {}).items()) for line in (name, f"{value:016x}"))
+        lines = (*packed, self.original or "", *unchanged)
+        return digest("".join(f"{line}\n" for line in lines).encode("utf-8", "surrogatepass"))
 
-def digest_of_names(stored: Iterable[str]) -> int:
-    """FORMAT.md 7.3: of the names of the packed ones of these tensors of a file."""
-    packed = sorted(name for name in stored if original_name(name) is not None)
-    return digest("".join(f"{name}\n" for name in packed).encode())
+    def sealed(self, stored: Iterable[str]) -> FileInfo:
+        """With its own digest."""
+        return replace(self, own_digest=self.digest_with(stored))
 
 
 def _digests(table: object) -> dict[str, int] | None:
@@ -247,14 +256,14 @@ def _info(file: SafetensorsFile) -> FileInfo | None:
 
 
 def _check_names(file: SafetensorsFile, info: FileInfo) -> None:
-    """The table of digests lists the unchanged tensors, the packed ones' names have a digest: no name is damaged."""
+    """The table of digests lists the unchanged tensors; it and the packed ones' names are what they were."""
     unchanged = {name for name in file.tensors if original_name(name) is None}
     if info.digests is not None:
         for name in sorted(unchanged ^ info.digests.keys()):
             what = "no digest is recorded for it" if name in unchanged else "a digest is recorded, but no such tensor"
             raise FormatError(what, where=f"{file.path}: {name}", mend=DAMAGED)
-    if info.names is not None and info.names != digest_of_names(file.tensors):
-        what = "packed tensors have other names than when it was written"
+    if info.own_digest is not None and info.own_digest != info.digest_with(file.tensors):
+        what = "its samebits metadata, or packed tensors' names, are not what was written"
         raise FormatError(what, where=str(file.path), mend=DAMAGED)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from samebits.digest import digest
-from samebits.errors import DigestError, DtypeError, FormatError, VersionError
+from samebits.errors import DigestError, DtypeError, FormatError, InputError, VersionError
 from samebits.format.geometry import MAX_CHUNK_STAGES, RUN_WORDS, STREAMS, Code, Geometry, Layout
 
 if TYPE_CHECKING:
@@ -240,7 +240,7 @@ def _places(sizes: list[tuple[Section, int, int]]) -> dict[Section, slice]:
     return table
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # a tensor's bytes are no truth value
 class PackedTensor:
     """A BF16 tensor in packed form, or (code RAW) its original words where packing gains nothing.
 
@@ -311,10 +311,12 @@ class PackedTensor:
             header: of them, where their digest was compared, or will be; less is read back then.
 
         Raises:
-            DtypeError: not a one-dimensional uint8 tensor.
+            InputError, DtypeError: not a one-dimensional uint8 tensor.
             FormatError: not a valid packed tensor.
             DigestError: one whose bytes are not those that its digest was made of.
         """
+        if not isinstance(data, torch.Tensor):
+            raise InputError(f"{type(data).__name__} is no tensor", mend="torch.frombuffer makes one of bytes")
         if data.dtype != torch.uint8 or data.dim() != 1:
             raise DtypeError(f"a packed tensor is one-dimensional uint8, not {tuple(data.shape)} of {data.dtype}")
         known = header or Header.parse(bytes(data[: HEADER_BYTES + 8 * MAX_DIMENSIONS].cpu().numpy()))

@@ -12,7 +12,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 
 from samebits.digest import digest
-from samebits.format.container import FileInfo, digest_of_names
+from samebits.format.container import FileInfo
 from samebits.format.folder import CONFIG, INDEX_SUFFIX, KEY, STEM
 from samebits.format.names import original_name
 from samebits.format.safetensors_file import SUFFIX
@@ -38,7 +38,7 @@ def _file_info(tensors: Mapping[str, torch.Tensor]) -> FileInfo:
     """FORMAT.md 7.3 for a file with these tensors."""
     unpacked = {name: tensor for name, tensor in tensors.items() if original_name(name) is None}
     digests = {name: digest(tensor.detach().cpu().contiguous()) for name, tensor in unpacked.items()}
-    return FileInfo(digests, names=digest_of_names(tensors))
+    return FileInfo(digests).sealed(tensors)
 
 
 def publish(staging: Path, destination: Path) -> None:

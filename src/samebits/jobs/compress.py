@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from samebits.df11.checkpoint import Df11Checkpoint
 from samebits.df11.config import KEY as DF11_KEY
 from samebits.digest import digest
 from samebits.errors import DtypeError, FormatError, InputError
-from samebits.format.container import Checkpoint, Entry, FileInfo, digest_of_names
+from samebits.format.container import Checkpoint, Entry, FileInfo
 from samebits.format.folder import CONFIG, KEY, STEM, VERSION, read_json, shard_name
 from samebits.format.names import BARE, PACKED, stored_name
 from samebits.format.packed import align
@@ -80,7 +80,7 @@ class Compression(Job):
             for piece in sorted(unpacked, key=lambda piece: piece.width, reverse=True):
                 digests[piece.name] = digest(piece.data())
                 piece.append_to(writer)
-            writer.finish(names, _metadata(shard, digests, digest_of_names(names)))
+            writer.finish(names, _metadata(shard, digests, names))
 
     def convert_config(self, config: dict[str, Any]) -> dict[str, Any]:
         if self.options.cast:
@@ -98,8 +98,9 @@ def _with_dtype(config: dict[str, Any]) -> dict[str, Any]:
     return {**result, **{key: "bfloat16" for key in ("dtype", "torch_dtype") if isinstance(result.get(key), str)}}
 
 
-def _metadata(shard: Shard, digests: dict[str, int], names: int = 0) -> dict[str, str]:
-    return {**shard.metadata, KEY: FileInfo(digests, shard.plain, names).to_json()}
+def _metadata(shard: Shard, digests: dict[str, int], names: Iterable[str]) -> dict[str, str]:
+    """Of a file with tensors of these names."""
+    return {**shard.metadata, KEY: FileInfo(digests, shard.plain).sealed(names).to_json()}
 
 
 def _capacity(shard: Shard) -> int:
@@ -110,7 +111,7 @@ def _capacity(shard: Shard) -> int:
         name = max(entry.name, stored_name(entry.name), key=len)
         specs.append(replace(spec, name=name, shape=(*entry.shape, _WIDE)))
     digests = dict.fromkeys((entry.name for entry in shard.entries), 0)
-    return align(len(header_bytes(specs, _metadata(shard, digests))), _ALIGNMENT)
+    return align(len(header_bytes(specs, _metadata(shard, digests, ()))), _ALIGNMENT)
 
 
 def check_source(checkpoint: Checkpoint, options: CompressOptions) -> None:

@@ -167,8 +167,9 @@ def compress(
 
     Raises:
         DtypeError: there are weights that could be packed, but none is bfloat16, and nothing is packed yet.
-        InputError: weights on the meta device.
+        InputError: not a module, or weights on the meta device.
     """
+    _check_module(module)
     refuse_offloaded(module)
     selection = Selection(min_weights, include, exclude)
     share_ties(module)
@@ -184,14 +185,22 @@ def compress(
     return result
 
 
+def _check_module(module: object) -> None:
+    if not isinstance(module, nn.Module):
+        mend = "samebits.encode and samebits.decode take single tensors"
+        raise InputError(f"{type(module).__name__} is no torch module", mend=mend)
+
+
 def decompress(module: nn.Module) -> None:
     """Undo compress, or the loading of a compressed model: plain parameters again, and the original classes.
 
     Who shares a packed weight with ``module`` has the plain one afterwards too, so that ties stay.
 
     Raises:
-        InputError: it is offloaded, or weights are on the meta device, where accelerate leaves those it offloads.
+        InputError: not a module, or offloaded, or weights are on the meta device, where accelerate leaves those it
+            offloads.
     """
+    _check_module(module)
     refuse_offloaded(module)
     share_ties(module)
     groups = tied(list(packed_parameters(module)))
