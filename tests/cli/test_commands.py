@@ -71,6 +71,8 @@ def test_cast_is_called_lossy(samebits: Command, tmp_path: Path) -> None:
     assert "--cast bf16 to round it to BF16 first, which loses bits" in refused.error
     done = samebits("compress", tmp_path / "a.safetensors", tmp_path / "b.safetensors", "--cast", "bf16")
     assert (done.code, "rounds weights (a for one), which is not lossless" in done.err) == (0, True)
+    command = ("compress", tmp_path / "a.safetensors", tmp_path / "c.safetensors", "--cast", "bf16", "--json")
+    assert samebits(*command).json["first_rounded"] == "a"
     different = samebits("verify", tmp_path / "b.safetensors", "--against", tmp_path / "a.safetensors")
     assert different.code == 1
     assert "not identical: a: BF16 [64, 64] instead of F32 [64, 64]" in different.error
@@ -85,6 +87,8 @@ def test_cast_that_changes_nothing_is_called_so(samebits: Command, tmp_path: Pat
         assert "loses bits" not in refused.error
         done = samebits(*command, "--cast", "bf16")
         assert (done.code, done.err) == (0, "note: --cast bf16 changes no value\n")
+    as_json = samebits("estimate", source, "--cast", "bf16", "--json")
+    assert json.loads(as_json.out)["first_rounded"] is None
 
 
 def test_verify_finds_the_first_difference(samebits: Command, source: Path, packed: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +34,17 @@ def compress(source: str, destination: Path, options: CompressOptions, run: RunO
     checkpoint = open_source(source)
     with progress_bar("compress") as progress:
         report = Compression(checkpoint, destination, options, run, progress).run()
-    _note_cast(checkpoint, options)
-    _report(report, as_json)
+    _report(report, as_json, also=_note_cast(checkpoint, options))
 
 
-def _note_cast(checkpoint: Checkpoint, options: CompressOptions) -> None:
-    if options.cast:
-        rounded = first_rounded(checkpoint, options)
-        effect = f"rounds weights ({rounded.name} for one), which is not lossless" if rounded else "changes no value"
-        note(f"note: --cast bf16 {effect}")
+def _note_cast(checkpoint: Checkpoint, options: CompressOptions) -> dict[str, Any]:
+    """Says whether --cast, if there is one, rounded anything; the same for a report as JSON."""
+    if not options.cast:
+        return {}
+    rounded = first_rounded(checkpoint, options)
+    effect = f"rounds weights ({rounded.name} for one), which is not lossless" if rounded else "changes no value"
+    note(f"note: --cast bf16 {effect}")
+    return {"first_rounded": rounded.name if rounded else None}
 
 
 def compress_df11(source: str, destination: Path, patterns: str | None, run: RunOptions, as_json: bool) -> None:
@@ -61,9 +64,10 @@ def decompress(source: str, destination: Path, run: RunOptions, as_json: bool) -
     _report(report, as_json, is_packed=False)
 
 
-def _report(report: JobReport, as_json: bool, is_packed: bool = True) -> None:
+def _report(report: JobReport, as_json: bool, is_packed: bool = True, also: Mapping[str, Any] | None = None) -> None:
+    """``also``: of a report as JSON."""
     if as_json:
-        print_json({**vars(report), "sizes": report.sizes.to_json()})
+        print_json({**vars(report), "sizes": report.sizes.to_json(), **(also or {})})
         return
     sizes = report.sizes
     original, stored = size(sizes.original_bytes), size(sizes.stored_bytes)
@@ -185,12 +189,12 @@ def estimate(source: str, options: CompressOptions, exact: bool, as_json: bool) 
     checkpoint = open_source(source)
     with progress_bar("estimate") as progress:
         result = estimates.estimate(checkpoint, options, exact=exact, progress=progress)
-    _note_cast(checkpoint, options)
+    cast = _note_cast(checkpoint, options)
     if as_json:
         names = ("original_bytes", "stored_bytes", "ratio", "bits_per_weight", "entropy", "exact")
         totals = {name: getattr(result, name) for name in names}
         rows = [{**vars(tensor), "bits_per_weight": tensor.bits_per_weight} for tensor in result.tensors]
-        print_json({"path": checkpoint.path, **totals, "tensors": rows})
+        print_json({"path": checkpoint.path, **totals, **cast, "tensors": rows})
         return
     how = "encoded in full" if exact else "estimated from samples"
     print_lines(
