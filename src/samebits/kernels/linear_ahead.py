@@ -85,7 +85,7 @@ class _Planner(Planner):
         self.tasks = self.lines * -(-self.segment_stages // CHUNK_STAGES)
         self.runs = -(-min(self.segment_stages, self.stages) // _RUN_STAGES) + 1  # of a line, at most
         self.run = self.lines * (_RUN_WORDS + 1)  # a run and its flag, of all lines
-        x_run = (m if self.octets == 1 else MAX_TOKENS) * _COLUMN_WORDS
+        x_run = self.kept_tokens * _COLUMN_WORDS
         self.x_places = min(self.runs, max(_MIN_X_RUNS, _X_WORDS // x_run))
         self.x = max(self.segments * self.x_places * x_run, self.entries)
         self.raw = self.lines * _RAW_RUNS * _RUN_WORDS

@@ -211,6 +211,11 @@ class Planner:
         self.buffer = staging_words(header)
         self.room = (nvrtc.shared_memory(device) - STATIC_SHARED) // 4
 
+    @property
+    def kept_tokens(self) -> int:
+        """Of x in a block's memory, up to MAX_TOKENS: more than an OCTET come arranged, all of them."""
+        return self.m if self.octets == 1 else MAX_TOKENS
+
     def job_fields(
         self,
         slots: int,

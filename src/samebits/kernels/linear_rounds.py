@@ -90,10 +90,8 @@ class _Way:
         together = "_together" if len(planners) > 1 else ""
         blocks = [each.blocks * len(each.segments) for each in planners]
         jobs = (each.job(self, first) for each, first in zip(planners, accumulate(blocks, initial=0), strict=False))
-        meetings, parts = (
-            tuple(each.meetings for each in planners),
-            tuple(each.parts_bytes for each in planners),
-        )
+        meetings = tuple(each.meetings for each in planners)
+        parts = tuple(each.parts_bytes for each in planners)
         arrangement = None
         if one.octets > 1:
             arrangement = arranged_left(one.m, one.stages, meetings, parts)
@@ -109,7 +107,7 @@ class _Planner(WalkPlanner):
 
     def __init__(self, header: Header, split: int, blocks: int, m: int, device: int, pieces: int) -> None:
         super().__init__(header, m, split, device, blocks, pieces)
-        self.place = (m if self.octets == 1 else MAX_TOKENS) * _COLUMN_WORDS
+        self.place = self.kept_tokens * _COLUMN_WORDS
 
     @property
     def is_one_range(self) -> bool:
