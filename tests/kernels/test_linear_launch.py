@@ -330,8 +330,7 @@ def test_cuts_are_moved_to_where_less_is_decoded_twice(hopper: bool, monkeypatch
 
 def check_lines(header: Header, launch: Launch, number: int = 0) -> None:
     """linear_ahead.cuh: segments are whole ranges, lines have warps and rings, segments x, and all has room."""
-    every = [job_of(launch, i) for i in range(len(launch.jobs))]
-    job, stages, octets = every[number], header.geometry.stages, 1 if "_8" in launch.name else 2
+    job, stages, octets = job_of(launch, number), header.geometry.stages, 1 if "_8" in launch.name else 2
     segments, per_segment, lines = job["segments"], job["segment_stages"], job["slots"] * job["segments"]
     assert per_segment % job["stages_per_range"] == 0
     assert (segments - 1) * per_segment < stages <= segments * per_segment

@@ -83,23 +83,19 @@ def _stop(kind: str, code: int, arguments: list[str]) -> int:
     """By a signal."""
     resumable = arguments[:1] in (["compress"], ["decompress"])
     mend = "the same command goes on where it stopped" if resumable else None
-    _report(kind, SamebitsError("interrupted", mend=mend), arguments)
-    return _fail(f"interrupted; {mend}" if mend else "interrupted", code)
+    return _refuse(SamebitsError("interrupted", mend=mend), arguments, kind, code)
 
 
-def _refuse(error: SamebitsError, arguments: list[str]) -> int:
-    _report(type(error).__name__, error, arguments)
-    return _fail(str(error), UNUSABLE)
+def _refuse(error: SamebitsError, arguments: list[str], kind: str | None = None, code: int = UNUSABLE) -> int:
+    """``kind``: as JSON, if not the error's class."""
+    if "--json" in arguments:
+        from samebits.cli.console import print_json
 
-
-def _report(kind: str, error: SamebitsError, arguments: list[str]) -> None:
-    if "--json" not in arguments:
-        return
-    from samebits.cli.console import print_json
-
-    with suppress(OSError):  # what goes wrong may be that nothing can be written there
-        print_json({"error": {"kind": kind, "what": error.what, "where": error.where, "mend": error.mend}})
-        sys.stdout.flush()
+        found = {"kind": kind or type(error).__name__, "what": error.what, "where": error.where, "mend": error.mend}
+        with suppress(OSError):  # what goes wrong may be that nothing can be written there
+            print_json({"error": found})
+            sys.stdout.flush()
+    return _fail(str(error), code)
 
 
 def _fail(message: str, code: int) -> int:

@@ -100,15 +100,25 @@ __device__ __forceinline__ Vec2 quad_words(u32 raw, u32 upper, u32 scale) {
     return {unshift(__byte_perm(raw, upper, 0x5140), scale), unshift(__byte_perm(raw, upper, 0x7362), scale)};
 }
 
+// A step of up to eight tokens: a quad of each row of one row group, or of two.
+template <int groups>
+__device__ __forceinline__ void multiply_rows(float (&sums)[4], int q, const u32 (&raw)[groups], const u32 (&upper)[groups], const u32 (&scale)[groups], const Vec4& x) {
+    u32 weights[4];                     // the lower rows of the left matrix hold anything if there is one, and nobody reads their sums
+#pragma unroll
+    for (int i = 0; i < groups; ++i) {
+        const Vec2 words = quad_words(raw[i], upper[i], scale[i]);
+        weights[i] = words.x, weights[2 + i] = words.y;
+    }
+    multiply(sums, weights, q & 1 ? x.z : x.x, q & 1 ? x.w : x.y);
+}
+
 // A step: a quad of each of eight rows.
 template <int octets>
 __device__ __forceinline__ void multiply_quad(Sums<octets>& sums, int q, u32 raw, u32 upper, u32 scale, const Vec4 (&x)[octets]) {
-    const Vec2 words = quad_words(raw, upper, scale);
     if constexpr (octets == 1) {
-        u32 weights[4];                 // the lower rows of the left matrix hold anything, and nobody reads their sums
-        weights[0] = words.x, weights[2] = words.y;
-        multiply(sums.of, weights, q & 1 ? x[0].z : x[0].x, q & 1 ? x[0].w : x[0].y);
+        multiply_rows<1>(sums.of, q, {raw}, {upper}, {scale}, x[0]);
     } else {
+        const Vec2 words = quad_words(raw, upper, scale);
         const Vec4& own = x[q & 1];
         const u32 tokens[4] = {own.x, own.y, own.z, own.w};
         multiply(sums.of, tokens, words.x, words.y);

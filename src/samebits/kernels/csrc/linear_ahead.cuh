@@ -321,13 +321,7 @@ struct LineSums<1, lines> {
     float of[4];
 
     __device__ __forceinline__ void multiply(int q, const u32 (&raw)[lines], const u32 (&upper)[lines], const u32 (&scale)[lines], const Vec4 (&x)[1]) {
-        u32 weights[4];             // the lower rows hold anything if there is one line
-#pragma unroll
-        for (int i = 0; i < lines; ++i) {
-            const Vec2 words = quad_words(raw[i], upper[i], scale[i]);
-            weights[i] = words.x, weights[2 + i] = words.y;
-        }
-        ::multiply(of, weights, q & 1 ? x[0].z : x[0].x, q & 1 ? x[0].w : x[0].y);
+        multiply_rows(of, q, raw, upper, scale, x[0]);
     }
     __device__ __forceinline__ Sums<1> line(int i) const { return {{of[2 * i], of[2 * i + 1]}}; }
 };
