@@ -23,7 +23,6 @@ import samebits
 from samebits.bf16 import words_of
 from samebits.df11.unit import Unit
 from samebits.kernels import residents
-from samebits.nn import packed_module
 from samebits.plans import dispatch, together
 from samebits.plans.key import PlanKey
 
@@ -216,7 +215,7 @@ def one_launch(monkeypatch: pytest.MonkeyPatch, flaw: int = 1) -> None:
             kept.followers.chosen[PlanKey(*packed.shape, x.shape[0], False, "settings")] = mock.Mock(more_us=0.0)
         return F.linear(x, samebits.decode(packed), bias) * flaw
 
-    monkeypatch.setattr(packed_module, "_is_plain", lambda tensor: True)
+    monkeypatch.setattr("samebits.nn.product._is_plain", lambda tensor: True)
     monkeypatch.setattr(dispatch, "linear_of_module", product)
 
 

@@ -21,7 +21,6 @@ import generate  # noqa: E402
 import models  # noqa: E402
 import tables  # noqa: E402
 from samebits.kernels.ops import decode_packed  # noqa: E402
-from samebits.nn import packed_module  # noqa: E402
 from samebits.nn.packed_module import packed_parameters  # noqa: E402
 from samebits.plans import dispatch  # noqa: E402
 
@@ -123,7 +122,7 @@ def test_a_compiled_step_has_the_packed_bytes_in_place(monkeypatch: pytest.Monke
     from torch._dynamo.backends.common import aot_autograd
     from torch._guards import TracingContext
 
-    monkeypatch.setattr(packed_module, "_is_plain", lambda tensor: True)
+    monkeypatch.setattr("samebits.nn.product._is_plain", lambda tensor: True)
     monkeypatch.setattr(dispatch, "linear_of_module", lambda x, packed, bias: F.linear(x, decode_packed(packed), bias))
     graphs: list[tuple[str, list[torch.Tensor]]] = []
 

@@ -18,7 +18,6 @@ import samebits
 from samebits.cli.run import run
 from samebits.errors import DigestError, DtypeError, FormatError, InputError
 from samebits.format.container import Checkpoint
-from samebits.nn import packed_module
 from samebits.nn.packed_module import PackedLinearModule
 from samebits.plans import dispatch
 from tests.integrations.diffusers_models import ARCHITECTURES, Reference, assert_same_bytes, eligible, make, output
@@ -159,7 +158,7 @@ def test_products_that_may_have_plans(any_model: Reference, monkeypatch: pytest.
     """On a GPU, as which this CPU is taken: of all linear layers but those whose inputs are transposed."""
     model = any_model.load()
     samebits.compress(model, min_weights=1)
-    monkeypatch.setattr(packed_module, "_is_plain", lambda tensor: tensor.dtype is torch.bfloat16)
+    monkeypatch.setattr("samebits.nn.product._is_plain", lambda tensor: tensor.dtype is torch.bfloat16)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, PackedLinearModule)}
     present, called, fused = "", set[str](), set[str]()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,9 @@ from transformers.pytorch_utils import Conv1D
 
 import samebits
 from samebits.errors import InputError
-from samebits.nn import recipe
 from samebits.nn.packed_module import PackedModule
 from tests.df11.checkpoints import VECTORS
+from tests.nn.modules import watch_decoding
 
 MIN_WEIGHTS = 1024
 TOKENS = torch.randint(0, 256, (2, 12), generator=torch.Generator().manual_seed(1))
@@ -179,15 +178,7 @@ def test_nothing_dense_is_kept(
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.enable_input_require_grads()
-    seen: list[weakref.ref[Any]] = []
-    decode = recipe.Recipe.decode
-
-    def watched(weight: recipe.Recipe, data: list[torch.Tensor]) -> torch.Tensor:
-        words = decode(weight, data).view(torch.int16).numpy().copy()
-        seen.append(weakref.ref(words))  # dead once no tensor, view or graph has this memory
-        return torch.from_numpy(words).view(torch.bfloat16)
-
-    monkeypatch.setattr(recipe.Recipe, "decode", watched)
+    seen = watch_decoding(monkeypatch)
     loss = model(TOKENS, labels=TOKENS).loss
     gc.collect()
     count = len(seen)

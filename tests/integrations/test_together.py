@@ -17,7 +17,6 @@ from samebits.format.packed import PackedTensor
 from samebits.kernels import nvrtc
 from samebits.kernels.linear import LinearPlan, Operands
 from samebits.kernels.linear_job import Spare
-from samebits.nn import packed_module
 from samebits.plans import call, dispatch, planner, prefetch, recall, together
 from samebits.plans.planner import Planner
 from samebits.plans.store import GroupOutcome, Outcome
@@ -87,7 +86,7 @@ def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ahead: list[int]) 
     monkeypatch.setattr(nvrtc, "where", lambda device: nvrtc.Where(7, 0))
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # as tensors in main memory say
-    monkeypatch.setattr(packed_module, "_is_plain", lambda tensor: not tensor.requires_grad)
+    monkeypatch.setattr("samebits.nn.product._is_plain", lambda tensor: not tensor.requires_grad)
     return seen
 
 

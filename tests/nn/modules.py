@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from functools import partial, partialmethod
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
+
+from samebits.nn import product, recipe
 
 MIN_WEIGHTS = 1024
 
@@ -14,6 +19,20 @@ MIN_WEIGHTS = 1024
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     same_kind = left.dtype == right.dtype and left.shape == right.shape
     return same_kind and torch.equal(left.contiguous().view(torch.int16), right.contiguous().view(torch.int16))
+
+
+def watch_decoding(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
+    """The memory of each weight that modules decode: dead once no tensor, view or graph of autograd has it any more."""
+    seen: list[weakref.ref[Any]] = []
+
+    def watched(decode: Callable[..., torch.Tensor], *packed: object) -> torch.Tensor:
+        words = decode(*packed).view(torch.int16).numpy().copy()
+        seen.append(weakref.ref(words))
+        return torch.from_numpy(words).view(torch.bfloat16)
+
+    monkeypatch.setattr(recipe.Recipe, "decode", partialmethod(partial(watched, recipe.Recipe.decode)))
+    monkeypatch.setattr(product, "decoded", partial(watched, product.decoded))
+    return seen
 
 
 def products_of(call: Callable[[], object]) -> list[str]:

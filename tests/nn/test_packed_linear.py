@@ -15,6 +15,7 @@ from functorch.compile import make_boxed_func
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.autograd import forward_ad
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -22,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import samebits
 from samebits.format.packed import PackedTensor
 from samebits.kernels.ops import decode_packed
-from samebits.nn import packed_module
+from samebits.nn import product
 from samebits.nn.packed_module import PackedLinearModule, PackedModule
 from samebits.plans import dispatch
 from tests.nn.modules import INPUT, products_of, same_bits
@@ -60,7 +61,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
         seen.append(x)
         return nn.functional.linear(x, decode_packed(packed), bias)
 
-    original = packed_module._is_plain
+    original = product._is_plain
 
     def is_plain(tensor: torch.Tensor) -> bool:
         with monkeypatch.context() as patch:
@@ -68,7 +69,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
             return original(tensor)
 
     monkeypatch.setattr(dispatch, "linear_of_module", linear)
-    monkeypatch.setattr(packed_module, "_is_plain", is_plain)
+    monkeypatch.setattr(product, "_is_plain", is_plain)
     return seen
 
 
@@ -115,13 +116,8 @@ def test_float32_is_left_alone(products: list[torch.Tensor]) -> None:
     assert not products
 
 
-def test_gradients_are_left_alone(products: list[torch.Tensor]) -> None:
-    dense, packed = make()
-    first, second = (INPUT.clone().requires_grad_() for _ in range(2))
-    dense(first).float().sum().backward()
-    packed(second).float().sum().backward()
-    assert same_bits(second.grad, first.grad)
-    assert not products
+def test_trained_biases_are_left_alone(products: list[torch.Tensor]) -> None:
+    _, packed = make()
     packed.bias.requires_grad_()
     packed(INPUT).float().sum().backward()
     assert packed.bias.grad is not None
@@ -172,7 +168,7 @@ def test_autocast_is_left_alone(products: list[torch.Tensor], monkeypatch: pytes
 def test_compiled(products: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     """One graph with the operator in it."""
     dense, packed = make()
-    monkeypatch.setattr(packed_module, "_is_plain", lambda tensor: True)
+    monkeypatch.setattr(product, "_is_plain", lambda tensor: True)
     graphs: list[str] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
@@ -190,7 +186,7 @@ def test_compiled(products: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch)
 def test_compiled_with_strides_of_its_own(products: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     """The operator is given two dimensions, as torch's own products are in traces: a plan asks for plain strides."""
     dense, packed = make()
-    monkeypatch.setattr(packed_module, "_is_plain", lambda tensor: True)
+    monkeypatch.setattr(product, "_is_plain", lambda tensor: True)
     shapes: list[torch.Size] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
@@ -224,7 +220,7 @@ def test_compiled_by_inductor(products: list[torch.Tensor], monkeypatch: pytest.
     dense = Residual().to(torch.bfloat16).requires_grad_(False)
     packed = copy.deepcopy(dense)
     samebits.compress(packed)
-    monkeypatch.setattr(packed_module, "_is_plain", lambda tensor: True)
+    monkeypatch.setattr(product, "_is_plain", lambda tensor: True)
     made = []
     for module in (dense, packed):
         torch.compiler.reset()
@@ -236,7 +232,7 @@ def test_compiled_by_inductor(products: list[torch.Tensor], monkeypatch: pytest.
 
 def test_compiled_again_for_another_header(products: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     """The text in which a graph keeps a header is compared at every call."""
-    monkeypatch.setattr(packed_module, "_is_plain", lambda tensor: True)
+    monkeypatch.setattr(product, "_is_plain", lambda tensor: True)
     _, packed = make(bias=False)
     wide = nn.Linear(64, 96, bias=False).to(torch.bfloat16).requires_grad_(False)
     wide.weight.copy_(torch.randn(96, 64).mul(torch.randn(96, 1).mul(4).exp()))
@@ -266,7 +262,7 @@ def test_compiled_transformations(
     transform: Callable[[nn.Module], Callable[..., torch.Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dense, packed = make()
-    monkeypatch.setattr(packed_module, "_is_plain", lambda tensor: True)
+    monkeypatch.setattr(product, "_is_plain", lambda tensor: True)
     torch.compiler.reset()
     with torch.no_grad():
         assert same_bits(torch.compile(transform(packed), backend="aot_eager")(INPUT), transform(dense)(INPUT))
@@ -320,6 +316,70 @@ def test_torch_multiplies_as_with_the_plain_weight(
     assert len(ways) == (1 if gaps in NO_GAPS else 2)
 
 
+@pytest.mark.parametrize("gaps", ["two dimensions", "transposed token", *EVERY])
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_gradients(products: list[torch.Tensor], bias: bool, trained: bool, gaps: str) -> None:
+    """Of the input alone: an operation of its own, which keeps nothing that hooks of others could see."""
+    dense, packed = make(bias=bias, requires_grad=trained)
+    for module in (dense, packed):
+        module.requires_grad_(False)  # as a weight is once it is packed
+    of_two = {"two dimensions": lambda: _normal(5, 64), "transposed token": lambda: _normal(64, 1).t()}
+    x, kept = {**EVERY, **of_two}[gaps](), list[torch.Tensor]()
+    outer = _normal(*x.shape[:-1], 96)
+    made, ways = [], []
+    for module in (dense, packed):
+        leaf = x.detach().requires_grad_()
+        kept.clear()
+        with saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+            y = module(leaf)
+        backward = partial(torch.autograd.grad, y, leaf, outer, retain_graph=True)
+        ways.append(products_of(backward))
+        made.append([y.detach().clone(), *backward(), *torch.autograd.grad(y.mul_(2), leaf, outer[:1].expand_as(y))])
+    assert all(same_bits(theirs, ours) for theirs, ours in zip(*made, strict=True))
+    assert ways[0] == ways[1]
+    is_own = gaps in NO_GAPS or gaps == "two dimensions"
+    assert is_own == (type(packed(leaf).grad_fn).__name__ == "FrozenProductBackward")
+    assert not (is_own and kept)
+    assert not products
+
+
+def test_gradients_of_gradients() -> None:
+    dense, packed = make()
+    made = []
+    for module in (dense, packed):
+        x = INPUT.clone().requires_grad_()
+        [first] = torch.autograd.grad(module(x).float().pow(3).sum(), x, create_graph=True)
+        first.float().square().sum().backward()
+        made.append([first.detach(), x.grad])
+    assert all(same_bits(theirs, ours) for theirs, ours in zip(*made, strict=True))
+
+
+def test_gradients_of_several_outputs_at_once() -> None:
+    dense, packed = make()
+    outer = torch.randn(4, *INPUT.shape[:-1], 96, generator=torch.Generator().manual_seed(6)).to(torch.bfloat16)
+    made = []
+    for module in (dense, packed):
+        x = INPUT.clone().requires_grad_()
+        made += torch.autograd.grad(module(x), x, outer, is_grads_batched=True)
+    assert same_bits(*made)
+
+
+def test_gradients_of_fused_products(products: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    dense, packed = make(bias=False)
+    first, second = (INPUT.clone().requires_grad_() for _ in range(2))
+    y = dense(first)
+    y.float().square().sum().backward()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "is_cuda", True)
+        made = packed(second)
+    assert same_bits(made, y)
+    made.float().square().sum().backward()
+    assert same_bits(second.grad, first.grad)
+    assert len(products) == 1
+    assert products[0] is second  # by which products of one input are known
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(0, 64), (1, 0, 64), (0, 3, 64), (2, 0, 3, 64)], ids=str)
 def test_no_tokens(products: list[torch.Tensor], shape: tuple[int, ...], bias: bool) -> None:
@@ -361,7 +421,7 @@ def test_traced_as_with_the_plain_weight(
 ) -> None:
     dense, packed = make(bias=bias, requires_grad=trained)
     x, is_fused = EVERY[gaps](), way == "fused"
-    monkeypatch.setattr(packed_module, "_is_plain", lambda tensor: is_fused)
+    monkeypatch.setattr(product, "_is_plain", lambda tensor: is_fused)
     if way == "float32":
         packed.sb_recipes["weight"] = replace(packed.sb_recipes["weight"], dtype=torch.float32)
         for name, parameter in packed.named_parameters():

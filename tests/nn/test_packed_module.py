@@ -23,7 +23,7 @@ from samebits.errors import DigestError, DtypeError, FormatError, InputError
 from samebits.nn import recipe
 from samebits.nn.lazy import LazyTensor, LazyWeight
 from samebits.nn.packed_module import PackedModule, packed_class, share_ties
-from tests.nn.modules import CASES, INPUT, MIN_WEIGHTS, TOKENS, make, same_bits
+from tests.nn.modules import CASES, INPUT, MIN_WEIGHTS, TOKENS, make, same_bits, watch_decoding
 
 NAMES = ["tied", "experts", "linear"]
 
@@ -281,17 +281,7 @@ def test_decoded_once_for_each_forward_and_then_dropped(monkeypatch: pytest.Monk
 
 @pytest.fixture
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
-    """The memory of each decoded weight: dead once no tensor, view or graph of autograd has it any more."""
-    seen: list[weakref.ref[Any]] = []
-    decode = recipe.Recipe.decode
-
-    def watched(weight: recipe.Recipe, data: list[torch.Tensor]) -> torch.Tensor:
-        words = decode(weight, data).view(torch.int16).numpy().copy()
-        seen.append(weakref.ref(words))
-        return torch.from_numpy(words).view(torch.bfloat16)
-
-    monkeypatch.setattr(recipe.Recipe, "decode", watched)
-    return seen
+    return watch_decoding(monkeypatch)
 
 
 TRAINED = ["tied", "experts", "attention", "encoder layer", "conv2d", "conv3d", "bare", "parent reads child", "linear"]

@@ -43,6 +43,7 @@ from samebits.kernels.structures import (
     TogetherStructure,
 )
 from samebits.nn import packed_module
+from samebits.nn import product as eligible
 from samebits.plans import call, carry, dispatch, planner, prefetch, recall, together
 from samebits.plans.key import key_of
 from samebits.plans.store import GroupOutcome, Outcome
@@ -154,7 +155,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
         (planner.Planner, "of", lambda device: plans),
         (call, "MAX_HOPPER_TOKENS", MOST_TOKENS),
         (carry, "_SAVED_US", 1.0),  # whatever launches gain is less
-        (packed_module, "_is_plain", lambda tensor: type(tensor) in (torch.Tensor, nn.Parameter)),
+        (eligible, "_is_plain", lambda tensor: type(tensor) in (torch.Tensor, nn.Parameter)),
         (call, "decode_cuda", _decode),
         (recall.decode, "decode_cuda", _decode),
         (recall, "_can_recall", True),
@@ -717,7 +718,7 @@ def test_what_cannot_be_asked_goes_the_usual_way(driver: Driver, raising: str, m
     warm(module, driver)
     if raising == "shape":
         x = torch.nested.nested_tensor([x_of(2)])
-        monkeypatch.setattr(packed_module, "_is_plain", lambda tensor: False)
+        monkeypatch.setattr("samebits.nn.product._is_plain", lambda tensor: False)
     else:
         x = x_of(1, 1)
         monkeypatch.setattr(torch._C, raising, refuse, raising=False)

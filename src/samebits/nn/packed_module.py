@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
-from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.utils.weak import WeakIdKeyDictionary
@@ -26,6 +25,7 @@ from samebits.errors import DigestError, DtypeError, FormatError, InputError, Sa
 from samebits.format.names import BARE, PACKED, WEIGHT
 from samebits.format.packed import Header, PackedTensor
 from samebits.nn.lazy import LazyWeight
+from samebits.nn.product import FrozenProduct, is_frozen, is_fusible, is_matrix, is_trained
 from samebits.nn.recipe import Piece, Recipe
 from samebits.plans import dispatch
 from samebits.plans.key import has_planned_layout, is_gapless
@@ -410,10 +410,13 @@ class PackedLinearModule(PackedModule):
         made: torch.Tensor | None = dispatch.product_again(input, data, bias)
         if made is not None:
             return made
-        if not _is_fusible(input, bias):
-            return super().forward(input)  # type: ignore[no-any-return]
+        if not is_fusible(input, bias):
+            if not is_frozen(input, bias):
+                return super().forward(input)  # type: ignore[no-any-return]
+            packed = PackedTensor(cast(Header, recipe.matrix), data)
+            return FrozenProduct.apply(input, packed, self._sb_untracked)  # type: ignore[no-any-return, no-untyped-call]
         if input.dim() > 2 and not is_gapless(input):
-            if not _is_matrix(input, bias, recipe.shows_requires_grad(input.device)):
+            if not is_matrix(input, bias, recipe.shows_requires_grad(input.device)):
                 return super().forward(input)  # type: ignore[no-any-return]
             input = input.flatten(0, -2).unflatten(0, input.shape[:-1])  # the same memory
             made = dispatch.product_again(input, data, bias)
@@ -423,10 +426,17 @@ class PackedLinearModule(PackedModule):
         self.sb_data("weight")  # which looks at it
         return dispatch.linear_of_module(input, PackedTensor(recipe.matrix, data), bias)
 
+    def _sb_untracked(self, input: torch.Tensor) -> torch.Tensor:
+        """``forward`` where no gradients are recorded, of an input without gaps."""
+        if input.is_cuda:
+            return PackedLinearModule.forward(self, input)
+        return F.linear(input, self.sb_decode("weight"), cast("torch.Tensor | None", self.bias))
+
     def sb_may_be_fused(self, input: torch.Tensor) -> bool:
         """Whether plans are made for inputs that lie in memory as this one does; else the product is left to torch."""
-        is_matrix = input.dim() == 3 and _is_matrix(input, self.bias, self.sb_recipes["weight"].requires_grad)
-        return is_matrix or has_planned_layout(input)
+        if input.dim() == 3 and is_matrix(input, self.bias, self.sb_recipes["weight"].requires_grad):
+            return True
+        return has_planned_layout(input)
 
     def _sb_traced(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """As torch multiplies in traces.
@@ -435,8 +445,8 @@ class PackedLinearModule(PackedModule):
         where the weight has requires_grad, but adds the bias then.
         """
         recipe, is_whole = self.sb_recipes["weight"], input.is_contiguous()
-        is_fused = bool(recipe.operands) and _is_fusible(input, bias)
-        is_frozen = not is_fused and is_whole and bool(recipe.operands) and _is_trained(input, bias)
+        is_fused = bool(recipe.operands) and is_fusible(input, bias)
+        is_frozen = not is_fused and is_whole and bool(recipe.operands) and is_trained(input, bias)
         is_operator = is_fused or is_frozen
         is_folded = input.dim() > 2 and (is_operator if is_whole else recipe.shows_requires_grad(input.device))
         rows = input.flatten(0, -2) if is_folded else input
@@ -449,48 +459,6 @@ class PackedLinearModule(PackedModule):
             y = F.linear(rows, self.sb_decode("weight"), addend)
         y = y.unflatten(0, input.shape[:-1]) if is_folded else y
         return y if addend is bias else y + bias  # type: ignore[no-any-return]
-
-
-def _is_matrix(input: torch.Tensor, bias: object, requires_grad: bool) -> bool:
-    """Whether torch multiplies an input [..., K] as one matrix without gaps, whatever strides a dimension of 1 has.
-
-    Args:
-        requires_grad: what the weight says.
-    """
-    return input.is_contiguous() and (bias is not None or requires_grad)
-
-
-def _is_fusible(input: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Whether nothing but the values of a product is asked for."""
-    return not _is_watched() and _is_plain(input) and (bias is None or _is_plain(bias))
-
-
-def _is_trained(input: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Of a trace: whether gradients of these are recorded, and the product is of two dimensions and BF16."""
-    if not torch.is_grad_enabled() or torch.is_autocast_enabled(input.device.type):
-        return False
-    operands = [input] if bias is None else [input, bias]
-    is_own = all(type(each) in (torch.Tensor, nn.Parameter) and each.dtype is torch.bfloat16 for each in operands)
-    return is_own and input.dim() >= 2 and any(each.requires_grad for each in operands)
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """A tensor of torch's own on a GPU, of which no gradient is wanted."""
-    is_own = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_nested
-    return is_own and tensor.is_cuda and not (tensor.requires_grad and torch.is_grad_enabled())
-
-
-def _is_watched() -> bool:
-    """Whether more than values is asked for: by autocast, forward-mode differentiation, torch.func, a mode, a trace."""
-    if torch.is_autocast_enabled("cuda") or forward_ad._current_level >= 0:
-        return True
-    if torch.compiler.is_compiling():  # the graph has the operator, which knows torch.vmap
-        return False
-    return (
-        torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._get_tracing_state() is not None
-    )
 
 
 _modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # all packed ones, and some that were

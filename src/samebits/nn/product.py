@@ -1,0 +1,92 @@
+"""Products of packed linear layers: which of them have plans, how torch would make them, and their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+
+from samebits.format.packed import PackedTensor
+from samebits.kernels.ops import decoded
+from samebits.plans.key import is_gapless
+
+
+class FrozenProduct(torch.autograd.Function):
+    """A product whose weight takes no gradient: of it autograd keeps the packed bytes, which backward decodes again.
+
+    Its gradient is torch's own of a product of two dimensions.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: torch.Tensor, packed: PackedTensor, multiply: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """
+        Args:
+            input: [..., K].
+            packed: of the weight [N, K].
+            multiply: makes the product [..., N] of the input; called without recording gradients.
+        """
+        ctx.packed = packed
+        y = multiply(input)
+        return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y  # or it could not be written to
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        weight = decoded(ctx.packed)
+        of_input = grad.reshape(-1, grad.shape[-1]).mm(weight)
+        return of_input.view(*grad.shape[:-1], weight.shape[1]), None, None
+
+
+def is_matrix(input: torch.Tensor, bias: object, requires_grad: bool) -> bool:
+    """Whether torch multiplies an input [..., K] as one matrix without gaps, whatever strides a dimension of 1 has.
+
+    Args:
+        requires_grad: what the weight says.
+    """
+    return input.is_contiguous() and (bias is not None or requires_grad)
+
+
+def is_fusible(input: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Whether nothing but the values of a product is asked for."""
+    return not _is_watched() and _is_plain(input) and (bias is None or _is_plain(bias))
+
+
+def is_trained(input: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Whether gradients of these are recorded, and the product is of two dimensions and BF16."""
+    operands = [input] if bias is None else [input, bias]
+    is_own = all(type(each) in (torch.Tensor, nn.Parameter) and each.dtype is torch.bfloat16 for each in operands)
+    if not is_own or not torch.is_grad_enabled() or torch.is_autocast_enabled(input.device.type):
+        return False
+    return input.dim() >= 2 and any(each.requires_grad for each in operands)
+
+
+def is_frozen(input: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Whether the input's gradient is recorded, and nothing else, of a product that torch makes of two dimensions.
+
+    Strides of a dimension of 1 count: torch makes a batch of products, or a transposed gradient, where they say so.
+    """
+    is_alone = not _is_watched() and is_trained(input, bias) and not (bias is not None and bias.requires_grad)
+    return is_alone and is_gapless(input)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """A tensor of torch's own on a GPU, of which no gradient is wanted."""
+    is_own = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_nested
+    return is_own and tensor.is_cuda and not (tensor.requires_grad and torch.is_grad_enabled())
+
+
+def _is_watched() -> bool:
+    """Whether more than values is asked for: by autocast, forward-mode differentiation, torch.func, a mode, a trace."""
+    if torch.is_autocast_enabled("cuda") or forward_ad._current_level >= 0:
+        return True
+    if torch.compiler.is_compiling():  # the graph has the operator, which knows torch.vmap
+        return False
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._get_tracing_state() is not None
+    )
