@@ -3,15 +3,15 @@
     python benchmarks/df11.py [--layers 4] [--name df11]        writes results/<name>.json
 
 The model has Llama 3.1 8B's shapes, fewer layers and synthetic weights. It is written in all forms to a temporary
-folder, and read from there while the system still has it in memory. Every form has to give the tokens of BF16 before
-its time counts. With a static cache, transformers compiles the model. Decoding is of one layer's seven
-matrices, over more than 900 MB of distinct bytes, beside the roof of gpu.py for the same bytes.
+folder, and read from there while the system still has it in memory. Every form has to give the tokens of BF16. On a GPU
+each has a process of its own, for what runs second in a process is slower, and generates WARM_UP times before it is
+timed, for the host is slow at first. With a static cache, transformers compiles the model. Decoding is of one layer's
+seven matrices, over more than 900 MB of distinct bytes, beside the roof of gpu.py for the same bytes.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -28,6 +28,7 @@ from common import (
     Measured,
     Timing,
     encode_checked,
+    runner,
     significant,
     synthetic_matrix,
     time_calls,
@@ -49,6 +50,7 @@ LLAMA = {
     "num_key_value_heads": 8, "max_position_embeddings": 8192,
 }  # fmt: skip
 PROMPT = 16  # tokens
+WARM_UP = 8  # calls
 # Name: folder, and how it is loaded.
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "BF16": ("bf16", {}),
@@ -70,7 +72,6 @@ class OwnKernel(DFloat11):
         torch.ops.samebits.df11_decode(*tensors, output, self.malformed)
 
 
-@repeatable_attention()
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--name", default="df11")
@@ -144,33 +145,44 @@ def measure_forms(folder: Path, tokens: int, repeats: int, device: str) -> list[
     Raises:
         SystemExit: a form gives other tokens than BF16, so there is nothing worth measuring.
     """
-    weights = sum(entry.words for entry in Checkpoint.open(folder / "bf16"))
-    prompt = torch.arange(1, PROMPT + 1, device=device)[None]
+    run = runner(device)
     expected: list[int] = []
     rows: list[Row] = []
-    for form, (name, options) in FORMS.items():
-        load = partial(load_form, folder / name, device, options)
-        loading = time_calls(load, repeats=repeats)
-        model = load()
-        run = partial(generate, model, prompt, tokens)
-        expected = expected or run()
-        if run() != expected:
+    for form in FORMS:
+        row, found = run(measure_form, folder, form, tokens, repeats, device)()
+        expected = expected or found
+        if found != expected:
             raise SystemExit(f"{form}: other tokens than BF16's")
-        row = {
-            "table": "forms",
-            "form": form,
-            "layers": model.config.num_hidden_layers,
-            "bits_per_weight": round(8 * bytes_of(folder / name) / weights, 4),
-            **_seconds("load_seconds", loading),
-            **time_calls(run, repeats=repeats).rates("tokens_per_s", tokens),
-            **time_calls(partial(run, cache="static"), repeats=repeats).rates("static_tokens_per_s", tokens),
-        }
         print(row, flush=True)
         rows.append(row)
-        del model, run
-        torch.compiler.reset()  # or its graphs keep the model
-        gc.collect()
     return rows
+
+
+@repeatable_attention()
+def measure_form(folder: Path, form: str, tokens: int, repeats: int, device: str) -> tuple[Row, list[int]]:
+    """A row of the table "forms", and what the form generates."""
+    name, options = FORMS[form]
+    weights = sum(entry.words for entry in Checkpoint.open(folder / "bf16"))
+    prompt = torch.arange(1, PROMPT + 1, device=device)[None]
+    load = partial(load_form, folder / name, device, options)
+    loading = time_calls(load, repeats=repeats)
+    model = load()
+    ways = {"tokens_per_s": partial(generate, model, prompt, tokens)}
+    ways["static_tokens_per_s"] = partial(ways["tokens_per_s"], cache="static")
+    rates: dict[str, float] = {}
+    for key, way in ways.items():
+        for _ in range(WARM_UP):
+            way()
+        rates |= time_calls(way, repeats=3 * repeats).rates(key, tokens)
+    row = {
+        "table": "forms",
+        "form": form,
+        "layers": model.config.num_hidden_layers,
+        "bits_per_weight": round(8 * bytes_of(folder / name) / weights, 4),
+        **_seconds("load_seconds", loading),
+        **rates,
+    }
+    return row, ways["tokens_per_s"]()
 
 
 def load_form(folder: Path, device: str, options: Mapping[str, Any]) -> Any:

@@ -5,8 +5,9 @@
     python benchmarks/training.py --model tiny --device cpu --sequence 16 --name trial
 
 A real configuration with synthetic weights (generate.build), random tokens, adapters of rank RANK in BF16 on all linear
-layers but the head, AdamW. A step is forward, backward and the optimizer's; its time is the median of REPEATS after two
-that warm up, and peak_bytes is what torch allocated at most, weights included.
+layers but the head, AdamW. A step is forward, backward and the optimizer's; its time is the median of REPEATS, after
+some that warm up, and peak_bytes is what torch allocated at most, weights included. On a GPU BF16 and compressed have
+a process each, for what runs second in a process is slower, and plans are found ahead (samebits.prepare).
 
 torch is told to compute deterministically, and to raise an error where it cannot: if it only warns, the backward pass
 of its flash attention does not repeat itself. cuDNN's attention never does, so torch takes another one
@@ -20,19 +21,23 @@ import copy
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
 
 import generate
-from common import PACKAGES, Timing, cpu_name, significant, time_calls, write_results
+import samebits
+from common import PACKAGES, Timing, cpu_name, runner, significant, time_calls, write_results
 from samebits.verify import repeatable_attention
 
 RANK = 16
-REPEATS = 5
+WARM_UP = 4  # steps, behind the one whose gradients are compared
+REPEATS = 15
 Tensors = dict[str, torch.Tensor]
 
 
@@ -75,16 +80,22 @@ def measure(model: Any, setting: Setting, device: str) -> Figures:
     model.gradient_checkpointing_disable()
     if setting.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    call = partial(model, input_ids=tokens, labels=tokens, use_cache=False)
 
     def step() -> None:
         optimizer.zero_grad()
-        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        call().loss.backward()
         optimizer.step()
         if device == "cuda":
             torch.cuda.synchronize()
 
+    if device == "cuda":
+        with torch.no_grad():
+            samebits.prepare(model, call=call)
     step()
     gradients = {name: parameter.grad.cpu() for name, parameter in trainable(model).items()}
+    for _ in range(WARM_UP):
+        step()
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     timing = time_calls(step, repeats=REPEATS)
@@ -93,8 +104,24 @@ def measure(model: Any, setting: Setting, device: str) -> Figures:
     return Figures(timing, peak, gradients, adapters)
 
 
+@contextmanager
+def repeatable() -> Iterator[None]:
+    """In which torch computes deterministically."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it, before its first product
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it would write every decoded weight twice
+    try:
+        with repeatable_attention():
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.utils.deterministic.fill_uninitialized_memory = before[1]
+
+
+@repeatable()
 def measure_all(name: str, settings: list[Setting], device: str, packed: bool) -> list[Figures]:
-    """Every setting from the same adapters, on one model, which is gone afterwards."""
+    """Every setting from the same adapters, on one model."""
     model = adapted(name, device, packed)
     fresh = copy.deepcopy(trainable(model))
     found = []
@@ -107,17 +134,15 @@ def measure_all(name: str, settings: list[Setting], device: str, packed: bool) -
         for parameter in model.parameters():
             parameter.grad = None
         gc.collect()
-    del model, fresh
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
     return found
 
 
-def rows(name: str, settings: list[Setting], device: str) -> Iterator[dict[str, Any]]:
-    """BF16 first, then compressed, each setting beside the other."""
-    plain = measure_all(name, settings, device, packed=False)
-    packed = measure_all(name, settings, device, packed=True)
+def rows(
+    name: str, settings: list[Setting], device: str, run: Callable[..., Callable[[], Any]] = partial
+) -> Iterator[dict[str, Any]]:
+    """BF16 first, then compressed, each setting beside the other; ``run`` is partial or in_own_process."""
+    plain = run(measure_all, name, settings, device, packed=False)()
+    packed = run(measure_all, name, settings, device, packed=True)()
     for setting, left, right in zip(settings, plain, packed, strict=True):
         yield {
             "table": "steps", "model": name, "rank": RANK, "batch": setting.batch, "sequence": setting.sequence,
@@ -150,14 +175,10 @@ def main() -> int:
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("no CUDA device")
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it, before its first product
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # it would write every decoded weight twice
     settings = [
         Setting(batch, options.sequence, checkpointing) for batch in options.batches for checkpointing in (False, True)
     ]
-    with repeatable_attention():
-        found = list(rows(options.model, settings, options.device))
+    found = list(rows(options.model, settings, options.device, runner(options.device)))
     device = torch.cuda.get_device_name() if options.device == "cuda" else cpu_name()
     print(write_results(options.name, device, found, (*PACKAGES, "transformers", "peft")))
     return int(not all(row["same_gradients"] and row["same_adapters"] for row in found))

@@ -30,6 +30,7 @@ def _without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "time_graph", run_all)
     for module in (gpu, dfloat11_kernel):
         monkeypatch.setattr(module, "DISTINCT_BYTES", 500_000)
+    monkeypatch.setattr(df11, "WARM_UP", 0)
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ import training  # noqa: E402
 def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every setting begins with the same adapters, so the first gradients are the same with checkpointing."""
     seen, measure = [], training.measure
+    monkeypatch.setattr(training, "WARM_UP", 0)
     monkeypatch.setattr(training, "REPEATS", 1)
     monkeypatch.setattr(training, "measure", lambda *arguments: (seen.append(measure(*arguments)), seen[-1])[1])
     settings = [training.Setting(2, 8, checkpointing) for checkpointing in (False, True)]
