@@ -69,6 +69,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
             return original(tensor)
 
     monkeypatch.setattr(dispatch, "linear_of_module", linear)
+    monkeypatch.setattr(dispatch, "gradient", lambda grad, packed: grad.mm(decode_packed(packed)))
     monkeypatch.setattr(product, "_is_plain", is_plain)
     return seen
 

@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -167,6 +168,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     for target, name, value in settings:
         monkeypatch.setattr(target, name, value, raising=False)
     monkeypatch.setattr(dispatch, "product_again", recall.product_of(dispatch.together.turns))
+    monkeypatch.setattr(dispatch, "gradient_again", recall.gradient_of())
     yield played
     assert start is not None  # lived until here
 
@@ -679,6 +681,89 @@ def test_anything_changed_goes_the_usual_way(driver: Driver, change: Callable[[D
     assert ways(driver) == (1, 0)
 
 
+def packed_of(module: nn.Linear) -> PackedTensor:
+    header = module.sb_recipes["weight"].matrix
+    return PackedTensor(header, module._parameters[packed_module._DATA])
+
+
+def test_gradients_of_inputs(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weight is decoded again, by native code from the third time on, and multiplied by torch."""
+    module, grad = layer(0), torch.ones(3, 64, dtype=torch.bfloat16)
+    for _ in range(2):
+        dispatch.gradient(grad, packed_of(module))
+        assert ways(driver) == (1, 0)
+    seen: list[torch.Tensor] = []
+    allocate = torch.Tensor.new_empty
+
+    def allocated(tensor: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        made = allocate(tensor, *arguments)
+        seen.append(made.copy_(matrix(0)))  # as the kernel does
+        return made
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "new_empty", allocated)
+        made = dispatch.gradient(grad, packed_of(module))
+    [(name, told)], [weight] = driver.again, seen
+    assert name == "decode"
+    assert int.from_bytes(told[2], sys.byteorder) == weight.data_ptr()
+    assert torch.equal(made.view(torch.int16), grad.mm(matrix(0)).view(torch.int16))
+    assert ways(driver) == (0, 1)
+
+
+def test_gradients_and_products_of_one_shape(driver: Driver) -> None:
+    """What is remembered of the one is nothing to the other."""
+    module = layer(0, rows=K)
+    warm(module, driver, 3)
+    for _ in range(3):
+        dispatch.gradient(x_of(3), packed_of(module))
+    assert ways(driver) == (2, 1)
+    assert driver.functions[-1] == "decode"
+    module(x_of(3))
+    assert ways(driver) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    "change", [change_stream, capture, change_bytes, move_bytes, replace_bytes], ids=lambda change: change.__name__
+)
+def test_gradients_of_what_has_changed(driver: Driver, change: Callable[[Driver, nn.Linear], None]) -> None:
+    module, grad = layer(0), torch.ones(3, 64, dtype=torch.bfloat16)
+    for _ in range(3):
+        dispatch.gradient(grad, packed_of(module))
+    assert ways(driver) == (2, 1)
+    change(driver, module)
+    dispatch.gradient(grad, packed_of(module))
+    assert ways(driver) == (1, 0)
+
+
+def test_gradients_that_want_gradients(driver: Driver) -> None:
+    module, grad = layer(0), torch.ones(3, 64, dtype=torch.bfloat16)
+    for _ in range(3):
+        dispatch.gradient(grad, packed_of(module))
+    ways(driver)
+    assert dispatch.gradient(grad.requires_grad_(), packed_of(module)).requires_grad
+    assert ways(driver) == (1, 0)
+
+
+def test_gradients_are_forgotten_with_the_weight(driver: Driver) -> None:
+    module, before = layer(0), len(recall._gradients)
+    for _ in range(3):
+        dispatch.gradient(torch.ones(3, 64, dtype=torch.bfloat16), packed_of(module))
+    assert len(recall._gradients) == before + 1
+    del module
+    gc.collect()
+    assert len(recall._gradients) == before
+
+
+def test_training_decodes_nothing_ahead(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = carrying(driver, monkeypatch, steps=0)
+    for _ in range(12):
+        with torch.no_grad():  # as inside of an operation of autograd's
+            [module(x_of(1, 1).requires_grad_()) for module in modules]
+    assert all(prefetched_of(module) is None for module in modules[1:])
+    assert not resident(modules[0]._parameters[packed_module._DATA]).carriers
+    assert len(driver.again) > 0
+
+
 @pytest.mark.parametrize("result", [0, 719])
 def test_a_device_that_is_not_the_current_one(driver: Driver, result: int) -> None:
     """Products are made on their input's, and the current one stays; whatever happens."""
@@ -935,4 +1020,5 @@ def test_the_largest_launch_fits() -> None:
 
 def test_without_the_native_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recall, "native", None)
-    assert recall.product_of(dispatch.together.turns)(x_of(1), torch.zeros(1), None) is None
+    for make in (partial(recall.product_of, dispatch.together.turns), recall.gradient_of):
+        assert make()(x_of(1), torch.zeros(1), None) is None

@@ -410,11 +410,11 @@ class PackedLinearModule(PackedModule):
         made: torch.Tensor | None = dispatch.product_again(input, data, bias)
         if made is not None:
             return made
-        if not is_fusible(input, bias):
-            if not is_frozen(input, bias):
-                return super().forward(input)  # type: ignore[no-any-return]
+        if is_frozen(input, bias):
             packed = PackedTensor(cast(Header, recipe.matrix), data)
             return FrozenProduct.apply(input, packed, self._sb_untracked)  # type: ignore[no-any-return, no-untyped-call]
+        if not is_fusible(input, bias):
+            return super().forward(input)  # type: ignore[no-any-return]
         if input.dim() > 2 and not is_gapless(input):
             if not is_matrix(input, bias, recipe.shows_requires_grad(input.device)):
                 return super().forward(input)  # type: ignore[no-any-return]

@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 
 from samebits.format.packed import PackedTensor
 from samebits.kernels.ops import decoded
+from samebits.plans import dispatch
 from samebits.plans.key import is_gapless
 
 
@@ -36,9 +37,10 @@ class FrozenProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        weight = decoded(ctx.packed)
-        of_input = grad.reshape(-1, grad.shape[-1]).mm(weight)
-        return of_input.view(*grad.shape[:-1], weight.shape[1]), None, None
+        packed: PackedTensor = ctx.packed
+        rows = grad.reshape(-1, grad.shape[-1])
+        of_input = dispatch.gradient(rows, packed) if is_fusible(rows, None) else rows.mm(decoded(packed))
+        return of_input.view(*grad.shape[:-1], packed.shape[1]), None, None
 
 
 def is_matrix(input: torch.Tensor, bias: object, requires_grad: bool) -> bool:
@@ -57,11 +59,10 @@ def is_fusible(input: torch.Tensor, bias: torch.Tensor | None) -> bool:
 
 def is_trained(input: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """Whether gradients of these are recorded, and the product is of two dimensions and BF16."""
-    operands = [input] if bias is None else [input, bias]
-    is_own = all(type(each) in (torch.Tensor, nn.Parameter) and each.dtype is torch.bfloat16 for each in operands)
-    if not is_own or not torch.is_grad_enabled() or torch.is_autocast_enabled(input.device.type):
+    if not torch.is_grad_enabled() or not (_is_own(input) and (bias is None or _is_own(bias))):
         return False
-    return input.dim() >= 2 and any(each.requires_grad for each in operands)
+    wants = input.requires_grad or (bias is not None and bias.requires_grad)
+    return wants and input.dim() >= 2 and not torch.is_autocast_enabled(input.device.type)
 
 
 def is_frozen(input: torch.Tensor, bias: torch.Tensor | None) -> bool:
@@ -69,8 +70,13 @@ def is_frozen(input: torch.Tensor, bias: torch.Tensor | None) -> bool:
 
     Strides of a dimension of 1 count: torch makes a batch of products, or a transposed gradient, where they say so.
     """
-    is_alone = not _is_watched() and is_trained(input, bias) and not (bias is not None and bias.requires_grad)
-    return is_alone and is_gapless(input)
+    is_alone = is_trained(input, bias) and not (bias is not None and bias.requires_grad)
+    return is_alone and is_gapless(input) and not _is_watched()
+
+
+def _is_own(tensor: torch.Tensor) -> bool:
+    """A tensor of torch's own, BF16."""
+    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.dtype is torch.bfloat16
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -23,6 +23,7 @@ _LIBRARY = torch.library.Library("samebits", "FRAGMENT")
 
 together = Together()
 product_again = recall.product_of(together.turns)
+gradient_again = recall.gradient_of()
 
 
 def linear_of_module(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -42,6 +43,12 @@ def linear_of_module(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor |
         if call is None:
             return recall.decoded_first(x, packed, bias)
         return together.multiply(x, packed, bias, call)
+
+
+def gradient(grad: torch.Tensor, packed: PackedTensor) -> torch.Tensor:
+    """Of an input: ``grad.mm(decode(packed))``, grad [tokens, N] on a CUDA device."""
+    made: torch.Tensor | None = gradient_again(grad, packed.data, None)
+    return recall.gradient(grad, packed) if made is None else made
 
 
 def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> torch.Tensor:

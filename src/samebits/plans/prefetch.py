@@ -5,7 +5,7 @@ before (csrc/linear_relay.cuh). They go on with what will be asked for next, whi
 the dense model. What that is is learned from the calls, as in together.py: such a launch notes the products behind it,
 and from the next time on decodes what carry.py chooses of their weights. What is decoded is kept beside the weight's
 bytes until the product is asked for, on the same stream and in the same CUDA graph; if it never is, the launch forgets
-what it had noted.
+what it had noted. In training nothing is decoded ahead: weights would be kept through the backward pass.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class Prefetcher:
             return Made(products(x, bias, operands) if is_worth_it else None, None, is_settled)
 
         kept = resident(own[0])
-        if kept is None or products.launch.spare is None:
+        if kept is None or products.launch.spare is None or x.requires_grad:
             return alone(is_settled=True)
         carrier = _carrier_of(kept, x.shape)
         where = nvrtc.where(x.get_device())

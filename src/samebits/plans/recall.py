@@ -3,7 +3,7 @@
 Whoever has made a product in the usual way says so. The second time, what it rests on is kept beside the weight's
 bytes, for each shape of the input: torch's settings, the stream, the bias, the launch with all that its kernels are
 told. recall.c asks torch all of this again at each call, and launches; where an answer is another, the product is made
-in the usual way.
+in the usual way. So it is with gradients of inputs, for which the weight is decoded again.
 
 The native part is compiled when samebits is installed. Without it (no C compiler, a source tree that is not installed)
 every product is made in the usual way: with the same bits, but the host takes longer.
@@ -11,8 +11,9 @@ every product is made in the usual way: with the same bits, but the host takes l
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import ModuleType
+import weakref
+from collections.abc import Callable, Hashable, Mapping
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,25 @@ from samebits.plans.call import Call, decoding
 from samebits.plans.prefetch import Choice
 from samebits.plans.turn import Turns
 
+
+class Gradients(Bytes):
+    """A weight's packed bytes, and what is known of gradients that were made with them.
+
+    Attributes:
+        shortcuts: as they were made, by the shape of the output's gradient; None: not yet.
+        prefetched: nothing is.
+    """
+
+    __slots__ = ("prefetched", "shortcuts")
+
+    def __init__(self, data: torch.Tensor) -> None:
+        super().__init__(data)
+        self.shortcuts: dict[Hashable, Any] = {}
+        self.prefetched = None
+
+
+_gradients: dict[int, Gradients] = {}  # by id of the bytes
+
 native: ModuleType | None
 try:
     from samebits.plans import _recall as native
@@ -40,13 +60,26 @@ _MAX_SHAPES = 16  # of inputs of one weight
 _can_recall = native is not None and hasattr(torch._C, "_cuda_exchangeDevice")
 
 
-def product_of(turns: Turns) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], Any]:
+Product = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None"], Any]
+
+
+def product_of(turns: Turns) -> Product:
     """A function of an input, a weight's packed bytes and a bias: the product; None if it is to be made as usual."""
+    return _recall_of(turns, residents)
+
+
+def gradient_of() -> Product:
+    """A function of an output's gradient, a weight's packed bytes and None: the input's; None as of ``product_of``."""
+    alone = SimpleNamespace(windows=(), last=SimpleNamespace(made={}))  # nothing is made together with it, or noted
+    return _recall_of(alone, _gradients)
+
+
+def _recall_of(turns: Any, known: Mapping[int, Bytes]) -> Product:
     if native is None or not _can_recall:
         return lambda x, data, bias: None
     own = torch._C
     recall = native.Recall(
-        turns=turns, residents=residents, tensor=torch.Tensor, parameter=nn.Parameter, dtype=torch.bfloat16,
+        turns=turns, residents=known, tensor=torch.Tensor, parameter=nn.Parameter, dtype=torch.bfloat16,
         exchange_device=own._cuda_exchangeDevice, restore_device=own._cuda_maybeExchangeDevice,
         current_stream=own._cuda_getCurrentRawStream, is_capturing=own._cuda_isCurrentStreamCapturing,
         is_autocast=torch.is_autocast_enabled, forward_ad=forward_ad,
@@ -54,7 +87,7 @@ def product_of(turns: Turns) -> Callable[[torch.Tensor, torch.Tensor, torch.Tens
         tracing=own._get_tracing_state, is_grad_enabled=torch.is_grad_enabled, environment=environment,
         getters=environment.getters(), linear=F.linear,
     )  # fmt: skip
-    product: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], Any] = recall.product
+    product: Product = recall.product
     return product
 
 
@@ -85,8 +118,8 @@ def remember(
         ahead: what was decoded beside.
         is_settled: the next one will be made in this way, see prefetch.py; until then none is made again.
     """
-    kept = _room_for(x, packed, is_settled=is_settled)
-    if kept is None or kept.calls.get(x.shape) is not call:
+    kept = resident(packed.data)
+    if kept is None or not _has_room(kept, x, is_settled=is_settled) or kept.calls.get(x.shape) is not call:
         return
     where = nvrtc.Where(nvrtc.current_stream(call.device), 0)
     basis = (products, where, call.key.state, call.strides, call.bias, joint.others, joins, ahead)
@@ -111,38 +144,76 @@ def _remember_decoded(
     x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, *, joins: bool, is_settled: bool
 ) -> None:
     """Where the weight always will be decoded first, under these settings."""
-    kept = _room_for(x, packed, is_settled=is_settled)
-    if kept is None:
+    kept = resident(packed.data)
+    if kept is None or not _has_room(kept, x, is_settled=is_settled):
         return
     state, is_final = decoding(x, packed, bias)
-    if not is_final:
-        return
+    if is_final:
+        _remember_decoding(kept, x, packed, F.linear, state=state, joins=joins)
+
+
+def gradient(grad: torch.Tensor, packed: PackedTensor) -> torch.Tensor:
+    """Of the input of a product, ``grad.mm(weight)``; that is remembered.
+
+    Args:
+        grad: of the output [tokens, N], on a CUDA device.
+        packed: of the weight [N, K].
+    """
+    made = grad.mm(decode.decode_cuda(packed))
+    kept = _gradients_of(packed.data)
+    if kept is not None and _has_room(kept, grad, is_settled=True):
+        _remember_decoding(kept, grad, packed, _multiply)
+    return made
+
+
+def _multiply(grad: torch.Tensor, weight: torch.Tensor, bias: None) -> torch.Tensor:
+    return grad.mm(weight)
+
+
+def _gradients_of(data: torch.Tensor) -> Gradients | None:
+    """Of a weight's present bytes; None of an inference tensor, as of residents."""
+    key = id(data)
+    known = _gradients.get(key)
+    if known is not None and known.now() is data:
+        return known
+    if data.is_inference():
+        return None
+    if known is None or not known.is_of(data):
+        weakref.finalize(data, _gradients.pop, key, None).atexit = False
+    made = _gradients[key] = Gradients(data)
+    return made
+
+
+def _remember_decoding(
+    kept: Resident | Gradients, x: torch.Tensor, packed: PackedTensor, finish: Callable[..., torch.Tensor], *,
+    state: str | None = None, joins: bool = False,
+) -> None:  # fmt: skip
+    """That the weight was decoded, and x then multiplied by ``finish``."""
     where, strides = nvrtc.Where(nvrtc.current_stream(x.get_device()), 0), x.stride()
     basis = ("decoded", where, strides, state, joins)
     repeat = None if _is_known(kept, x, basis) else decode.repeat(packed)
     if repeat:
         kept.shortcuts[x.shape] = _shortcut(
-            repeat, x.get_device(), where, basis, strides=strides, state=state, joins=joins, finish=F.linear
+            repeat, x.get_device(), where, basis, strides=strides, state=state, joins=joins, finish=finish
         )
 
 
-def _room_for(x: torch.Tensor, packed: PackedTensor, *, is_settled: bool) -> Resident | None:
-    """None where nothing can be remembered, or not now: a shape that comes once, as of a prompt, is not worth it.
+def _has_room(kept: Resident | Gradients, x: torch.Tensor, *, is_settled: bool) -> bool:
+    """Whether something can be remembered, and now: a shape that comes once, as of a prompt, is not worth it.
 
     What is not settled takes the place of what was remembered before, so that the next call comes here again.
     """
     if not _can_recall or torch.cuda.is_current_stream_capturing():
-        return None
-    kept = resident(packed.data)
-    if kept is None or (is_settled and x.shape in kept.shortcuts):
-        return kept
+        return False
+    if is_settled and x.shape in kept.shortcuts:
+        return True
     if x.shape not in kept.shortcuts and len(kept.shortcuts) >= _MAX_SHAPES:
         kept.shortcuts.clear()
     kept.shortcuts[x.shape] = None
-    return None
+    return False
 
 
-def _is_known(kept: Resident, x: torch.Tensor, basis: tuple[Any, ...]) -> bool:
+def _is_known(kept: Resident | Gradients, x: torch.Tensor, basis: tuple[Any, ...]) -> bool:
     """Whether a call like this is remembered, and was made in the usual way for another reason."""
     known = kept.shortcuts.get(x.shape)
     return known is not None and known.kept[0] == basis
