@@ -342,6 +342,38 @@ def test_nothing_dense_is_kept_for_the_backward_pass() -> None:
     assert_same(second.grad, first.grad)
 
 
+@pytest.mark.parametrize("own_streams", [True, False])
+def test_gradients_in_threads(own_streams: bool) -> None:
+    """Again and again, which is made by native code then; where dimensions are alike, one shape is of both passes."""
+    torch.manual_seed(0)
+    layers = (nn.Linear(2048, 2048, bias=False), nn.GELU(), nn.Linear(2048, 4096), nn.GELU(), nn.Linear(4096, 2048))
+    dense = nn.Sequential(*layers).to("cuda", torch.bfloat16).requires_grad_(False)
+    packed = copy.deepcopy(dense)
+    samebits.compress(packed)
+    inputs = [torch.randn(tokens, 2048, device="cuda").to(torch.bfloat16) for tokens in (1, 64, 2, 256, 300, 64, 2048)]
+
+    def passes(model: nn.Sequential, x: torch.Tensor) -> list[torch.Tensor]:
+        leaf = x.clone().requires_grad_()
+        y = model(leaf)
+        return [y.detach(), *torch.autograd.grad(y, leaf, torch.ones_like(y))]
+
+    expected = [passes(dense, x) for x in inputs]
+    torch.cuda.synchronize()
+
+    def call(x: torch.Tensor) -> list[list[torch.Tensor]]:
+        stream = torch.cuda.Stream() if own_streams else torch.cuda.current_stream()
+        with torch.cuda.stream(stream):
+            made = [passes(packed, x) for _ in range(12)]
+        stream.synchronize()
+        return made
+
+    with ThreadPoolExecutor(4) as pool:
+        for theirs, every in zip(expected, pool.map(call, inputs), strict=True):
+            for ours in every:
+                for first, second in zip(theirs, ours, strict=True):
+                    assert_same(second, first)
+
+
 @torch.no_grad()
 def test_compiled_with_graphs_of_its_own() -> None:
     """What a weight keeps from its first call, which warms a graph up, is not the graph's."""
