@@ -6,9 +6,9 @@ python benchmarks/plots.py --check    exit code 1 if a picture is of other resul
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -221,7 +221,9 @@ BARS = (draw_decode_bytes, draw_product_bytes, draw_peers)
 
 
 def main() -> int:
-    checking = sys.argv[1:] == ["--check"]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    checking = parser.parse_args().check
     for name in PICTURES:
         path, panels = DOCS / f"{name}.svg", panels_of(name)
         if checking and panels and not (path.exists() and digest(panels) in path.read_text()):

@@ -9,6 +9,7 @@ measured leaves nothing between its markers.
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 from collections.abc import Callable
@@ -440,14 +441,20 @@ def with_tables(text: str, root: str = "") -> str:
 
 
 def main() -> int:
-    stale = False
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    checking = parser.parse_args().check
+    stale = []
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         made = with_tables(text, "../" * (len(page.relative_to(ROOT).parts) - 1))
-        stale |= made != text
-        if sys.argv[1:] != ["--check"]:
+        if made != text and checking:
+            stale.append(page)
+        elif made != text:
             page.write_text(made, encoding="utf-8")
-    return int(stale and sys.argv[1:] == ["--check"])
+    for page in stale:
+        print(f"{page} says something else than the results: run python benchmarks/tables.py")
+    return int(bool(stale))
 
 
 if __name__ == "__main__":
