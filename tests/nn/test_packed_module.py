@@ -319,6 +319,22 @@ def _as_leaves(args: tuple[torch.Tensor, ...], leaves: list[torch.Tensor]) -> tu
     return args
 
 
+@pytest.mark.parametrize("name", ["linear", "conv2d", "attention"])
+def test_gradients_of_weights_that_were_written_to(name: str) -> None:
+    """As torch refuses them of plain weights, though with as many bytes as before they would come out."""
+    plain, call, packed = make(name)
+    module = copy.deepcopy(plain)
+    samebits.compress(module, min_weights=MIN_WEIGHTS)
+    for full_name in packed:
+        plain.get_parameter(full_name).requires_grad_(False)
+    for each, error in ((plain, RuntimeError), (module, InputError)):
+        each.register_forward_pre_hook(lambda _, args: _as_leaves(args, []))
+        output = call(each)
+        each.load_state_dict(each.state_dict())
+        with pytest.raises(error, match=r"inplace operation|written to between a forward pass and its backward pass"):
+            output.float().sum().backward()
+
+
 def test_other_hooks_get_what_they_got() -> None:
     """Checkpointing and offloading take saved activations by hooks: inside packed modules too."""
     plain, call, packed = make("attention")

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 residents: dict[int, Resident] = {}  # by id of the tensor
+gradients: dict[int, Gradients] = {}  # likewise, of the same tensors
 
 
 class Bytes:
@@ -85,6 +86,22 @@ class Resident(Bytes):
         return was_settled
 
 
+class Gradients(Bytes):
+    """A packed weight's bytes, and what is known of gradients that were made with them.
+
+    Attributes:
+        shortcuts: as they were made, by the shape of the output's gradient; None: not yet. See samebits.plans.recall.
+        prefetched: nothing is; products are made again by the same native code.
+    """
+
+    __slots__ = ("prefetched", "shortcuts")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__(tensor)
+        self.shortcuts: dict[Hashable, Any] = {}
+        self.prefetched = None
+
+
 def resident(tensor: torch.Tensor) -> Resident | None:
     """Of a tensor's present bytes; None of an inference tensor, which does not tell when they change."""
     key = id(tensor)
@@ -96,7 +113,8 @@ def resident(tensor: torch.Tensor) -> Resident | None:
     has_changed = known is not None and known.is_of(tensor)
     if not has_changed:
         weakref.finalize(tensor, _forget, key).atexit = False
-    made = residents[key] = Resident(tensor, has_changed)
+    made, gradients[key] = Resident(tensor, has_changed), Gradients(tensor)
+    residents[key] = made
     if has_changed and known is not None:
         made.first_table = known.first_table if known.table is None else known.table
     return made
@@ -104,7 +122,7 @@ def resident(tensor: torch.Tensor) -> Resident | None:
 
 def _forget(key: int) -> None:
     """Of a tensor that is gone; others may still know of it."""
-    known = residents.pop(key, None)
+    known, _ = residents.pop(key, None), gradients.pop(key, None)
     if known is not None:
         known.prefetched = None
         known.carriers.clear()

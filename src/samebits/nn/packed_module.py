@@ -25,7 +25,7 @@ from samebits.errors import DigestError, DtypeError, FormatError, InputError, Sa
 from samebits.format.names import BARE, PACKED, WEIGHT
 from samebits.format.packed import Header, PackedTensor
 from samebits.nn.lazy import LazyWeight
-from samebits.nn.product import FrozenProduct, is_frozen, is_fusible, is_matrix, is_trained
+from samebits.nn.product import FrozenProduct, check_unchanged, is_frozen, is_fusible, is_matrix, is_trained, version_of
 from samebits.nn.recipe import Piece, Recipe
 from samebits.plans import dispatch
 from samebits.plans.key import has_planned_layout, is_gapless
@@ -36,11 +36,17 @@ class _Saved(NamedTuple):
 
     recipe: Recipe
     data: list[torch.Tensor]
+    versions: list[int]
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
 
     def restore(self) -> torch.Tensor:
+        """
+        Raises:
+            InputError: see check_unchanged.
+        """
+        check_unchanged(self.data, self.versions)
         return self.recipe.decode(self.data).as_strided(self.shape, self.stride, self.offset)
 
 
@@ -109,8 +115,9 @@ class PackedModule(nn.Module):
             if torch._C._functorch.is_functorch_wrapped_tensor(weight):  # which has no memory of its own
                 continue
             if tensor.dtype == weight.dtype and tensor.untyped_storage().data_ptr() == weight.data_ptr():
-                offset = int(tensor.storage_offset())
-                return _Saved(self.sb_recipes[name], self.sb_data(name), tensor.shape, tensor.stride(), offset)
+                data, offset = self.sb_data(name), int(tensor.storage_offset())
+                versions = [version_of(each) for each in data]
+                return _Saved(self.sb_recipes[name], data, versions, tensor.shape, tensor.stride(), offset)
         return None
 
     def sb_weight(self, name: str) -> torch.Tensor:
@@ -122,7 +129,7 @@ class PackedModule(nn.Module):
             return LazyWeight(self.sb_recipes[name], self.sb_data(name))
         if name not in decoded:
             decoded[name] = weight = self.sb_recipes[name].weight(self.sb_data(name))
-            decoded.versions[name] = _version(weight)
+            decoded.versions[name] = version_of(weight)
         return decoded[name]
 
     def sb_data(self, name: str) -> list[torch.Tensor]:
@@ -154,7 +161,7 @@ class PackedModule(nn.Module):
             stored = self._parameters[slot]
             if stored is not None:
                 self.sb_versions[slot] = _mark(stored)
-                _accepted[stored] = _version(stored)
+                _accepted[stored] = version_of(stored)
 
     def sb_decode(self, name: str) -> torch.Tensor:
         """The weight ``name``, decoded anew."""
@@ -266,7 +273,7 @@ class _Decoded(dict[str, torch.Tensor]):
             InputError: the forward has written to one of its weights.
         """
         for name, version in self.versions.items():
-            if _version(self[name]) != version:
+            if version_of(self[name]) != version:
                 what = "its forward writes to this weight, which is packed: that would be lost"
                 mend = "call samebits.decompress, and exclude it from samebits.compress"
                 raise InputError(what, where=f"{module.sb_base.__name__}.{name}", mend=mend)
@@ -330,17 +337,12 @@ _accepted: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def _is_accepted(stored: torch.Tensor) -> bool:
-    return bool(_accepted.get(stored) == _version(stored))
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """How often it has been written to, as torch counts; 0 where torch does not."""
-    return 0 if tensor.is_inference() else tensor._version
+    return bool(_accepted.get(stored) == version_of(stored))
 
 
 def _mark(stored: torch.Tensor) -> tuple[int, int]:
     """Another one where a slot gets another parameter, or its parameter other bytes."""
-    return id(stored), _version(stored)
+    return id(stored), version_of(stored)
 
 
 def _refuse_other_bytes(piece: Piece, stored: torch.Tensor, where: str) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd import forward_ad
 
+from samebits.errors import InputError
 from samebits.format.packed import PackedTensor
 from samebits.kernels.ops import decoded
 from samebits.plans import dispatch
@@ -31,16 +32,39 @@ class FrozenProduct(torch.autograd.Function):
             packed: of the weight [N, K].
             multiply: makes the product [..., N] of the input; called without recording gradients.
         """
-        ctx.packed = packed
+        ctx.packed, ctx.version = packed, version_of(packed.data)
         y = multiply(input)
         return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y  # or it could not be written to
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        """
+        Raises:
+            InputError: see check_unchanged.
+        """
         packed: PackedTensor = ctx.packed
+        check_unchanged([packed.data], [ctx.version])
         rows = grad.reshape(-1, grad.shape[-1])
         of_input = dispatch.gradient(rows, packed) if is_fusible(rows, None) else rows.mm(decoded(packed))
         return of_input.view(*grad.shape[:-1], packed.shape[1]), None, None
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often it has been written to, as torch counts; 0 where torch does not."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def check_unchanged(data: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
+    """
+    Args:
+        versions: of packed bytes, when a forward pass read them.
+
+    Raises:
+        InputError: they were written to since, so that gradients would be of other weights.
+    """
+    if [version_of(each) for each in data] != versions:
+        what = "packed weights were written to between a forward pass and its backward pass"
+        raise InputError(what, mend="run the forward pass again")
 
 
 def is_matrix(input: torch.Tensor, bias: object, requires_grad: bool) -> bool:

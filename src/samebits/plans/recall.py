@@ -11,8 +11,7 @@ every product is made in the usual way: with the same bits, but the host takes l
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -25,30 +24,11 @@ from samebits.format.packed import PackedTensor
 from samebits.kernels import decode, nvrtc
 from samebits.kernels.linear import LinearPlan, Products
 from samebits.kernels.repeat import Repeat
-from samebits.kernels.residents import Bytes, Resident, resident, residents
+from samebits.kernels.residents import Bytes, Gradients, Resident, gradients, resident, residents
 from samebits.plans import environment
 from samebits.plans.call import Call, decoding
 from samebits.plans.prefetch import Choice
 from samebits.plans.turn import Turns
-
-
-class Gradients(Bytes):
-    """A weight's packed bytes, and what is known of gradients that were made with them.
-
-    Attributes:
-        shortcuts: as they were made, by the shape of the output's gradient; None: not yet.
-        prefetched: nothing is.
-    """
-
-    __slots__ = ("prefetched", "shortcuts")
-
-    def __init__(self, data: torch.Tensor) -> None:
-        super().__init__(data)
-        self.shortcuts: dict[Hashable, Any] = {}
-        self.prefetched = None
-
-
-_gradients: dict[int, Gradients] = {}  # by id of the bytes
 
 native: ModuleType | None
 try:
@@ -71,7 +51,7 @@ def product_of(turns: Turns) -> Product:
 def gradient_of() -> Product:
     """A function of an output's gradient, a weight's packed bytes and None: the input's; None as of ``product_of``."""
     alone = SimpleNamespace(windows=(), last=SimpleNamespace(made={}))  # nothing is made together with it, or noted
-    return _recall_of(alone, _gradients)
+    return _recall_of(alone, gradients)
 
 
 def _recall_of(turns: Any, known: Mapping[int, Bytes]) -> Product:
@@ -160,7 +140,7 @@ def gradient(grad: torch.Tensor, packed: PackedTensor) -> torch.Tensor:
         packed: of the weight [N, K].
     """
     made = grad.mm(decode.decode_cuda(packed))
-    kept = _gradients_of(packed.data)
+    kept = gradients.get(id(packed.data)) if resident(packed.data) else None
     if kept is not None and _has_room(kept, grad, is_settled=True):
         _remember_decoding(kept, grad, packed, _multiply)
     return made
@@ -168,20 +148,6 @@ def gradient(grad: torch.Tensor, packed: PackedTensor) -> torch.Tensor:
 
 def _multiply(grad: torch.Tensor, weight: torch.Tensor, bias: None) -> torch.Tensor:
     return grad.mm(weight)
-
-
-def _gradients_of(data: torch.Tensor) -> Gradients | None:
-    """Of a weight's present bytes; None of an inference tensor, as of residents."""
-    key = id(data)
-    known = _gradients.get(key)
-    if known is not None and known.now() is data:
-        return known
-    if data.is_inference():
-        return None
-    if known is None or not known.is_of(data):
-        weakref.finalize(data, _gradients.pop, key, None).atexit = False
-    made = _gradients[key] = Gradients(data)
-    return made
 
 
 def _remember_decoding(
