@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is on the hub, and to find that out takes seconds
+
 if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):  # torch's threads would wait for each other
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
 

@@ -350,12 +350,14 @@ def test_gradients_in_threads(own_streams: bool) -> None:
     dense = nn.Sequential(*layers).to("cuda", torch.bfloat16).requires_grad_(False)
     packed = copy.deepcopy(dense)
     samebits.compress(packed)
+    for model in (dense, packed):
+        model[4].bias.requires_grad_()
     inputs = [torch.randn(tokens, 2048, device="cuda").to(torch.bfloat16) for tokens in (1, 64, 2, 256, 300, 64, 2048)]
 
     def passes(model: nn.Sequential, x: torch.Tensor) -> list[torch.Tensor]:
         leaf = x.clone().requires_grad_()
         y = model(leaf)
-        return [y.detach(), *torch.autograd.grad(y, leaf, torch.ones_like(y))]
+        return [y.detach(), *torch.autograd.grad(y, [leaf, model[4].bias], torch.ones_like(y))]
 
     expected = [passes(dense, x) for x in inputs]
     torch.cuda.synchronize()

@@ -117,17 +117,6 @@ def test_float32_is_left_alone(products: list[torch.Tensor]) -> None:
     assert not products
 
 
-def test_trained_biases_are_left_alone(products: list[torch.Tensor]) -> None:
-    _, packed = make()
-    packed.bias.requires_grad_()
-    packed(INPUT).float().sum().backward()
-    assert packed.bias.grad is not None
-    assert not products
-    with torch.no_grad():
-        packed(INPUT)
-    assert len(products) == 1
-
-
 def test_transformations_are_left_alone(products: list[torch.Tensor]) -> None:
     dense, packed = make()
     assert same_bits(torch.vmap(packed)(INPUT), torch.vmap(dense)(INPUT))
@@ -319,24 +308,28 @@ def test_torch_multiplies_as_with_the_plain_weight(
 
 @pytest.mark.parametrize("gaps", ["two dimensions", "transposed token", *EVERY])
 @pytest.mark.parametrize("trained", [True, False])
-@pytest.mark.parametrize("bias", [True, False])
-def test_gradients(products: list[torch.Tensor], bias: bool, trained: bool, gaps: str) -> None:
-    """Of the input alone: an operation of its own, which keeps nothing that hooks of others could see."""
-    dense, packed = make(bias=bias, requires_grad=trained)
+@pytest.mark.parametrize("wanted", ["input", "input, no bias", "bias", "both"])
+def test_gradients(products: list[torch.Tensor], wanted: str, trained: bool, gaps: str) -> None:
+    """An operation of its own, which keeps nothing that hooks of others could see."""
+    dense, packed = make(bias=wanted != "input, no bias", requires_grad=trained)
     for module in (dense, packed):
         module.requires_grad_(False)  # as a weight is once it is packed
+        if wanted in ("bias", "both"):
+            module.bias.requires_grad_()
     of_two = {"two dimensions": lambda: _normal(5, 64), "transposed token": lambda: _normal(64, 1).t()}
     x, kept = {**EVERY, **of_two}[gaps](), list[torch.Tensor]()
     outer = _normal(*x.shape[:-1], 96)
     made, ways = [], []
     for module in (dense, packed):
-        leaf = x.detach().requires_grad_()
+        leaf = x.detach().requires_grad_(wanted != "bias")
+        leaves = [each for each in (leaf, module.bias) if each is not None and each.requires_grad]
         kept.clear()
         with saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
             y = module(leaf)
-        backward = partial(torch.autograd.grad, y, leaf, outer, retain_graph=True)
+        backward = partial(torch.autograd.grad, y, leaves, outer, retain_graph=True)
         ways.append(products_of(backward))
-        made.append([y.detach().clone(), *backward(), *torch.autograd.grad(y.mul_(2), leaf, outer[:1].expand_as(y))])
+        made.append([y.detach().clone(), *backward(), *torch.autograd.grad(y.mul_(2), leaves, outer[:1].expand_as(y))])
+    assert len(made[0]) == 1 + 2 * len(leaves)
     assert all(same_bits(theirs, ours) for theirs, ours in zip(*made, strict=True))
     assert ways[0] == ways[1]
     is_own = gaps in NO_GAPS or gaps == "two dimensions"

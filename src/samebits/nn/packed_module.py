@@ -414,7 +414,7 @@ class PackedLinearModule(PackedModule):
             return made
         if is_frozen(input, bias):
             packed = PackedTensor(cast(Header, recipe.matrix), data)
-            return FrozenProduct.apply(input, packed, self._sb_untracked)  # type: ignore[no-any-return, no-untyped-call]
+            return FrozenProduct.apply(input, bias, packed, self._sb_untracked)  # type: ignore[no-any-return, no-untyped-call]
         if not is_fusible(input, bias):
             return super().forward(input)  # type: ignore[no-any-return]
         if input.dim() > 2 and not is_gapless(input):

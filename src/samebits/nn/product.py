@@ -19,16 +19,18 @@ from samebits.plans.key import is_gapless
 class FrozenProduct(torch.autograd.Function):
     """A product whose weight takes no gradient: of it autograd keeps the packed bytes, which backward decodes again.
 
-    Its gradient is torch's own of a product of two dimensions.
+    Gradients are torch's own of a product of two dimensions.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, input: torch.Tensor, packed: PackedTensor, multiply: Callable[[torch.Tensor], torch.Tensor]
-    ) -> torch.Tensor:
+        ctx: Any, input: torch.Tensor, bias: torch.Tensor | None, packed: PackedTensor,
+        multiply: Callable[[torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:  # fmt: skip
         """
         Args:
             input: [..., K].
+            bias: [N]; here only for its gradient.
             packed: of the weight [N, K].
             multiply: makes the product [..., N] of the input; called without recording gradients.
         """
@@ -37,16 +39,19 @@ class FrozenProduct(torch.autograd.Function):
         return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y  # or it could not be written to
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """
         Raises:
             InputError: see check_unchanged.
         """
         packed: PackedTensor = ctx.packed
-        check_unchanged([packed.data], [ctx.version])
-        rows = grad.reshape(-1, grad.shape[-1])
-        of_input = dispatch.gradient(rows, packed) if is_fusible(rows, None) else rows.mm(decoded(packed))
-        return of_input.view(*grad.shape[:-1], packed.shape[1]), None, None
+        has_input, has_bias, *_ = ctx.needs_input_grad
+        rows, of_input = grad.reshape(-1, grad.shape[-1]), None
+        if has_input:
+            check_unchanged([packed.data], [ctx.version])
+            product = dispatch.gradient(rows, packed) if is_fusible(rows, None) else rows.mm(decoded(packed))
+            of_input = product.view(*grad.shape[:-1], packed.shape[1])
+        return of_input, rows.sum(0) if has_bias else None, None, None
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -90,12 +95,11 @@ def is_trained(input: torch.Tensor, bias: torch.Tensor | None) -> bool:
 
 
 def is_frozen(input: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Whether the input's gradient is recorded, and nothing else, of a product that torch makes of two dimensions.
+    """Whether gradients of these are recorded, and nothing else, of a product that torch makes of two dimensions.
 
     Strides of a dimension of 1 count: torch makes a batch of products, or a transposed gradient, where they say so.
     """
-    is_alone = is_trained(input, bias) and not (bias is not None and bias.requires_grad)
-    return is_alone and is_gapless(input) and not _is_watched()
+    return is_trained(input, bias) and is_gapless(input) and not _is_watched()
 
 
 def _is_own(tensor: torch.Tensor) -> bool:
