@@ -342,6 +342,30 @@ def test_nothing_dense_is_kept_for_the_backward_pass() -> None:
     assert_same(second.grad, first.grad)
 
 
+@pytest.mark.parametrize("given", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", [1, 16, 300])
+def test_autocast(tokens: int, dtype: torch.dtype, given: torch.dtype) -> None:
+    """To BF16 a product of BF16 is what it is without; all others are torch's."""
+    torch.manual_seed(0)
+    dense = nn.Linear(4096, 4096).to("cuda", torch.bfloat16).requires_grad_(False)
+    packed = copy.deepcopy(dense)
+    samebits.compress(packed)
+    x = torch.randn(tokens, 4096, device="cuda").to(given)
+    outer = torch.randn(tokens, 4096, device="cuda").to(dtype)
+    for wants_gradient in (False, True):
+        for _ in range(4):
+            made = []
+            for module in (dense, packed):
+                leaf = x.clone().requires_grad_(wants_gradient)
+                with torch.autocast("cuda", dtype):
+                    y = module(leaf)
+                made.append([y.detach(), *(torch.autograd.grad(y, leaf, outer) if wants_gradient else ())])
+            for first, second in zip(*made, strict=True):
+                assert first.dtype == second.dtype
+                assert_same(second, first)
+
+
 @pytest.mark.parametrize("own_streams", [True, False])
 def test_gradients_in_threads(own_streams: bool) -> None:
     """Again and again, which is made by native code then; where dimensions are alike, one shape is of both passes."""

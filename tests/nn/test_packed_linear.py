@@ -148,11 +148,33 @@ def test_traces_are_left_alone(products: list[torch.Tensor]) -> None:
     assert not products
 
 
-def test_autocast_is_left_alone(products: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    _, packed = make()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(products: list[torch.Tensor], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To BF16 it changes nothing; else it is torch's."""
+    dense, packed = make()
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: device == "cuda")
-    packed(INPUT)
-    assert not products
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda device: dtype)
+    assert same_bits(packed(INPUT), dense(INPUT))
+    assert len(products) == (dtype is torch.bfloat16)
+
+
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bias", [True, False])
+def test_gradients_under_autocast(bias: bool, dtype: torch.dtype, given: torch.dtype) -> None:
+    dense, packed = make(bias=bias)
+    made = []
+    for module in (dense, packed):
+        x = INPUT.to(given, copy=True).requires_grad_()
+        with torch.autocast("cpu", dtype):
+            y = module(x)
+            own = type(y.grad_fn).__name__ == "FrozenProductBackward"
+            assert own == (module is packed and dtype is given is torch.bfloat16)
+        y.float().square().sum().backward()
+        made.append((y.detach(), x.grad))
+    for theirs, ours in zip(*made, strict=True):
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours.contiguous().view(torch.int16), theirs.contiguous().view(torch.int16))
 
 
 def test_compiled(products: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -845,6 +845,19 @@ def test_settings_of_torch(driver: Driver) -> None:
     assert ways(driver) == (1, 0)
 
 
+@contextmanager
+def autocast(dtype: torch.dtype) -> Iterator[None]:
+    """torch.autocast for a GPU that is not there."""
+    before = torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", dtype)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+        torch.set_autocast_dtype("cuda", before)
+
+
 def test_who_asks_for_more_than_values(driver: Driver) -> None:
     module = layer(0, bias=True)
     data, bias = module._parameters[packed_module._DATA], module.bias
@@ -854,11 +867,10 @@ def test_who_asks_for_more_than_values(driver: Driver) -> None:
         return dispatch.product_again(x_of(1, 1), data, b) is not None
 
     assert again()
-    torch.set_autocast_enabled("cuda", True)
-    try:
+    with autocast(torch.float16):
         assert not again()
-    finally:
-        torch.set_autocast_enabled("cuda", False)
+    with autocast(torch.bfloat16):
+        assert again()
     with forward_ad.dual_level():
         assert not again()
     with Watch():

@@ -13,6 +13,7 @@ from samebits.errors import InputError
 from samebits.format.packed import PackedTensor
 from samebits.kernels.ops import decoded
 from samebits.plans import dispatch
+from samebits.plans.environment import casts
 from samebits.plans.key import is_gapless
 
 
@@ -91,7 +92,7 @@ def is_trained(input: torch.Tensor, bias: torch.Tensor | None) -> bool:
     if not torch.is_grad_enabled() or not (_is_own(input) and (bias is None or _is_own(bias))):
         return False
     wants = input.requires_grad or (bias is not None and bias.requires_grad)
-    return wants and input.dim() >= 2 and not torch.is_autocast_enabled(input.device.type)
+    return wants and input.dim() >= 2 and not casts(input.device.type)
 
 
 def is_frozen(input: torch.Tensor, bias: torch.Tensor | None) -> bool:
@@ -115,7 +116,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 def _is_watched() -> bool:
     """Whether more than values is asked for: by autocast, forward-mode differentiation, torch.func, a mode, a trace."""
-    if torch.is_autocast_enabled("cuda") or forward_ad._current_level >= 0:
+    if casts("cuda") or forward_ad._current_level >= 0:
         return True
     if torch.compiler.is_compiling():  # the graph has the operator, which knows torch.vmap
         return False

@@ -84,6 +84,11 @@ def variables() -> dict[str, str]:
     return {name: value for name, value in sorted(os.environ.items()) if _VARIABLES.fullmatch(name)}
 
 
+def casts(device_type: str) -> bool:
+    """Whether autocast has products of BF16 made in another type; to BF16 it leaves them as they are."""
+    return torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type) is not torch.bfloat16
+
+
 def blas_state() -> str | None:
     """What may change between two calls, in words; None where no plan can be trusted."""
     global _last

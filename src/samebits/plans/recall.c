@@ -42,7 +42,7 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     PyObject *turns, *residents, *tensor, *parameter, *dtype, *exchange_device, *restore_device, *current_stream, *is_capturing;
-    PyObject *is_autocast, *forward_ad, *interpreter, *modes, *tracing, *is_grad_enabled, *environment, *getters, *linear;
+    PyObject *casts, *forward_ad, *interpreter, *modes, *tracing, *is_grad_enabled, *environment, *getters, *linear;
 } Recall;
 
 /* Names of attributes, made when the module is. */
@@ -231,9 +231,9 @@ static int is_plain(Recall *self, PyObject *tensor) {
     return wanted < 0 ? FAILED : !wanted;
 }
 
-/* packed_module._is_watched, turned round. */
+/* product._is_watched, turned round. */
 static int is_unwatched(Recall *self) {
-    int watched = is_true_new(PyObject_CallFunctionObjArgs(self->is_autocast, name_cuda, NULL));
+    int watched = is_true_new(PyObject_CallFunctionObjArgs(self->casts, name_cuda, NULL));
     if (watched) return watched < 0 ? FAILED : OTHER;
     PyObject *level = PyObject_GetAttr(self->forward_ad, name__current_level);
     if (!level) return FAILED;
@@ -614,7 +614,7 @@ static void recall_dealloc(PyObject *self) {
 
 static PyObject *recall_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"turns", "residents", "tensor", "parameter", "dtype", "exchange_device", "restore_device",
-                            "current_stream", "is_capturing", "is_autocast", "forward_ad", "interpreter", "modes",
+                            "current_stream", "is_capturing", "casts", "forward_ad", "interpreter", "modes",
                             "tracing", "is_grad_enabled", "environment", "getters", "linear", NULL};
     allocfunc allocate_type = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     PyObject *fields[18] = {NULL};
