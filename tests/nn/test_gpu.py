@@ -123,6 +123,22 @@ def test_memory_is_packed(pair: tuple[nn.Sequential, nn.Sequential]) -> None:
     assert torch.cuda.max_memory_allocated() - before <= largest + activations
 
 
+def test_memory_is_given_back() -> None:
+    """Packed bytes do not take a part of the blocks where weights were, and the other way round."""
+    torch.cuda.empty_cache()
+    others = torch.cuda.memory_reserved()
+    model = nn.Sequential(*(nn.Linear(3072, 3072, bias=False) for _ in range(12))).to("cuda", torch.bfloat16)
+    model.requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.normal_(std=0.02)
+    nbytes = 12 * 3072 * 3072 * 2
+    assert torch.cuda.memory_reserved() - others >= nbytes
+    assert len(samebits.compress(model).packed) == 12
+    assert torch.cuda.memory_reserved() - others < 0.8 * nbytes
+    samebits.decompress(model)
+    assert nbytes <= torch.cuda.memory_reserved() - others < 1.2 * nbytes
+
+
 def test_inside_a_cuda_graph(pair: tuple[nn.Sequential, nn.Sequential]) -> None:
     dense, packed = pair
     tokens = torch.randint(0, 512, (2, 16), device="cuda")

@@ -180,6 +180,7 @@ def compress(
     for owned in groups:
         if owned not in shared:
             _pack_tied(owned)
+            _give_back()
     result = report(module, selection)
     result.raw.update({owned[0][0]: "tied to a weight of a module outside" for owned in shared})
     return result
@@ -215,6 +216,15 @@ def decompress(module: nn.Module) -> None:
         weight = nn.Parameter(first.sb_decode(first_name), requires_grad=recipe.requires_grad)
         for owner, name in everywhere[tuple(id(first._parameters[slot]) for slot in recipe.slots)]:
             unpack(owner, name, weight)
+        _give_back()
+
+
+def _give_back() -> None:
+    """Return to the GPUs what torch keeps of them but nothing uses.
+
+    Else the next packed bytes would take two thirds of the block where a weight was, which then never is given back.
+    """
+    torch.cuda.empty_cache()
 
 
 def report(module: nn.Module, selection: Selection) -> Report:
