@@ -23,7 +23,7 @@ DOCUMENTS = ("families", "h100", "language-models", "offload", "parallel", "plan
 PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{page}.md" for page in DOCUMENTS))
 LIKE = {  # results of another card, whose tables are the same
     "h100": "h200",
-    **{f"{name}-h100": name for name in ("linear", "generate", "diffusion")},
+    **{f"{name}-h100": name for name in ("linear", "generate", "diffusion", "training", "df11")},
 }
 SCRIPTS = {"h200": "gpu", "memory": "memory_compress", "profile": "token_profile"}  # of results named otherwise
 MARKED = re.compile(r"(<!-- table: (\S+)\.(\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
