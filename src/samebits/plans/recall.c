@@ -42,7 +42,7 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     PyObject *turns, *residents, *tensor, *parameter, *dtype, *exchange_device, *restore_device, *current_stream, *is_capturing;
-    PyObject *casts, *forward_ad, *interpreter, *modes, *tracing, *is_grad_enabled, *environment, *getters, *linear;
+    PyObject *autocasts, *casts, *forward_ad, *interpreter, *modes, *tracing, *is_grad_enabled, *environment, *getters, *linear;
 } Recall;
 
 /* Names of attributes, made when the module is. */
@@ -233,7 +233,8 @@ static int is_plain(Recall *self, PyObject *tensor) {
 
 /* product._is_watched, turned round. */
 static int is_unwatched(Recall *self) {
-    int watched = is_true_new(PyObject_CallFunctionObjArgs(self->casts, name_cuda, NULL));
+    int watched = is_true_new(PyObject_CallNoArgs(self->autocasts));
+    if (watched == 1) watched = is_true_new(PyObject_CallFunctionObjArgs(self->casts, name_cuda, NULL));
     if (watched) return watched < 0 ? FAILED : OTHER;
     PyObject *level = PyObject_GetAttr(self->forward_ad, name__current_level);
     if (!level) return FAILED;
@@ -614,19 +615,19 @@ static void recall_dealloc(PyObject *self) {
 
 static PyObject *recall_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"turns", "residents", "tensor", "parameter", "dtype", "exchange_device", "restore_device",
-                            "current_stream", "is_capturing", "casts", "forward_ad", "interpreter", "modes",
+                            "current_stream", "is_capturing", "autocasts", "casts", "forward_ad", "interpreter", "modes",
                             "tracing", "is_grad_enabled", "environment", "getters", "linear", NULL};
     allocfunc allocate_type = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    PyObject *fields[18] = {NULL};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!OOOOOOOOOOOOOOO!O", names, &fields[0], &PyDict_Type, &fields[1],
+    PyObject *fields[19] = {NULL};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!OOOOOOOOOOOOOOOO!O", names, &fields[0], &PyDict_Type, &fields[1],
                                      &fields[2], &fields[3], &fields[4], &fields[5], &fields[6], &fields[7], &fields[8],
                                      &fields[9], &fields[10], &fields[11], &fields[12], &fields[13], &fields[14],
-                                     &fields[15], &PyTuple_Type, &fields[16], &fields[17]))
+                                     &fields[15], &fields[16], &PyTuple_Type, &fields[17], &fields[18]))
         return NULL;
     Recall *self = (Recall *)allocate_type(type, 0);
     if (!self) return NULL;
     PyObject **each = &self->turns;
-    for (int i = 0; i < 18; i++) each[i] = Py_NewRef(fields[i]);
+    for (int i = 0; i < 19; i++) each[i] = Py_NewRef(fields[i]);
     return (PyObject *)self;
 }
 

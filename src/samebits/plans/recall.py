@@ -62,7 +62,7 @@ def _recall_of(turns: Any, known: Mapping[int, Bytes]) -> Product:
         turns=turns, residents=known, tensor=torch.Tensor, parameter=nn.Parameter, dtype=torch.bfloat16,
         exchange_device=own._cuda_exchangeDevice, restore_device=own._cuda_maybeExchangeDevice,
         current_stream=own._cuda_getCurrentRawStream, is_capturing=own._cuda_isCurrentStreamCapturing,
-        casts=environment.casts, forward_ad=forward_ad,
+        autocasts=torch.is_autocast_enabled, casts=environment.casts, forward_ad=forward_ad,
         interpreter=own._functorch.peek_interpreter_stack, modes=own._len_torch_dispatch_stack,
         tracing=own._get_tracing_state, is_grad_enabled=torch.is_grad_enabled, environment=environment,
         getters=environment.getters(), linear=F.linear,
