@@ -179,8 +179,7 @@ def compress(
     shared = _shared_outside(module, groups)
     for owned in groups:
         if owned not in shared:
-            _pack_tied(owned)
-            _give_back()
+            _give_back(_pack_tied(owned))
     result = report(module, selection)
     result.raw.update({owned[0][0]: "tied to a weight of a module outside" for owned in shared})
     return result
@@ -216,15 +215,16 @@ def decompress(module: nn.Module) -> None:
         weight = nn.Parameter(first.sb_decode(first_name), requires_grad=recipe.requires_grad)
         for owner, name in everywhere[tuple(id(first._parameters[slot]) for slot in recipe.slots)]:
             unpack(owner, name, weight)
-        _give_back()
+        _give_back(weight.device)
 
 
-def _give_back() -> None:
-    """Return to the GPUs what torch keeps of them but nothing uses.
+def _give_back(device: torch.device) -> None:
+    """Have torch return to a GPU what nothing uses.
 
     Else the next packed bytes would take two thirds of the block where a weight was, which then never is given back.
     """
-    torch.cuda.empty_cache()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def report(module: nn.Module, selection: Selection) -> Report:
@@ -330,12 +330,13 @@ def _has_more_references(owned: Sequence[Owned]) -> bool:
     return sys.getrefcount(first._parameters[name]) - argument > len(owned)
 
 
-def _pack_tied(owned: list[Owned]) -> None:
+def _pack_tied(owned: list[Owned]) -> torch.device:
+    """Returns where it is."""
     full_name, first, first_name = owned[0]
     weight: nn.Parameter = getattr(first, first_name)
     packed = encode_parameter(weight, full_name)
-    if packed is None:
-        return
-    data = nn.Parameter(packed.data, requires_grad=False)
-    for _, owner, name in owned:
-        pack(owner, name, whole(packed, name, weight), [data])
+    if packed is not None:
+        data = nn.Parameter(packed.data, requires_grad=False)
+        for _, owner, name in owned:
+            pack(owner, name, whole(packed, name, weight), [data])
+    return weight.device
