@@ -10,6 +10,7 @@ import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import nn
+from torch.nn.utils import prune
 from torch.nn.utils.parametrize import register_parametrization
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -165,6 +166,20 @@ def test_a_packed_weight_is_encoded_again() -> None:
     layer, _ = packed_linear()
     assert torch.equal(samebits.encode(layer.weight).data, layer.sb_packed)
     assert not layer.weight.is_shared()
+
+
+def test_pruning_is_refused() -> None:
+    """It would keep the weight under another name, and compute it anew at each call."""
+    layer, expected = packed_linear()
+    names = [name for name, _ in layer.named_parameters()]
+    with pytest.raises(InputError, match=r"^Linear\.weight_orig: a packed weight .*samebits\.decompress"):
+        prune.l1_unstructured(layer, "weight", amount=0.3)
+    assert [name for name, _ in layer.named_parameters()] == names
+    assert same_bits(layer(INPUT), expected)
+    samebits.decompress(layer)
+    prune.l1_unstructured(layer, "weight", amount=0.5)
+    assert samebits.compress(layer).packed.keys() == {"weight_orig"}
+    assert (layer.weight == 0).sum() == layer.weight.numel() // 2
 
 
 # -- Weights that change while their module runs --

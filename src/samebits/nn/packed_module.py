@@ -24,7 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from samebits.errors import DigestError, DtypeError, FormatError, InputError, SamebitsError
 from samebits.format.names import BARE, PACKED, WEIGHT
 from samebits.format.packed import Header, PackedTensor
-from samebits.nn.lazy import LazyWeight
+from samebits.nn.lazy import LazyTensor, LazyWeight
 from samebits.nn.product import FrozenProduct, check_unchanged, is_frozen, is_fusible, is_matrix, is_trained, version_of
 from samebits.nn.recipe import Piece, Recipe
 from samebits.plans import dispatch
@@ -206,6 +206,17 @@ class PackedModule(nn.Module):
         else:
             unpack(self, name, None)
             setattr(self, name, value)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """
+        Raises:
+            InputError: it stands for a packed weight, as where torch.nn.utils.prune renames a weight to change it.
+        """
+        if isinstance(param, LazyTensor):
+            what = "a packed weight cannot be put under another name"
+            mend = "call samebits.decompress, change the module, and compress it again"
+            raise InputError(what, where=f"{self.sb_base.__name__}.{name}", mend=mend)
+        super().register_parameter(name, param)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> PackedModule:
         check_dtype(fn)
