@@ -11,15 +11,18 @@ import sys
 import time
 from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from samebits.errors import FormatError, InputError, ResourceError, SamebitsError
+from samebits.format import mapping
 from samebits.format.container import Checkpoint
 from samebits.format.folder import JOB
+from samebits.format.mapping import create_mapped
 from samebits.format.safetensors_file import SafetensorsWriter
-from samebits.jobs import pieces
+from samebits.jobs import pieces, workspace
 from samebits.jobs.options import CompressOptions
 from samebits.jobs.workers import Workers
 from samebits.jobs.workspace import Workspace
@@ -244,6 +247,35 @@ def test_disk_full_while_encoding(tmp_path: Path) -> None:
         Checkpoint.open(destination)
     compress(source, destination)
     assert verify_against(Checkpoint.open(destination), Checkpoint.open(source)).identical
+
+
+def test_without_a_call_that_reserves_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on macOS: the space is written."""
+    source, destination = write_folder(tmp_path / "source"), tmp_path / "packed"
+    compress(source, tmp_path / "reserved")
+    monkeypatch.delattr(os, "posix_fallocate")
+    monkeypatch.setattr(mapping, "_WRITTEN", 1000)
+    compress(source, destination)
+    assert files_of(destination) == files_of(tmp_path / "reserved")
+    written = create_mapped(tmp_path / "zeros", 2500)
+    assert written.shape == (2500,)
+    assert not written.any()
+
+
+def test_a_disk_that_fills_while_space_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "posix_fallocate")
+    if not Path("/dev/full").exists():
+        pytest.skip("needs /dev/full")
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        create_mapped(Path("/dev/full"), 2500)
+
+
+def test_windows_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, destination = write_folder(tmp_path / "source"), tmp_path / "packed"
+    monkeypatch.setattr(workspace, "sys", SimpleNamespace(platform="win32"))
+    with pytest.raises(ResourceError, match=r"packed: files are not written on Windows.*Linux"):
+        compress(source, destination)
+    assert not destination.exists()
 
 
 @pytest.mark.parametrize("exists", [True, False])

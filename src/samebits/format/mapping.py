@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import tempfile
 import warnings
+from io import RawIOBase
 from pathlib import Path
 
 import numpy as np
 import torch
 
 SCRATCH_IN_MEMORY = 64 << 20  # bytes up to which scratch space is plain memory
+_WRITTEN = 1 << 20  # bytes at once
 
 
 def map_file(path: Path, start: int, nbytes: int) -> torch.Tensor:
@@ -37,19 +39,21 @@ def create_mapped(path: Path, nbytes: int) -> torch.Tensor:
         OSError: no space left. The blocks are reserved here, because a full disk would kill a process that writes
             to a mapping of a file with holes.
     """
-    with path.open("wb") as file:
-        reserve(file.fileno(), nbytes, path)
+    with path.open("wb", buffering=0) as file:
+        try:
+            _reserve(file, nbytes)
+        except OSError as error:
+            raise OSError(error.errno, os.strerror(error.errno or 0), str(path)) from error
     return map_writable(path, 0, nbytes)
 
 
-def reserve(descriptor: int, nbytes: int, path: Path) -> None:
-    """Give an open file ``nbytes`` bytes of disk space, zeros where it had none."""
-    if nbytes == 0:
+def _reserve(file: RawIOBase, nbytes: int) -> None:
+    """Give an empty file ``nbytes`` zeros of disk space."""
+    if nbytes and hasattr(os, "posix_fallocate"):  # macOS has none
+        os.posix_fallocate(file.fileno(), 0, nbytes)
         return
-    try:
-        os.posix_fallocate(descriptor, 0, nbytes)
-    except OSError as error:
-        raise OSError(error.errno, os.strerror(error.errno or 0), str(path)) from error
+    while nbytes:
+        nbytes -= file.write(bytes(min(_WRITTEN, nbytes))) or 0
 
 
 def scratch(nbytes: int) -> torch.Tensor:

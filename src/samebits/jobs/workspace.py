@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import shutil
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any, Self
@@ -17,6 +17,9 @@ from samebits.format.folder import CONFIG, INDEX_SUFFIX, JOB, read_json
 from samebits.format.mapping import map_file
 from samebits.format.safetensors_file import SUFFIX
 from samebits.sizes import size
+
+if sys.platform != "win32":
+    import fcntl
 
 _SHORT = 300  # characters
 FILES = "files"  # of an identity: what the source's files are, which may have changed since a job began
@@ -35,7 +38,7 @@ class Workspace:
         overwrite: replace weights that the destination holds, and what another job left behind.
 
     Raises (on entering):
-        ResourceError: another job holds the destination.
+        ResourceError: another job holds the destination, or this is Windows.
         InputError: the destination is in use, or another job left finished shards, and ``overwrite`` is not set.
     """
 
@@ -70,6 +73,9 @@ class Workspace:
         self._release()
 
     def _take_lock(self) -> None:
+        if sys.platform == "win32":
+            what = "files are not written on Windows, where one that is open can be neither replaced nor removed"
+            raise ResourceError(what, where=str(self.destination), mend="use the Windows Subsystem for Linux")
         path = self.folder / "lock"
         while True:
             self.folder.mkdir(parents=True, exist_ok=True)
