@@ -765,6 +765,28 @@ def test_training_decodes_nothing_ahead(driver: Driver, monkeypatch: pytest.Monk
     assert len(driver.again) > 0
 
 
+def train(modules: list[nn.Linear]) -> None:
+    """What an operation of autograd's does."""
+    with torch.no_grad():
+        [module(x_of(1, 1).requires_grad_()) for module in modules]
+
+
+def test_training_and_not_in_turns(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only outside of training weights are decoded ahead; both are made again by native code."""
+    modules = carrying(driver, monkeypatch)
+    for _ in range(3):
+        train(modules)
+    ways(driver)
+    for _ in range(2):
+        train(modules)
+        assert ways(driver) == (0, len(modules) + 1)  # the carrier has its memory arranged
+        assert all(prefetched_of(module) is None for module in modules)
+        modules[0](x_of(1, 1))
+        assert all(prefetched_of(module) for module in modules[1:])
+        [module(x_of(1, 1)) for module in modules[1:]]
+        assert ways(driver) == (0, 2)
+
+
 @pytest.mark.parametrize("result", [0, 719])
 def test_a_device_that_is_not_the_current_one(driver: Driver, result: int) -> None:
     """Products are made on their input's, and the current one stays; whatever happens."""
@@ -824,9 +846,8 @@ def test_other_inputs_go_the_usual_way(driver: Driver) -> None:
         assert dispatch.product_again(x, data, None) is None
     for x in (x_of(2).float(), x_of(2).as_subclass(Tensor), x_of(2).requires_grad_(), x_of(3)):
         assert dispatch.product_again(x, data, None) is None
-    with torch.no_grad():
-        assert dispatch.product_again(x_of(2).requires_grad_(), data, None) is not None
-    assert ways(driver) == (0, 1)
+    with torch.no_grad():  # in training, of which nothing is remembered yet
+        assert dispatch.product_again(x_of(2).requires_grad_(), data, None) is None
 
 
 def test_settings_of_torch(driver: Driver) -> None:

@@ -35,7 +35,29 @@ class Bytes:
         return self._tensor() is tensor
 
 
-class Resident(Bytes):
+class Recalled(Bytes):
+    """A packed weight's bytes, and products with them that are made again by native code; see samebits.plans.recall.
+
+    Attributes:
+        shortcuts: as they were made, by the input's shape; None: not yet.
+        training: likewise, of inputs that have requires_grad.
+        prefetched: where the weight was decoded ahead, and the weight; see samebits.plans.prefetch.
+    """
+
+    __slots__ = ("prefetched", "shortcuts", "training")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__(tensor)
+        self.shortcuts: dict[Hashable, Any] = {}
+        self.training: dict[Hashable, Any] = {}
+        self.prefetched: tuple[Any, torch.Tensor] | None = None
+
+    def forget_products(self) -> None:
+        self.shortcuts.clear()
+        self.training.clear()
+
+
+class Resident(Recalled):
     """A tensor's bytes, and what is known of them.
 
     Attributes:
@@ -47,9 +69,7 @@ class Resident(Bytes):
         calls: of the fused layer, by the input's shape; see samebits.plans.call.
         decoders: launches of kernels that decode them, as far as they are always the same.
         followers: what is asked for behind a product of theirs; see samebits.plans.together.
-        shortcuts: products as they were made, by the input's shape; None: not yet. See samebits.plans.recall.
         carriers: launches of theirs that decode what comes next, by the input's shape; see samebits.plans.prefetch.
-        prefetched: where they were decoded ahead, and the weight; as there.
     """
 
     __slots__ = (
@@ -61,8 +81,6 @@ class Resident(Bytes):
         "has_changed",
         "has_table",
         "is_settled",
-        "prefetched",
-        "shortcuts",
         "table",
     )
 
@@ -74,9 +92,7 @@ class Resident(Bytes):
         self.calls: dict[Hashable, Any] = {}
         self.decoders: dict[Hashable, Any] = {}
         self.followers: Any = None
-        self.shortcuts: dict[Hashable, Any] = {}
         self.carriers: dict[Hashable, Any] = {}
-        self.prefetched: tuple[Any, torch.Tensor] | None = None
 
     def settle(self) -> bool:
         """Say that a kernel is launched on them on torch's current stream; returns whether one was before."""
@@ -86,20 +102,10 @@ class Resident(Bytes):
         return was_settled
 
 
-class Gradients(Bytes):
-    """A packed weight's bytes, and what is known of gradients that were made with them.
+class Gradients(Recalled):
+    """A packed weight's bytes, and gradients that are made with them: products of the output's, by its shape."""
 
-    Attributes:
-        shortcuts: as they were made, by the shape of the output's gradient; None: not yet. See samebits.plans.recall.
-        prefetched: nothing is; products are made again by the same native code.
-    """
-
-    __slots__ = ("prefetched", "shortcuts")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        super().__init__(tensor)
-        self.shortcuts: dict[Hashable, Any] = {}
-        self.prefetched = None
+    __slots__ = ()
 
 
 def resident(tensor: torch.Tensor) -> Resident | None:
@@ -126,7 +132,7 @@ def _forget(key: int) -> None:
     if known is not None:
         known.prefetched = None
         known.carriers.clear()
-        known.shortcuts.clear()
+        known.forget_products()
 
 
 def may_start_early(tensor: torch.Tensor) -> bool:

@@ -48,7 +48,7 @@ typedef struct {
 /* Names of attributes, made when the module is. */
 #define NAMES(X) \
     X(shape) X(stride) X(dtype) X(get_device) X(data_ptr) X(requires_grad) X(new_empty) X(_version) X(_tensor) \
-    X(_address) X(last) X(made) X(where) X(state) X(first) X(others) X(unwanted) X(data) X(bias) X(is_proved) X(shortcuts) \
+    X(_address) X(last) X(made) X(where) X(state) X(first) X(others) X(unwanted) X(data) X(bias) X(is_proved) X(shortcuts) X(training) \
     X(_current_level) X(_last) X(cuda) X(windows) X(prefetched)
 #define DECLARE(name) static PyObject *name_##name;
 NAMES(DECLARE)
@@ -222,11 +222,11 @@ static int state_is(Recall *self, PyObject *state) {
     return same;
 }
 
-/* Whether a tensor is torch's own, of which no gradient is wanted. */
-static int is_plain(Recall *self, PyObject *tensor) {
+/* Whether a tensor is torch's own, of which no gradient is wanted now; trained: whether it has requires_grad. */
+static int is_plain(Recall *self, PyObject *tensor, int *trained) {
     PyObject *type = (PyObject *)Py_TYPE(tensor);
     if (type != self->tensor && type != self->parameter) return OTHER;
-    int wanted = is_true_new(PyObject_GetAttr(tensor, name_requires_grad));
+    int wanted = *trained = is_true_new(PyObject_GetAttr(tensor, name_requires_grad));
     if (wanted == 1) wanted = is_true_new(PyObject_CallNoArgs(self->is_grad_enabled));
     return wanted < 0 ? FAILED : !wanted;
 }
@@ -255,6 +255,7 @@ static int is_unwatched(Recall *self) {
 typedef struct {
     PyObject *turn, *x, *data, *bias, *id, *shape, *device, *address, *version, *stream;
     PyObject *before; /* torch's device, before that of x was made the current one */
+    int trained;      /* x has requires_grad, though no gradient is wanted now: inside of an operation of autograd's */
 } Call;
 
 /* Makes the device from before the current one again, if that is not x's. */
@@ -436,9 +437,14 @@ static int allocate(Call *call, Shortcut *known, PyObject **made, uint64_t *addr
     return PyErr_Occurred() ? FAILED : SAME;
 }
 
+/* What is remembered of a weight for inputs like this one. */
+static PyObject *shortcuts_for(Call *call, PyObject *resident) {
+    return PyObject_GetAttr(resident, call->trained ? name_training : name_shortcuts);
+}
+
 /* So that the next call like this one is made in the usual way. */
 static int forget(Call *call, PyObject *resident) {
-    PyObject *shortcuts = PyObject_GetAttr(resident, name_shortcuts);
+    PyObject *shortcuts = shortcuts_for(call, resident);
     if (!shortcuts) return FAILED;
     int failed = PyDict_DelItem(shortcuts, call->shape);
     Py_DECREF(shortcuts);
@@ -542,7 +548,7 @@ static PyObject *multiply_prefetched(Recall *self, Call *call, PyObject *residen
 
 /* The remembered call of this weight and shape, a new reference; NULL without an error if there is none. */
 static Shortcut *find(Call *call, PyObject *resident) {
-    PyObject *shortcuts = PyObject_GetAttr(resident, name_shortcuts);
+    PyObject *shortcuts = shortcuts_for(call, resident);
     if (!shortcuts) return NULL;
     PyObject *known = PyDict_GetItemWithError(shortcuts, call->shape);
     Py_XINCREF(known);
@@ -553,9 +559,9 @@ static Shortcut *find(Call *call, PyObject *resident) {
 
 /* SAME if torch is asked for no more than values, by operands of the usual kind, where launches are made at once. */
 static int is_usual(Recall *self, Call *call) {
-    int same = is_unwatched(self);
-    if (same == SAME) same = is_plain(self, call->x);
-    if (same == SAME && call->bias != Py_None) same = is_plain(self, call->bias);
+    int same = is_unwatched(self), ignored;
+    if (same == SAME) same = is_plain(self, call->x, &call->trained);
+    if (same == SAME && call->bias != Py_None) same = is_plain(self, call->bias, &ignored);
     return same == SAME ? call_read(self, call) : same;
 }
 
@@ -598,7 +604,7 @@ static PyObject *recall_product(Recall *self, PyObject *const *args, Py_ssize_t 
     if (noted) return none_or_error(noted == 1 ? OTHER : FAILED);
     PyObject *turn = PyObject_GetAttr(self->turns, name_last);
     PyObject *every = turn ? PyObject_GetAttr(turn, name_made) : NULL, *y = NULL;
-    Call call = {turn, args[0], args[1], args[2], NULL, NULL, NULL, NULL, NULL, NULL, NULL};
+    Call call = {turn, args[0], args[1], args[2], NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0};
     if (every && (call.id = PyLong_FromVoidPtr(call.data))) y = answer(self, &call, every);
     if (call_leave(self, &call)) Py_CLEAR(y);
     Py_XDECREF(turn), Py_XDECREF(every);

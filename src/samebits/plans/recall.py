@@ -11,7 +11,7 @@ every product is made in the usual way: with the same bits, but the host takes l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from samebits.format.packed import PackedTensor
 from samebits.kernels import decode, nvrtc
 from samebits.kernels.linear import LinearPlan, Products
 from samebits.kernels.repeat import Repeat
-from samebits.kernels.residents import Bytes, Gradients, Resident, gradients, resident, residents
+from samebits.kernels.residents import Bytes, Recalled, Resident, gradients, resident, residents
 from samebits.plans import environment
 from samebits.plans.call import Call, decoding
 from samebits.plans.prefetch import Choice
@@ -105,7 +105,7 @@ def remember(
     basis = (products, where, call.key.state, call.strides, call.bias, joint.others, joins, ahead)
     repeat = None if _is_known(kept, x, basis) else (ahead.products if ahead else products).repeat(x, bias)
     if repeat:
-        kept.shortcuts[x.shape] = _shortcut(
+        _shortcuts(kept, x)[x.shape] = _shortcut(
             repeat, call.device, where, basis, joint, strides=call.strides, state=call.key.state, bias=call.bias,
             joins=joins, prefetched=ahead.weights if ahead else (),
         )  # fmt: skip
@@ -151,7 +151,7 @@ def _multiply(grad: torch.Tensor, weight: torch.Tensor, bias: None) -> torch.Ten
 
 
 def _remember_decoding(
-    kept: Resident | Gradients, x: torch.Tensor, packed: PackedTensor, finish: Callable[..., torch.Tensor], *,
+    kept: Recalled, x: torch.Tensor, packed: PackedTensor, finish: Callable[..., torch.Tensor], *,
     state: str | None = None, joins: bool = False,
 ) -> None:  # fmt: skip
     """That the weight was decoded, and x then multiplied by ``finish``."""
@@ -159,29 +159,35 @@ def _remember_decoding(
     basis = ("decoded", where, strides, state, joins)
     repeat = None if _is_known(kept, x, basis) else decode.repeat(packed)
     if repeat:
-        kept.shortcuts[x.shape] = _shortcut(
+        _shortcuts(kept, x)[x.shape] = _shortcut(
             repeat, x.get_device(), where, basis, strides=strides, state=state, joins=joins, finish=finish
         )
 
 
-def _has_room(kept: Resident | Gradients, x: torch.Tensor, *, is_settled: bool) -> bool:
+def _has_room(kept: Recalled, x: torch.Tensor, *, is_settled: bool) -> bool:
     """Whether something can be remembered, and now: a shape that comes once, as of a prompt, is not worth it.
 
     What is not settled takes the place of what was remembered before, so that the next call comes here again.
     """
     if not _can_recall or torch.cuda.is_current_stream_capturing():
         return False
-    if is_settled and x.shape in kept.shortcuts:
+    shortcuts = _shortcuts(kept, x)
+    if is_settled and x.shape in shortcuts:
         return True
-    if x.shape not in kept.shortcuts and len(kept.shortcuts) >= _MAX_SHAPES:
-        kept.shortcuts.clear()
-    kept.shortcuts[x.shape] = None
+    if x.shape not in shortcuts and len(shortcuts) >= _MAX_SHAPES:
+        shortcuts.clear()
+    shortcuts[x.shape] = None
     return False
 
 
-def _is_known(kept: Resident | Gradients, x: torch.Tensor, basis: tuple[Any, ...]) -> bool:
+def _shortcuts(kept: Recalled, x: torch.Tensor) -> dict[Hashable, Any]:
+    """What is remembered for inputs like this one: in training nothing is decoded ahead, see prefetch.py."""
+    return kept.training if x.requires_grad else kept.shortcuts
+
+
+def _is_known(kept: Recalled, x: torch.Tensor, basis: tuple[Any, ...]) -> bool:
     """Whether a call like this is remembered, and was made in the usual way for another reason."""
-    known = kept.shortcuts.get(x.shape)
+    known = _shortcuts(kept, x).get(x.shape)
     return known is not None and known.kept[0] == basis
 
 

@@ -251,7 +251,7 @@ class Together:
         if len(others) + 1 >= MAX_TOGETHER:
             return True
         group.replace_others(*others, _Weight(packed, bias))
-        kept.shortcuts.clear()  # which make it alone
+        kept.forget_products()  # which make it alone
         return False
 
     def _choice(self, x: torch.Tensor, operands: Operands, key: PlanKey, group: _Group) -> _Choice | None:
