@@ -74,8 +74,7 @@ def build(name: str, device: str, packed: bool, *, tight: bool = False) -> Any:
                 module._parameters[leaf] = torch.nn.Parameter(_weights(parameter.shape, seed, device))
                 give_back()
         if packed and module._parameters and not module._modules:
-            samebits.compress(module)
-            give_back()
+            samebits.compress(module)  # which gives back, too
     model.generation_config.eos_token_id = None
     return model.eval()
 
