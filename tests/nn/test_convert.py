@@ -299,6 +299,19 @@ def test_biases_stay_plain() -> None:
     }
 
 
+def test_progress() -> None:
+    module = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64, bias=False), nn.Linear(8, 8)).to(torch.bfloat16)
+    module.append(module[0])  # tied, so it counts once
+    steps: list[tuple[int, int]] = []
+    samebits.compress(module, progress=lambda done, total: steps.append((done, total)))
+    assert steps == [(6144, 12288), (12288, 12288)]
+    steps.clear()
+    samebits.decompress(module, progress=lambda done, total: steps.append((done, total)))
+    assert steps == [(6144, 12288), (12288, 12288)]
+    samebits.decompress(module, progress=lambda done, total: steps.append((done, total)))
+    assert len(steps) == 2
+
+
 def test_parametrized_weights() -> None:
     """What they are computed from is packed."""
     torch.manual_seed(0)

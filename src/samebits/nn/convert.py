@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import wraps
+from itertools import accumulate
 from typing import cast
 
 import torch
@@ -24,6 +25,7 @@ from samebits.nn.packed_module import PackedModule, pack, packed_parameters, sha
 
 MIN_WEIGHTS = 4096
 Owned = tuple[str, nn.Module, str]  # full name of a parameter, the module that owns it, its name there
+Progress = Callable[[int, int], object]  # is called with what is done, and all that is to do
 
 
 # torch's attention computes otherwise if one of its parameters has a gradient: one at least is left as it is.
@@ -150,7 +152,12 @@ class Report:
 
 
 def compress(
-    module: nn.Module, *, min_weights: int = MIN_WEIGHTS, include: Sequence[str] = (), exclude: Sequence[str] = ()
+    module: nn.Module,
+    *,
+    min_weights: int = MIN_WEIGHTS,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    progress: Progress | None = None,
 ) -> Report:
     """Pack the weights of a module and its submodules in place; its outputs stay the same, bit for bit.
 
@@ -161,6 +168,8 @@ def compress(
         min_weights: smaller parameters stay as they are.
         include: shell patterns of full parameter names; empty: all.
         exclude: shell patterns of parameters to leave alone.
+        progress: is called with the number of weights that are done and of all that are to be packed, behind each
+            parameter.
 
     Returns:
         What is packed now, and what is not and why.
@@ -177,9 +186,8 @@ def compress(
     if next(packed_parameters(module), None) is None:
         _check_dtypes([owned[0] for owned in groups])
     shared = _shared_outside(module, groups)
-    for owned in groups:
-        if owned not in shared:
-            _give_back(_pack_tied(owned))
+    for owned in _tracked([owned for owned in groups if owned not in shared], progress):
+        _give_back(_pack_tied(owned))
     result = report(module, selection)
     result.raw.update({owned[0][0]: "tied to a weight of a module outside" for owned in shared})
     return result
@@ -191,10 +199,13 @@ def _check_module(module: object) -> None:
         raise InputError(f"{type(module).__name__} is no torch module", mend=mend)
 
 
-def decompress(module: nn.Module) -> None:
+def decompress(module: nn.Module, *, progress: Progress | None = None) -> None:
     """Undo compress, or the loading of a compressed model: plain parameters again, and the original classes.
 
     Who shares a packed weight with ``module`` has the plain one afterwards too, so that ties stay.
+
+    Args:
+        progress: as in compress.
 
     Raises:
         InputError: not a module, or offloaded, or weights are on the meta device, where accelerate leaves those it
@@ -209,13 +220,29 @@ def decompress(module: nn.Module) -> None:
             mend = "load the model without offloading it before decompressing"
             raise InputError("on the meta device there are no bytes to decode", where=full_name, mend=mend)
     everywhere = sharers()
-    for owned in groups:
+    for owned in _tracked(groups, progress):
         first, first_name = cast(PackedModule, owned[0][1]), owned[0][2]
         recipe = first.sb_recipes[first_name]
         weight = nn.Parameter(first.sb_decode(first_name), requires_grad=recipe.requires_grad)
         for owner, name in everywhere[tuple(id(first._parameters[slot]) for slot in recipe.slots)]:
             unpack(owner, name, weight)
         _give_back(weight.device)
+
+
+def _tracked(groups: Sequence[list[Owned]], progress: Progress | None) -> Iterator[list[Owned]]:
+    """The groups; ``progress`` is called behind each."""
+    sizes = [_numel(owned[0]) for owned in groups]
+    for owned, done in zip(groups, accumulate(sizes), strict=True):
+        yield owned
+        if progress:
+            progress(done, sum(sizes))
+
+
+def _numel(owned: Owned) -> int:
+    """Of a parameter, packed or not."""
+    _, owner, name = owned
+    recipe = owner.sb_recipes.get(name) if isinstance(owner, PackedModule) else None
+    return math.prod(recipe.shape) if recipe else cast(nn.Parameter, owner._parameters[name]).numel()
 
 
 def _give_back(device: torch.device) -> None:
