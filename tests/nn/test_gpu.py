@@ -134,7 +134,7 @@ def test_memory_is_given_back() -> None:
     nbytes = 12 * 3072 * 3072 * 2
     assert torch.cuda.memory_reserved() - others >= nbytes
     assert len(samebits.compress(model).packed) == 12
-    assert torch.cuda.memory_reserved() - others < 0.8 * nbytes
+    assert torch.cuda.memory_reserved() - others < 0.85 * nbytes  # torch rounds up to 2 MiB
     samebits.decompress(model)
     assert nbytes <= torch.cuda.memory_reserved() - others < 1.2 * nbytes
 
