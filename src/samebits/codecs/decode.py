@@ -14,12 +14,13 @@ from samebits.codecs.compact import decode_compact
 from samebits.codecs.huffman import CanonicalCode
 from samebits.format.geometry import Code
 from samebits.format.packed import Header, PackedTensor
-from samebits.parallel import run_ranges
+from samebits.parallel import run_ranges, threads
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_TASK_WORDS = 1 << 20
+_TASK_WORDS = 1 << 20  # at most; no more are left to one thread, as torch's own threads spin between products
+_MIN_TASK_WORDS = 1 << 18
 
 
 def decode_cpu(packed: PackedTensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -104,8 +105,9 @@ def _decode_entries(
 ) -> None:
     """Decode entries of ``words`` words to ``out``, each from one of ``places`` on (in words)."""
     chunks = packed.header.geometry.chunks_of_runs(words)
-    run_ranges(decode_loops.decode_entries, len(entries) * chunks, _grain(packed), _words(out), entries, places, words,
-               chunks, *_arguments(packed))  # fmt: skip
+    count = len(entries) * chunks
+    run_ranges(decode_loops.decode_entries, count, _grain(count, 512 * packed.header.chunk_stages), _words(out),
+               entries, places, words, chunks, *_arguments(packed))  # fmt: skip
 
 
 def _empty(shape: Sequence[int]) -> torch.Tensor:
@@ -116,9 +118,11 @@ def _words(tensor: torch.Tensor) -> NDArray[np.uint16]:
     return tensor.reshape(-1).view(torch.int16).numpy().view(np.uint16)
 
 
-def _grain(packed: PackedTensor) -> int:
-    """Chunks for a thread to decode at a time."""
-    return max(1, _TASK_WORDS // (512 * packed.header.chunk_stages))
+def _grain(chunks: int, words: int) -> int:
+    """Chunks of ``words`` words for a thread to decode at a time."""
+    if chunks * words <= _TASK_WORDS:
+        return max(1, chunks)
+    return max(1, min(_TASK_WORDS, max(_MIN_TASK_WORDS, chunks * words // threads())) // words)
 
 
 def _arguments(packed: PackedTensor) -> tuple[Any, ...]:
