@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +11,7 @@ import torch
 from samebits.codecs import decode_loops
 from samebits.codecs.compact import decode_compact
 from samebits.codecs.huffman import CanonicalCode
+from samebits.codecs.memory import empty
 from samebits.format.geometry import Code
 from samebits.format.packed import Header, PackedTensor
 from samebits.parallel import run_ranges, threads
@@ -34,7 +34,7 @@ def decode_cpu(packed: PackedTensor, out: torch.Tensor | None = None) -> torch.T
         ``out``, or a new tensor.
     """
     if out is None:
-        out = _empty(packed.shape)
+        out = empty(packed.shape)
     if packed.is_raw:
         return out.copy_(packed.data.view(torch.bfloat16).reshape(packed.shape))
     if packed.code is Code.COMPACT:
@@ -57,7 +57,7 @@ def decode_rows_cpu(packed: PackedTensor, ids: torch.Tensor) -> torch.Tensor:
     shape = (*ids.shape, *packed.shape[1:])
     if not gathers(packed.header, ids.numel()):
         return decode_cpu(packed).index_select(0, ids.reshape(-1)).view(shape)
-    out = _empty(shape)
+    out = empty(shape)
     entries = _checked(packed.header, ids)
     words = packed.header.entry_words
     _decode_entries(packed, out, words, entries, np.arange(len(entries)) * words)
@@ -79,7 +79,7 @@ def decode_experts_cpu(packed: PackedTensor, routed: torch.Tensor) -> torch.Tens
     entries = np.unique(_checked(packed.header, routed))
     if not packed.header.is_chunked:
         return decode_cpu(packed)
-    out = _empty(packed.shape)
+    out = empty(packed.shape)
     words = packed.header.entry_words
     _decode_entries(packed, out, words, entries, entries * words)
     return out
@@ -108,10 +108,6 @@ def _decode_entries(
     count = len(entries) * chunks
     run_ranges(decode_loops.decode_entries, count, _grain(count, 512 * packed.header.chunk_stages), _words(out),
                entries, places, words, chunks, *_arguments(packed))  # fmt: skip
-
-
-def _empty(shape: Sequence[int]) -> torch.Tensor:
-    return torch.from_numpy(np.empty(math.prod(shape), np.int16)).view(torch.bfloat16).view(tuple(shape))
 
 
 def _words(tensor: torch.Tensor) -> NDArray[np.uint16]:
