@@ -134,7 +134,7 @@ def test_undecoded_experts_are_not_read(plain: Reference, pieces: bool, tmp_path
         return torch.full(shape[0], torch.nan, **{"dtype": torch.bfloat16, **options})
 
     reference, model = load(plain, "grouped_mm", pieces, tmp_path)
-    monkeypatch.setattr(decode, "_empty", not_a_number)
+    monkeypatch.setattr(decode, "empty", not_a_number)
     monkeypatch.setattr(recipe.torch, "empty", not_a_number)
     with torch.no_grad():
         logits = model(plain.tokens).logits
