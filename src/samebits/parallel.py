@@ -14,6 +14,8 @@ from typing import Any
 from samebits.errors import InputError
 
 THREADS_VARIABLE = "SAMEBITS_THREADS"
+TASK_WORDS = 1 << 20  # at most
+_MIN_TASK_WORDS = 1 << 18
 
 
 @cache
@@ -30,6 +32,11 @@ def threads() -> int:
 @cache
 def _pool(process: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads(), thread_name_prefix="samebits")
+
+
+def grain_of(words: int, each: int = 1) -> int:
+    """How many parts of ``each`` words a task has, of so many words: threads share what is worth it."""
+    return max(1, min(TASK_WORDS, max(_MIN_TASK_WORDS, words // (2 * threads()))) // each)
 
 
 def run_ranges(function: Callable[..., Any], count: int, grain: int, *arguments: Any) -> list[Any]:

@@ -10,8 +10,8 @@ import torch
 from hypothesis import example, given, settings
 
 import samebits
+from samebits import parallel
 from samebits.bf16 import entropy, exponent_histogram
-from samebits.codecs import encode as encode_module
 from samebits.codecs.reference import Reading, decode_reference, digest_reference
 from samebits.errors import DtypeError, InputError
 from samebits.format.geometry import Code
@@ -193,8 +193,8 @@ def test_tasks_of_any_size_write_the_same(monkeypatch: pytest.MonkeyPatch, shape
     values[shape[0] // 2] = 0
     matrix = tensor_of(values)
     whole = check(matrix)
-    monkeypatch.setattr(encode_module, "_TASK_WORDS", words)
-    monkeypatch.setattr(encode_module, "_MIN_TASK_WORDS", 1)
+    monkeypatch.setattr(parallel, "TASK_WORDS", words)
+    monkeypatch.setattr(parallel, "_MIN_TASK_WORDS", 1)
     assert bytes_of(check(matrix)) == bytes_of(whole)
 
 

@@ -14,13 +14,10 @@ from samebits.codecs.huffman import CanonicalCode
 from samebits.codecs.memory import empty
 from samebits.format.geometry import Code
 from samebits.format.packed import Header, PackedTensor
-from samebits.parallel import run_ranges, threads
+from samebits.parallel import TASK_WORDS, grain_of, run_ranges
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-_TASK_WORDS = 1 << 20  # at most; no more are left to one thread, as torch's own threads spin between products
-_MIN_TASK_WORDS = 1 << 18
 
 
 def decode_cpu(packed: PackedTensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -115,10 +112,8 @@ def _words(tensor: torch.Tensor) -> NDArray[np.uint16]:
 
 
 def _grain(chunks: int, words: int) -> int:
-    """Chunks of ``words`` words for a thread to decode at a time."""
-    if chunks * words <= _TASK_WORDS:
-        return max(1, chunks)
-    return max(1, min(_TASK_WORDS, max(_MIN_TASK_WORDS, chunks * words // threads())) // words)
+    """Chunks of ``words`` words for a thread: all of a small tensor, as torch's own threads spin between products."""
+    return grain_of(chunks * words, words) if chunks * words > TASK_WORDS else max(1, chunks)
 
 
 def _arguments(packed: PackedTensor) -> tuple[Any, ...]:

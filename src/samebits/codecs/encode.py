@@ -29,14 +29,12 @@ from samebits.format.packed import (
     Header,
     PackedTensor,
 )
-from samebits.parallel import run_ranges, threads
+from samebits.parallel import grain_of, run_ranges
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Allocate = Callable[[int], torch.Tensor]
-_TASK_WORDS = 1 << 20  # at most
-_MIN_TASK_WORDS = 1 << 18
 
 
 def allocate_memory(nbytes: int) -> torch.Tensor:
@@ -89,7 +87,7 @@ class CpuCounter:
         """Of each row of a matrix centre, lowest and highest (RowStatistics), and whether it has subnormals."""
         rows, columns = self.geometry.rows, self.geometry.columns
         summary = np.empty((4, rows), np.int32)
-        grain = -(-_grain(rows * columns, columns) // 4) * 4
+        grain = -(-grain_of(rows * columns, columns) // 4) * 4
         sums = run_ranges(loops.summarize_rows, rows, grain, self.words, columns, *summary)
         self._digest = digest_of_sums(self.words, sums)
         return summary
@@ -107,7 +105,7 @@ class CpuCounter:
             return histogram, aligned, pinned
 
         sampled = -(-rows // stride)
-        parts = run_ranges(count, sampled, _grain(sampled * columns, columns))
+        parts = run_ranges(count, sampled, grain_of(sampled * columns, columns))
         histogram, aligned, pinned = (_total([part[i] for part in parts]) for i in range(3))
         return RowStatistics(histogram, centers, lowest, highest, bool(subnormal.any()), aligned, pinned)
 
@@ -120,15 +118,10 @@ class CpuCounter:
             return counts
 
         sampled = -(-self.geometry.rows // stride)
-        return _total(run_ranges(count, sampled, _grain(sampled * columns, columns)))
+        return _total(run_ranges(count, sampled, grain_of(sampled * columns, columns)))
 
     def _has_subnormals(self) -> bool:
-        return any(run_ranges(loops.any_subnormal, self.words.size, _grain(self.words.size), self.words))
-
-
-def _grain(words: int, each: int = 1) -> int:
-    """How many parts of ``each`` words a task has, of so many words: threads share what is worth it."""
-    return max(1, min(_TASK_WORDS, max(_MIN_TASK_WORDS, words // (2 * threads()))) // each)
+        return any(run_ranges(loops.any_subnormal, self.words.size, grain_of(self.words.size), self.words))
 
 
 def changes_of(shifts: NDArray[np.int32]) -> NDArray[np.uint16]:
@@ -185,14 +178,14 @@ def _encode_chunks(words: NDArray[np.uint16], plan: Plan) -> tuple[NDArray[np.in
                                       plan.window, table, nearest, first_symbol, sizes, first, last)  # fmt: skip
         return sizes, streams
 
-    results = run_ranges(encode, geometry.chunks, _grain(words.size, 512 * geometry.chunk_stages))
+    results = run_ranges(encode, geometry.chunks, grain_of(words.size, 512 * geometry.chunk_stages))
     sizes = np.concatenate([sizes for sizes, _ in results])
     return np.concatenate([[0], np.cumsum(sizes)]), [streams for _, streams in results]
 
 
 def _write_planes(words: NDArray[np.uint16], plan: Plan, packed: PackedTensor) -> None:
     geometry = plan.geometry
-    grain = _grain(words.size, ROW_GROUP * geometry.columns)
+    grain = grain_of(words.size, ROW_GROUP * geometry.columns)
     run_ranges(loops.write_planes, geometry.row_groups, grain, words, geometry.rows, geometry.columns,
                plan.code is Code.QUAD, changes_of(plan.shifts), packed.array("planes", "<u4"))  # fmt: skip
 

@@ -12,7 +12,6 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,14 +20,22 @@ from numpy.typing import NDArray
 _LEAST = 32 << 20  # bytes; less than that glibc keeps itself
 _MOST = 512 << 20  # bytes that are kept
 
-Words = NDArray[np.int16]
+_Words = NDArray[np.int16]
 
 
-class _Block(NamedTuple):
+class _Block:
     """Memory, and who is in it: the array of a tensor, or None once that is gone."""
 
-    memory: Words
-    user: Callable[[], Words | None]
+    __slots__ = ("memory", "user")
+
+    def __init__(self, words: int) -> None:
+        self.memory = np.empty(words, np.int16)
+        self.user: Callable[[], _Words | None] = lambda: None
+
+    def take(self, words: int) -> _Words:
+        array = self.memory[:words]
+        self.user = weakref.ref(array)
+        return array
 
 
 _blocks: list[_Block] = []
@@ -42,22 +49,18 @@ def empty(shape: Sequence[int]) -> torch.Tensor:
     return torch.from_numpy(array).view(torch.bfloat16).view(tuple(shape))
 
 
-def _large(words: int) -> Words:
+def _large(words: int) -> _Words:
     if 2 * words > _MOST:
         return np.empty(words, np.int16)
     with _lock:
-        busy: list[_Block] = []
-        free: list[_Block] = []
-        for block in _blocks:
-            (free if block.user() is None else busy).append(block)
-        fitting = [block.memory for block in free if block.memory.size >= words]
-        memory = min(fitting, key=len) if fitting else np.empty(words, np.int16)
-        array = memory[:words]
-        others = [*busy, *(block for block in free if fitting and block.memory is not memory)]
-        if sum(block.memory.nbytes for block in others) + memory.nbytes <= _MOST:
-            others.append(_Block(memory, weakref.ref(array)))
-        _blocks[:] = others
-        return array
+        fitting = [block for block in _blocks if block.user() is None and block.memory.size >= words]
+        if fitting:
+            return min(fitting, key=lambda block: block.memory.size).take(words)
+        _blocks[:] = [block for block in _blocks if block.user() is not None]  # what is free is too small
+        block = _Block(words)
+        if sum(each.memory.nbytes for each in (*_blocks, block)) <= _MOST:
+            _blocks.append(block)
+        return block.take(words)
 
 
 def _renew_lock() -> None:

@@ -231,11 +231,11 @@ def decompress(module: nn.Module, *, progress: Progress | None = None) -> None:
 
 def _tracked(groups: Sequence[list[Owned]], progress: Progress | None) -> Iterator[list[Owned]]:
     """The groups; ``progress`` is called behind each."""
-    sizes = [_numel(owned[0]) for owned in groups]
-    for owned, done in zip(groups, accumulate(sizes), strict=True):
+    ends = list(accumulate(_numel(owned[0]) for owned in groups))
+    for owned, done in zip(groups, ends, strict=True):
         yield owned
         if progress:
-            progress(done, sum(sizes))
+            progress(done, ends[-1])
 
 
 def _numel(owned: Owned) -> int:
