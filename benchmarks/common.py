@@ -27,6 +27,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -109,6 +110,16 @@ def in_own_process(function: Callable[..., Result], *arguments: Any, **named: An
             return process.submit(function, *arguments, **named).result()
 
     return run
+
+
+@contextmanager
+def kept_process(separate: bool) -> Iterator[Callable[..., Any]]:
+    """Yields what calls a function in one new process, which keeps what it has between calls; else in this one."""
+    if not separate:
+        yield lambda function, *arguments: function(*arguments)
+        return
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        yield lambda function, *arguments: process.submit(function, *arguments).result()
 
 
 def runner(device: str) -> Callable[..., Any]:

@@ -4,10 +4,11 @@
     python benchmarks/generate.py --ways compile --batches 1,16 --prompts 128         compiles eight times
     python benchmarks/generate.py --models tiny --device cpu --batches 1 --prompts 16 --name trial
 
-Real configurations, synthetic weights (models.py). One model at a time is in memory, on a GPU each form in a process
-of its own: what runs second in a process takes longer, its graphs above all. Ways to run:
+Real configurations, synthetic weights (models.py). On a GPU each form has a process of its own: what runs second in a
+process takes longer, its graphs above all. One model at a time is in memory, but for the eager way: there the host
+decides, which is up to twice as slow for some seconds as for others, so both forms are in memory and take turns. Ways:
 
-    eager      a cache that grows, Python for every layer
+    eager      a cache that grows, Python for every layer; the forms generate in turns, TURNS times
     graphs     a static cache; samebits.cuda_graphs: the step is one CUDA graph of the model as it is
     compile    a static cache; transformers compiles the step by itself (torch.compile, mode reduce-overhead)
     preferred  as graphs, with the attention that torch prefers, cuDNN's on Hopper: what users get, but BF16's own
@@ -37,8 +38,8 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise, product
@@ -49,7 +50,7 @@ import torch._inductor.config
 from transformers import CompileConfig, StaticCache, StoppingCriteria, StoppingCriteriaList
 
 import samebits
-from common import PACKAGES, Timing, add_results, cpu_name, runner, significant
+from common import PACKAGES, Timing, add_results, cpu_name, in_own_process, kept_process, significant
 from models import MODELS, build, forget, random_prompt
 from samebits.integrations.transformers_graphs import decoding_steps
 from samebits.verify import repeatable_attention
@@ -59,6 +60,7 @@ REPLAYED = ("graphs", "preferred")
 DEFAULT_MODELS = ("Llama 3.1 8B", "Qwen3 14B")
 LONG = 3.0  # seconds
 SETTLED = 8  # tokens
+TURNS = 4
 FIRST_TOKENS = 4
 WARM_PROMPTS = 3  # until products of one input are made together
 KEYS = ("model", "batch", "prompt", "tokens")
@@ -132,20 +134,28 @@ class Figures:
     """Of one case.
 
     Attributes:
-        first_token: until it is there.
-        step: between two tokens behind the first.
+        first_tokens: seconds until it is there, of each run.
+        steps: seconds between two tokens behind the first.
         batch: sequences.
         peak_bytes: on a GPU.
         tokens: all of them, by sequence.
-        repeats: whether the first run gave the same tokens; None if there was one run.
+        repeats: whether all runs gave the same tokens; None if there was one run.
     """
 
-    first_token: Timing
-    step: Timing
+    first_tokens: Sequence[float]
+    steps: Sequence[float]
     batch: int
     peak_bytes: int | None
     tokens: list[list[int]]
     repeats: bool | None = None
+
+    @property
+    def first_token(self) -> Timing:
+        return Timing.of(self.first_tokens)
+
+    @property
+    def step(self) -> Timing:
+        return Timing.of(self.steps)
 
     @property
     def rate(self) -> float:
@@ -159,6 +169,18 @@ class Figures:
             | self.first_token.columns(f"{key}_first_token_seconds")
             | {f"{key}_peak_bytes": self.peak_bytes}
         )
+
+
+def joined(turns: Sequence[Figures]) -> Figures:
+    """Those of several turns as of one."""
+    first = turns[0]
+    return replace(
+        first,
+        first_tokens=[seconds for turn in turns for seconds in turn.first_tokens],
+        steps=[seconds for turn in turns for seconds in turn.steps],
+        peak_bytes=max((turn.peak_bytes for turn in turns if turn.peak_bytes), default=None),
+        repeats=all(turn.repeats is not False and turn.tokens == first.tokens for turn in turns),
+    )
 
 
 def measure(model: Any, setting: Setting, device: str) -> Figures:
@@ -180,13 +202,13 @@ def measure(model: Any, setting: Setting, device: str) -> Figures:
 
     with setting.graphs(model, device):
         intervals, tokens = timed()
-        is_short = _settled(intervals).median * setting.tokens < LONG
+        is_short = Timing.of(settled(intervals)).median * setting.tokens < LONG
         if _as_first_rank(is_short or setting.way == "compile"):
             before, (intervals, tokens), again = tokens, timed(), FIRST_TOKENS
             repeats = torch.equal(tokens, before)
         peak = torch.cuda.max_memory_allocated() if device == "cuda" else None
         firsts = [intervals[0], *(timed(max_new_tokens=1)[0][0] for _ in range(again))]
-    return Figures(Timing.of(firsts), _settled(intervals), setting.batch, peak, tokens.tolist(), repeats)
+    return Figures(firsts, settled(intervals), setting.batch, peak, tokens.tolist(), repeats)
 
 
 def _as_first_rank(decision: bool) -> bool:
@@ -197,10 +219,10 @@ def _as_first_rank(decision: bool) -> bool:
     return decisions[0]
 
 
-def _settled(intervals: list[float]) -> Timing:
-    """Of the steps behind the first ones."""
+def settled(intervals: list[float]) -> list[float]:
+    """The steps behind the first ones."""
     steps = intervals[1:]
-    return Timing.of(steps[SETTLED:] or steps)
+    return steps[SETTLED:] or steps
 
 
 def _timed(run: Callable[..., torch.Tensor], device: str) -> tuple[list[float], torch.Tensor]:
@@ -209,45 +231,101 @@ def _timed(run: Callable[..., torch.Tensor], device: str) -> tuple[list[float], 
     return clock.intervals(), tokens
 
 
-def measure_all(name: str, settings: list[Setting], device: str, packed: bool, deadline: float) -> list[Figures]:
-    """As many settings as there is time for, on one model, which is gone afterwards."""
+def ready(name: str, settings: list[Setting], device: str, packed: bool) -> Any:
+    """A model that has found its plans and compiled its kernels."""
     torch._inductor.config.emulate_precision_casts = torch._inductor.config.deterministic = True
     start = time.monotonic()
     model = build(name, device, packed)
     if packed:
         samebits.prepare(model, sorted({tokens for s in settings for tokens in (s.batch, s.batch * s.prompt)}))
     measure(model, replace(settings[0], way="eager", tokens=2), device)  # the first run of all compiles kernels
-    kind = "samebits" if packed else "BF16"
-    print(f"{name}, {kind}: ready after {time.monotonic() - start:.1f} s", flush=True)
-    found: list[Figures] = []
-    for setting in settings:
-        if time.monotonic() > deadline:
-            print(f"{name}: no time left for", *settings[len(found) :], sep="\n  ", flush=True)
-            break
-        start = time.monotonic()
-        with setting.attention:
-            found.append(measure(model, setting, device))
-        figures, seconds = found[-1], time.monotonic() - start
-        said = f"first token {figures.first_token.median:.3f} s, then {figures.rate:.1f} tokens/s"
-        print(f"{name}, {kind}, {setting}: {said}; took {seconds:.1f} s", flush=True)
+    print(f"{name}, {kind(packed)}: ready after {time.monotonic() - start:.1f} s", flush=True)
+    return model
+
+
+def measure_said(name: str, model: Any, setting: Setting, device: str, packed: bool) -> Figures:
+    start = time.monotonic()
+    with setting.attention:
+        figures = measure(model, setting, device)
+    said = f"first token {figures.first_token.median:.3f} s, then {figures.rate:.1f} tokens/s"
+    print(f"{name}, {kind(packed)}, {setting}: {said}; took {time.monotonic() - start:.1f} s", flush=True)
+    return figures
+
+
+def measure_all(name: str, settings: list[Setting], device: str, packed: bool, deadline: float) -> list[Figures]:
+    """As many settings as there is time for, on one model, which is gone afterwards."""
+    model = ready(name, settings, device, packed)
+    found = [measure_said(name, model, setting, device, packed) for setting in until(deadline, name, settings)]
     del model
     forget(device)
     return found
 
 
+def until(deadline: float, name: str, settings: list[Setting]) -> Iterator[Setting]:
+    """Those that can be begun before; says which are left."""
+    for number, setting in enumerate(settings):
+        if time.monotonic() > deadline:
+            print(f"{name}: no time left for", *settings[number:], sep="\n  ", flush=True)
+            break
+        yield setting
+
+
+_held: dict[bool, Any] = {}  # the model of a process that takes turns, by whether it is packed
+
+
+def hold(name: str, settings: list[Setting], device: str, packed: bool) -> None:
+    _held[packed] = ready(name, settings, device, packed)
+
+
+def measure_held(name: str, setting: Setting, device: str, packed: bool) -> Figures:
+    return measure_said(name, _held[packed], setting, device, packed)
+
+
+def measure_in_turns(
+    name: str, settings: list[Setting], device: str, deadline: float, separate: bool
+) -> Iterator[tuple[Setting, Figures, Figures]]:
+    """BF16 and compressed, each in a process that keeps its model."""
+    with ExitStack() as stack:
+        processes = {packed: stack.enter_context(kept_process(separate)) for packed in (False, True)}
+        stack.callback(_held.clear)
+        for packed, call in processes.items():
+            call(hold, name, settings, device, packed)
+        for setting in until(deadline, name, settings):
+            turns: dict[bool, list[Figures]] = {packed: [] for packed in processes}
+            for _ in range(TURNS):
+                for packed, call in processes.items():
+                    turns[packed].append(call(measure_held, name, setting, device, packed))
+            yield setting, joined(turns[False]), joined(turns[True])
+
+
 def rows(
-    name: str, settings: list[Setting], device: str, seconds: float, run: Callable[..., Any] = partial
+    name: str, settings: list[Setting], device: str, seconds: float, separate: bool = False
 ) -> Iterator[dict[str, Any]]:
-    """BF16 first, then compressed, each setting beside the other; ``run`` is partial or in_own_process."""
-    plain = run(measure_all, name, settings, device, packed=False, deadline=time.monotonic() + BF16_SHARE * seconds)()
-    settings = settings[: len(plain)]
-    packed = run(measure_all, name, settings, device, packed=True, deadline=float("inf"))()
-    for setting, bf16, ours in zip(settings, plain, packed, strict=True):
-        row: dict[str, Any] = {"table": setting.way, "model": name}
-        row |= {key: getattr(setting, key) for key in ("batch", "prompt", "tokens")}
-        for key, found in (("bf16", bf16), ("samebits", ours)):
-            row |= found.columns(key) | {f"{key}_repeats": found.repeats}
-        yield row | {"speed": significant(ours.rate / bf16.rate), "same_tokens": ours.tokens == bf16.tokens}
+    """Each setting in BF16 beside compressed; ``separate``: in processes of their own."""
+    deadline = time.monotonic() + seconds
+    if eager := [setting for setting in settings if setting.way == "eager"]:
+        for found in measure_in_turns(name, eager, device, deadline, separate):
+            yield row_of(name, *found)
+        forget(device)
+    if others := [setting for setting in settings if setting.way != "eager"]:
+        run = in_own_process if separate else partial
+        middle = time.monotonic() + BF16_SHARE * (deadline - time.monotonic())
+        plain = run(measure_all, name, others, device, packed=False, deadline=middle)()
+        others = others[: len(plain)]
+        packed = run(measure_all, name, others, device, packed=True, deadline=float("inf"))()
+        yield from (row_of(name, *found) for found in zip(others, plain, packed, strict=True))
+
+
+def row_of(name: str, setting: Setting, bf16: Figures, ours: Figures) -> dict[str, Any]:
+    row: dict[str, Any] = {"table": setting.way, "model": name}
+    row |= {key: getattr(setting, key) for key in ("batch", "prompt", "tokens")}
+    for key, found in (("bf16", bf16), ("samebits", ours)):
+        row |= found.columns(key) | {f"{key}_repeats": found.repeats}
+    return row | {"speed": significant(ours.rate / bf16.rate), "same_tokens": ours.tokens == bf16.tokens}
+
+
+def kind(packed: bool) -> str:
+    return "samebits" if packed else "BF16"
 
 
 def numbers(text: str) -> list[int]:
@@ -272,11 +350,11 @@ def main() -> int:
     settings = [Setting(*case, options.tokens) for case in product(options.ways, options.batches, options.prompts)]
     settings.sort(key=lambda setting: setting.batch * setting.prompt)
     device = torch.cuda.get_device_name() if options.device == "cuda" else cpu_name()
-    run = runner(options.device)
+    separate = options.device == "cuda"
     start, all_same = time.monotonic(), True
     for number, name in enumerate(options.models):
         left = options.seconds - (time.monotonic() - start)
-        found = list(rows(name, settings, options.device, left / (len(options.models) - number), run))
+        found = list(rows(name, settings, options.device, left / (len(options.models) - number), separate))
         all_same &= all(row["same_tokens"] for row in found if row["table"] != "preferred")
         print(add_results(options.name, device, found, KEYS, (*PACKAGES, "transformers")), flush=True)
     return int(not all_same)

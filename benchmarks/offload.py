@@ -41,7 +41,7 @@ from accelerate import dispatch_model, infer_auto_device_map
 from transformers import StaticCache, StoppingCriteriaList
 
 import samebits
-from common import PACKAGES, Timing, cpu_name, read_results, significant, write_results
+from common import PACKAGES, cpu_name, read_results, significant, write_results
 from generate import SETTLED, Clock, Figures
 from models import MODELS, build, random_prompt
 from samebits.verify import repeatable_attention
@@ -119,8 +119,7 @@ def generate(model: Any, batch: int, device: str, graphs: bool) -> Figures:
         )  # fmt: skip
     first, *others = clock.intervals()
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else None
-    step = Timing.of(others[SETTLED:] if graphs else others)
-    return Figures(Timing.of([first]), step, batch, peak, output.tolist())
+    return Figures([first], others[SETTLED:] if graphs else others, batch, peak, output.tolist())
 
 
 def place(model: Any, way: str, case: Case, device: str, disk: Path) -> int:

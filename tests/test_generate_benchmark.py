@@ -45,6 +45,26 @@ def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(row["samebits_peak_bytes"] is None for row in found)
 
 
+def test_forms_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The eager way: BF16 and compressed one after the other, all turns in one row."""
+    turns: list[bool] = []
+
+    def measured(name: str, model: Any, setting: generate.Setting, device: str, packed: bool) -> generate.Figures:
+        turns.append(packed)
+        seconds = float(len(turns))
+        return generate.Figures([seconds], [seconds, 2 * seconds], 1, int(seconds), [[len(turns) // 8]], True)
+
+    monkeypatch.setattr(generate, "measure_said", measured)
+    [row] = generate.rows("tiny", [generate.Setting("eager", 1, 5, 4)], "cpu", 1e9)
+    assert turns == generate.TURNS * [False, True]
+    assert row["bf16_first_token_seconds"] == 4
+    assert (row["samebits_first_token_seconds_fastest"], row["samebits_first_token_seconds_slowest"]) == (2, 8)
+    assert row["bf16_tokens_per_s_slowest"] == pytest.approx(1 / 14, rel=1e-3)
+    assert (row["bf16_peak_bytes"], row["samebits_peak_bytes"]) == (7, 8)
+    assert (row["bf16_repeats"], row["samebits_repeats"]) == (True, False)
+    assert not generate._held
+
+
 def test_only_one_way_has_the_attention_that_torch_prefers(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, bool] = {}
     timed = generate._timed
