@@ -36,7 +36,7 @@ from common import (
     write_results,
 )
 from samebits.bf16 import entropy, exponent_histogram
-from samebits.jobs.options import MIN_WEIGHTS
+from samebits.format.names import MIN_WEIGHTS
 from samebits.nn.packed_states import matrix_of
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 HEAVY = ("torch", "transformers", "diffusers", "accelerate", "numba", "numpy", "safetensors", "cuda", "typer", "rich")
 
@@ -38,3 +39,29 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
     with pytest.raises(AttributeError, match="no attribute 'compres'"):
         samebits.compres  # noqa: B018
+
+
+def test_where_no_folder_can_be_written() -> None:
+    """Then nothing that numba compiles is kept, and the doctor says so."""
+    code = """
+import torch
+from numba.core import caching
+
+def refuse(self):
+    raise OSError("read-only file system")
+
+for locator in (caching.InTreeCacheLocator, caching.UserWideCacheLocator):
+    locator.ensure_cache_path = refuse
+
+from samebits.cli.doctor import _loop_cache
+from samebits.digest import digest
+
+print(digest(torch.arange(8, dtype=torch.uint8)), _loop_cache().mend)
+"""
+    from samebits.cli.doctor import _loop_cache
+    from samebits.digest import digest
+
+    found = digest(torch.arange(8, dtype=torch.uint8))
+    assert run_python(code) == f"{found} set NUMBA_CACHE_DIR to a writable folder\n"
+    assert _loop_cache().mend == ""
+    assert _loop_cache().found.endswith("__pycache__")

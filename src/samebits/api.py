@@ -22,6 +22,7 @@ def encode(tensor: torch.Tensor) -> PackedTensor:
     Raises:
         DtypeError: the tensor is not bfloat16.
         InputError: its values are not all in memory (meta, sparse, a class of its own).
+        DeviceError: it is on a GPU, where no kernel can be built, or too large for one.
     """
     if isinstance(tensor, torch.Tensor):
         tensor = tensor.detach()
@@ -62,14 +63,13 @@ def decode(packed: PackedTensor, device: torch.device | str | None = None) -> to
 
     Raises:
         InputError: not a packed tensor.
+        DeviceError: no kernel can be built for the GPU it is on.
     """
     if not isinstance(packed, PackedTensor):
         mend = "call PackedTensor.from_data on a packed tensor's bytes"
         raise InputError(f"{type(packed).__name__} is no PackedTensor", mend=mend)
     if device is not None:
         packed = packed.to(device)
-    if packed.is_raw:
-        return packed.data.view(torch.bfloat16).reshape(packed.shape).clone()
     from samebits.kernels.ops import decode_packed
 
     return decode_packed(packed)

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from numba import njit
 
+from samebits.compiled import compiled
 from samebits.parallel import run_ranges
 
 if TYPE_CHECKING:
@@ -24,6 +24,11 @@ def words_of(tensor: torch.Tensor) -> NDArray[np.uint16]:
     return tensor.detach().contiguous().reshape(-1).view(torch.int16).numpy().view(np.uint16)
 
 
+def same_words(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two BF16 tensors of one device have the same shape and bits."""
+    return torch.equal(left.view(torch.int16), right.view(torch.int16))
+
+
 def is_bf16(tensor: torch.Tensor) -> bool:
     """Whether BF16 has every value of a tensor, whatever floating point dtype it is stored in; compared as bits."""
     if tensor.dtype == torch.bfloat16:
@@ -35,7 +40,7 @@ def is_bf16(tensor: torch.Tensor) -> bool:
     )
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def count_exponents(words: NDArray[np.uint16], first: int, last: int, counts: NDArray[np.int64]) -> None:
     """Add the exponents of words[first:last] to ``counts`` [4, 256]; four tables keep the additions independent."""
     part = words[first:last]  # whose indices are known not to be negative

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from numba import njit
 
+from samebits.compiled import compiled
 from samebits.parallel import run_ranges
 from samebits.vectors import DIGESTED, FIRST, GOLDEN, SECOND, mix_words
 
@@ -23,7 +23,7 @@ _MASK = 0xFFFFFFFFFFFFFFFF
 _GRAIN = 1 << 17  # 64-bit words per task
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def sum_words(words: NDArray[np.uint64], first: int, last: int) -> np.uint64:
     """What words [first, last) of a whole add to its digest."""
     total, start = _WORD(0), _WORD(first)

@@ -67,3 +67,22 @@ def test_forgets_tensors_that_are_gone() -> None:
     del data
     gc.collect()
     assert key not in residents.residents
+
+
+def test_forgets_what_was_known_of_other_bytes() -> None:
+    """Products that know of each other's weights in a circle would stay for good, as native code's are not searched."""
+    data = torch.zeros(8, dtype=torch.uint8)
+    before = residents.resident(data)
+    assert before is not None
+    gradient = residents.gradients[id(data)]
+    for known in (before, gradient):
+        known.shortcuts[1], known.training[1], known.prefetched = before, before, (before, data)
+    before.carriers[1] = before
+    data.add_(1)
+    after = residents.resident(data)
+    assert after is not None
+    assert after is not before
+    assert after.has_changed
+    assert not before.carriers
+    for known in (before, gradient):
+        assert (known.shortcuts, known.training, known.prefetched) == ({}, {}, None)

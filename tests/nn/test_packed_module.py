@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Barrier
+from threading import Barrier, Thread
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import samebits
 from samebits.errors import DigestError, DtypeError, FormatError, InputError
-from samebits.nn import recipe
+from samebits.nn import packed_module, recipe
 from samebits.nn.lazy import LazyTensor, LazyWeight
 from samebits.nn.packed_module import PackedModule, packed_class, share_ties
 from tests.nn.modules import CASES, INPUT, MIN_WEIGHTS, TOKENS, make, same_bits, watch_decoding
@@ -484,3 +484,17 @@ def test_threads_have_decoded_weights_of_their_own() -> None:
     assert all(tensor is read[0] for read in reads for tensor in read)
     assert reads[0][0] is not reads[1][0]
     assert not isinstance(reads[0][0], LazyTensor)
+
+
+def test_threads_that_copy_and_look() -> None:
+    """Who looks at all modules there are, as decompress does, is not disturbed by others that come meanwhile."""
+    module = nn.Linear(64, 64).to(torch.bfloat16)
+    samebits.compress(module, min_weights=MIN_WEIGHTS)
+    copies: list[nn.Module] = []
+    thread = Thread(target=lambda: copies.extend(copy.deepcopy(module) for _ in range(1000)))
+    thread.start()
+    while thread.is_alive():
+        found = packed_module.sharers()
+        assert sum(module in {owner for owner, _ in owners} for owners in found.values()) == 1
+    thread.join()
+    assert len(copies) == 1000

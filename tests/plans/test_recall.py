@@ -152,7 +152,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
         (linear, "decode_table", _no_table),
         (decode, "decode_table", _no_table),
         (together, "launch_together", lambda operands, *others: joint(len(operands))),
-        (together, "_same", lambda left, right: True),
+        (together, "same_words", lambda left, right: True),
         (planner.Planner, "of", lambda device: plans),
         (call, "MAX_HOPPER_TOKENS", MOST_TOKENS),
         (carry, "_SAVED_US", 1.0),  # whatever launches gain is less
@@ -594,6 +594,25 @@ def test_too_little_memory_for_what_is_remembered(driver: Driver, monkeypatch: p
     for _ in range(6):
         module(x_of(1, 1))
         assert ways(driver) == (1, 0)
+
+
+def test_two_threads_with_too_little_memory(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one has forgotten the product before this one does, and both make it in the usual way."""
+    module = layer(0)
+    warm(module, driver)
+    kept = resident(packed_of(module).data)
+    assert kept is not None
+    assert kept.shortcuts
+
+    def out_of_memory(tensor: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        patch.undo()
+        kept.forget_products()
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "new_empty", out_of_memory)
+        module(x_of(1, 1))
+    assert ways(driver) == (1, 0)
 
 
 def test_many_tokens_are_decoded_first(driver: Driver) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import multiprocessing
+import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -74,6 +76,7 @@ BROKEN = {
     "no groups": json.dumps({"version": 3, "environment": {}, "plans": []}),
     "plans of nothing": content(plans=[None]),
     "newer version": content(version=4),
+    "too deep": '{"a":' * 100_000,
     "not UTF-8": b"\xff\xfe{}",
     **{
         f"{name} {value!r}": content(plans=[{**GOOD_ENTRY, name: value}])
@@ -113,6 +116,16 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptu
     assert "plans are not kept on disk" in caplog.text
     assert "SAMEBITS_CACHE" in caplog.text
     assert plans.read() == {}
+
+
+def test_others_may_read_plans(tmp_path: Path) -> None:
+    """As the user's umask has it, for a folder that several share."""
+    before = os.umask(0o027)
+    try:
+        plans = filled(tmp_path)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(plans.path.stat().st_mode) == 0o640
 
 
 def test_a_lock_that_is_not_given_back(

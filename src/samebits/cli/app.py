@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from samebits.format.names import MIN_WEIGHTS
+
 app = typer.Typer(
     name="samebits",
     help="Run any BF16 model in two thirds of the memory, with the same bits out.",
@@ -79,7 +81,6 @@ Model = Annotated[
     typer.Argument(metavar="[PATH]", parser=_given, help="Default: the example model.", show_default=False),
 ]
 
-_MIN_WEIGHTS = 4096
 _MAX_SEED = 2**64 - 1  # that torch takes
 
 
@@ -96,7 +97,7 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Print the 
 def compress(
     source: Source,
     destination: Destination,
-    min_weights: MinWeights = _MIN_WEIGHTS,
+    min_weights: MinWeights = MIN_WEIGHTS,
     include: Include = [],  # noqa: B006
     exclude: Exclude = [],  # noqa: B006
     cast: CastTo = None,
@@ -118,7 +119,7 @@ def compress(
             raise typer.BadParameter("--patterns goes with --format df11")
         compress(source, destination, options, run, as_json)
     else:
-        if options != CompressOptions(_MIN_WEIGHTS):
+        if options != CompressOptions(MIN_WEIGHTS):
             raise typer.BadParameter("--format df11 takes --patterns to choose weights, and casts none")
         compress_df11(source, destination, patterns, run, as_json)
 
@@ -184,7 +185,7 @@ def inspect(
 @app.command()
 def estimate(
     source: Source,
-    min_weights: MinWeights = _MIN_WEIGHTS,
+    min_weights: MinWeights = MIN_WEIGHTS,
     include: Include = [],  # noqa: B006
     exclude: Exclude = [],  # noqa: B006
     cast: CastTo = None,

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from samebits import api
+from samebits.bf16 import same_words
 from samebits.cli.commands import open_source
 from samebits.cli.console import compilation_noted, note, print_json, print_lines, print_table
 from samebits.cli.generate import Sampling, default_model, import_transformers, load_model, run_model
@@ -121,7 +122,7 @@ def _original(entry: Entry) -> torch.Tensor:
 
 
 def _prove(tensor: torch.Tensor, packed: PackedTensor) -> None:
-    if not torch.equal(api.decode(packed).view(torch.int16), tensor.view(torch.int16)):
+    if not same_words(api.decode(packed), tensor):
         raise MismatchError(
             "a tensor did not come back identical", mend="report it with the output of `samebits doctor`"
         )

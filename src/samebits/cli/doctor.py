@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -12,16 +13,20 @@ from pathlib import Path
 import torch
 
 from samebits import __version__, api
+from samebits.bf16 import same_words
 from samebits.cli.console import compilation_noted, print_json, print_lines
+from samebits.compiled import folder_of
+from samebits.digest import sum_words
 from samebits.errors import MismatchError, SamebitsError
 from samebits.jobs.device import can_build_kernels
 from samebits.parallel import threads
 
 _REQUIRED = ("torch", "numpy", "numba", "safetensors", "huggingface_hub")
-_OPTIONAL = {
-    "transformers": "samebits[transformers]",
-    "accelerate": "samebits[transformers]",
-    "cuda-core": "samebits[cuda]",
+_OPTIONAL = {  # by what each is installed
+    "transformers": "'samebits[transformers]'",
+    "accelerate": "'samebits[transformers]'",
+    "diffusers": "'samebits[diffusers]'",
+    "cuda-core": "cuda-core",
 }
 _WORDS = 1 << 16  # every BF16 word once
 
@@ -55,25 +60,25 @@ def examine() -> Iterator[Finding]:
         yield Finding(name, version(name))
     yield from _optional_packages()
     yield Finding("CPU threads", str(threads()))
-    yield _numba_cache()
+    yield _loop_cache()
     yield _tested("CPU round trip", lambda: _round_trip("cpu"))
     yield from _gpu()
 
 
 def _optional_packages() -> Iterator[Finding]:
-    for name, extra in _OPTIONAL.items():
+    for name, wanted in _OPTIONAL.items():
         try:
             yield Finding(name, version(name))
         except PackageNotFoundError:
             needed = name != "cuda-core" or torch.cuda.is_available()
-            yield Finding(name, "not installed", f"pip install 'samebits[{extra}]'" if needed else "")
+            yield Finding(name, "not installed", f"pip install {wanted}" if needed else "")
 
 
-def _numba_cache() -> Finding:
-    """Where numba keeps compiled loops; without such a place every process compiles them anew."""
-    folder = Path(os.environ.get("NUMBA_CACHE_DIR") or Path(__file__).parents[1])
-    mend = "" if os.access(folder, os.W_OK) else "set NUMBA_CACHE_DIR to a writable folder"
-    return Finding("loop cache", str(folder), mend)
+def _loop_cache() -> Finding:
+    if folder := folder_of(sum_words):
+        return Finding("loop cache", str(folder))
+    found = "no folder can be written, so each process compiles the CPU codec anew"
+    return Finding("loop cache", found, "set NUMBA_CACHE_DIR to a writable folder")
 
 
 def _gpu() -> Iterator[Finding]:
@@ -99,6 +104,8 @@ def native_code() -> Finding:
     if native:
         return Finding("native code", "compiled")
     mend = "install a C compiler and Python's headers, then pip install --force-reinstall --no-deps samebits"
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        mend = "use a Python with the global interpreter lock"
     return Finding("native code", "not compiled, so products take the host longer", mend)
 
 
@@ -133,7 +140,7 @@ def _round_trip(device: str) -> str:
     weights = torch.randn(256, 512, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     for tensor in (words, weights[:100], weights):
         packed = api.encode(tensor.to(device))
-        if not torch.equal(api.decode(packed).cpu().view(torch.int16), tensor.view(torch.int16)):
+        if not same_words(api.decode(packed).cpu(), tensor):
             raise MismatchError("the decoded words differ", mend="report this as a bug")
     return f"identical, {packed.bits_per_weight:.2f} bits per weight on Gaussian weights"
 
@@ -143,3 +150,5 @@ def _tested(name: str, test: Callable[[], str]) -> Finding:
         return Finding(name, test())
     except SamebitsError as error:
         return Finding(name, error.what, error.mend or "report this as a bug")
+    except Exception as error:
+        return Finding(name, f"{type(error).__name__}: {error}", "report this as a bug")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numba import njit
 
 from samebits.codecs.huffman import CanonicalCode, package_merge
+from samebits.compiled import compiled
 from samebits.format.packed import MAX_CODE_LENGTH, QUAD_SYMBOLS
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def quad_book(counts: NDArray[np.int64], words: int) -> tuple[CanonicalCode, flo
     return CanonicalCode.from_lengths(order[rarest_first], lengths), bits
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _best_book(
     counts: NDArray[np.int64], sizes: NDArray[np.int64], sample: int, scale: float
 ) -> tuple[NDArray[np.int64], float]:
@@ -76,13 +76,13 @@ def _best_book(
             best, best_bits, best_lengths = i, bits, lengths
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _price(coded: float, size: int, covered: NDArray[np.int64], sample: int, scale: float) -> float:
     """Bits of the whole tensor: of quads with codewords, which take ``coded`` in the sample, of others, of the book."""
     return float((coded + (PATCH_BITS + 7) * (sample - covered[size])) * scale + 16 * size)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def least_bits(counts: NDArray[np.int64], covered: NDArray[np.int64], size: int) -> float:
     """Fewer bits than any prefix code takes for the first ``size`` symbols, by very little.
 

@@ -9,8 +9,8 @@ from math import log2
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numba import njit
 
+from samebits.compiled import compiled, inlined
 from samebits.format.geometry import RUN_WORDS
 from samebits.format.packed import ESCAPE, STATES
 from samebits.vectors import load_bits
@@ -23,7 +23,7 @@ SLACK = RUN_WORDS // 2 + 4  # words behind the streams that a run of 8 + 16 bits
 _MAX_FREQUENCY = 255  # what a byte of the code section holds
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def choose_frequencies(histogram: NDArray[np.int64], used: NDArray[np.int64]) -> NDArray[np.int64]:
     """Frequencies for the most frequent of the ``used`` exponents (descending by count), as many as pay.
 
@@ -43,7 +43,7 @@ def choose_frequencies(histogram: NDArray[np.int64], used: NDArray[np.int64]) ->
     return best
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _share_states(counts: NDArray[np.int64]) -> NDArray[np.int64]:
     """One state for each symbol that occurs; each further one to the symbol that gains most by it."""
     frequencies = (counts > 0).astype(np.int64)
@@ -58,7 +58,7 @@ def _share_states(counts: NDArray[np.int64]) -> NDArray[np.int64]:
     return frequencies
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _cost(counts: NDArray[np.int64], frequencies: NDArray[np.int64]) -> float:
     """Bits of the streams and the code section, about."""
     bits, previous = 8.0 * counts[ESCAPE], -1
@@ -70,7 +70,7 @@ def _cost(counts: NDArray[np.int64], frequencies: NDArray[np.int64]) -> float:
     return bits
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def encode_runs(
     words: NDArray[np.uint16], frequencies: NDArray[np.int64], starts: NDArray[np.int64], states: NDArray[np.int64],
     lengths: NDArray[np.uint16],
@@ -101,7 +101,7 @@ def encode_runs(
     return output[: (position + 31) // 32].copy()
 
 
-@njit(cache=True, nogil=True, inline="always")
+@inlined
 def _put(output: NDArray[np.uint32], position: int, value: int, bits: int) -> int:
     """Write the low ``bits`` of ``value``; the position behind them."""
     word = position >> 5
@@ -111,7 +111,7 @@ def _put(output: NDArray[np.uint32], position: int, value: int, bits: int) -> in
     return position + bits
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def decode_table(frequencies: NDArray[np.int64]) -> NDArray[np.uint32]:
     """uint32 [256]: ``symbol << 16 | 2 ** n * y - 256 << 8 | n`` for each state (FORMAT.md 3.7)."""
     table, symbols, following = np.empty(STATES, np.uint32), np.empty(STATES, np.int64), frequencies.copy()
@@ -133,7 +133,7 @@ def decode_table(frequencies: NDArray[np.int64]) -> NDArray[np.uint32]:
     return table
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def decode_runs(
     output: NDArray[np.uint16], table: NDArray[np.uint32], starts: NDArray[np.int64], raw: NDArray[np.uint8],
     streams: NDArray[np.uint32], first: int, last: int,
@@ -157,7 +157,7 @@ def decode_runs(
         output[i] = np.uint16((low & 0x80) << 8) | np.uint16(output[i] << 7) | np.uint16(low & 0x7F)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _four_runs(
     output: NDArray[np.uint16], table: NDArray[np.uint32], starts: NDArray[np.int64], run: int,
     streams: NDArray[np.uint32],
@@ -177,14 +177,14 @@ def _four_runs(
         position3, position4 = position3 + used3, position4 + used4
 
 
-@njit(cache=True, nogil=True, inline="always")
+@inlined
 def _begin(streams: NDArray[np.uint32], start: int) -> tuple[int, int]:
     """Where a run goes on behind its first state, and that."""
     position = U64(start)
     return position + U64(8), load_bits(streams, position) & U64(255)
 
 
-@njit(cache=True, nogil=True, inline="always")
+@inlined
 def _step(table: NDArray[np.uint32], state: int, bits: int) -> tuple[int, int, int]:
     """The exponent in a state, the state behind it, and how many of the bits these took."""
     entry = U64(table[state])

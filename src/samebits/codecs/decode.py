@@ -130,5 +130,5 @@ def _table(packed: PackedTensor) -> NDArray[np.uint16]:
     width = packed.header.max_code_length
     table = CanonicalCode.from_section(packed.array("code", "<u2")).decode_table(width)
     if packed.code is Code.SINGLE:
-        return decode_loops.several_symbols(table, width).view(np.uint16)  # type: ignore[no-any-return]
+        return decode_loops.several_symbols(table, width).view(np.uint16)
     return table

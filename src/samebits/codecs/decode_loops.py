@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numba import njit
 
 from samebits.codecs.loops import HEAD_WORDS, U64, chunk_extent, plane_places
+from samebits.compiled import compiled
 from samebits.vectors import join_quad_row, join_single_row, load64, load_bits, store32
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ _EACH = np.uint32(0x01010101)
 _BEYOND = 24  # bytes behind a stream's exponents that look-ups may write
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def decode_entries(
     output: NDArray[np.uint16], entries: NDArray[np.int64], places: NDArray[np.int64], entry_words: int,
     chunks_per_entry: int, rows: int, columns: int, chunk_stages: int, quad: bool, window: int,
@@ -51,7 +51,7 @@ def decode_entries(
                           planes, streams, room)  # fmt: skip
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _chunk_of(word: int, columns: int, stages: int, chunk_stages: int) -> int:
     """The chunk with a word of the tensor; where a row group has several chunks, the first."""
     row_group = word // columns // 8
@@ -60,7 +60,7 @@ def _chunk_of(word: int, columns: int, stages: int, chunk_stages: int) -> int:
     return row_group // (chunk_stages // stages)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _room(chunk_stages: int) -> Room:
     """For one chunk: its words; its top7 values or exponents, four bytes per quad; its quads' entries of the table, or
     its exponents stream by stream; a stage's words; where streams start; what takes the shifts of a row group off."""
@@ -74,7 +74,7 @@ def _room(chunk_stages: int) -> Room:
     )
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _decode_chunk(
     output: NDArray[np.uint16], begin: int, chunk: int, rows: int, columns: int, chunk_stages: int, quad: bool,
     window: int, shifts: NDArray[np.int8], table: NDArray[np.uint16], width: int, offsets: NDArray[np.uint32],
@@ -110,7 +110,7 @@ def _decode_chunk(
             stage += 1
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _decode_tops(
     buffer: NDArray[np.uint32], size: int, stages: int, quad: bool, window: int, table: NDArray[np.uint16], width: int,
     tops: NDArray[np.uint32], found: NDArray[np.uint16], starts: NDArray[np.uint64],
@@ -141,7 +141,7 @@ def _decode_tops(
         _decode_singles(buffer, starts, stages, table, mask, found, tops)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _decode_quads(
     buffer: NDArray[np.uint32], starts: NDArray[np.uint64], stages: int, table: NDArray[np.uint16], mask: int,
     found: NDArray[np.uint16],
@@ -168,7 +168,7 @@ def _decode_quads(
                 left -= 1
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def several_symbols(table: NDArray[np.uint16], width: int) -> NDArray[np.uint64]:
     """What a window of ``width`` bits holds of whole codewords, up to four: ``count << 38 | length << 32 | exponents``.
 
@@ -189,7 +189,7 @@ def several_symbols(table: NDArray[np.uint16], width: int) -> NDArray[np.uint64]
     return several
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _decode_singles(
     buffer: NDArray[np.uint32], starts: NDArray[np.uint64], stages: int, table: NDArray[np.uint16], mask: int,
     found: NDArray[np.uint16], tops: NDArray[np.uint32],
@@ -238,7 +238,7 @@ def _decode_singles(
             pairs[64 * stage + stream] = load64(found, U64(stream) * pitch + U64(8 * stage))
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _apply_patches(buffer: NDArray[np.uint32], first: int, last: int, stages: int, tops: NDArray[np.uint32]) -> None:
     """FORMAT.md 6.4; patches of stages that the chunk does not have are ignored."""
     for i in range(first, last):
@@ -249,7 +249,7 @@ def _apply_patches(buffer: NDArray[np.uint32], first: int, last: int, stages: in
             tops[place] ^= np.uint32((patch & 127) << (8 * (patch >> 7 & 3)))
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _join(
     output: NDArray[np.uint16], first: int, pitch: int, tops: NDArray[np.uint32], stage: int,
     planes: NDArray[np.uint32], row_group: int, s: int, stages: int, quad: bool, changes: NDArray[np.uint16],
@@ -270,7 +270,7 @@ def _join(
             join_single_row(output, out, tops, top, planes, raw + of_row, change)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _store(
     output: NDArray[np.uint16], begin: int, row_words: NDArray[np.uint16], rows: int, columns: int, row: int,
     column: int,

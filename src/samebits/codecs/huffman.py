@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numba import njit
 
+from samebits.compiled import compiled
 from samebits.format.packed import COUNTS
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-@njit(cache=True, nogil=True)
-def package_merge(weights: NDArray[np.int64], limit: int) -> NDArray[np.int64]:
+@compiled
+def package_merge(weights: NDArray[np.int64], limit: int | np.int64) -> NDArray[np.int64]:
     """``code_lengths`` of ascending weights.
 
     Packages only get lighter from level to level, so a level is like the one before it up to the first package that
@@ -111,7 +111,7 @@ class CanonicalCode:
         return table
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _reverse(value: int, bits: int) -> int:
     reversed_value = 0
     for _ in range(bits):
@@ -120,7 +120,7 @@ def _reverse(value: int, bits: int) -> int:
     return reversed_value
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _encode_table(counts: NDArray[np.uint16], symbols: NDArray[np.uint16], size: int) -> NDArray[np.uint32]:
     table = np.zeros(size, np.uint32)
     code, position = 0, 0
@@ -133,7 +133,7 @@ def _encode_table(counts: NDArray[np.uint16], symbols: NDArray[np.uint16], size:
     return table
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _decode_table(counts: NDArray[np.uint16], symbols: NDArray[np.uint16], width: int) -> NDArray[np.uint16]:
     table = np.full(1 << width, 1 << 12, np.uint16)  # windows that no codeword starts: one bit, symbol 0
     code, position = 0, 0

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numba import njit
 
 from samebits.bf16 import count_exponents
+from samebits.compiled import compiled, inlined
 from samebits.digest import sum_words
 from samebits.format.packed import QUAD_SYMBOLS
 from samebits.vectors import exponents_of_row, load64, quad_symbols_of_row, split_quad_row, split_single_row, store64
@@ -33,20 +33,20 @@ MAX_PATCHES = 8191
 HEAD_WORDS = 9  # a coded chunk's first word and its 32 length bytes
 
 
-@njit(cache=True, nogil=True, inline="always")
+@inlined
 def classify(quad: int, window: int) -> int:
     """The quad's classes in bits 0-2 of each field; other bits are set in fields that lie outside the window."""
     return (((quad >> U64(8)) & _TOP7) + (_INSIDE - U64(window) * _ONES)) ^ _INSIDE
 
 
-@njit(cache=True, nogil=True, inline="always")
+@inlined
 def quad_symbol(classes: int) -> int:
     """FORMAT.md 3.4: four classes as one symbol; OUTSIDE if one of them is none."""
     symbol = classes | (classes >> U64(13)) | (classes >> U64(26)) | (classes >> U64(39))
     return U64(OUTSIDE) if (classes & _NO_CLASS) != 0 else symbol & U64(0xFFF)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def summarize_rows(
     words: NDArray[np.uint16], columns: int, centers: NDArray[np.int32], lowest: NDArray[np.int32],
     highest: NDArray[np.int32], subnormal: NDArray[np.int32], first: int, last: int,
@@ -72,7 +72,7 @@ def summarize_rows(
     return digest
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _sum_exponents(quads: NDArray[np.uint64], first: int, last: int) -> tuple[int, bool]:
     """The sum of the exponents, and whether all lie in [COMMON_LOW, COMMON_HIGH]."""
     total, strange = U64(0), U64(0)
@@ -88,7 +88,7 @@ def _sum_exponents(quads: NDArray[np.uint64], first: int, last: int) -> tuple[in
     return np.int64(total), (strange & U64(0x0180018001800180)) == 0
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _summarize_row(
     words: NDArray[np.uint16], start: int, stop: int, row: int, centers: NDArray[np.int32], lowest: NDArray[np.int32],
     highest: NDArray[np.int32], subnormal: NDArray[np.int32],
@@ -107,7 +107,7 @@ def _summarize_row(
     centers[row] = -1 if fixed else 16 * total // nonzero
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def count_rows(
     words: NDArray[np.uint16], columns: int, centers: NDArray[np.int32], stride: int, histogram: NDArray[np.int64],
     aligned: NDArray[np.int64], pinned: NDArray[np.int64], first: int, last: int,
@@ -134,7 +134,7 @@ def count_rows(
                 relative[e] += total[e + 1]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def any_subnormal(words: NDArray[np.uint16], first: int, last: int) -> bool:
     """Whether words[first:last] hold an exponent of 0 with a mantissa."""
     part, found = words[first:last], np.uint16(0)
@@ -144,7 +144,7 @@ def any_subnormal(words: NDArray[np.uint16], first: int, last: int) -> bool:
     return found > 0
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def count_quads(
     words: NDArray[np.uint16], columns: int, changes: NDArray[np.uint16], window: int, stride: int,
     counts: NDArray[np.int64], first: int, last: int,
@@ -165,14 +165,14 @@ def count_quads(
                 counts[symbols[i]] += 1
 
 
-@njit(cache=True, nogil=True, inline="always")
+@inlined
 def shift_words(into: NDArray[np.uint16], words: NDArray[np.uint16], change: int) -> None:
     """FORMAT.md 4.1: add a shift, which stands where a word has its exponent, to every word but zeros."""
     for i in range(words.size):  # for vector units
         into[i] = words[i] + (change if words[i] & np.uint16(0x7FFF) else np.uint16(0))
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def nearest_quads(symbols: NDArray[np.uint16]) -> NDArray[np.int16]:
     """For each quad the coded one that differs in the fewest words, then comes first in the code section.
 
@@ -199,7 +199,7 @@ def nearest_quads(symbols: NDArray[np.uint16]) -> NDArray[np.int16]:
     return nearest
 
 
-@njit(cache=True, nogil=True, inline="always")
+@inlined
 def chunk_extent(chunk: int, row_groups: int, stages: int, chunk_stages: int) -> tuple[int, int, int, int]:
     """Geometry.chunk: (first row group, row groups, first stage, stages in each)."""
     if stages > chunk_stages:
@@ -211,7 +211,7 @@ def chunk_extent(chunk: int, row_groups: int, stages: int, chunk_stages: int) ->
     return first, min(groups, row_groups - first), 0, stages
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def padding_quad(quad: bool, window: int, symbol: int) -> int:
     """FORMAT.md 5.4: four padding words."""
     result = U64(0)
@@ -221,7 +221,7 @@ def padding_quad(quad: bool, window: int, symbol: int) -> int:
     return result
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def encode_chunks(
     words: NDArray[np.uint16], rows: int, columns: int, chunk_stages: int, quad: bool, changes: NDArray[np.uint16],
     window: int, table: NDArray[np.uint32], nearest: NDArray[np.int16], first_symbol: int, sizes: NDArray[np.int64],
@@ -269,13 +269,13 @@ def encode_chunks(
     return output[:end].copy()
 
 
-@njit(cache=True, nogil=True, inline="always")
+@inlined
 def is_whole(row: int, column: int, rows: int, columns: int, words: NDArray[np.uint16]) -> bool:
     """Whether the stage whose corner is (row, column) has no padding."""
     return row + 8 <= rows and column + 64 <= columns and (row + 7) * columns + column + 64 <= words.size
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def load_stage(
     values: NDArray[np.uint16], words: NDArray[np.uint16], row: int, column: int, rows: int, columns: int,
     changes: NDArray[np.uint16], padding: int,
@@ -294,7 +294,7 @@ def load_stage(
             values[64 * r + i] = padding >> U64(16 * (i & 3)) & U64(0xFFFF)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _encode_stage(
     words: NDArray[np.uint16], start: int, pitch: int, changes: NDArray[np.uint16], row: int, quad: bool, window: int,
     table: NDArray[np.uint32], nearest: NDArray[np.int16], common: int, stage: int, symbols: NDArray[np.uint16],
@@ -351,7 +351,7 @@ def _encode_stage(
     return patched
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _shifted(quad: int, change: int) -> int:
     """As shift_words, of four words."""
     result = U64(0)
@@ -362,7 +362,7 @@ def _shifted(quad: int, change: int) -> int:
     return result
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _join(codes: NDArray[np.uint32], pairs: NDArray[np.uint32]) -> None:
     """Two codewords after the other as a pair."""
     two = codes.view(np.uint64)
@@ -374,7 +374,7 @@ def _join(codes: NDArray[np.uint32], pairs: NDArray[np.uint32]) -> None:
         pairs[i] = (total << np.uint32(26)) | ((high & np.uint32(0xFFFF)) << length) | (low & np.uint32(0xFFFF))
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def common_class(table: NDArray[np.uint32]) -> int:
     """The class that stands in for words outside the window.
 
@@ -388,7 +388,7 @@ def common_class(table: NDArray[np.uint32]) -> int:
     return max(best, 0)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _substitute(classes: int, nearest: NDArray[np.int16], common: int) -> int:
     """The codeword to write for a quad that has none."""
     for i in range(4):
@@ -398,7 +398,7 @@ def _substitute(classes: int, nearest: NDArray[np.int16], common: int) -> int:
     return nearest[quad_symbol(classes)]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _patch(value: int, coded: int, window: int, where: int, patches: NDArray[np.uint32], count: int) -> int:
     """Append the patches that turn ``coded`` into the quad's own top7 values (FORMAT.md 6.4)."""
     for i in range(4):
@@ -410,7 +410,7 @@ def _patch(value: int, coded: int, window: int, where: int, patches: NDArray[np.
     return count
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _write_coded(
     output: NDArray[np.uint32], start: int, pairs: NDArray[np.uint32], stages: int, bits: NDArray[np.int64],
     patches: NDArray[np.uint32], patched: int,
@@ -436,7 +436,7 @@ def _write_coded(
     return size
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _write_patches(output: NDArray[np.uint32], start: int, patches: NDArray[np.uint32], count: int) -> None:
     """In their order, by insertion: only those of one stage may stand in another one."""
     for i in range(count):
@@ -447,7 +447,7 @@ def _write_patches(output: NDArray[np.uint32], start: int, patches: NDArray[np.u
         output[place] = patches[i]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _write_stream(
     output: NDArray[np.uint32], position: int, pairs: NDArray[np.uint32], stages: int, stream: int
 ) -> None:
@@ -475,7 +475,7 @@ def _write_stream(
             used &= U64(7)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _write_raw(
     output: NDArray[np.uint32], start: int, words: NDArray[np.uint16], group: int, groups: int, stage_from: int,
     stage_count: int, rows: int, columns: int, quad: bool, changes: NDArray[np.uint16], padding: int,
@@ -491,7 +491,7 @@ def _write_raw(
             start += 128
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _write_by_lanes(target: NDArray[np.uint32], bytes_of_quads: NDArray[np.uint32]) -> None:
     """A stage's quads, in the order of rows and columns, to where lanes have them: ``4 * lane + step``."""
     for r in range(8):
@@ -500,7 +500,7 @@ def _write_by_lanes(target: NDArray[np.uint32], bytes_of_quads: NDArray[np.uint3
                 target[16 * r + 4 * t + step] = bytes_of_quads[16 * r + 4 * step + t]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def write_planes(
     words: NDArray[np.uint16], rows: int, columns: int, quad: bool, changes: NDArray[np.uint16],
     planes: NDArray[np.uint32], first: int, last: int,
@@ -519,7 +519,7 @@ def write_planes(
                 _split_stage(values, _ZERO, _WIDTH, no_change, _ZERO, planes, row_group, s, stages, quad)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _split_stage(
     words: NDArray[np.uint16], start: int, pitch: int, changes: NDArray[np.uint16], row: int,
     planes: NDArray[np.uint32], row_group: int, s: int, stages: int, quad: bool,
@@ -535,7 +535,7 @@ def _split_stage(
             split_single_row(planes, of_row, words, word, change)
 
 
-@njit(cache=True, nogil=True, inline="always")
+@inlined
 def plane_places(row_group: int, s: int, stages: int, quad: bool) -> tuple[int, int]:
     """Where a stage's raw bytes begin in the planes, and its sign words (FORMAT.md 5.3)."""
     slab = 4 * (row_group * (stages // 2 * 288 + stages % 2 * 160) + (s >> 1) * 288)

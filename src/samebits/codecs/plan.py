@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-from numba import njit
 
 from samebits.bf16 import entropy
 from samebits.codecs.book import quad_book
 from samebits.codecs.huffman import CanonicalCode, code_lengths
 from samebits.codecs.row_statistics import FRACTIONS, RowStatistics, shift_histogram
+from samebits.compiled import compiled
 from samebits.format.geometry import STREAMS, Code, Geometry, Layout
 from samebits.format.packed import MAX_COMPACT_WORDS, MAX_DIMENSIONS, MAX_SINGLE_CODE_LENGTH, MAX_WINDOW
 
@@ -176,7 +176,7 @@ def _best_target(statistics: RowStatistics) -> tuple[int, float]:
     return int(targets[best]), float(costs[best])
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _top7_costs(
     aligned: NDArray[np.int64], pinned: NDArray[np.int64], extent: tuple[int, int], targets: NDArray[np.int64]
 ) -> NDArray[np.float64]:
@@ -193,7 +193,7 @@ def _top7_costs(
     return costs
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _windows(
     aligned: NDArray[np.int64], pinned: NDArray[np.int64], extent: tuple[int, int], target: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -215,7 +215,7 @@ def _place_window(statistics: RowStatistics, target: int) -> tuple[NDArray[np.in
     return statistics.shifts(best)[0], window
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _best_window(
     aligned: NDArray[np.int64], pinned: NDArray[np.int64], extent: tuple[int, int], targets: NDArray[np.int64]
 ) -> tuple[int, int]:

@@ -7,9 +7,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numba import njit
 
 from samebits.bf16 import entropy
+from samebits.compiled import compiled
 from samebits.format.packed import EXPONENTS, MAX_SHIFT
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class RowStatistics:
         return int(centers[centers.size // 2]) if centers.size else 0
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def shift_histogram(
     aligned: NDArray[np.int64], pinned: NDArray[np.int64], extent: tuple[int, int], target: int
 ) -> NDArray[np.int64]:
@@ -121,7 +121,7 @@ def _align(histogram: NDArray[np.int64], is_free: bool) -> tuple[int, NDArray[np
     return center, aligned, pinned
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _shift_rows(
     centers: NDArray[np.int32], lowest: NDArray[np.int32], highest: NDArray[np.int32], target: int
 ) -> tuple[NDArray[np.int32], bool]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numba import njit
 
+from samebits.compiled import compiled, inlined
 from samebits.df11.code import FIRST_POINTER, MAX_LEVELS, SHORT_BITS, SHORT_CODES
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ _LOOK_UPS = WINDOW_BITS // SHORT_BITS  # without another peek at the stream
 _PART = 4096  # words whose exponents are decoded before they are combined with the rest
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def write_codes(
     words: NDArray[np.uint16], codes: NDArray[np.uint64], lengths: NDArray[np.uint64], start: int, index: int,
     windows: NDArray[np.uint64], sign_mantissa: NDArray[np.uint8], gaps: NDArray[np.uint8],
@@ -56,7 +56,7 @@ def write_codes(
     windows[place] = byte_swapped(held)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def byte_swapped(value: int) -> int:
     """The bytes of 64 bits in the other order."""
     value = (value & U64(0x00FF00FF00FF00FF)) << U64(8) | value >> U64(8) & U64(0x00FF00FF00FF00FF)
@@ -64,7 +64,7 @@ def byte_swapped(value: int) -> int:
     return value << U64(32) | value >> U64(32)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def pack_gaps(gaps: NDArray[np.uint8], packed: NDArray[np.uint8], first: int, last: int) -> None:
     """Pack groups [first, last) of eight gaps, 5 bits each, into 5 bytes each, most significant bit first."""
     for group in range(first, last):
@@ -75,7 +75,7 @@ def pack_gaps(gaps: NDArray[np.uint8], packed: NDArray[np.uint8], first: int, la
             packed[5 * group + part] = np.uint8(held >> U64(32 - 8 * part) & U64(0xFF))
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def unpack_gaps(packed: NDArray[np.uint8], gaps: NDArray[np.uint8], first: int, last: int) -> None:
     """Unpack groups [first, last): the reverse."""
     for group in range(first, last):
@@ -86,7 +86,7 @@ def unpack_gaps(packed: NDArray[np.uint8], gaps: NDArray[np.uint8], first: int, 
             gaps[8 * group + i] = np.uint8(held >> U64(35 - 5 * i) & U64(31))
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def decode_blocks(
     stream: NDArray[np.uint8], sign_mantissa: NDArray[np.uint8], luts: NDArray[np.uint8], short: NDArray[np.uint64],
     gaps: NDArray[np.uint8], positions: NDArray[np.int64], output: NDArray[np.uint16], before: int, first: int,
@@ -142,7 +142,7 @@ def decode_blocks(
     return -1
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _load_windows(stream: NDArray[np.uint8], windows: NDArray[np.uint64]) -> None:
     """The windows at the front of a stream, as numbers; zeros where it ends."""
     content = windows.view(np.uint8)
@@ -153,14 +153,14 @@ def _load_windows(stream: NDArray[np.uint8], windows: NDArray[np.uint64]) -> Non
         windows[i] = byte_swapped(windows[i])
 
 
-@njit(cache=True, nogil=True, inline="always")
+@inlined
 def _peek(windows: NDArray[np.uint64], bit: int) -> int:
     """64 bits from ``bit`` on."""
     window, inside = bit >> U64(6), bit & U64(63)
     return windows[window] << inside | windows[window + U64(1)] >> U64(1) >> (U64(63) - inside)
 
 
-@njit(cache=True, nogil=True, inline="always")
+@inlined
 def _look_up(ahead: int, luts: NDArray[np.uint8]) -> tuple[int, int]:
     """The exponent whose code is on top of 64 bits, and its length; 0 if there is none."""
     table, entry = 0, luts[0, ahead >> U64(56)]
@@ -172,7 +172,7 @@ def _look_up(ahead: int, luts: NDArray[np.uint8]) -> tuple[int, int]:
     return entry, int(luts[luts.shape[0] - 1, entry]) if entry < FIRST_POINTER else 0
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _combine(exponents: NDArray[np.uint8], sign_mantissa: NDArray[np.uint8], words: NDArray[np.uint16]) -> None:
     for i in range(words.size):
         rest = np.uint16(sign_mantissa[i])

@@ -1,4 +1,4 @@
-"""FORMAT.md 7.2: how the names of packed tensors map to the originals."""
+"""FORMAT.md 7.2: how the names of packed tensors map to the originals; and which tensors are packed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 WEIGHT = ".weight"
 PACKED = ".sb_packed"  # X.weight -> X.sb_packed
 BARE = ".sb_bare"  # Y -> Y.sb_bare
+MIN_WEIGHTS = 4096  # of a tensor that is packed, if nothing else is said
 
 
 def stored_name(original: str) -> str:

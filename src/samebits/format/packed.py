@@ -34,7 +34,6 @@ STATES = 256  # of the compact code
 ESCAPE = EXPONENTS  # the compact code's symbol for exponents without a frequency of their own
 WIDE_ALIGNMENT_WORDS = 65536  # from this many words on, planes start at a multiple of 128 bytes
 STORED_DIGEST_END = 16  # the stored digest covers the bytes from here on
-ORIGINAL_DIGEST = slice(16, 24)
 _HEADER = struct.Struct("<IBBBB QQ IBBBb QHHI QQ")
 _HAS_ROW_SHIFTS = 1
 _MAX_WORDS = 1 << 48

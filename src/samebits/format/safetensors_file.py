@@ -22,6 +22,7 @@ from samebits.format.packed import align
 SUFFIX = ".safetensors"
 METADATA = "__metadata__"
 FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
+Stored = tuple[str, str, tuple[int, ...], int]  # name, dtype, shape, bytes
 _HEADER_ALIGNMENT = 8  # what the safetensors library pads headers to
 _LENGTH_BYTES = 8
 _COPY_BYTES = 64 << 20
@@ -124,6 +125,16 @@ def header_bytes(specs: Iterable[TensorSpec], metadata: Mapping[str, str], capac
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     end = max(capacity, align(_LENGTH_BYTES + len(text), _HEADER_ALIGNMENT))
     return struct.pack("<Q", end - _LENGTH_BYTES) + text.ljust(end - _LENGTH_BYTES)
+
+
+def header_size(stored: Iterable[Stored], metadata: Mapping[str, str]) -> int:
+    """Bytes of a header for tensors that lie one behind the other."""
+    specs: list[TensorSpec] = []
+    end = 0
+    for name, dtype, shape, nbytes in stored:
+        specs.append(TensorSpec(name, dtype, shape, end, end + nbytes))
+        end += nbytes
+    return len(header_bytes(specs, metadata))
 
 
 class SafetensorsWriter:

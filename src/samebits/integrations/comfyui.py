@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from samebits.api import encode
-from samebits.nn.convert import MIN_WEIGHTS, Report, unpacked
+from samebits.format.names import MIN_WEIGHTS
+from samebits.nn.convert import Report, unpacked
 from samebits.nn.convert import compress as compress_module
 from samebits.nn.packed_module import PackedModule, pack, register_kind, slot_name, whole
 from samebits.nn.recipe import Piece, Recipe

@@ -26,11 +26,12 @@ except ImportError as error:
     raise InputError("transformers 5.17 or newer is not installed", mend=mend) from error
 
 from samebits.format.folder import INDEX_SUFFIX, KEY, STEM, VERSION, Folder, check_version
+from samebits.format.names import MIN_WEIGHTS
 from samebits.format.packed import PackedTensor
 from samebits.format.safetensors_file import SUFFIX
 from samebits.integrations import transformers_parallel as parallel
 from samebits.integrations.transformers_load import check_dtypes, dtype_in_model, find_parameter, prepare
-from samebits.nn.convert import MIN_WEIGHTS, Report, Selection, decompress, encode_parameter, report
+from samebits.nn.convert import Report, Selection, decompress, encode_parameter, report
 from samebits.nn.packed_module import pack, packed_parameters, whole
 
 # What from_pretrained was called with: the folder or hub id, and its keyword arguments.

@@ -6,7 +6,7 @@ file gets all. Shapes, and what else the layout leaves out, are in the metadata 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,8 +28,8 @@ from samebits.format.safetensors_file import (
     SUFFIX,
     SafetensorsFile,
     SafetensorsWriter,
-    TensorSpec,
-    header_bytes,
+    Stored,
+    header_size,
 )
 from samebits.jobs.compress import check_config
 from samebits.jobs.job import Job, Shard, write_json
@@ -46,7 +46,6 @@ _TRANSFORMERS, _DIFFUSERS = "model.safetensors", "diffusion_pytorch_model.safete
 _SPLIT = "split_positions"  # of a unit's tensors the one that is not bytes
 
 UNIT_TENSORS = tuple(field.name for field in fields(Unit))
-Stored = tuple[str, str, tuple[int, ...], int]  # name, dtype, shape, bytes
 
 
 class Df11Compression(Job):
@@ -122,7 +121,7 @@ class Df11Compression(Job):
         unpacked.sort(key=lambda piece: (-piece.width, piece.name))
         metadata = shard.metadata | replace(Unsaid.parse(shard.metadata), raw=raw).to_metadata()
         stored = [*_splits(plans), *((p.name, p.dtype, p.shape, p.nbytes) for p in unpacked), *_bytes_of(plans)]
-        with SafetensorsWriter(path, _header_size(stored, metadata)) as writer:
+        with SafetensorsWriter(path, header_size(stored, metadata)) as writer:
             for (name, dtype, shape, _), plan in zip(_splits(plans), plans.values(), strict=True):
                 writer.append(name, dtype, shape, torch.from_numpy(plan.split_positions.view(np.uint8)))
             for piece in unpacked:
@@ -198,15 +197,6 @@ def _bytes_of(plans: Mapping[str, UnitPlan]) -> list[Stored]:
         for name, shape in sorted(plan.shapes().items())
         if name != _SPLIT
     ]
-
-
-def _header_size(stored: Iterable[Stored], metadata: dict[str, str]) -> int:
-    specs: list[TensorSpec] = []
-    end = 0
-    for name, dtype, shape, nbytes in stored:
-        specs.append(TensorSpec(name, dtype, shape, end, end + nbytes))
-        end += nbytes
-    return len(header_bytes(specs, metadata))
 
 
 def config_of(checkpoint: Checkpoint) -> dict[str, Any]:

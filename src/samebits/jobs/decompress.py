@@ -12,7 +12,7 @@ from samebits.digest import digest
 from samebits.errors import DigestError, InputError
 from samebits.format.container import Checkpoint, Entry
 from samebits.format.folder import KEY
-from samebits.format.safetensors_file import SafetensorsWriter, TensorSpec, header_bytes
+from samebits.format.safetensors_file import SafetensorsWriter, header_size
 from samebits.jobs.job import Job, Shard
 from samebits.jobs.options import Progress, RunOptions, silent
 from samebits.jobs.pieces import Piece
@@ -54,7 +54,8 @@ class Decompression(Job):
 
     def write(self, shard: Shard, path: Path, pieces: Iterator[Piece]) -> None:
         metadata = {key: value for key, value in shard.metadata.items() if key not in (KEY, unsaid.KEY)}
-        with SafetensorsWriter(path, _header_size(shard, metadata)) as writer:
+        stored = ((entry.name, entry.dtype, entry.shape, entry.original_nbytes) for entry in shard.entries)
+        with SafetensorsWriter(path, header_size(stored, metadata)) as writer:
             for entry, piece in zip(shard.entries, pieces, strict=True):
                 _check_digest(entry, piece)
                 piece.append_to(writer)
@@ -62,15 +63,6 @@ class Decompression(Job):
 
     def convert_config(self, config: dict[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in config.items() if key not in ("quantization_config", DF11_KEY)}
-
-
-def _header_size(shard: Shard, metadata: dict[str, str]) -> int:
-    specs: list[TensorSpec] = []
-    end = 0
-    for entry in shard.entries:
-        specs.append(TensorSpec(entry.name, entry.dtype, entry.shape, end, end + entry.original_nbytes))
-        end += entry.original_nbytes
-    return len(header_bytes(specs, metadata))
 
 
 def _check_digest(entry: Entry, piece: Piece) -> None:

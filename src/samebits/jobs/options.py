@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from samebits.errors import InputError
 from samebits.format.container import Entry
-from samebits.format.names import is_selected
+from samebits.format.names import MIN_WEIGHTS, is_selected
 from samebits.format.safetensors_file import FLOATS
 
-MIN_WEIGHTS = 4096
 Progress = Callable[[int, int], None]  # bytes of the uncompressed checkpoint: done, total
 
 

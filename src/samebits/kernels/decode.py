@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -131,7 +130,7 @@ class _Prepared(NamedTuple):
         if max(geometry.rows, geometry.columns, geometry.chunks) >= 1 << 31:
             what = f"a tensor of shape {tuple(packed.shape)} is too large for the CUDA kernels"
             raise DeviceError(what, mend="decode it on the CPU")
-        block = Block.of(header, device)
+        block = Block.of_any([header], device)
         structure = PackedStructure.of(packed, decode_table(packed))
         grid, warps, parts = nvrtc.multiprocessors(device), block.warps, 1
         if everything:
@@ -190,12 +189,6 @@ class Block:
 
     warps: int
     division: DivisionStructure
-
-    @classmethod
-    @cache
-    def of(cls, header: Header, device: int) -> Block:
-        """For one tensor."""
-        return cls.of_any([header], device)
 
     @classmethod
     def of_any(cls, headers: Sequence[Header], device: int) -> Block:

@@ -56,7 +56,7 @@ class LinearPlan:
         return f"split {self.split}, {VARIANTS[self.variant]}"
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=8192)
 def is_supported(header: Header, m: int, device: int) -> bool:
     """Whether there is a fused kernel for ``m`` tokens: quad code, matrix layout, whole row groups and stages."""
     if header.code is not Code.QUAD or header.layout is not Layout.MATRIX or not 1 <= m <= max_tokens(device):
@@ -331,7 +331,7 @@ def _without_addresses(packed: PackedTensor) -> PrefetchedStructure:
     return PrefetchedStructure(PackedStructure.of(packed, table), None, None, geometry.row_groups, geometry.stages)
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=8192)
 def _jobs(launch: Launch) -> list[JobStructure]:
     """Without addresses, to be copied: there are so many fields that to make them takes longer than to launch."""
     jobs = [JobStructure(None, None, None, None, None, *fields) for fields in launch.jobs]

@@ -79,23 +79,12 @@ def max_tokens(device: int) -> int:
     return MAX_HOPPER_TOKENS if nvrtc.has_wgmma(device) else MAX_TOKENS
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=8192)
 def launch_of(header: Header, m: int, split: int, variant: int, device: int) -> Launch | None:
     """None if it does not fit, or there is no such kernel."""
-    kind = VARIANTS[variant]
-    if kind.kernel in _RANKED:
-        return _RANKED[kind.kernel]((header,), m, (split,), device, kind.rank)
-    if kind.kernel is Kernel.WARPGROUPS:
-        return linear_pairs.warpgroups(header, m, split, device, kind.warps)
-    if kind.kernel in (Kernel.SINGLES, Kernel.PAIRS):
-        return linear_pairs.pairs((header,), m, (split,), device, kind.kernel, kind.warps, hand_on=kind.hand_on)
-    if kind.kernel is Kernel.AHEAD:
-        return ahead((header,), m, (split,), device, kind.warps, kind.sharing)
-    if kind.kernel is Kernel.CHAINS:
-        return chains((header,), m, (split,), device, kind.warps, shared_x=kind.shared_x)
-    if kind.kernel is Kernel.ROUNDS:
-        return rounds((header,), m, (split,), device)
-    return tiles((header,), m, (split,), device, kind.warps)
+    if VARIANTS[variant].kernel is Kernel.WARPGROUPS:
+        return linear_pairs.warpgroups(header, m, split, device, VARIANTS[variant].warps)
+    return joint_launch((header,), m, (split,), variant, device)
 
 
 def different(launches: Iterable[Launch | None]) -> dict[int, Launch]:
@@ -107,18 +96,18 @@ def different(launches: Iterable[Launch | None]) -> dict[int, Launch]:
     return dict(found.values())
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=8192)
 def nearest_launch(header: Header, m: int, split: int, variant: int, device: int) -> Launch | None:
     """The variant, or the first that fits instead."""
     others = (launch_of(header, m, split, other, device) for other in range(len(VARIANTS)))
     return launch_of(header, m, split, variant, device) or next(filter(None, others), None)
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=8192)
 def joint_launch(
     headers: tuple[Header, ...], m: int, splits: tuple[int, ...], variant: int, device: int
 ) -> Launch | None:
-    """One launch for two to MAX_TOGETHER tensors of as many columns, each with blocks of its own; None as launch_of.
+    """One launch for one to MAX_TOGETHER tensors of as many columns, each with blocks of its own; None as launch_of.
 
     Each block has row groups of one tensor, all blocks about as many stages to decode.
     """

@@ -256,7 +256,7 @@ class Configured(NamedTuple):
     function: Any
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=8192)
 def configured(
     function: Kernel, grid: int, threads: int, shared: int, stream: int, early: bool, device: int
 ) -> Configured:
@@ -277,7 +277,7 @@ def configured(
     return Configured(config, driver.CUfunction(int(function.handle)))
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=8192)
 def launcher(
     function: Kernel, grid: int, threads: int, shared: int, stream: int, early: bool, device: int
 ) -> Callable[[int], None]:

@@ -37,7 +37,7 @@ def fields_of(header: Header) -> list[int]:
             header.symbol_count, header.has_row_shifts, header.max_chunk_words, header.stream_words]  # fmt: skip
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=8192)
 def header_of(shape: tuple[int, ...], fields: tuple[int, ...]) -> Header:
     """The inverse of fields_of, without digests; kept, because a header works out its section table only once."""
     code, layout, chunk_stages, length, window, shift, symbols, row_shifts, chunk_words, stream_words = fields

@@ -85,7 +85,8 @@ class Pieces:
         assert output.shape[1] % STORED == 0
         self._output.value, self._words.value = output.data_ptr(), output.shape[1]
         # Early behind another kernel, but not behind what wrote pieces.
-        early, self._is_there = self._is_there, True
+        early = self._is_there
+        self._is_there = early or not torch.cuda.is_current_stream_capturing()  # what is captured has not run yet
         with nvrtc.on_device(self._device):
             stream = nvrtc.current_stream(self._device)
             nvrtc.launcher(self._function, *self._shape, stream, early, self._device)(ctypes.addressof(self._pointers))

@@ -119,6 +119,8 @@ def resident(tensor: torch.Tensor) -> Resident | None:
     has_changed = known is not None and known.is_of(tensor)
     if not has_changed:
         weakref.finalize(tensor, _forget, key).atexit = False
+    else:
+        _forget(key)
     made, gradients[key] = Resident(tensor, has_changed), Gradients(tensor)
     residents[key] = made
     if has_changed and known is not None:
@@ -127,12 +129,14 @@ def resident(tensor: torch.Tensor) -> Resident | None:
 
 
 def _forget(key: int) -> None:
-    """Of a tensor that is gone; others may still know of it."""
-    known, _ = residents.pop(key, None), gradients.pop(key, None)
+    """Of a tensor, or bytes, that are gone; others may still know of them, and they of others, in a circle."""
+    known = residents.pop(key, None)
+    for each in (known, gradients.pop(key, None)):
+        if each is not None:
+            each.prefetched = None
+            each.forget_products()
     if known is not None:
-        known.prefetched = None
         known.carriers.clear()
-        known.forget_products()
 
 
 def may_start_early(tensor: torch.Tensor) -> bool:

@@ -46,11 +46,11 @@ def decode_experts_cuda(packed: PackedTensor, routed: torch.Tensor) -> torch.Ten
         DeviceError: as decode_cuda. An index out of range fails an assertion on the device.
     """
     header = packed.header
-    output = torch.empty(packed.shape, dtype=torch.bfloat16, device=packed.device)
     flags = torch.zeros(header.shape[0], dtype=torch.uint8, device=packed.device)
     flags.scatter_(0, routed.reshape(-1).long(), 1)  # asserts that they are in range
     if not header.is_chunked:
         return decode_cuda(packed)
+    output = torch.empty(packed.shape, dtype=torch.bfloat16, device=packed.device)
     launch("rows.cu", "decode_experts", packed, output, header.geometry.chunks, is_whole(header.geometry),
            RoutedStructure(flags.data_ptr(), header.entry_words))  # fmt: skip
     return output

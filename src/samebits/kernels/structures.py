@@ -30,7 +30,7 @@ class GeometryStructure(ctypes.Structure):
     )  # fmt: skip
 
     @classmethod
-    @lru_cache(maxsize=65536)
+    @lru_cache(maxsize=8192)
     def of(cls, geometry: Geometry) -> GeometryStructure:
         """Kept, and not to be changed."""
         return cls(geometry.words, geometry.rows, geometry.columns, geometry.stages, geometry.chunk_stages,
@@ -58,7 +58,7 @@ class PackedStructure(ctypes.Structure):
         return structure
 
     @classmethod
-    @lru_cache(maxsize=65536)
+    @lru_cache(maxsize=8192)
     def _without_data(cls, header: Header) -> PackedStructure:
         starts = [header.sections[name].start for name in ("code", "row_shifts", "offsets", "planes", "streams")]
         return cls(None, None, *starts, header.stream_words, header.max_chunk_words, header.max_code_length,

@@ -18,12 +18,11 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from samebits.api import encode
 from samebits.errors import DtypeError, InputError, SamebitsError
-from samebits.format.names import is_selected
+from samebits.format.names import MIN_WEIGHTS, is_selected
 from samebits.format.packed import PackedTensor
 from samebits.nn.offload import refuse_offloaded
 from samebits.nn.packed_module import PackedModule, pack, packed_parameters, share_ties, sharers, unpack, whole
 
-MIN_WEIGHTS = 4096
 Owned = tuple[str, nn.Module, str]  # full name of a parameter, the module that owns it, its name there
 Progress = Callable[[int, int], object]  # is called with what is done, and all that is to do
 

@@ -329,7 +329,7 @@ class _Loading(threading.local):
 
     def _look(self) -> None:
         self.holders = defaultdict(list)
-        for module in list(_modules):
+        for module in _modules.now():
             for slot, held in module._parameters.items():
                 self.holders[id(held)].append((weakref.ref(module), slot))
 
@@ -474,7 +474,23 @@ class PackedLinearModule(PackedModule):
         return y if addend is bias else y + bias  # type: ignore[no-any-return]
 
 
-_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # all packed ones, and some that were
+class _Modules:
+    """As a weak set, which several threads may add to while others look."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._held: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def add(self, module: nn.Module) -> None:
+        with self._lock:
+            self._held.add(module)
+
+    def now(self) -> list[nn.Module]:
+        with self._lock:
+            return list(self._held)
+
+
+_modules = _Modules()  # all packed ones, and some that were
 Kind = tuple[Callable[[type[nn.Module]], bool], type[PackedModule]]
 _CLASSES: dict[tuple[type[nn.Module], tuple[str, ...]], type[PackedModule]] = {}
 _KINDS: list[Kind] = []
@@ -596,7 +612,7 @@ def share_ties(model: nn.Module) -> None:
 def sharers() -> dict[tuple[int, ...], list[tuple[PackedModule, str]]]:
     """All packed weights there are, also outside of a module at hand: by the ids of the parameters that hold them."""
     found: dict[tuple[int, ...], list[tuple[PackedModule, str]]] = {}
-    for module in [module for module in _modules if isinstance(module, PackedModule)]:
+    for module in [module for module in _modules.now() if isinstance(module, PackedModule)]:
         for name, recipe in module.sb_recipes.items():
             found.setdefault(tuple(id(module._parameters.get(slot)) for slot in recipe.slots), []).append(
                 (module, name)

@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from samebits.api import decode, encode
+from samebits.bf16 import same_words
 from samebits.format.geometry import STAGE
 from samebits.format.packed import PackedTensor
 from samebits.kernels.linear import (
@@ -90,9 +91,9 @@ class Trial:
         if self.key.has_bias:
             bias = self.probe.bias(F.linear(x, weight).float().abs().mean(), seed)
         expected = F.linear(x, weight, bias)
-        if not _same(F.linear(x.unsqueeze(1), weight, bias).squeeze(1), expected):
+        if not same_words(F.linear(x.unsqueeze(1), weight, bias).squeeze(1), expected):
             return []
-        return [plan for plan in plans if _same(fused_linear(x, self.packed, bias, plan), expected)]
+        return [plan for plan in plans if same_words(fused_linear(x, self.packed, bias, plan), expected)]
 
 
 def candidate_splits(columns: int) -> list[int]:
@@ -283,7 +284,3 @@ def _cold_copies(weights: Sequence[PackedTensor], x: torch.Tensor) -> Iterator[S
     copies = [weights, *([replace(packed, data=packed.data.clone()) for packed in weights] for _ in range(count - 1))]
     for i in range(max(count, _MIN_LONG_CALLS if _has_many_tokens(x) else _MIN_CALLS)):
         yield copies[i % count]
-
-
-def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return torch.equal(left.view(torch.int16), right.view(torch.int16))

@@ -442,13 +442,15 @@ static PyObject *shortcuts_for(Call *call, PyObject *resident) {
     return PyObject_GetAttr(resident, call->trained ? name_training : name_shortcuts);
 }
 
-/* So that the next call like this one is made in the usual way. */
+/* So that the next call like this one is made in the usual way. Another thread may have forgotten it before. */
 static int forget(Call *call, PyObject *resident) {
     PyObject *shortcuts = shortcuts_for(call, resident);
     if (!shortcuts) return FAILED;
     int failed = PyDict_DelItem(shortcuts, call->shape);
     Py_DECREF(shortcuts);
-    return failed ? FAILED : OTHER;
+    if (failed && !PyErr_ExceptionMatches(PyExc_KeyError)) return FAILED;
+    PyErr_Clear();
+    return OTHER;
 }
 
 /* Other threads run meanwhile, for the driver waits where a GPU has as many launches before it as it takes, and these may wait for what another thread

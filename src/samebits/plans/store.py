@@ -12,7 +12,6 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any, NamedTuple
 
 from filelock import FileLock, Timeout
@@ -156,14 +155,14 @@ class PlanStore:
             _log.warning("plans are not kept on disk: %s; set %s to a writable folder", error, CACHE_VARIABLE)
 
     def _replace(self, stored: Stored) -> None:
-        with NamedTemporaryFile("w", dir=self.path.parent, suffix=".new", delete=False, encoding="utf-8") as file:
-            try:
+        made = self.path.with_suffix(f".{os.getpid()}.new")  # by the one process that has the lock
+        made.unlink(missing_ok=True)
+        try:
+            with made.open("x", encoding="utf-8") as file:  # others may read it, as the user's umask says
                 json.dump({"version": _VERSION, **stored.to_json()}, file, indent=1)
-                file.close()
-                os.replace(file.name, self.path)
-            except OSError:
-                os.unlink(file.name)
-                raise
+            os.replace(made, self.path)
+        finally:
+            made.unlink(missing_ok=True)
 
 
 def read(path: Path) -> Stored:
@@ -179,7 +178,7 @@ def read(path: Path) -> Stored:
         return Stored(dict(content["environment"]), outcomes, groups)
     except FileNotFoundError:
         return nothing
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         _log.warning("%s: these plans cannot be read and are ignored (%r)", path, error)
         return nothing
 
@@ -192,7 +191,7 @@ def stored_files() -> Iterator[Path]:
 def clear() -> int:
     """Forget all plans on disk; returns how many files there were."""
     files = list(stored_files())
-    for path in (*files, *folder().glob("*.lock")):
+    for path in (*files, *folder().glob("*.lock"), *folder().glob("*.new")):
         path.unlink(missing_ok=True)
     return len(files)
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+from samebits.bf16 import same_words
 from samebits.format.packed import Header, PackedTensor
 from samebits.kernels import nvrtc
 from samebits.kernels.linear import (
@@ -162,7 +163,7 @@ class Together:
         if weight.is_proved:
             return y
         alone = fused_linear(x, packed, bias, plan)
-        if not _same(alone, y):
+        if not same_words(alone, y):
             group.give_up()
         weight.is_proved = bool(alone.any())  # zeros prove nothing
         return alone
@@ -302,7 +303,3 @@ def _one_by_one(
 
 def _where(x: torch.Tensor) -> nvrtc.Where:
     return nvrtc.where(x.get_device())
-
-
-def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return torch.equal(left.view(torch.int16), right.view(torch.int16))

@@ -1,4 +1,4 @@
-// Writes x as linear_pairs.cuh reads it, for each tile of `wide` tokens and each stage.
+// Writes x as linear_pairs.cuh, linear_ahead.cuh and linear_rounds.cuh read it, for each tile of `wide` tokens and each stage.
 //
 // For wgmma: a matrix as it takes it (hopper.cuh), or one for each half of the stage. Of every 16 columns, those that a quad's lower words are
 // multiplied with come first: columns 4 t and 4 t + 1, t from 0 to 3, then the others.
