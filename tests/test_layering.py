@@ -28,6 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("samebits.integrations",),
     ("samebits",),
     ("samebits.cli",),
+    ("samebits.__main__",),
 )
 # Of these, only the named parts of the package may know.
 FRAMEWORKS = {

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from samebits.errors import DtypeError, InputError
-from samebits.format.packed import PackedTensor
+from samebits.format.packed import PackedTensor, check_in_memory
 
 
 def encode(tensor: torch.Tensor) -> PackedTensor:
@@ -21,7 +21,7 @@ def encode(tensor: torch.Tensor) -> PackedTensor:
 
     Raises:
         DtypeError: the tensor is not bfloat16.
-        InputError: its values are not all in memory (meta, sparse, a class of its own).
+        InputError: its values are not all in memory (meta, sparse, nested, a class of its own).
         DeviceError: it is on a GPU, where no kernel can be built, or too large for one.
     """
     if isinstance(tensor, torch.Tensor):
@@ -29,17 +29,16 @@ def encode(tensor: torch.Tensor) -> PackedTensor:
         tensor = tensor if type(tensor) is torch.Tensor else tensor.clone()  # a class of its own may give a plain copy
     if type(tensor) is not torch.Tensor:
         raise InputError(f"{type(tensor).__name__} is no plain tensor", mend="make one of it first")
-    if tensor.layout is not torch.strided or tensor.is_meta:
-        what, mend = (
-            ("is on the meta device", "load it") if tensor.is_meta else (f"is {tensor.layout}", "call to_dense()")
-        )
-        raise InputError(f"a tensor {what}, so its values are not all in memory", mend=f"{mend} first")
+    if tensor.is_nested:
+        raise InputError("a nested tensor is several", mend="pack those of unbind() one by one")
+    check_in_memory(tensor)
     if tensor.dtype != torch.bfloat16:
         from samebits.bf16 import is_bf16
 
         effect = "changes no value" if is_bf16(tensor) else "loses bits"
         mend = f"convert it explicitly with .to(torch.bfloat16), which {effect}"
         raise DtypeError(f"only bfloat16 can be packed, not {tensor.dtype}", mend=mend)
+    tensor = tensor.resolve_neg()  # of a view that only says so, the words are those of its opposite
     if tensor.device.type == "cuda":
         from samebits.kernels.encode import encode_cuda
 

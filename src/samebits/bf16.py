@@ -14,8 +14,14 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _GRAIN = 1 << 20  # words per task
+_FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
 # Of the other dtypes that can hold values of BF16: integers of their width, to compare bits.
-_WORDS = {torch.float16: torch.int16, torch.float32: torch.int32, torch.float64: torch.int64}
+_WORDS = {
+    torch.float16: torch.int16,
+    torch.float32: torch.int32,
+    torch.float64: torch.int64,
+    **{getattr(torch, name): torch.int8 for name in _FLOAT8 if hasattr(torch, name)},  # not all in older torch
+}
 _VALUES_AT_ONCE = 1 << 24  # that are compared, so that copies of them stay small
 
 

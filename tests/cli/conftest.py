@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +43,7 @@ Command = Callable[..., Outcome]
 
 
 @pytest.fixture
-def samebits(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
+def samebits(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
     """``samebits(*arguments)`` runs the command line, without lines of progress, however slow the machine is."""
     monkeypatch.setattr(console, "_SECONDS_BETWEEN_LINES", float("inf"))
 
@@ -53,9 +52,7 @@ def samebits(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
         code = run([str(argument) for argument in arguments])
         return Outcome(code, *capsys.readouterr())
 
-    handler = signal.getsignal(signal.SIGTERM)
-    yield call
-    signal.signal(signal.SIGTERM, handler)
+    return call
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 from numba import njit
 
 from samebits.cli import console
-from samebits.cli.console import compilation_noted
+from samebits.cli.console import compilation_noted, print_table
 
 
 def test_a_terminal_hears_of_compilation_once(
@@ -29,6 +29,17 @@ def test_nothing_else_does(capsys: pytest.CaptureFixture[str]) -> None:
     with compilation_noted():
         assert halve(3.0) == 1.5
     assert capsys.readouterr().err == ""
+
+
+def test_a_narrow_terminal_cuts_no_figures(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("COLUMNS", "30")
+    name, figures = "model.layers.0.self_attn.q_proj.weight", ["4096 x 4096", "33.55 MB", "22.45 MB", "10.70"]
+    print_table("title", ["tensor", "shape", "original", "stored", "bits/weight"], [[name, *figures]])
+    out = capsys.readouterr().out
+    assert all(figure in out for figure in figures)
+    assert "".join(line[1:].split("│")[0].strip() for line in out.splitlines() if line.startswith("│")) == name
 
 
 def test_progress_without_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

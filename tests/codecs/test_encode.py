@@ -219,3 +219,27 @@ def test_without_values_in_memory() -> None:
         samebits.encode(tensor.to("meta"))
     with pytest.raises(InputError, match=r"a tensor is torch\.sparse_coo, .*; call to_dense\(\) first"):
         samebits.encode(tensor.to_sparse())
+    with pytest.raises(InputError, match=r"a nested tensor is several; pack those of unbind\(\) one by one"):
+        samebits.encode(torch.nested.nested_tensor([tensor, tensor[:3]]))
+    data = samebits.encode(tensor_of(zoo.normal((64, 64)))).data
+    with pytest.raises(InputError, match=r"a tensor is on the meta device, .*; load it first"):
+        samebits.PackedTensor.from_data(data.to("meta"))
+    with pytest.raises(InputError, match=r"a tensor is torch\.sparse_coo, .*; call to_dense\(\) first"):
+        samebits.PackedTensor.from_data(data.to_sparse())
+
+
+def test_a_view_of_the_opposite() -> None:
+    """As the imaginary part of a conjugate is one: its sign bits are not those in memory."""
+    tensor = tensor_of(zoo.normal((64, 64)))
+    packed = samebits.encode(torch._neg_view(tensor))
+    assert words_of(samebits.decode(packed)).tobytes() == (words_of(tensor) ^ 0x8000).tobytes()
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"])
+def test_every_float8_value_is_a_bf16_value(name: str) -> None:
+    dtype = getattr(torch, name)
+    values = torch.arange(256, dtype=torch.uint8).view(dtype)
+    values = values[~values.float().isnan()]
+    assert len(values) >= 250
+    with pytest.raises(DtypeError, match="which changes no value"):
+        samebits.encode(values)

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from samebits import api
 from samebits.codecs.reference import digest_reference
 from samebits.errors import FormatError, InputError, SamebitsError, VersionError
+from samebits.format import safetensors_file
 from samebits.format.container import Checkpoint, FileInfo
 from samebits.format.folder import JOB
 from samebits.format.mapping import SCRATCH_IN_MEMORY, create_mapped, map_file, scratch
@@ -93,11 +94,41 @@ def test_an_entry_that_is_a_list(tmp_path: Path) -> None:
         Checkpoint.open(path)
 
 
+def test_a_dtype_that_is_an_object(tmp_path: Path) -> None:
+    """The library takes it."""
+    text = json.dumps({"a": {**WORD, "dtype": {"BF16": None}}})
+    path = write_raw(tmp_path / "model.safetensors", text, b"1234")
+    assert load_file(path)["a"].shape == (2,)
+    with pytest.raises(FormatError, match=r"model.safetensors: a: the header does not give its dtype as a string"):
+        Checkpoint.open(path)
+
+
 def test_a_name_twice_in_one_header(tmp_path: Path) -> None:
     text = json.dumps(WORD)
     path = write_raw(tmp_path / "model.safetensors", f'{{"a.b": {text}, "a.b": {text}}}', b"1234")
     with pytest.raises(FormatError, match=r"model.safetensors: a.b: the header names it twice"):
         Checkpoint.open(path)
+
+
+class CountedName(str):
+    """Counts comparisons."""
+
+    compared = 0
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        CountedName.compared += 1
+        return str.__eq__(self, other)
+
+    __hash__ = str.__hash__
+
+
+def test_a_name_twice_among_many() -> None:
+    """Found without comparing each with each, which took hours of a file with a million."""
+    names = [CountedName(number) for number in (*range(2000), 1999)]
+    with pytest.raises(FormatError, match=r"1999: the header names it twice"):
+        safetensors_file._unique([(name, {}) for name in names])
+    assert 0 < CountedName.compared < 20_000
 
 
 def test_a_name_twice_in_two_files(tmp_path: Path) -> None:

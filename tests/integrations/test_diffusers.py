@@ -147,11 +147,15 @@ def test_decompressed(flux: Reference, flux_folder: Path, by: str, tmp_path: Pat
     else:
         samebits.decompress(model)
     assert not list(packed_parameters(model))
+    assert not model.is_quantized
+    assert not hasattr(model, "hf_quantizer")
     flux.assert_same(model)
-    model.save_pretrained(tmp_path / "plain")
-    assert files(tmp_path / "plain") == {"config.json", "diffusion_pytorch_model.safetensors"}
-    assert_same_checkpoint(tmp_path / "plain", flux.folder)
-    flux.assert_same(flux.load(tmp_path / "plain"))
+    for folder in (tmp_path / "plain", flux_folder):  # over the compressed one, too
+        model.save_pretrained(folder)
+        assert files(folder) == {"config.json", "diffusion_pytorch_model.safetensors"}
+        assert_same_checkpoint(folder, flux.folder)
+        flux.assert_same(flux.load(folder))
+    assert model.half().dtype == torch.float16
 
 
 def test_products_that_may_have_plans(any_model: Reference, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoHaConfig, LoraConfig, PeftModel, PromptTuningConfig, TrainableTokensConfig, get_peft_model
+from safetensors.torch import load_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.pytorch_utils import Conv1D
@@ -472,3 +473,40 @@ def test_layers_as_large_as_fused_products_take(shape: tuple[int, ...], is_conti
     assert_same(leaves[1].grad, leaves[0].grad)
     for key, parameter in trainable(packed).items():
         assert_same(parameter.grad, trainable(dense)[key].grad)
+
+
+def test_adapters_are_not_packed_with_the_base(base: LlamaForCausalLM, tmp_path: Path) -> None:
+    """In BF16 they could be; but PEFT trains, switches and saves them."""
+    options = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"], "init_lora_weights": False}
+    dense = adapted(copy.deepcopy(base), **options).to(torch.bfloat16)
+    packed = copy.deepcopy(dense)
+    report = samebits.compress(packed, min_weights=64)
+    assert not any("lora" in name or "modules_to_save" in name for name in report.packed)
+    assert {reason for name, reason in report.raw.items() if "lora" in name} == {"belongs to an adapter"}
+    packed.set_adapter("default")
+    assert_same(logits(packed), logits(dense))
+    for model, name in ((dense, "dense"), (packed, "packed")):
+        model.save_pretrained(tmp_path / name)
+    files = [load_file(tmp_path / name / "adapter_model.safetensors") for name in ("dense", "packed")]
+    assert files[0].keys() == files[1].keys()
+    assert all(torch.equal(files[1][key], tensor) for key, tensor in files[0].items())
+
+
+@pytest.mark.parametrize("trained_on", ["dense", "packed"])
+def test_an_adapted_embedding_is_saved_plain(base: LlamaForCausalLM, trained_on: str, tmp_path: Path) -> None:
+    """PEFT saves the embedding with its adapter, and puts it into any base."""
+    models = dict(zip(("dense", "packed"), pair(base), strict=True))
+    trained = adapted(models[trained_on], target_modules=["embed_tokens"], init_lora_weights=False)
+    trained.save_pretrained(tmp_path)
+    file = load_file(tmp_path / "adapter_model.safetensors")
+    assert "base_model.model.model.embed_tokens.base_layer.weight" in file
+    others = copy.deepcopy(base)
+    with torch.no_grad():
+        others.get_input_embeddings().weight.mul_(2)
+    for other in pair(others):
+        assert_same(logits(PeftModel.from_pretrained(other, tmp_path)), logits(trained))
+
+
+def test_weights_are_counted(base: LlamaForCausalLM) -> None:
+    dense, packed = (adapted(model, **OPTIONS["LoRA"]) for model in pair(base))
+    assert packed.get_nb_trainable_parameters() == dense.get_nb_trainable_parameters()

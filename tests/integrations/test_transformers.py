@@ -9,8 +9,9 @@ import torch
 import transformers
 
 import samebits
-from samebits.errors import InputError
+from samebits.errors import FormatError, InputError
 from samebits.format.container import Checkpoint
+from samebits.integrations.transformers import compute_as_plain
 from tests.integrations.models import (
     MIN_WEIGHTS,
     Reference,
@@ -211,3 +212,93 @@ def test_tied_head(tmp_path: Path, config: samebits.SamebitsConfig) -> None:
     model.tie_weights()
     assert model.lm_head.sb_packed is model.model.embed_tokens.sb_packed
     tied.assert_same(model)
+
+
+@pytest.mark.parametrize("patterns", [{"exclude": ["lm_head.weight"]}, {"include": ["lm_head.weight"]}], ids=str)
+def test_patterns_for_the_other_name_of_a_tied_weight(tmp_path: Path, patterns: dict[str, list[str]]) -> None:
+    """As samebits.compress has them: one name excluded keeps all plain, one included packs all."""
+    tied = make("llama-tied", tmp_path)
+    model = tied.load(quantization_config=samebits.SamebitsConfig(MIN_WEIGHTS, **patterns))
+    other = tied.load()
+    samebits.compress(other, min_weights=MIN_WEIGHTS, **patterns)
+    names = {name for name, _, _ in packed_parameters(model)}
+    assert names == {name for name, _, _ in packed_parameters(other)}
+    assert ("lm_head.weight" in names) == ("model.embed_tokens.weight" in names) == ("include" in patterns)
+    tied.assert_same(model)
+
+
+def test_the_dtype_of_a_model_is_not_that_of_what_stays_plain(llama: Reference, tmp_path: Path) -> None:
+    """Norms in float32 come first of what is not packed; the embedding comes before."""
+    model = llama.load()
+    for norm in (*(layer.input_layernorm for layer in model.model.layers), model.model.norm):
+        norm.float()
+    assert model.dtype == torch.bfloat16
+    samebits.compress(model, min_weights=MIN_WEIGHTS)
+    assert model.dtype == torch.bfloat16
+    model.save_pretrained(tmp_path)
+    assert llama.load(tmp_path).dtype == torch.bfloat16
+
+
+def test_plain_weights_over_compressed_ones(llama: Reference, config: samebits.SamebitsConfig, tmp_path: Path) -> None:
+    """The old ones are gone, for those who read files as well."""
+    llama.load(quantization_config=config).save_pretrained(tmp_path, max_shard_size="60KB")
+    model = llama.load(tmp_path).dequantize()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)
+    model.save_pretrained(tmp_path)
+    assert [name for name in files(tmp_path) if name.endswith((".safetensors", ".index.json"))] == ["model.safetensors"]
+    [entry] = [entry for entry in Checkpoint.open(tmp_path) if entry.name == "lm_head.weight"]
+    assert entry.dtype == "BF16"
+    assert_same_bits(llama.load(tmp_path).lm_head.weight, model.lm_head.weight)
+
+
+def test_pushed_with_what_was_asked_for(
+    llama: Reference, config: samebits.SamebitsConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pushed: list[tuple[str, dict[str, object]]] = []
+    model = llama.load(quantization_config=config)
+    monkeypatch.setattr(type(model), "push_to_hub", lambda self, repo_id, **options: pushed.append((repo_id, options)))
+    options = {"push_to_hub": True, "token": "secret", "max_shard_size": "60KB", "repo_id": "me/it", "private": True}
+    model.save_pretrained(tmp_path / "first", **options)
+    model.save_pretrained(tmp_path / "second", is_main_process=False, **options)
+    assert pushed == [("me/it", {"token": "secret", "max_shard_size": "60KB", "private": True})]
+
+
+def test_made_plain_again_a_model_is_no_quantized_one(llama: Reference, config: samebits.SamebitsConfig) -> None:
+    """transformers would refuse to convert or to train it."""
+    model = llama.load(quantization_config=config)
+    samebits.decompress(model)
+    assert not model.is_quantized
+    assert not hasattr(model, "hf_quantizer")
+    assert not hasattr(model.config, "quantization_config")
+    llama.assert_same(model)
+    assert model.float().dtype == torch.float32
+
+
+def test_weights_of_another_shape_are_initialised(llama: Reference, llama_folder: Path, tmp_path: Path) -> None:
+    kind = transformers.LlamaForSequenceClassification
+    kind.from_pretrained(llama.folder, num_labels=20).save_pretrained(tmp_path / "plain")
+    compress_folder(tmp_path / "plain", tmp_path / "packed")
+    found = []
+    for folder in ("plain", "packed"):
+        torch.manual_seed(5)
+        found.append(kind.from_pretrained(tmp_path / folder, num_labels=5, ignore_mismatched_sizes=True))
+    assert_same_bits(found[0].score.weight, found[1].score.weight)
+    with torch.no_grad():
+        assert_same_bits(found[0](llama.tokens[:1]).logits, found[1](llama.tokens[:1]).logits)
+    with pytest.raises(FormatError, match=r"shape .* where the model has .*ignore_mismatched_sizes=True"):
+        kind.from_pretrained(tmp_path / "packed", num_labels=5)
+
+
+def test_packed_weights_that_are_in_no_files(llama: Reference, llama_folder: Path) -> None:
+    config, state = transformers.AutoConfig.from_pretrained(llama_folder), llama.load(llama_folder).state_dict()
+    with pytest.raises(InputError, match=r"in no files cannot be loaded here; .*load_state_dict"):
+        transformers.LlamaForCausalLM.from_pretrained(None, config=config, state_dict=state)
+
+
+class OddConfig(torch.nn.Linear):
+    config = 0.5  # as a module of Idefics has it
+
+
+def test_modules_with_a_config_of_their_own_kind() -> None:
+    compute_as_plain(OddConfig(2, 2))

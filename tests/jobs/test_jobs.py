@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
 from samebits.digest import digest
@@ -292,6 +294,32 @@ def test_files_without_a_recorded_name_get_the_usual_ones(tmp_path: Path) -> Non
     assert verify_digests(Checkpoint.open(tmp_path / "packed")).unchecked == len(tensors()) - len(GAINS)
 
 
+@pytest.mark.parametrize("has_index", [True, False])
+@pytest.mark.parametrize(
+    "name", ["model-00001-of-00001", "diffusion_pytorch_model-00001-of-00001", "model-00002-of-00003"]
+)
+def test_one_numbered_shard(tmp_path: Path, name: str, has_index: bool) -> None:
+    """The only one, or the only one that the index names: its name comes back, and an index, as loaders look for it."""
+    source = tmp_path / "source"
+    source.mkdir()
+    write_file(source / f"{name}.safetensors")
+    index = f"{name.partition('-')[0]}.safetensors.index.json"
+    weight_map = dict.fromkeys(sorted(tensors()), f"{name}.safetensors")
+    if has_index:
+        (source / index).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    elif "00003" in name:
+        with pytest.raises(FormatError, match=r"model-00001-of-00003.safetensors is missing"):
+            Checkpoint.open(source)
+        return
+    compress(source, tmp_path / "packed")
+    assert {path.name for path in (tmp_path / "packed").iterdir()} == {"samebits.safetensors"}
+    decompress(tmp_path / "packed", tmp_path / "back")
+    assert {path.name for path in (tmp_path / "back").iterdir()} == {f"{name}.safetensors", index}
+    assert json.loads((tmp_path / "back" / index).read_text())["weight_map"] == weight_map
+    assert stored(tmp_path / "back") == stored(source)
+    assert verify_against(Checkpoint.open(tmp_path / "back"), Checkpoint.open(source)).identical
+
+
 def test_progress_ends_at_the_total(tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     checkpoint = Checkpoint.open(write_folder(tmp_path / "source"))
@@ -302,20 +330,72 @@ def test_progress_ends_at_the_total(tmp_path: Path) -> None:
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
 
 
+OTHERS = {
+    "tokenizer.model": True, "merges.txt": True, "sub/model.safetensors": True, "special.bin": True,
+    "odd[1]*.txt": True, "consolidated.safetensors": False, "pytorch_model-00001-of-2.bin": False,
+    "openvino_model.bin": False, "pytorch_model.bin.index.json": False, "flax_model.msgpack": False,
+    "tf_model.h5": False, "model.gguf": False,
+    "voices/one.pt": True, "2_Dense/pytorch_model.bin": True, "sub/original/x.pt": True,
+    "text_encoder/model.onnx": True, "original/params.json": True, "original/consolidated.00.pth": False,
+    "original/model.safetensors": False, "original/model.safetensors.index.json": False,
+    "original/mp/pytorch_model.bin": False, "gguf/model-q4.gguf": False,
+    "onnx/model.onnx": False, "onnx/model.onnx_data": False, "onnx/model.onnx_data_1": False, "onnx/config.json": True,
+    "openvino/openvino_model.bin": False, "openvino/openvino_model.xml": True,
+    "coreml/float32_model.mlpackage/Data/com.apple.CoreML/weights/weight.bin": False,
+}  # fmt: skip
+HIDDEN = (".git/config", "sub/.cache/huggingface/x", "__pycache__/module.pyc", ".samebits-job/lock")
+
+
 def test_which_other_files_go_along(tmp_path: Path) -> None:
-    names = {
-        "tokenizer.model": True, "merges.txt": True, "sub/model.safetensors": True, "special.bin": True,
-        "consolidated.safetensors": False, "adapter_model.safetensors": False, "pytorch_model-00001-of-2.bin": False,
-        "pytorch_model.bin.index.json": False, "flax_model.msgpack": False, "tf_model.h5": False, "model.gguf": False,
-        "voices/one.pt": True, "2_Dense/pytorch_model.bin": True, "original/params.json": True,
-        "original/consolidated.00.pth": False, "onnx/model.onnx": False, "sub/original/x.pt": True,
-    }  # fmt: skip
-    for name in [*names, ".git/config", ".cache/huggingface/x", ".samebits-job/lock"]:
+    further = {"adapter_model.safetensors", "model.safetensors.index.json"}  # which the hub's weights could be
+    for name in [*OTHERS, *further, *HIDDEN]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x")
     copied, skipped = other_files(tmp_path, set())
-    assert {str(path) for path in copied} == {name for name, goes in names.items() if goes}
-    assert {str(path) for path in skipped} == {name for name, goes in names.items() if not goes}
+    assert {str(path) for path in copied} == {name for name, goes in OTHERS.items() if goes}
+    assert {str(path) for path in skipped} == {name for name, goes in OTHERS.items() if not goes} | further
+
+
+def test_the_same_files_come_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = ["model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "config.json"]
+    taken: list[str] = []
+
+    def download(name: str, **patterns: list[str]) -> str:
+        taken.extend(filter_repo_objects([*OTHERS, *weights, *HIDDEN, "odd1.txt"], **patterns))
+        return name
+
+    names = [*OTHERS, *weights, *HIDDEN]
+    monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", lambda api, name: names)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert resolve_source("some/model") == Path("some/model")
+    assert taken == [*(name for name, goes in OTHERS.items() if goes), *weights]
+
+
+def test_what_was_downloaded_is_found_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No file is asked for that would not have been downloaded: the hub's library takes it for incomplete then."""
+    asked: list[str] = []
+
+    def download(name: str, **patterns: list[str]) -> str:
+        asked.extend(filter_repo_objects([*OTHERS, "model.safetensors"], **patterns))
+        return name
+
+    monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", offline)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert resolve_source("some/model") == Path("some/model")
+    assert "model.safetensors" in asked
+    assert all(OTHERS.get(name, True) for name in asked)
+
+
+def offline(api: object, name: str) -> list[str]:
+    raise OfflineModeIsEnabled("offline")
+
+
+def test_a_link_that_leads_nowhere(tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "source")
+    (source / "extra" / "gone.txt").symlink_to(tmp_path / "gone")
+    with pytest.raises(InputError, match=r"source/extra/gone.txt: the link leads nowhere; remove it"):
+        compress(source, tmp_path / "packed")
+    assert not (tmp_path / "packed").exists()
 
 
 def test_linked_folders_go_along(tmp_path: Path) -> None:
@@ -336,6 +416,7 @@ def test_linked_folders_go_along(tmp_path: Path) -> None:
 
 def test_a_hub_id_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_folder(tmp_path / "snapshot")
+    monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", lambda api, name: [])
     monkeypatch.setattr(
         "huggingface_hub.snapshot_download", lambda name, **_: str(folder) if name == "some/model" else ""
     )
@@ -345,11 +426,10 @@ def test_a_hub_id_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_hub_id_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
     def fail(name: str, **_: object) -> str:
         raise LocalEntryNotFoundError("offline\nand more lines")
 
+    monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", offline)
     monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
     with pytest.raises(InputError, match=r"some/model: no such path, and not available on the hub \(offline\)"):
         resolve_source("some/model")

@@ -22,7 +22,7 @@ from samebits.format.container import Checkpoint
 from samebits.format.folder import JOB
 from samebits.format.mapping import create_mapped
 from samebits.format.safetensors_file import SafetensorsWriter
-from samebits.jobs import pieces, workspace
+from samebits.jobs import job, pieces, workspace
 from samebits.jobs.options import CompressOptions
 from samebits.jobs.workers import Workers
 from samebits.jobs.workspace import Workspace
@@ -184,8 +184,9 @@ def test_interrupted_while_overwriting(tmp_path: Path) -> None:
     assert not (destination / JOB).exists()
 
 
-def test_what_cannot_be_opened_is_not_published(tmp_path: Path) -> None:
-    """Here a folder of one file, whose name without packing says that there is a second one."""
+def test_what_cannot_be_opened_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here a folder of one file, whose name without packing says that there is a second one, if no index tells."""
+    monkeypatch.setattr(job, "is_numbered", lambda _: False)
     shard = write_file(tmp_path / "model-00001-of-00002.safetensors")
     compress(shard, tmp_path / "packed" / "samebits.safetensors")
     destination = write_folder(tmp_path / "back")
@@ -225,6 +226,14 @@ def test_two_jobs_on_one_destination(tmp_path: Path) -> None:
         compress(source, destination)
     compress(source, destination)
     assert verify_against(Checkpoint.open(destination), Checkpoint.open(source)).identical
+
+
+def test_another_job_that_has_just_begun(tmp_path: Path) -> None:
+    """It holds the lock, but has not said yet which process it is."""
+    with Workspace(tmp_path / "packed", True, {"job": 1}, overwrite=False):
+        os.truncate(tmp_path / "packed" / JOB / "lock", 0)
+        with pytest.raises(ResourceError, match=r"packed: another job is writing here; wait until it is done"):
+            compress(write_folder(tmp_path / "source"), tmp_path / "packed")
 
 
 def test_two_jobs_on_one_file(tmp_path: Path) -> None:
@@ -390,6 +399,17 @@ if __name__ == "__main__":
     with Workers(2) as workers:
         list(workers.map(report, range(2)))
 """
+
+
+def blocked(_: int) -> bool:
+    return signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+def test_ctrl_c_reaches_no_worker() -> None:
+    """Not even one that is still importing, which would leave a traceback of its own."""
+    with Workers(2) as workers:
+        assert list(workers.map(blocked, range(2))) == [True, True]
+    assert not blocked(0)
 
 
 def is_alive(process: int) -> bool:

@@ -360,3 +360,54 @@ def test_errors_name_the_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convert, "encode", broken)
     with pytest.raises(DeviceError, match=r"embedding\.weight: no kernel; see samebits doctor"):
         samebits.compress(make("tied")[0])
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64, bias=False))
+        self.out = nn.Linear(64, 64, bias=False)
+
+
+class AsksForADtype(Tower):
+    """As HunYuanVL asks its vision tower, Swinv2 its position biases, and OpenAI's GPT itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.to(dtype=next(self.layers.parameters()).dtype)
+        return self.out(self.layers(x) + x)
+
+
+class AsksItsRoot(Tower):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(x.to(next(iter(self.parameters())).dtype)).to(next(self.out.parameters()).device)
+
+
+@pytest.mark.parametrize("kind", [AsksForADtype, AsksItsRoot])
+def test_what_tells_a_dtype_stays_plain(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    module = kind().to(torch.bfloat16)
+    expected = module(INPUT)
+    report = samebits.compress(module)
+    assert report.packed.keys() == {"layers.1.weight", "out.weight"}
+    assert report.raw["layers.0.weight"] == "tells the model's code the dtype to compute with"
+    assert same_bits(module(INPUT), expected)
+    other = kind().to(torch.bfloat16)
+    samebits.load_state_dict(other, module.state_dict())
+    assert {name for name, _, _ in packed_parameters(other)} == report.packed.keys()
+    assert same_bits(other(INPUT), expected)
+
+
+def test_made_plain_in_inference_mode() -> None:
+    """What is made there can be trained later."""
+    module = nn.Linear(64, 96).to(torch.bfloat16)
+    samebits.compress(module)
+    with torch.inference_mode():
+        samebits.decompress(module)
+    module(INPUT).float().sum().backward()
+    assert module.weight.grad is not None
+
+
+@pytest.mark.parametrize("patterns", [None, 3, "*.weight", [None]])
+def test_patterns_that_are_none(patterns: Any) -> None:
+    with pytest.raises(InputError, match=r"include is .*, no list of patterns; give a list of strings"):
+        samebits.compress(nn.Linear(64, 64).to(torch.bfloat16), include=patterns)

@@ -74,7 +74,7 @@ OPERATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "cat": lambda t: torch.cat([t, t]),
     "foreach": lambda t: torch._foreach_mul([t, t], 2)[1],
     "float": lambda t: t.float().to(torch.bfloat16),
-    "words": lambda t: t.view(torch.int16).view(torch.bfloat16),
+    "words": lambda t: (t.view(torch.int16) ^ 1).view(torch.bfloat16),
     "clone": lambda t: t.clone(),
     "transposed": lambda t: t.t().contiguous(),
     "sum": lambda t: t.sum(0),
@@ -112,10 +112,13 @@ PARTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "unfold": lambda t: t.unfold(1, 8, 8)[2],
     "squeezed": lambda t: t[3:4].squeeze(0),
     "strided": lambda t: t.as_strided((3, 2), (64, 1), 7),
+    "words": lambda t: t.view(torch.int16),
+    "words of rows": lambda t: t[3:9].view(torch.int16)[1:],
+    "columns of three": lambda t: t.tensor_split(3, 1)[1],
 }
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
 @pytest.mark.parametrize("part", PARTS)
 def test_parts_are_read_once_and_never_written(
     layer: nn.Linear, plain: torch.Tensor, decodes: list[int], part: str, mode: Callable[[], torch.no_grad]
@@ -194,6 +197,8 @@ WRITES: dict[str, Callable[[nn.Module], object]] = {
     "row of data": lambda m: m.weight.data[5].zero_(),
     "rows": lambda m: m.weight[:3].fill_(1),
     "columns of rows": lambda m: m.weight[2].__setitem__(slice(None), 5),
+    "words": lambda m: m.weight.view(torch.int16).zero_(),
+    "gradient": lambda m: setattr(m.weight, "grad", torch.zeros(SHAPE)),
 }
 
 
@@ -204,8 +209,28 @@ def test_writing_is_refused(layer: nn.Linear, plain: torch.Tensor, write: str) -
     assert torch.equal(layer.weight.view(torch.int16), plain.view(torch.int16))
 
 
+def test_it_cannot_be_trained(layer: nn.Linear) -> None:
+    for train in (lambda weight: weight.requires_grad_(), lambda weight: setattr(weight, "requires_grad", True)):
+        with pytest.raises(InputError, match=r"cannot be changed \(requires_grad_?\)"):
+            train(layer.weight)
+    layer.weight.requires_grad = False
+    layer.weight.grad = None
+    assert layer.weight.grad is None
+
+
+def test_zeros_may_be_written_where_they_are() -> None:
+    """As ChineseCLIP does with an embedding's row for padding, whenever it is loaded."""
+    layer = nn.Embedding(64, 64, padding_idx=3).to(torch.bfloat16)
+    samebits.compress(layer)
+    with torch.no_grad():
+        assert nn.init.zeros_(layer.weight[3]).tolist() == 64 * [0.0]
+        with pytest.raises(InputError, match=r"cannot be changed"):
+            nn.init.zeros_(layer.weight[4])
+
+
 def test_repr_shows_the_values(layer: nn.Linear, plain: torch.Tensor) -> None:
     assert repr(plain)[10:30] in repr(layer.weight)
+    assert f"{layer.weight[2, 3]:.3f}" == f"{plain[2, 3]:.3f}"
 
 
 def test_what_moves_to_a_device_is_decoded_there(layer: nn.Linear, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ import samebits
 from samebits.errors import DigestError, InputError
 from samebits.nn import packed_module
 from samebits.nn.packed_module import PackedModule
-from tests.nn.modules import INPUT, MIN_WEIGHTS, make, same_bits
+from tests.nn.modules import INPUT, MIN_WEIGHTS, TOKENS, Tied, make, same_bits
 
 
 def packed_linear() -> tuple[nn.Linear, torch.Tensor]:
@@ -233,6 +233,34 @@ def test_a_packed_state_dict_with_buffers() -> None:
     samebits.load_state_dict(other, state)
     x = torch.randn(2, 8192).to(torch.bfloat16)
     assert same_bits(other(x), module(x))
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("name", ["embedding", "head"])
+def test_a_packed_state_dict_with_one_name_of_a_tie(name: str, assign: bool) -> None:
+    """As safetensors' save_model writes it."""
+    first = Tied().to(torch.bfloat16)
+    second, expected = copy.deepcopy(first), first(TOKENS)
+    second.embedding.weight.data.mul_(2)
+    samebits.compress(first, min_weights=MIN_WEIGHTS)
+    state = {key: value for key, value in first.state_dict().items() if key == f"{name}.sb_packed"}
+    assert len(state) == 1
+    samebits.load_state_dict(second, state, strict=False, assign=assign)
+    assert second.embedding.sb_packed is second.head.sb_packed
+    assert same_bits(second(TOKENS), expected)
+
+
+def test_a_packed_state_dict_for_a_module_of_another_dtype() -> None:
+    """torch converts what it copies."""
+    packed, plain = nn.Linear(64, 64).to(torch.bfloat16), nn.Linear(64, 64)
+    state = packed.state_dict()
+    plain.load_state_dict(state)
+    samebits.compress(packed, min_weights=MIN_WEIGHTS)
+    other = nn.Linear(64, 64)
+    samebits.load_state_dict(other, packed.state_dict())
+    assert isinstance(other, PackedModule)
+    x = torch.randn(3, 64)
+    assert torch.equal(other(x).view(torch.int32), plain(x).view(torch.int32))
 
 
 # -- Methods that are kept, classes that are changed --

@@ -498,3 +498,47 @@ def test_threads_that_copy_and_look() -> None:
         assert sum(module in {owner for owner, _ in owners} for owners in found.values()) == 1
     thread.join()
     assert len(copies) == 1000
+
+
+class CopiesItself(nn.Module):
+    """In the way that many classes do, and torch's parametrized modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(64, 64))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CopiesItself:
+        made = self.__class__.__new__(self.__class__)
+        made.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return made
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.w
+
+
+def test_classes_that_copy_themselves() -> None:
+    module = CopiesItself().to(torch.bfloat16)
+    expected = module(INPUT)
+    samebits.compress(module, min_weights=MIN_WEIGHTS)
+    made = copy.deepcopy(module)
+    assert type(made) is type(module)
+    assert same_bits(made(INPUT), expected)
+    fresh = type(module)()
+    assert type(fresh) is CopiesItself
+    samebits.decompress(made)
+    assert same_bits(made(INPUT), expected)
+
+
+class ReadsTwice(CopiesItself):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            scale = self.w.norm()
+        return x @ (self.w / scale)
+
+
+def test_a_weight_that_is_read_with_and_without_gradients() -> None:
+    module = ReadsTwice().to(torch.bfloat16)
+    expected = module(INPUT)
+    samebits.compress(module, min_weights=MIN_WEIGHTS)
+    assert same_bits(module(INPUT), expected.detach())
+    assert not module(INPUT).requires_grad

@@ -11,6 +11,7 @@ from samebits.df11.checkpoint import Df11Checkpoint, open_checkpoint
 from samebits.df11.patterns import architecture_of, read_patterns
 from samebits.errors import MismatchError
 from samebits.format.container import Checkpoint, Entry
+from samebits.format.names import is_selected
 from samebits.integrations.model_shapes import model_shapes
 from samebits.jobs import estimate as estimates
 from samebits.jobs.compress import Compression, first_rounded
@@ -34,7 +35,16 @@ def compress(source: str, destination: Path, options: CompressOptions, run: RunO
     checkpoint = open_source(source)
     with progress_bar("compress") as progress:
         report = Compression(checkpoint, destination, options, run, progress).run()
+    _note_patterns(checkpoint, options)
     _report(report, as_json, also=_note_cast(checkpoint, options))
+
+
+def _note_patterns(checkpoint: Checkpoint, options: CompressOptions) -> None:
+    """Says which patterns are of no name: a slip, or that of a tied weight, which files have under its other name."""
+    for option, patterns in (("include", options.include), ("exclude", options.exclude)):
+        for pattern in patterns:
+            if not any(is_selected(entry.name, (pattern,), ()) for entry in checkpoint):
+                note(f"note: --{option} {pattern} is the name of no tensor in {checkpoint.path}")
 
 
 def _note_cast(checkpoint: Checkpoint, options: CompressOptions) -> dict[str, Any]:
@@ -83,7 +93,7 @@ def _report(report: JobReport, as_json: bool, is_packed: bool = True, also: Mapp
     _list("stored unchanged, packing gains nothing", report.not_gained)
     for why in dict.fromkeys(report.raw_units.values()):
         _list(f"stored unchanged, {why}", [unit for unit, reason in report.raw_units.items() if reason == why])
-    _list("not copied (the same weights in another format)", report.skipped_files)
+    _list("not copied (further weights, or the same in another format)", report.skipped_files)
 
 
 def _list(what: str, names: list[str]) -> None:

@@ -7,12 +7,15 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from samebits.jobs.options import Progress
 from samebits.sizes import size
 
+if TYPE_CHECKING:
+    from samebits.jobs.options import Progress
+
 _PIPE_WIDTH = 160
+_KEPT_WIDTH = 20  # up to which a column keeps its width on any terminal
 _SECONDS_BETWEEN_LINES = 5.0
 
 
@@ -31,16 +34,19 @@ def note(line: str) -> None:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table on stdout: the first column is text, the others are figures."""
+    """A table on stdout: the first column is text, the others are figures, which a narrow terminal does not cut."""
     from rich.console import Console
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left", overflow="fold")
+    widths = [min(_KEPT_WIDTH, max(map(len, cells))) for cells in zip(columns, *rows, strict=True)]
+    for number, (column, width) in enumerate(zip(columns, widths, strict=True)):
+        table.add_column(column, justify="right" if number else "left", overflow="fold", min_width=width)
     for row in rows:
         table.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, markup=False, emoji=False, highlight=False).print(table)
+    console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, markup=False, emoji=False, highlight=False)
+    console.width = max(console.width, sum(widths) + 3 * len(widths) + 1)  # with what is between columns
+    console.print(table)
 
 
 @contextmanager

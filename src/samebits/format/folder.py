@@ -91,10 +91,9 @@ def _why_no_weights(folder: Path, names: Iterable[str]) -> tuple[str, str]:
 def check_numbering(files: list[Path]) -> None:
     """Shards without an index must be complete."""
     names = {file.name for file in files}
-    for name in sorted(names):
-        match = _SHARD.fullmatch(name)
-        for number in range(1, int(match["count"]) + 1 if match else 0):
-            expected = shard_name(match["stem"], number, int(match["count"])) if match else name
+    for match in filter(None, map(_SHARD.fullmatch, sorted(names))):
+        for number in range(1, int(match["count"]) + 1):
+            expected = f"{match['stem']}-{number:05}-of-{match['count']}{SUFFIX}"
             if expected not in names:
                 where = str(files[0].parent)
                 raise FormatError(f"the shard {expected} is missing", where=where, mend="fetch or write it again")
@@ -103,6 +102,11 @@ def check_numbering(files: list[Path]) -> None:
 def shard_name(stem: str, number: int, count: int) -> str:
     """The usual name of shard ``number`` (from 1) of ``count``; of the only file if that is 1."""
     return f"{stem}-{number:05}-of-{count:05}{SUFFIX}" if count > 1 else stem + SUFFIX
+
+
+def is_numbered(name: str) -> bool:
+    """Whether a file is named as a shard, be it the only one: loaders look for an index then."""
+    return _SHARD.fullmatch(name) is not None
 
 
 def index_name(shard: str) -> str:

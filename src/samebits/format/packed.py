@@ -310,7 +310,7 @@ class PackedTensor:
             header: of them, where their digest was compared, or will be; less is read back then.
 
         Raises:
-            InputError, DtypeError: not a one-dimensional uint8 tensor.
+            InputError, DtypeError: not a one-dimensional uint8 tensor whose values are in memory.
             FormatError: not a valid packed tensor.
             DigestError: one whose bytes are not those that its digest was made of.
         """
@@ -318,6 +318,7 @@ class PackedTensor:
             raise InputError(f"{type(data).__name__} is no tensor", mend="torch.frombuffer makes one of bytes")
         if data.dtype != torch.uint8 or data.dim() != 1:
             raise DtypeError(f"a packed tensor is one-dimensional uint8, not {tuple(data.shape)} of {data.dtype}")
+        check_in_memory(data)
         known = header or Header.parse(bytes(data[: HEADER_BYTES + 8 * MAX_DIMENSIONS].cpu().numpy()))
         packed = cls(known, data.contiguous())
         packed.validate()
@@ -382,6 +383,18 @@ class PackedTensor:
         words[-1] = self.words - RUN_WORDS * (lengths.size - 1)
         _need(bool(((lengths >= 8) & (lengths <= 8 + 16 * words)).all()), "a run's length out of range")
         _need(-(-int(lengths.sum()) // 32) == self.header.stream_words, "the runs do not fill the streams")
+
+
+def check_in_memory(tensor: torch.Tensor) -> None:
+    """
+    Raises:
+        InputError: the values of ``tensor`` are not all in memory, one after the other.
+    """
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        what, mend = (
+            ("is on the meta device", "load it") if tensor.is_meta else (f"is {tensor.layout}", "call to_dense()")
+        )
+        raise InputError(f"a tensor {what}, so its values are not all in memory", mend=f"{mend} first")
 
 
 def frequencies_of(section: NDArray[np.uint8]) -> NDArray[np.int64]:

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,8 +105,7 @@ def _validate(path: Path) -> None:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
         raise FormatError("the header names it twice", where=twice, mend=_DAMAGED)
     return result
 
@@ -113,6 +113,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _spec(name: str, entry: object, first: int) -> TensorSpec:
     if not isinstance(entry, dict):  # the library takes a list of the values, too
         raise FormatError("the header does not describe it by a JSON object", where=name, mend=_DAMAGED)
+    if not isinstance(entry["dtype"], str):  # and it takes an object of that one key
+        raise FormatError("the header does not give its dtype as a string", where=name, mend=_DAMAGED)
     start, stop = entry["data_offsets"]
     return TensorSpec(name, entry["dtype"], tuple(entry["shape"]), first + start, first + stop)
 

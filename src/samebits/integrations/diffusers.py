@@ -29,6 +29,7 @@ from samebits.integrations.transformers_load import find_parameter
 from samebits.nn.convert import Report, Selection, decompress, encode_parameter, report
 from samebits.nn.packed_module import pack, packed_parameters, slot_name, whole
 from samebits.nn.recipe import Piece, Recipe
+from samebits.nn.spared import spare
 
 # Whether the model that is being loaded is a compressed one.
 compressed: ContextVar[bool] = ContextVar("samebits_compressed", default=False)
@@ -60,6 +61,7 @@ class ModelSelection(Selection):
 
 def select(model: nn.Module, selection: Selection) -> ModelSelection:
     """A model's first parameter, and those that embed the time step, are asked for their dtype."""
+    spare(model)
     names = [name for name, _ in model.named_parameters()]
     asked = {*names[:1], *(name for name in names if _embeds_time(name))}
     return ModelSelection(selection.min_weights, selection.include, selection.exclude, frozenset(asked))
@@ -238,10 +240,15 @@ class SamebitsQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         """Nothing for diffusers to write: see diffusers_model."""
         return {}, {}
 
-    def _dequantize(self, model: Any) -> Any:
+    def dequantize(self, model: Any) -> Any:
         decompress(model)
-        forget(model)
         return model
+
+    def sb_decompressed(self, model: Any) -> None:
+        """samebits.decompress has made the model plain."""
+        del model.hf_quantizer
+        model.is_quantized = False
+        forget(model)
 
 
 def convert(model: nn.Module, dtype: torch.dtype) -> None:
@@ -269,9 +276,7 @@ def is_compressed(model: Any) -> bool:
     quantizer = getattr(model, "hf_quantizer", None)
     if next(packed_parameters(model), None) is None:
         if isinstance(quantizer, SamebitsQuantizer):
-            del model.hf_quantizer
-            model.is_quantized = False
-            forget(model)
+            quantizer.sb_decompressed(model)
         return False
     if quantizer is None:  # compressed by samebits.compress
         model.hf_quantizer = SamebitsQuantizer(SamebitsConfig(), pre_quantized=False)

@@ -26,7 +26,7 @@ from samebits.format.safetensors_file import SUFFIX
 from samebits.integrations import diffusers_copies, diffusers_single_file
 from samebits.integrations.diffusers import compressed, is_compressed
 from samebits.integrations.transformers import SamebitsConfig
-from samebits.integrations.weight_files import publish, write_weights
+from samebits.integrations.weight_files import publish, remove_packed, write_weights
 from samebits.nn.convert import counting_weights
 from samebits.nn.packed_module import check_dtype, packed_parameters
 
@@ -155,11 +155,13 @@ def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def save_pretrained(self: Any, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
         """diffusers writes all but the weights, into a folder of its own; then everything moves."""
-        if not is_compressed(self):
-            original(self, save_directory, *args, **kwargs)
-            return
         call = signature.bind(self, save_directory, *args, **kwargs)
         call.apply_defaults()
+        if not is_compressed(self):
+            original(self, save_directory, *args, **kwargs)
+            if call.arguments["is_main_process"] and not call.arguments["variant"]:
+                remove_packed(Path(save_directory))
+            return
         for option, usual in (("variant", None), ("safe_serialization", True), ("use_flashpack", False)):
             if call.arguments[option] not in (usual, None):
                 what = f"a compressed model cannot be saved with {option}={call.arguments[option]!r}"

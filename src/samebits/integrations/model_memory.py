@@ -24,6 +24,7 @@ from samebits.jobs.estimate import Estimate
 from samebits.kernels.tables import MAX_TABLE_BYTES
 from samebits.nn.convert import Selection
 from samebits.nn.packed_states import LATEST_TOKENS, default_block_tokens
+from samebits.nn.spared import spare
 
 BITS_PER_WEIGHT = 10.75  # of packed words that are not there to be encoded: README.md, "How small"
 _EVERY_TOKEN = 1 << 60
@@ -155,6 +156,7 @@ def model_memory(folder: Path, selection: Selection, weights: Weights | None) ->
     model = meta_model(folder)
     if model is None or not model.can_generate() or model.config.is_encoder_decoder:
         raise InputError("not a decoder-only language model of transformers", where=where, mend="leave --context out")
+    spare(model)
     held = model.state_dict().keys()
     buffers = sum(buffer.nbytes for name, buffer in model.named_buffers() if name not in held)
     to_pack = list(_to_pack(model, selection))

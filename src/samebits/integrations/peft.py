@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import wraps
 from typing import Any
 
+import peft
 import torch
 from peft import PeftModel
 from peft.import_utils import is_transformers_ge_v5
@@ -23,12 +24,15 @@ from peft.tuners.lora import dora
 from peft.tuners.lora.layer import MultiheadAttention
 from peft.tuners.mixed import MixedModel
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
-from peft.utils import other
+from peft.utils import other, save_and_load
 from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 
+from samebits.api import decode, encode
 from samebits.errors import InputError
-from samebits.nn.convert import decompress
+from samebits.format.names import original_name, stored_name
+from samebits.format.packed import PackedTensor
+from samebits.nn.convert import decompress, hidden_weights
 from samebits.nn.df11 import holds_units
 from samebits.nn.lazy import LazyTensor
 from samebits.nn.packed_module import PackedModule, packed_parameters
@@ -50,6 +54,11 @@ def register() -> None:
     dora.transpose = _also_of_packed(dora.transpose)
     other._get_module_names_tied_with_embedding = tied = _knowing_ties(other._get_module_names_tied_with_embedding)
     tuners_utils._get_module_names_tied_with_embedding = tied
+    PeftModel.get_nb_trainable_parameters = _counting(PeftModel.get_nb_trainable_parameters)
+    for name, wrap in (("get_peft_model_state_dict", _saving_plain), ("set_peft_model_state_dict", _loading_plain)):
+        wrapped = wrap(getattr(save_and_load, name))
+        for module in (save_and_load, peft.utils, peft.peft_model, peft):
+            setattr(module, name, wrapped)
     if is_transformers_ge_v5:  # with others PEFT does without, and it cannot be imported
         from peft.utils import transformers_weight_conversion as weights
 
@@ -96,6 +105,52 @@ def _refuse_targets(config: Any, model: nn.Module) -> None:
         others = "list other target_modules, such as those of attention"
         mend = f"load the model with SamebitsConfig(exclude={patterns}), or {others}"
         raise InputError("PEFT cannot put an adapter on a packed parameter", where=found[patterns[0]], mend=mend)
+
+
+def _counting(original: Callable[..., tuple[int, int]]) -> Callable[..., tuple[int, int]]:
+    @wraps(original)
+    def get_nb_trainable_parameters(self: Any) -> tuple[int, int]:
+        """Weights count for packed bytes."""
+        trainable, every = original(self)
+        return trainable, every + hidden_weights(self)
+
+    return get_nb_trainable_parameters
+
+
+def _saving_plain(original: Callable[..., dict[str, torch.Tensor]]) -> Callable[..., dict[str, torch.Tensor]]:
+    @wraps(original)
+    def get_peft_model_state_dict(*args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+        """With an adapter on an embedding PEFT saves that, too: plain, so that it loads on any base."""
+        found = original(*args, **kwargs)
+        plain = {name: original_name(name) for name in found}
+        return {
+            plain[name] or name: tensor if plain[name] is None else decode(PackedTensor.from_data(tensor))
+            for name, tensor in found.items()
+        }
+
+    return get_peft_model_state_dict
+
+
+def _loading_plain(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @wraps(original)
+    def set_peft_model_state_dict(*args: Any, **kwargs: Any) -> Any:
+        """The same embedding is packed where the base's is."""
+        call = signature.bind(*args, **kwargs)
+        model, state = call.arguments["model"], call.arguments["peft_model_state_dict"]
+        packed = {full_name for full_name, _, _ in packed_parameters(model)}
+        call.arguments["peft_model_state_dict"] = dict(
+            _packed(name, tensor) if name in packed else (name, tensor) for name, tensor in state.items()
+        )
+        return original(*call.args, **call.kwargs)
+
+    return set_peft_model_state_dict
+
+
+def _packed(name: str, weight: torch.Tensor) -> tuple[str, torch.Tensor]:
+    packed = encode(weight.to(torch.bfloat16))  # as it would be copied to the base's
+    return (name, weight) if packed.is_raw else (stored_name(name), packed.data)
 
 
 def _knowing_targets(original: Callable[..., None]) -> Callable[..., None]:

@@ -16,6 +16,7 @@ import torch
 from samebits.errors import DtypeError, FormatError, InputError, SamebitsError
 
 try:
+    from transformers.configuration_utils import PreTrainedConfig
     from transformers.core_model_loading import ConversionOps
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantization_config, register_quantizer
     from transformers.quantizers.base import HfQuantizer
@@ -33,6 +34,7 @@ from samebits.integrations import transformers_parallel as parallel
 from samebits.integrations.transformers_load import check_dtypes, dtype_in_model, find_parameter, prepare
 from samebits.nn.convert import Report, Selection, decompress, encode_parameter, report
 from samebits.nn.packed_module import pack, packed_parameters, whole
+from samebits.nn.spared import spare
 
 # What from_pretrained was called with: the folder or hub id, and its keyword arguments.
 loading: ContextVar[tuple[str, Mapping[str, Any]] | None] = ContextVar("samebits_loading", default=None)
@@ -168,6 +170,7 @@ class SamebitsQuantizer(HfQuantizer):  # type: ignore[misc]
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
         self._model, self._files = model, checkpoint_files or []
+        spare(model)
         if parallel.is_split(model.config):
             parallel.bind_late(model)
             self._selection = parallel.select(model, self._selection)
@@ -178,7 +181,9 @@ class SamebitsQuantizer(HfQuantizer):  # type: ignore[misc]
             self.reads_parts, self.pre_quantized = True, False
             return weight_conversions
         if self.pre_quantized:
-            return prepare(model, weight_conversions, [Path(file) for file in self._files])
+            _, options = loading.get() or ("", {})
+            takes_other_shapes = bool(options.get("ignore_mismatched_sizes"))
+            return prepare(model, weight_conversions, [Path(file) for file in self._files], takes_other_shapes)
         check_dtypes(model, weight_conversions, self._files, self.selects)
         return weight_conversions
 
@@ -189,7 +194,7 @@ class SamebitsQuantizer(HfQuantizer):  # type: ignore[misc]
         found = find_parameter(model, name)
         if found is None or dtype_in_model(model, name, found[2]) != torch.bfloat16:
             return False
-        return self._selection.reason_against(found[0], found[1], name) is None
+        return self._selection.reason_against_tied(_owned(model, name)) is None
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         return not self.pre_quantized and param_name not in self._settled and self.selects(model, param_name)
@@ -247,6 +252,10 @@ class SamebitsQuantizer(HfQuantizer):  # type: ignore[misc]
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         return model if dtype in (None, torch.bfloat16) else model.to(dtype)
 
+    def sb_decompressed(self, model: Any) -> None:
+        """samebits.decompress has made the model plain."""
+        self.remove_quantization_config(model)
+
 
 class _Pack(ConversionOps):  # type: ignore[misc]
     """The last operation on a weight that is to be packed while loading."""
@@ -273,11 +282,20 @@ def _pack_without_bytes(model: Any, name: str, packed: PackedTensor) -> str:
     return name.removesuffix(leaf) + recipe.slots[0]
 
 
+def _owned(model: Any, name: str) -> list[tuple[str, torch.nn.Module, str]]:
+    """The parameter ``name`` and those that will be tied to it, each with its module and its name there."""
+    ties: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    source = ties.get(name, name)
+    others = {source, *(target for target, its_source in ties.items() if its_source == source)} - {name}
+    found = ((each, find_parameter(model, each)) for each in (name, *sorted(others)))
+    return [(each, parameter[0], parameter[1]) for each, parameter in found if parameter is not None]
+
+
 def compute_as_plain(model: Any) -> None:
     """Some models (Jamba, FalconMamba) round otherwise where their config says that they are quantized."""
     for module in model.modules():
-        if hasattr(module, "config"):
-            vars(module.config).pop("_is_quantized", None)
+        if isinstance(config := getattr(module, "config", None), PreTrainedConfig):
+            vars(config).pop("_is_quantized", None)
 
 
 def register() -> None:

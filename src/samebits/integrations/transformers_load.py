@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers.core_model_loading import dot_natural_key
 
-from samebits.errors import DtypeError, FormatError
+from samebits.errors import DtypeError, FormatError, InputError
 from samebits.format.container import Checkpoint, Entry
 from samebits.format.names import stored_name
 from samebits.format.safetensors_file import FLOATS
@@ -39,21 +39,30 @@ class Source(NamedTuple):
         return stored_name(self.entry.name) if self.entry.is_packed else self.entry.name
 
 
-def prepare(model: Any, conversions: Sequence[Any], files: Sequence[Path]) -> list[Any]:
+def prepare(model: Any, conversions: Sequence[Any], files: Sequence[Path], takes_other_shapes: bool) -> list[Any]:
     """Make the model's parameters, still on the meta device, packed as the checkpoint has them.
+
+    Args:
+        takes_other_shapes: parameters of other shapes than the checkpoint's are initialised anew.
 
     Returns:
         The conversions with which transformers is to load.
 
     Raises:
         FormatError, DigestError: damaged files, or files that do not fit the model.
+        InputError: no files.
     """
-    return _Preparation(model, Names(model, conversions)).run(Checkpoint.open(files[0].parent))
+    if not files:
+        mend = "name their folder, or load them into a plain model with samebits.load_state_dict"
+        raise InputError("packed weights that are in no files cannot be loaded here", mend=mend)
+    preparation = _Preparation(model, Names(model, conversions), takes_other_shapes)
+    return preparation.run(Checkpoint.open(files[0].parent))
 
 
 class _Preparation:
-    def __init__(self, model: Any, names: Names) -> None:
+    def __init__(self, model: Any, names: Names, takes_other_shapes: bool) -> None:
         self.model, self.names, self.claims = model, names, Claims()
+        self.takes_other_shapes = takes_other_shapes
 
     def run(self, checkpoint: Checkpoint) -> list[Any]:
         for target, sources in self._by_target(checkpoint).items():
@@ -79,9 +88,9 @@ class _Preparation:
         entry = source.entry
         dtype = self._dtype(target)
         if entry.is_packed:
-            _check_shape(entry, entry.shape, self.names.parameters[target])
+            fits = self._fits(entry, entry.shape, target)
             piece = Piece(slot_name(target.rpartition(".")[2]), entry.header)
-            if self._pack(target, Recipe(entry.shape, (piece,), dtype), [source]):
+            if fits and self._pack(target, Recipe(entry.shape, (piece,), dtype), [source]):
                 return
         if entry.is_packed or (entry.dtype in FLOATS and FLOATS[entry.dtype] != dtype):
             self.claims.bring_dense(self.names.renamed(source.stored_name), target, dtype)
@@ -93,7 +102,8 @@ class _Preparation:
         if layout is None or any(source.entry.dtype != "BF16" for source in sources):
             return False
         shape, indices = layout
-        _check_shape(sources[0].entry, shape, self.names.parameters[target])
+        if not self._fits(sources[0].entry, shape, target):
+            return False
         leaf = target.rpartition(".")[2]
         pieces = tuple(
             Piece(slot_name(leaf, number), source.entry.header, index, source.entry.name)
@@ -120,6 +130,16 @@ class _Preparation:
             if source.entry.is_packed:
                 self.claims.pass_on(self.names.renamed(source.stored_name), target, source.pattern)
 
+    def _fits(self, entry: Entry, shape: tuple[int, ...], target: str) -> bool:
+        parameter = self.names.parameters[target]
+        if shape == tuple(parameter.shape):
+            return True
+        if self.takes_other_shapes:
+            return False
+        what = f"shape {list(shape)} where the model has {list(parameter.shape)}"
+        mend = "these weights do not belong to this config.json; ignore_mismatched_sizes=True initialises others"
+        raise FormatError(what, where=entry.where, mend=mend)
+
     def _dtype(self, target: str) -> torch.dtype:
         return dtype_in_model(self.model, target, self.names.parameters[target])
 
@@ -142,12 +162,6 @@ def dtype_in_model(model: Any, name: str, parameter: torch.Tensor) -> torch.dtyp
     """The dtype that transformers gives a parameter of a bfloat16 model: some are kept in float32."""
     kept = model._get_dtype_plan(torch.bfloat16).items()
     return next((dtype for pattern, dtype in kept if re.search(pattern.replace("*", ".*"), name)), parameter.dtype)
-
-
-def _check_shape(entry: Entry, shape: tuple[int, ...], parameter: torch.Tensor) -> None:
-    if shape != tuple(parameter.shape):
-        what = f"shape {list(shape)} where the model has {list(parameter.shape)}"
-        raise FormatError(what, where=entry.where, mend="these weights do not belong to this config.json")
 
 
 def _without_bytes(entry: Entry) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import wraps
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,11 +20,11 @@ from samebits.integrations import transformers_parallel as parallel
 from samebits.integrations.transformers import SamebitsConfig, SamebitsQuantizer, loading
 from samebits.integrations.transformers_layout import KEEP_FORMAT
 from samebits.integrations.transformers_state import checkpoint_tensors
-from samebits.integrations.weight_files import publish, write_weights
+from samebits.integrations.weight_files import publish, remove_packed, write_weights
 from samebits.nn.convert import counting_weights
 from samebits.nn.df11 import holds_units
 from samebits.nn.offload import offload
-from samebits.nn.packed_module import check_dtype, packed_parameters, share_ties
+from samebits.nn.packed_module import PackedModule, check_dtype, packed_parameters, share_ties
 
 GPU_MEMORY = "gpu_memory"  # of from_pretrained: see samebits.offload
 
@@ -73,15 +73,19 @@ def _apply(self: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool 
 
 def _dtype(original: Callable[[Any], torch.dtype]) -> property:
     def dtype(self: Any) -> torch.dtype:
-        """That of the first floating-point parameter; there is none where all are packed."""
-        try:
-            return original(self)
-        except StopIteration:
-            if next(packed_parameters(self), None) is None:
-                raise
-            return torch.bfloat16
+        """That of the first floating-point parameter, packed or not."""
+        return next(_dtypes(self), None) or original(self)
 
     return property(dtype)
+
+
+def _dtypes(model: torch.nn.Module) -> Iterator[torch.dtype]:
+    for module in model.modules():
+        recipes = module.sb_recipes.values() if isinstance(module, PackedModule) else ()
+        of_slots = {slot: recipe.dtype for recipe in recipes for slot in recipe.slots}
+        for slot, parameter in module._parameters.items():
+            if parameter is not None and (slot in of_slots or parameter.is_floating_point()):
+                yield of_slots.get(slot, parameter.dtype)
 
 
 def _tying(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -101,14 +105,22 @@ def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
     def save_pretrained(self: Any, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
         """transformers writes all but the weights, into a folder of its own; then everything moves."""
         parallel.restore(self)
-        if getattr(self, "_hf_peft_config_loaded", False) or not _is_compressed(self):
-            original(self, save_directory, *args, **kwargs)
-            return
         call = signature.bind(self, save_directory, *args, **kwargs)
+        if getattr(self, "_hf_peft_config_loaded", False):
+            original(*call.args, **call.kwargs)
+            return
+        if not _is_compressed(self):
+            original(*call.args, **call.kwargs)
+            if not call.arguments.get("variant") and call.arguments.get("is_main_process", True):
+                remove_packed(Path(save_directory))
+            return
         for option in ("variant", "distributed_checkpoint"):
             if call.arguments.get(option):
                 raise InputError(f"a compressed model cannot be saved with {option}", mend="save it without")
         push, writes = call.arguments.pop("push_to_hub", False), call.arguments.get("is_main_process", True)
+        given = ("token", "max_shard_size")
+        options: dict[str, Any] = {name: call.arguments[name] for name in given if name in call.arguments}
+        options |= call.arguments.get("kwargs", {})  # of pushing
         is_split = parallel.is_split(self.config)
         if is_split and push:
             mend = "save it, then upload the folder from one process"
@@ -130,8 +142,7 @@ def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
                 publish(Path(staging), destination)
         if is_split:
             self.barrier_after_gathered_checkpoint_save(self.config.distributed_config)
-        if push:
-            options = call.arguments.get("kwargs", {})
+        if push and writes:
             self.push_to_hub(options.pop("repo_id", destination.name), **options)
 
     return save_pretrained
@@ -142,7 +153,7 @@ def _is_compressed(model: Any) -> bool:
     quantizer = getattr(model, "hf_quantizer", None)
     if next(packed_parameters(model), None) is None:
         if isinstance(quantizer, SamebitsQuantizer):
-            quantizer.remove_quantization_config(model)
+            quantizer.sb_decompressed(model)
         return False
     if quantizer is None:  # compressed by samebits.compress
         model.hf_quantizer = SamebitsQuantizer(SamebitsConfig())

@@ -17,9 +17,9 @@ from samebits.format.folder import CONFIG, INDEX_SUFFIX, KEY, STEM
 from samebits.format.names import original_name
 from samebits.format.safetensors_file import SUFFIX
 
-_STALE = re.compile(
-    r"(model|pytorch_model|diffusion_pytorch_model|samebits)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?"
-)
+_FILES = r"(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?"
+_PACKED = re.compile(STEM + _FILES)
+_STALE = re.compile(f"(model|pytorch_model|diffusion_pytorch_model|{STEM}){_FILES}")
 
 
 def write_weights(tensors: Mapping[str, torch.Tensor], folder: Path, max_shard_size: int | str) -> None:
@@ -44,8 +44,18 @@ def _file_info(tensors: Mapping[str, torch.Tensor]) -> FileInfo:
 def publish(staging: Path, destination: Path) -> None:
     """Move the files of one folder to another: stale weights go first and the config comes last, so that nothing
     half-written can be loaded."""
-    for path in destination.iterdir():
-        if _STALE.fullmatch(path.name):
-            path.unlink()
+    _remove(destination, _STALE)
     for path in sorted(staging.iterdir(), key=lambda path: path.name == CONFIG):
         path.replace(destination / path.name)
+
+
+def remove_packed(folder: Path) -> None:
+    """Behind plain weights that were written over a compressed model, whose old ones must not be found any more."""
+    if folder.is_dir():
+        _remove(folder, _PACKED)
+
+
+def _remove(folder: Path, names: re.Pattern[str]) -> None:
+    for path in folder.iterdir():
+        if names.fullmatch(path.name):
+            path.unlink()

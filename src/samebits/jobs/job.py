@@ -16,7 +16,7 @@ from typing import Any
 from samebits.df11.checkpoint import UnitEntry
 from samebits.errors import InputError
 from samebits.format.container import Checkpoint, Entry
-from samebits.format.folder import CONFIG, INDEX_SUFFIX, VERSION, index_name, read_json
+from samebits.format.folder import CONFIG, INDEX_SUFFIX, VERSION, index_name, is_numbered, read_json
 from samebits.format.safetensors_file import SUFFIX, SafetensorsFile
 from samebits.jobs.device import resolve_device
 from samebits.jobs.options import Progress, RunOptions, silent
@@ -81,7 +81,7 @@ class Job(ABC):
         progress: told the bytes done and their total, counted uncompressed.
 
     Raises:
-        InputError: source and destination do not fit together.
+        InputError: source and destination do not fit together; a link in the source leads nowhere.
         DeviceError: the device asked for is missing.
     """
 
@@ -96,6 +96,7 @@ class Job(ABC):
         weights = {file.path for file in checkpoint.files}
         self.others, self.skipped = other_files(checkpoint.path, weights) if self.is_folder else ([], [])
         self.others = [path for path in self.others if not _is_within(checkpoint.path / path, destination)]
+        _check_links(checkpoint.path / path for path in self.others)
         self._progress, self._done = progress, 0
         self._total = sum(shard.nbytes for shard in self.shards)
 
@@ -233,7 +234,7 @@ class Job(ABC):
         config = space.out / CONFIG
         if config.exists():
             write_json(config, self.convert_config(read_json(config)))
-        if len(self.shards) > 1:
+        if len(self.shards) > 1 or any(is_numbered(shard.target) for shard in self.shards):
             self.stage_index(space)
 
     def stage_index(self, space: Workspace) -> None:
@@ -253,6 +254,12 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 def _is_within(path: Path, folder: Path) -> bool:
     """Wherever links lead: a link to the destination is not copied into it."""
     return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
+
+
+def _check_links(paths: Iterable[Path]) -> None:
+    for path in paths:
+        if path.is_symlink() and not path.exists():
+            raise InputError("the link leads nowhere", where=str(path), mend="remove it, or fetch the file")
 
 
 def _check_places(source: Path, destination: Path, is_folder: bool) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import re
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
-from pathlib import Path
+from pathlib import Path, PurePath, PurePosixPath
 from typing import NoReturn
 
 from samebits.errors import InputError
@@ -15,10 +17,11 @@ from samebits.format.safetensors_file import SUFFIX
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 OTHER_WEIGHTS = (
-    "pytorch_model*", "*.pth", "*.pt", "*.ckpt", "*.gguf", "*.ggml", "*.onnx", "*.onnx_data", "*.h5", "*.msgpack",
-    "*.tflite", "*.ot", "consolidated*", "*.mlmodel",
+    "pytorch_model*", "*.pth", "*.pt", "*.ckpt", "*.gguf", "*.ggml", "*.onnx", "*.onnx_data*", "*.h5", "*.msgpack",
+    "*.tflite", "*.ot", "consolidated*", "*.mlmodel", "openvino*.bin",
 )  # fmt: skip
 _EXPORTS = ("original", "onnx", "openvino", "coreml", "gguf")  # folders in which hubs keep a model's weights once more
+_SAFETENSORS = (f"*{SUFFIX}", f"*{INDEX_SUFFIX}")
 DIFFUSERS = "diffusion_pytorch_model"  # what diffusers calls its weights
 _HIDDEN = (".git", ".cache", "__pycache__")
 
@@ -32,16 +35,28 @@ def resolve_source(text: str) -> Path:
     path = Path(text)
     if path.exists() or not _HUB_ID.fullmatch(text):
         return path
-    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     transport_error: type[Exception] = HfHubHTTPError.__mro__[1]  # of whichever HTTP library this huggingface_hub uses
     try:
-        return Path(snapshot_download(text, ignore_patterns=list(OTHER_WEIGHTS)))
+        return Path(_download(text, transport_error))
     except (transport_error, HFValidationError, LocalEntryNotFoundError) as error:
         reason = str(error).strip().partition("\n")[0]
         mend = "check the path, the hub id, the network, or log in with `hf auth login`"
         raise InputError(f"no such path, and not available on the hub ({reason})", where=text, mend=mend) from None
+
+
+def _download(hub_id: str, transport_error: type[Exception]) -> str:
+    """The snapshot's folder, with what ``goes_along`` takes: patterns, whose * crosses / on the hub, cannot say it."""
+    from huggingface_hub import HfApi, snapshot_download
+
+    try:
+        names = HfApi().list_repo_files(hub_id)
+    except (transport_error, OSError):  # offline, say: what was downloaded before, of which less can be asked for
+        patterns = (*OTHER_WEIGHTS, "*.bin", *(f"{folder}/*" for folder in _EXPORTS))
+        return snapshot_download(hub_id, ignore_patterns=[*patterns, *(f"*/{pattern}" for pattern in patterns)])
+    wanted = [glob.escape(name) for name in names if goes_along(PurePosixPath(name))]
+    return snapshot_download(hub_id, allow_patterns=wanted)
 
 
 def plain_names(checkpoint: Checkpoint) -> list[str]:
@@ -62,9 +77,8 @@ def plain_names(checkpoint: Checkpoint) -> list[str]:
 def other_files(folder: Path, weights: set[Path]) -> tuple[list[Path], list[Path]]:
     """Files of a model folder besides its ``weights``, relative to it: those to copy, and those left behind.
 
-    Left behind are the same weights in other formats, also those in folders by which hubs know these. What other
-    subfolders hold, linked ones too, belongs to other modules and is copied, but for links that lead back to a folder
-    that they are in; hidden caches are neither.
+    Left behind are what ``goes_along`` does not take and further safetensors files. Linked folders are copied, but for
+    links that lead back to a folder that they are in; hidden caches are neither.
 
     Raises:
         OSError: a subfolder cannot be read.
@@ -73,11 +87,26 @@ def other_files(folder: Path, weights: set[Path]) -> tuple[list[Path], list[Path
     skipped: list[Path] = []
     for root, folders, names in os.walk(folder, onerror=_fail, followlinks=True):
         folders[:] = sorted(name for name in folders if not _is_hidden(name) and not _leads_back(Path(root, name)))
-        for path in (Path(root, name) for name in sorted(names)):
-            if path not in weights:
+        for name in sorted(names):
+            if (path := Path(root, name)) not in weights:
                 relative = path.relative_to(folder)
-                (skipped if _is_weights(relative) else copied).append(relative)
+                is_further = root == str(folder) and _matches(name, _SAFETENSORS)
+                (copied if goes_along(relative) and not is_further else skipped).append(relative)
     return copied, skipped
+
+
+def goes_along(path: PurePath) -> bool:
+    """Whether a file of a model folder, or of the hub, by its path there, is copied, or downloaded, with the weights.
+
+    Weights in other formats are not, nor any in the folders by which hubs know these. What other subfolders hold
+    belongs to other modules and goes along; hidden caches do not.
+    """
+    *folders, name = path.parts
+    if any(map(_is_hidden, folders)):
+        return False
+    if not folders:
+        return not _matches(name, OTHER_WEIGHTS)
+    return folders[0] not in _EXPORTS or not _matches(name, (*OTHER_WEIGHTS, *_SAFETENSORS, "*.bin"))
 
 
 def _fail(error: OSError) -> NoReturn:
@@ -92,8 +121,5 @@ def _leads_back(folder: Path) -> bool:
     return folder.is_symlink() and any(folder.samefile(parent) for parent in folder.absolute().parents)
 
 
-def _is_weights(relative: Path) -> bool:
-    patterns: tuple[str, ...] = (f"*{SUFFIX}", f"*{INDEX_SUFFIX}", *OTHER_WEIGHTS)
-    if len(relative.parts) > 1:
-        patterns = OTHER_WEIGHTS if relative.parts[0] in _EXPORTS else ()
-    return any(fnmatchcase(relative.name, pattern) for pattern in patterns)
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)

@@ -10,11 +10,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 from typing import Self, TypeVar
 
 from samebits.errors import ResourceError
+from samebits.jobs import signals
 from samebits.parallel import THREADS_VARIABLE, threads
 
 Task = TypeVar("Task")
@@ -38,17 +39,21 @@ class Workers:
     def __init__(self, count: int) -> None:
         self.count = count
         self._executor: ProcessPoolExecutor | None = None
+        self._end = ExitStack()
 
     def __enter__(self) -> Self:
         if self.count > 1:
             share = max(1, threads() // self.count)
             context = multiprocessing.get_context("spawn")  # a fork would copy the codec's threads half alive
-            self._executor = ProcessPoolExecutor(self.count, context, _start_worker, (share,))
+            with ExitStack() as end:
+                end.enter_context(signals.unwinding())
+                self._executor = ProcessPoolExecutor(self.count, context, _start_worker, (share,))
+                self._end = end.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if self._executor:
-            with _no_signals():
+            with self._end, signals.held():
                 if kind:
                     _terminate(self._executor)  # nobody waits for what they are at
                 self._executor.shutdown(wait=True, cancel_futures=True)
@@ -64,31 +69,33 @@ class Workers:
             return
         queue = iter(tasks)
         running: deque[Future[Result]] = deque()
-        submit = self._executor.submit
+        executor = self._executor
+
+        def submit(count: int) -> None:
+            for task in islice(queue, count):
+                with _without_interrupts():
+                    running.append(executor.submit(function, task))
+
         try:
-            running.extend(submit(function, task) for task in islice(queue, AHEAD * self.count))
+            submit(AHEAD * self.count)
             while running:
                 result = running.popleft().result()
-                running.extend(submit(function, task) for task in islice(queue, 1))
+                submit(1)
                 yield result
+                signals.check()
         except BrokenProcessPool:
             mend = "free memory or use fewer --workers, then run the same command again"
             raise ResourceError("a worker process was killed", mend=mend) from None
 
 
 @contextmanager
-def _no_signals() -> Iterator[None]:
-    """Meanwhile ignore Ctrl-C and SIGTERM, which would break off a shutdown and leave workers that wait for ever."""
-    if threading.current_thread() is not threading.main_thread():  # only that one gets signals
-        yield
-        return
-    numbers = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) is not None]
-    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+def _without_interrupts() -> Iterator[None]:
+    """A process that is started meanwhile never sees Ctrl-C, from its first moment on: the parent decides."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _terminate(executor: ProcessPoolExecutor) -> None:
@@ -98,7 +105,6 @@ def _terminate(executor: ProcessPoolExecutor) -> None:
 
 def _start_worker(share: int) -> None:
     os.environ[THREADS_VARIABLE] = str(share)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 

@@ -93,10 +93,11 @@ class Workspace:
 
     def _held_by(self, lock: IO[str]) -> ResourceError:
         lock.seek(0)
-        owner = lock.read() or "unknown"
+        owner = lock.read()
         lock.close()
         mend = "wait until it is done, or end it"
-        return ResourceError(f"another job (process {owner}) is writing here", where=str(self.destination), mend=mend)
+        process = f" (process {owner})" if owner else ""  # one that has just begun has not said it yet
+        return ResourceError(f"another job{process} is writing here", where=str(self.destination), mend=mend)
 
     def _release(self) -> None:
         if self._lock:

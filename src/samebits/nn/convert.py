@@ -6,7 +6,7 @@ import gc
 import json
 import math
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import wraps
 from itertools import accumulate
@@ -22,6 +22,7 @@ from samebits.format.names import MIN_WEIGHTS, is_selected
 from samebits.format.packed import PackedTensor
 from samebits.nn.offload import refuse_offloaded
 from samebits.nn.packed_module import PackedModule, pack, packed_parameters, share_ties, sharers, unpack, whole
+from samebits.nn.spared import reason_to_spare, spare
 
 Owned = tuple[str, nn.Module, str]  # full name of a parameter, the module that owns it, its name there
 Progress = Callable[[int, int], object]  # is called with what is done, and all that is to do
@@ -56,8 +57,9 @@ class Selection:
             raise InputError(f"min_weights is {self.min_weights!r}, which is no whole number", mend="give one")
         for name in ("include", "exclude"):
             patterns = getattr(self, name)
-            patterns = patterns if isinstance(patterns, str) else tuple(patterns)  # which is read more than once
-            if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
+            if not isinstance(patterns, str) and isinstance(patterns, Iterable):
+                patterns = tuple(patterns)  # which is read more than once
+            if not isinstance(patterns, tuple) or not all(isinstance(pattern, str) for pattern in patterns):
                 raise InputError(f"{name} is {patterns!r}, no list of patterns", mend="give a list of strings")
             object.__setattr__(self, name, patterns)
 
@@ -73,7 +75,7 @@ class Selection:
         if torch.empty_like(parameter, device="meta").stride() != parameter.stride():
             return "has gaps or repetitions in memory"
         if parameter.numel() < max(1, self.min_weights):
-            return f"fewer than {self.min_weights} weights"
+            return f"fewer than {max(1, self.min_weights)} weights"
         if hasattr(module, "save_pretrained"):
             return "belongs to a model itself, whose class must stay"
         if isinstance(module, nn.RNNBase):
@@ -87,6 +89,8 @@ class Selection:
             return "belongs to a module without matrices"
         if parameter.dim() < 2 and _SMALL_SHARE * parameter.numel() < in_matrices:
             return "a vector, small beside its module's matrix"
+        if reason := reason_to_spare(module, name):
+            return reason
         return None if is_selected(full_name, self.include, self.exclude) else "not selected"
 
     def reason_against_tied(self, owned: Sequence[Owned]) -> str | None:
@@ -180,6 +184,7 @@ def compress(
     _check_module(module)
     refuse_offloaded(module)
     selection = Selection(min_weights, include, exclude)
+    spare(module)
     share_ties(module)
     groups = [owned for owned in tied(list(unpacked(module))) if selection.reason_against_tied(owned) is None]
     if next(packed_parameters(module), None) is None:
@@ -222,10 +227,14 @@ def decompress(module: nn.Module, *, progress: Progress | None = None) -> None:
     for owned in _tracked(groups, progress):
         first, first_name = cast(PackedModule, owned[0][1]), owned[0][2]
         recipe = first.sb_recipes[first_name]
-        weight = nn.Parameter(first.sb_decode(first_name), requires_grad=recipe.requires_grad)
+        with torch.inference_mode(False):  # it stays when that mode is left
+            weight = nn.Parameter(first.sb_decode(first_name), requires_grad=recipe.requires_grad)
         for owner, name in everywhere[tuple(id(first._parameters[slot]) for slot in recipe.slots)]:
             unpack(owner, name, weight)
         _give_back(weight.device)
+    for part in module.modules():  # models of transformers and diffusers say of themselves that they are compressed
+        if told := getattr(getattr(part, "hf_quantizer", None), "sb_decompressed", None):
+            told(part)
 
 
 def _tracked(groups: Sequence[list[Owned]], progress: Progress | None) -> Iterator[list[Owned]]:
@@ -274,13 +283,19 @@ def counting_weights(original: Callable[..., int]) -> Callable[..., int]:
     @wraps(original)
     def num_parameters(self: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         count = original(self, only_trainable=only_trainable, exclude_embeddings=exclude_embeddings)
-        for _, owner, name in () if only_trainable else (group[0] for group in tied(list(packed_parameters(self)))):
-            count -= sum(stored.numel() for stored in cast(PackedModule, owner).sb_data(name))
-            if not (exclude_embeddings and isinstance(owner, nn.Embedding)):
-                count += math.prod(cast(PackedModule, owner).sb_recipes[name].shape)
-        return count
+        return count if only_trainable else count + hidden_weights(self, exclude_embeddings)
 
     return num_parameters
+
+
+def hidden_weights(module: nn.Module, exclude_embeddings: bool = False) -> int:
+    """How many weights more than elements the packed parameters have, each tied one once."""
+    more = 0
+    for _, owner, name in (group[0] for group in tied(list(packed_parameters(module)))):
+        more -= sum(stored.numel() for stored in cast(PackedModule, owner).sb_data(name))
+        if not (exclude_embeddings and isinstance(owner, nn.Embedding)):
+            more += math.prod(cast(PackedModule, owner).sb_recipes[name].shape)
+    return more
 
 
 def encode_parameter(weight: torch.Tensor, full_name: str) -> PackedTensor | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,13 +21,24 @@ _ATEN = torch.ops.aten
 _VIEWS = frozenset(
     getattr(_ATEN, name).default for name in ("t", "permute", "view", "unsqueeze", "expand", "alias", "detach")
 ) | {_ATEN.transpose.int}
-# Views of a part, which are decoded once.
+# Views of a part, or as other numbers, which are decoded once.
 _PARTS = frozenset(
     getattr(_ATEN, name).default for name in ("split_with_sizes", "diagonal", "unfold", "as_strided", "squeeze")
-) | {_ATEN.select.int, _ATEN.slice.Tensor, _ATEN.split.Tensor, _ATEN.unbind.int, _ATEN.squeeze.dim, _ATEN.squeeze.dims}
+) | {
+    _ATEN.view.dtype,
+    _ATEN.select.int,
+    _ATEN.slice.Tensor,
+    _ATEN.split.Tensor,
+    _ATEN.unbind.int,
+    _ATEN.squeeze.dim,
+    _ATEN.squeeze.dims,
+}
 
 # Weights of convolutions up to this many words: a parent may hand a view of one to a kernel that reads its memory.
 _SMALL = 1 << 19
+
+
+_requires_grad: Any = torch._C.TensorBase.requires_grad
 
 
 class LazyTensor(torch.Tensor):
@@ -62,9 +73,13 @@ class LazyTensor(torch.Tensor):
         if func in _VIEWS or func in _PARTS:
             with torch.inference_mode(False):  # made as what they are views of
                 return _view(func, *args, **kwargs)
+        if _is_made_of_views(func):  # it arrives undivided in inference mode
+            return func.decompose(*args, **kwargs)
         arguments = zip(func._schema.arguments, args, strict=False)
         written = [value for argument, value in arguments if argument.is_write]
         if any(isinstance(value, LazyTensor) for value in tree_leaves((written, kwargs.get("out")))):
+            if func is _ATEN.zero_.default and _is_zero(args[0]):  # ChineseCLIP, of an embedding's row for padding
+                return args[0]
             _refuse(func.__name__)
         if func is _ATEN._to_copy.default and isinstance(args[0], LazyWeight):
             return func(args[0].decode_near(kwargs.get("device")), **kwargs)
@@ -88,6 +103,28 @@ class LazyTensor(torch.Tensor):
 
     def is_shared(self) -> bool:
         return False
+
+    def __format__(self, spec: str) -> str:
+        return format(self.decode(), spec)
+
+    @property
+    def requires_grad(self) -> bool:
+        return bool(_requires_grad.__get__(self))
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        if value and not self.requires_grad:
+            _refuse("requires_grad")
+        _requires_grad.__set__(self, value)
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        return None
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        if value is not None:
+            _refuse("grad")
 
     @property
     def data(self) -> LazyTensor:
@@ -166,16 +203,19 @@ class LazyView(LazyTensor):
 
     @staticmethod
     def __new__(cls, like: LazyTensor, source: Callable[[], torch.Tensor], shadow: torch.Tensor) -> LazyView:
-        """Args: like: of its dtype, on its device."""
+        """Args: like: on its device."""
         view: LazyView = torch.Tensor._make_wrapper_subclass(
-            cls, shadow.shape, strides=shadow.stride(), dtype=like.dtype, device=like.device
+            cls, shadow.shape, strides=shadow.stride(), dtype=shadow.dtype, device=like.device
         )
         torch._C._set_throw_on_mutable_data_ptr(view)
         view.shadow, view.source = shadow, source
         return view
 
     def decode(self) -> torch.Tensor:
-        return self.source().as_strided(self.shape, self.stride(), self.shadow.storage_offset())
+        plain = self.source()
+        if plain.dtype is not self.dtype:  # as numbers of its bits
+            plain = plain.view(self.dtype)
+        return plain.as_strided(self.shape, self.stride(), self.shadow.storage_offset())
 
 
 class HeldView(LazyTensor):
@@ -213,6 +253,14 @@ class _Once:
             with torch.inference_mode(False):  # it outlives that mode
                 self._kept = self._decode(), stream
         return self._kept[0]
+
+
+@cache
+def _is_made_of_views(func: Any) -> bool:
+    """Whether it gives views, such as chunk, and torch has no kernel of its own for it."""
+    writes = any(argument.is_write for argument in func._schema.arguments)
+    is_view = not writes and any(made.alias_info for made in func._schema.returns)
+    return is_view and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
 def _is_entry(func: Any, whole: LazyTensor, *rest: Any) -> bool:
@@ -257,6 +305,12 @@ def _indexed(func: Any, args: Sequence[Any]) -> torch.Tensor | None:
         ids = rest[0][0].to(weight.device)
         return recipe.rows(packed, torch.where(ids < 0, ids + len(weight), ids))
     return None
+
+
+def _is_zero(tensor: LazyTensor) -> bool:
+    """Whether writing zeros would change no bit."""
+    plain = tensor.decode()
+    return plain.dtype is torch.bfloat16 and not plain.view(torch.int16).any()
 
 
 def _decoded(values: Any) -> Any:

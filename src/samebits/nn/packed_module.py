@@ -71,9 +71,17 @@ class PackedModule(nn.Module):
     sb_recipes: dict[str, Recipe]
     sb_versions: dict[str, tuple[int, int]]  # of a slot: the parameter in it, how often it had been written to
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> nn.Module:  # type: ignore[misc]
-        """A module that is made by ``type(module)(...)`` is of the original class: it has nothing packed."""
-        return cls.sb_base(*args, **kwargs)
+    def __new__(cls, *args: Any, **kwargs: Any) -> PackedModule:
+        """One that is filled by a class that copies itself: it is known from here on."""
+        make = cls.sb_base.__new__
+        made: PackedModule = object.__new__(cls) if make is object.__new__ else make(cls, *args, **kwargs)
+        _modules.add(made)
+        return made
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """A module that is made by ``type(module)(...)`` becomes one of the original class: it has nothing packed."""
+        self.__class__ = self.sb_base  # type: ignore[assignment]
+        self.__init__(*args, **kwargs)  # type: ignore[misc]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, PackedModule):  # any more: whoever hooks into a module keeps the method that it had
@@ -127,10 +135,16 @@ class PackedModule(nn.Module):
         decoded = self.sb_decoded
         if decoded is None or isinstance(self, nn.Embedding):
             return LazyWeight(self.sb_recipes[name], self.sb_data(name))
+        recipe = self.sb_recipes[name]
         if name not in decoded:
-            decoded[name] = weight = self.sb_recipes[name].weight(self.sb_data(name))
+            decoded[name] = weight = recipe.weight(self.sb_data(name))
             decoded.versions[name] = version_of(weight)
-        return decoded[name]
+        weight = decoded[name]
+        shows = recipe.shows_requires_grad(weight.device)
+        if weight.requires_grad == shows:
+            return weight
+        with torch.inference_mode(False):  # as in Recipe.weight
+            return weight.detach().requires_grad_(shows)
 
     def sb_data(self, name: str) -> list[torch.Tensor]:
         """The stored tensors of the weight ``name``, in the order of its recipe's pieces.
@@ -330,7 +344,7 @@ class _Loading(threading.local):
     def _look(self) -> None:
         self.holders = defaultdict(list)
         for module in _modules.now():
-            for slot, held in module._parameters.items():
+            for slot, held in vars(module).get("_parameters", {}).items():  # it may be filled just now
                 self.holders[id(held)].append((weakref.ref(module), slot))
 
     def _holding(self, parameter: nn.Parameter) -> dict[PackedModule, list[str]]:
@@ -499,6 +513,7 @@ _KINDS: list[Kind] = []
 def register_kind(*kind: *Kind) -> None:
     """Have modules whose class a function accepts become a subclass of PackedModule when they are packed."""
     _KINDS.append(kind)
+    _CLASSES.clear()  # of those that were made without knowing
 
 
 def packed_class(base: type[nn.Module], names: tuple[str, ...]) -> type[PackedModule]:
@@ -534,7 +549,7 @@ def check_dtype(convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """
     dtype = convert(torch.empty(0, dtype=torch.bfloat16)).dtype
     if dtype != torch.bfloat16 or convert(torch.empty(0, dtype=torch.uint8)).dtype != torch.uint8:
-        mend = "call samebits.decompress on it first, or model.dequantize()"
+        mend = "call samebits.decompress on it first"
         raise DtypeError(f"a compressed model, which is bfloat16 and packed bytes, cannot become {dtype}", mend=mend)
 
 
@@ -613,7 +628,7 @@ def sharers() -> dict[tuple[int, ...], list[tuple[PackedModule, str]]]:
     """All packed weights there are, also outside of a module at hand: by the ids of the parameters that hold them."""
     found: dict[tuple[int, ...], list[tuple[PackedModule, str]]] = {}
     for module in [module for module in _modules.now() if isinstance(module, PackedModule)]:
-        for name, recipe in module.sb_recipes.items():
+        for name, recipe in vars(module).get("sb_recipes", {}).items():  # it may be filled just now
             found.setdefault(tuple(id(module._parameters.get(slot)) for slot in recipe.slots), []).append(
                 (module, name)
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from samebits.errors import FormatError, SamebitsError
 from samebits.format.packed import PackedTensor
 from samebits.nn.convert import HOLDS_ANY, Owned, tied, unpacked
 from samebits.nn.packed_module import pack, packed_parameters, slot_name, whole
+from samebits.nn.spared import spare
 
 
 def load_state_dict(
@@ -23,7 +25,7 @@ def load_state_dict(
 
     Nothing is encoded, and nothing decoded but buffers, and parameters that ``compress`` would leave as they are, such
     as an embedding's with max_norm. Parameters that are packed in both may have other bytes; those that are packed in
-    ``module`` alone are missing in the state dict.
+    ``module`` alone are missing in the state dict. Tied ones stay tied, whichever of their names are there.
 
     Args:
         module: of the same parameters, on any device; on the meta device with ``assign``.
@@ -37,13 +39,18 @@ def load_state_dict(
         FormatError, DigestError: a damaged packed tensor, or one of another shape; ``module`` is as it was then.
         RuntimeError: other keys or shapes that do not fit, as torch raises it.
     """
+    spare(module)
     found: list[tuple[list[Owned], PackedTensor]] = []
     plain: list[tuple[list[Owned], PackedTensor]] = []
     for owned in [*tied(list(unpacked(module))), *([buffer] for buffer in _buffers(module))]:
         stored = [(full_name, owner, name) for full_name, owner, name in owned if _key(full_name, name) in state_dict]
         if stored:
             stays = stored[0][2] in stored[0][1]._buffers or HOLDS_ANY.reason_against_tied(owned)
-            (plain if stays else found).append((stored, _packed(stored[0], state_dict)))
+            packed = _packed(stored[0], state_dict)
+            if stays:
+                plain.append((stored, packed))
+            else:
+                found.append(([*stored, *(other for other in owned if other not in stored)], packed))
     if plain:
         state_dict = _with_plain(plain, state_dict)
     for owned, packed in found:
@@ -52,7 +59,8 @@ def load_state_dict(
         assert parameter is not None
         data = nn.Parameter(torch.empty_like(packed.data, device=parameter.device), requires_grad=False)
         for _, owner, name in owned:
-            pack(owner, name, whole(packed, name, parameter), [data])
+            recipe = whole(packed, name, parameter)
+            pack(owner, name, recipe if assign else replace(recipe, dtype=parameter.dtype), [data])
     result = module.load_state_dict(state_dict, strict=strict, assign=assign)
     for owned, _ in found if assign else ():  # torch has given each its own
         _, first, first_name = owned[0]

@@ -86,6 +86,8 @@ def variables() -> dict[str, str]:
 
 def casts(device_type: str) -> bool:
     """Whether autocast has products of BF16 made in another type; to BF16 it leaves them as they are."""
+    if device_type == "meta":  # which torch cannot be asked about
+        return False
     return torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type) is not torch.bfloat16
 
 

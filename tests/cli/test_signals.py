@@ -1,0 +1,112 @@
+"""Ctrl-C and SIGTERM, wherever they find a command: its exit code, one line, no traceback, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from samebits.format.folder import JOB
+from tests.cli.conftest import Command
+from tests.jobs.checkpoints import files_of
+
+CODES = {signal.SIGINT: (130, "Interrupted"), signal.SIGTERM: (143, "Terminated")}
+AT_AN_IMPORT = """
+import signal, sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            signal.raise_signal({number})
+
+sys.meta_path.insert(0, Finder())
+from samebits.cli import main
+main()
+"""
+AT_WORK = """
+import signal
+from concurrent.futures import ProcessPoolExecutor
+from samebits.cli import main
+from samebits.jobs import job
+
+class Swallowed:
+    def __del__(self):
+        signal.raise_signal(signal.SIGTERM)
+
+def work(task):
+    Swallowed()
+    return original(task)
+
+def advance(self, nbytes):
+    if nbytes:
+        {act}
+    original(self, nbytes)
+
+def shutdown(self, *arguments, **options):
+    {act}
+    original(self, *arguments, **options)
+
+if __name__ == "__main__":
+    original = {place}
+    {place} = {function}
+    main()
+"""
+SWALLOWED, RAISED = "Swallowed()", "signal.raise_signal(signal.SIGTERM)"
+
+
+def started(*command: object) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr, which are complete once workers have ended, too."""
+    done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=100)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("number", CODES)
+@pytest.mark.parametrize("module", ["typer", "torch._refs", "numba.core"])
+def test_during_imports(source: Path, module: str, number: signal.Signals) -> None:
+    script = AT_AN_IMPORT.format(module=module, number=int(number))
+    code, kind = CODES[number]
+    assert started("-c", script, "inspect", source) == (code, "", "samebits: interrupted\n")
+    found = started("-c", script, "estimate", source, "--json")
+    error = {"kind": kind, "what": "interrupted", "where": None, "mend": None}
+    assert (found[0], json.loads(found[1]), found[2]) == (code, {"error": error}, "samebits: interrupted\n")
+
+
+@pytest.mark.parametrize(
+    ("place", "function", "act", "workers"),
+    [
+        ("job.work", "work", SWALLOWED, 1),
+        ("job.Job._advance", "advance", RAISED, 2),
+        ("job.Job._advance", "advance", SWALLOWED, 2),
+        ("ProcessPoolExecutor.shutdown", "shutdown", RAISED, 2),
+    ],
+)
+def test_at_work(
+    samebits: Command, source: Path, packed: Path, tmp_path: Path, place: str, function: str, act: str, workers: int
+) -> None:
+    """What other code swallows does not let the command go on; given again, it does."""
+    script, destination = tmp_path / "script.py", tmp_path / "interrupted"
+    script.write_text(AT_WORK.format(place=place, function=function, act=act))
+    code, out, err = started(script, "compress", source, destination, "--workers", workers)
+    *progress, line = err.splitlines()
+    assert (code, out, line) == (143, "", "samebits: interrupted; the same command goes on where it stopped")
+    assert all(text.startswith("compress: ") for text in progress)
+    assert os.listdir(destination) == [JOB]
+    assert samebits("compress", source, destination).code == 0
+    assert files_of(destination) == files_of(packed)
+
+
+def test_a_signal_that_is_ignored_stays_so(source: Path) -> None:
+    """As nohup and the & of a shell start a command."""
+    script = AT_AN_IMPORT.format(module="typer", number=int(signal.SIGINT))
+    code, out, err = started("-c", f"import signal\nsignal.signal(2, signal.SIG_IGN)\n{script}", "inspect", source)
+    assert (code, "tensors packed" in out, err) == (0, True, "")
+
+
+def test_as_a_module(source: Path) -> None:
+    code, out, err = started("-m", "samebits", "inspect", source)
+    assert (code, "tensors packed" in out, err) == (0, True, "")
