@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from peft import LoHaConfig, LoraConfig, PeftModel, PromptTuningConfig, TrainableTokensConfig, get_peft_model
@@ -510,3 +511,11 @@ def test_an_adapted_embedding_is_saved_plain(base: LlamaForCausalLM, trained_on:
 def test_weights_are_counted(base: LlamaForCausalLM) -> None:
     dense, packed = (adapted(model, **OPTIONS["LoRA"]) for model in pair(base))
     assert packed.get_nb_trainable_parameters() == dense.get_nb_trainable_parameters()
+
+
+def test_not_prepared_for_float32(base: LlamaForCausalLM) -> None:
+    dense, packed = pair(base)
+    with pytest.raises(InputError, match="trains in BF16.*it is not needed"):
+        peft.prepare_model_for_kbit_training(packed)
+    assert_same(logits(packed), logits(base))
+    assert peft.prepare_model_for_kbit_training(dense).dtype == torch.float32

@@ -542,3 +542,13 @@ def test_a_weight_that_is_read_with_and_without_gradients() -> None:
     samebits.compress(module, min_weights=MIN_WEIGHTS)
     assert same_bits(module(INPUT), expected.detach())
     assert not module(INPUT).requires_grad
+
+
+def test_a_shallow_copy_stays_what_it_is() -> None:
+    """It has the same parameters in the same dict, until the module is packed."""
+    module = nn.Linear(64, 64).to(torch.bfloat16)
+    other, expected = copy.copy(module), module(INPUT)
+    samebits.compress(module, min_weights=MIN_WEIGHTS)
+    assert type(other) is nn.Linear
+    assert same_bits(other(INPUT), expected)
+    assert same_bits(module(INPUT), expected)

@@ -59,6 +59,9 @@ def register() -> None:
         wrapped = wrap(getattr(save_and_load, name))
         for module in (save_and_load, peft.utils, peft.peft_model, peft):
             setattr(module, name, wrapped)
+    prepare = _refusing_float32(other.prepare_model_for_kbit_training)
+    for module in (other, peft.utils, peft):
+        module.prepare_model_for_kbit_training = prepare
     if is_transformers_ge_v5:  # with others PEFT does without, and it cannot be imported
         from peft.utils import transformers_weight_conversion as weights
 
@@ -105,6 +108,25 @@ def _refuse_targets(config: Any, model: nn.Module) -> None:
         others = "list other target_modules, such as those of attention"
         mend = f"load the model with SamebitsConfig(exclude={patterns}), or {others}"
         raise InputError("PEFT cannot put an adapter on a packed parameter", where=found[patterns[0]], mend=mend)
+
+
+def _refusing_float32(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def prepare_model_for_kbit_training(model: Any, *args: Any, **kwargs: Any) -> Any:
+        """
+        Raises:
+            InputError: the model is compressed. What is not packed would become float32, beside weights of BF16.
+        """
+        if next(packed_parameters(model), None) is not None:
+            mend = (
+                "it is not needed; gradient_checkpointing_enable() and enable_input_require_grads() do the rest of it"
+            )
+            raise InputError(
+                "a compressed model trains in BF16, and cannot be prepared for training in float32", mend=mend
+            )
+        return original(model, *args, **kwargs)
+
+    return prepare_model_for_kbit_training
 
 
 def _counting(original: Callable[..., tuple[int, int]]) -> Callable[..., tuple[int, int]]:

@@ -647,15 +647,14 @@ def _parameter(stored: torch.Tensor) -> nn.Parameter:
 
 
 def _replace_parameters(module: nn.Module, old: Sequence[str], new: Mapping[str, nn.Parameter | None]) -> None:
-    """At the place of the first, so that the order of a state dict stays."""
-    entries: dict[str, nn.Parameter | None] = {}
+    """At the place of the first, so that the order of a state dict stays; in a new dict, as copy.copy shares the old."""
+    entries = type(module._parameters)()
     for name, parameter in module._parameters.items():
         if name == old[0]:
             entries.update(new)
         elif name not in old:
             entries[name] = parameter
-    module._parameters.clear()
-    module._parameters.update(entries)
+    module.__dict__["_parameters"] = entries
 
 
 def _become(module: nn.Module, recipes: dict[str, Recipe]) -> None:
