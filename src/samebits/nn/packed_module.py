@@ -647,7 +647,7 @@ def _parameter(stored: torch.Tensor) -> nn.Parameter:
 
 
 def _replace_parameters(module: nn.Module, old: Sequence[str], new: Mapping[str, nn.Parameter | None]) -> None:
-    """At the place of the first, so that the order of a state dict stays; in a new dict, as copy.copy shares the old."""
+    """At the place of the first, so that the order of a state dict stays; in a new dict, for copy.copy shares it."""
     entries = type(module._parameters)()
     for name, parameter in module._parameters.items():
         if name == old[0]:
