@@ -118,12 +118,9 @@ def _refusing_float32(original: Callable[..., Any]) -> Callable[..., Any]:
             InputError: the model is compressed. What is not packed would become float32, beside weights of BF16.
         """
         if next(packed_parameters(model), None) is not None:
-            mend = (
-                "it is not needed; gradient_checkpointing_enable() and enable_input_require_grads() do the rest of it"
-            )
-            raise InputError(
-                "a compressed model trains in BF16, and cannot be prepared for training in float32", mend=mend
-            )
+            what = "a compressed model trains in BF16, and cannot be prepared for training in float32"
+            mend = "leave it out; gradient_checkpointing_enable() and enable_input_require_grads() do the rest of it"
+            raise InputError(what, mend=mend)
         return original(model, *args, **kwargs)
 
     return prepare_model_for_kbit_training
