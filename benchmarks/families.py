@@ -89,6 +89,7 @@ FAMILIES: dict[str, Family] = {
     "phi": Family("dense"),
     "phi3": Family("dense"),
     "gpt2": Family("dense", {"n_inner": 96}),
+    "openai-gpt": Family("dense"),
     "gpt_neo": Family("dense", {"attention_types": [[["global", "local"], 1]]}),
     "gpt_neox": Family("dense"),
     "gptj": Family("dense", {"rotary_dim": 8}),

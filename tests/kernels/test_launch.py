@@ -374,7 +374,10 @@ def test_begins_beside_a_kernel_in_a_graph(
 
 
 def test_pieces_are_told_where_they_belong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each launch has its own output; the first one begins behind whatever wrote the pieces."""
+    """Each launch has its own output; the first that runs begins behind whatever wrote the pieces.
+
+    One that is captured has not run.
+    """
     started: list[tuple[Any, ...]] = []
     types = (ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
 
@@ -397,16 +400,17 @@ def test_pieces_are_told_where_they_belong(monkeypatch: pytest.MonkeyPatch) -> N
         (torch._C, "_cuda_getCurrentRawStream", lambda device: 7),
         (torch.cuda, "current_device", lambda: -1),  # a tensor in main memory says so
         (torch.Tensor, "pin_memory", lambda tensor: tensor),
+        (torch.cuda, "is_current_stream_capturing", lambda: len(started) < 1),
     ):
         monkeypatch.setattr(target, name, value, raising=False)
     pieces = [Piece(packed_matrix(0), 0, 1024), Piece(packed_matrix(1), 1024, 2048)]
     several, chunks = Pieces(pieces), [piece.packed.header.geometry.chunks for piece in pieces]
-    outputs = [torch.empty(64, words, dtype=torch.bfloat16) for words in (3072, 4096)]
+    outputs = [torch.empty(64, words, dtype=torch.bfloat16) for words in (3072, 4096, 3072)]
     for output in outputs:
         several.decode(output)
     for number, (output, seen) in enumerate(zip(outputs, started, strict=True)):
         function, grid, stream, early, values, structures = seen
-        assert (function, grid, stream, early) == ("decode_pieces", min(132, sum(chunks)), 7, number > 0)
+        assert (function, grid, stream, early) == ("decode_pieces", min(132, sum(chunks)), 7, number > 1)
         assert values == [2, sum(chunks), output.data_ptr(), output.shape[1]]
         for structure, piece, first in zip(structures, pieces, (0, chunks[0]), strict=True):
             assert structure.packed.data == piece.packed.data.data_ptr()
