@@ -21,6 +21,7 @@ from samebits.format.folder import JOB
 from samebits.format.mapping import SCRATCH_IN_MEMORY, create_mapped, map_file, scratch
 from samebits.format.names import stored_name
 from samebits.format.safetensors_file import SafetensorsFile, SafetensorsWriter, TensorSpec, header_bytes
+from samebits.jobs.compress import Compression
 from tests.jobs.checkpoints import shards, stored, tensors, weights, write_file, write_folder
 
 WORD = {"dtype": "BF16", "shape": [2], "data_offsets": [0, 4]}
@@ -251,25 +252,30 @@ def test_digests_are_those_of_the_unchanged_tensors(tmp_path: Path, names: tuple
 
 @pytest.mark.clause("7.3")
 @pytest.mark.parametrize("info", [FileInfo(), FileInfo({"norm": 7}), FileInfo({"norm": 7}, "a.safetensors")], ids=str)
-def test_metadata_and_names_of_packed_tensors_have_a_digest(tmp_path: Path, info: FileInfo) -> None:
+def test_metadata_and_what_a_header_says_have_a_digest(tmp_path: Path, info: FileInfo) -> None:
     path = write_container(tmp_path / "samebits.safetensors")
-    names = Checkpoint.open(path).files[0].tensors
-    lines = [*sorted(name for name in names if ".sb_" in name), info.original or ""]
-    lines += ["norm", f"{7:016x}"] if info.digests else []
+    stored = stored_in(path)
+    lines = [info.original or ""]
+    for name, (dtype, shape) in sorted(stored.items()):
+        lines += [name, f"{dtype} {','.join(str(size) for size in shape)}"]
+        lines += [f"{7:016x}"] if info.digests and name == "norm" else []
     expected = digest_reference("".join(f"{line}\n" for line in lines).encode())
-    assert info.sealed(names) == replace(info, own_digest=expected)
-    Checkpoint.open(write_container(path, info.sealed(names).to_json()))
+    assert info.sealed(stored) == replace(info, own_digest=expected)
+    Checkpoint.open(write_container(path, info.sealed(stored).to_json()))
     write_container(path, replace(info, own_digest=expected ^ 1).to_json())
-    with pytest.raises(FormatError, match=r"samebits\.safetensors: its samebits metadata, or packed tensors'"):
+    with pytest.raises(FormatError, match=r"samebits\.safetensors: its samebits metadata, or names, dtypes and shapes"):
         Checkpoint.open(path)
+
+
+def stored_in(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    return {name: (spec.dtype, spec.shape) for name, spec in Checkpoint.open(path).files[0].tensors.items()}
 
 
 @pytest.mark.clause("7.3")
 def test_no_bit_of_the_metadata_can_change_unseen(tmp_path: Path) -> None:
     """But for the key of the entry, without which a file has none."""
     path = write_container(tmp_path / "samebits.safetensors")
-    names = Checkpoint.open(path).files[0].tensors
-    info = FileInfo({"norm": 7}, "model.safetensors").sealed(names)
+    info = FileInfo({"norm": 7}, "model.safetensors").sealed(stored_in(path))
     write_container(path, info.to_json())
     whole = path.read_bytes()
     entry = json.dumps(info.to_json()).encode()
@@ -476,3 +482,19 @@ def test_mapping_no_bytes(tmp_path: Path) -> None:
     assert create_mapped(path, 0).numel() == 0
     assert path.exists()
     assert map_file(path, 0, 0).numel() == 0
+
+
+@pytest.mark.clause("7.3")
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [('"shape":[0,3]', '"shape":[0,2]'), ('"shape":[4,6]', '"shape":[6,4]'), ('"dtype":"F32"', '"dtype":"I32"')],
+)
+def test_what_the_header_says_of_unchanged_tensors_cannot_change_unseen(tmp_path: Path, old: str, new: str) -> None:
+    """Their bytes are the same, but not what they stand for."""
+    save_file({"empty": torch.zeros(0, 3), "table": torch.zeros(4, 6)}, tmp_path / "plain.safetensors")
+    Compression(Checkpoint.open(tmp_path / "plain.safetensors"), tmp_path / "packed.safetensors").run()
+    whole = (tmp_path / "packed.safetensors").read_bytes()
+    assert old.encode() in whole
+    (tmp_path / "packed.safetensors").write_bytes(whole.replace(old.encode(), new.encode(), 1))
+    with pytest.raises(FormatError, match="names, dtypes and shapes of its tensors, are not what was written"):
+        Checkpoint.open(tmp_path / "packed.safetensors")

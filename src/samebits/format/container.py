@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -29,7 +29,7 @@ class FileInfo:
     Attributes:
         digests: of every unchanged tensor's bytes, by name; None if not recorded.
         original: name of the file that was compressed, None if unknown.
-        own_digest: of the above and the packed tensors' names (``digest_with``); None if not recorded.
+        own_digest: of the above, and of all tensors' names, dtypes and shapes (``digest_with``); None if not recorded.
     """
 
     digests: dict[str, int] | None = None
@@ -65,14 +65,16 @@ class FileInfo:
             info["digest"] = f"{self.own_digest:016x}"
         return json.dumps(info, separators=(",", ":"))
 
-    def digest_with(self, stored: Iterable[str]) -> int:
-        """FORMAT.md 7.3's digest of the entry, in a file with tensors of these names."""
-        packed = sorted(name for name in stored if original_name(name) is not None)
-        unchanged = (line for name, value in sorted((self.digests or {}).items()) for line in (name, f"{value:016x}"))
-        lines = (*packed, self.original or "", *unchanged)
+    def digest_with(self, stored: Mapping[str, tuple[str, Sequence[int]]]) -> int:
+        """FORMAT.md 7.3's digest of the entry, in a file with tensors of these names, dtypes and shapes."""
+        lines = [self.original or ""]
+        for name, (dtype, shape) in sorted(stored.items()):
+            lines += [name, f"{dtype} {','.join(map(str, shape))}"]
+            if name in (self.digests or {}):
+                lines.append(f"{(self.digests or {})[name]:016x}")
         return digest("".join(f"{line}\n" for line in lines).encode("utf-8", "surrogatepass"))
 
-    def sealed(self, stored: Iterable[str]) -> FileInfo:
+    def sealed(self, stored: Mapping[str, tuple[str, Sequence[int]]]) -> FileInfo:
         """With its own digest."""
         return replace(self, own_digest=self.digest_with(stored))
 
@@ -256,14 +258,15 @@ def _info(file: SafetensorsFile) -> FileInfo | None:
 
 
 def _check_names(file: SafetensorsFile, info: FileInfo) -> None:
-    """The table of digests lists the unchanged tensors; it and the packed ones' names are what they were."""
+    """The table of digests lists the unchanged tensors; it and what the header says of all are what they were."""
     unchanged = {name for name in file.tensors if original_name(name) is None}
     if info.digests is not None:
         for name in sorted(unchanged ^ info.digests.keys()):
             what = "no digest is recorded for it" if name in unchanged else "a digest is recorded, but no such tensor"
             raise FormatError(what, where=f"{file.path}: {name}", mend=DAMAGED)
-    if info.own_digest is not None and info.own_digest != info.digest_with(file.tensors):
-        what = "its samebits metadata, or packed tensors' names, are not what was written"
+    stored = {name: (spec.dtype, spec.shape) for name, spec in file.tensors.items()}
+    if info.own_digest is not None and info.own_digest != info.digest_with(stored):
+        what = "its samebits metadata, or names, dtypes and shapes of its tensors, are not what was written"
         raise FormatError(what, where=str(file.path), mend=DAMAGED)
 
 

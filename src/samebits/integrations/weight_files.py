@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 
 from samebits.digest import digest
 from samebits.format.container import FileInfo
@@ -38,7 +39,14 @@ def _file_info(tensors: Mapping[str, torch.Tensor]) -> FileInfo:
     """FORMAT.md 7.3 for a file with these tensors."""
     unpacked = {name: tensor for name, tensor in tensors.items() if original_name(name) is None}
     digests = {name: digest(tensor.detach().cpu().contiguous()) for name, tensor in unpacked.items()}
-    return FileInfo(digests).sealed(tensors)
+    return FileInfo(digests).sealed({name: (_name_of(tensor.dtype), tensor.shape) for name, tensor in tensors.items()})
+
+
+@cache
+def _name_of(dtype: torch.dtype) -> str:
+    """As headers of safetensors have it."""
+    file = save({"": torch.empty(0, dtype=dtype)})
+    return str(json.loads(file[8 : 8 + int.from_bytes(file[:8], "little")])[""]["dtype"])
 
 
 def publish(staging: Path, destination: Path) -> None:

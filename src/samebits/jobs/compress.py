@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -67,12 +67,12 @@ class Compression(Job):
 
     def write(self, shard: Shard, path: Path, pieces: Iterator[Piece]) -> None:
         """Packed tensors first, then the others by falling width: so all are aligned, without holes."""
-        names: list[str] = []
+        stored: dict[str, tuple[str, tuple[int, ...]]] = {}
         unpacked: list[Piece] = []
         digests: dict[str, int] = {}
         with SafetensorsWriter(path, _capacity(shard)) as writer:
             for piece in pieces:
-                names.append(piece.name)
+                stored[piece.name] = piece.dtype, piece.shape
                 if piece.is_packed:
                     piece.append_to(writer)
                 else:
@@ -80,7 +80,7 @@ class Compression(Job):
             for piece in sorted(unpacked, key=lambda piece: piece.width, reverse=True):
                 digests[piece.name] = digest(piece.data())
                 piece.append_to(writer)
-            writer.finish(names, _metadata(shard, digests, names))
+            writer.finish(stored, _metadata(shard, digests, stored))
 
     def convert_config(self, config: dict[str, Any]) -> dict[str, Any]:
         if self.options.cast:
@@ -98,9 +98,11 @@ def _with_dtype(config: dict[str, Any]) -> dict[str, Any]:
     return {**result, **{key: "bfloat16" for key in ("dtype", "torch_dtype") if isinstance(result.get(key), str)}}
 
 
-def _metadata(shard: Shard, digests: dict[str, int], names: Iterable[str]) -> dict[str, str]:
-    """Of a file with tensors of these names."""
-    return {**shard.metadata, KEY: FileInfo(digests, shard.plain).sealed(names).to_json()}
+def _metadata(
+    shard: Shard, digests: dict[str, int], stored: Mapping[str, tuple[str, tuple[int, ...]]]
+) -> dict[str, str]:
+    """Of a file with tensors of these names, dtypes and shapes."""
+    return {**shard.metadata, KEY: FileInfo(digests, shard.plain).sealed(stored).to_json()}
 
 
 def _capacity(shard: Shard) -> int:
@@ -111,7 +113,7 @@ def _capacity(shard: Shard) -> int:
         name = max(entry.name, stored_name(entry.name), key=len)
         specs.append(replace(spec, name=name, shape=(*entry.shape, _WIDE)))
     digests = dict.fromkeys((entry.name for entry in shard.entries), 0)
-    return align(len(header_bytes(specs, _metadata(shard, digests, ()))), _ALIGNMENT)
+    return align(len(header_bytes(specs, _metadata(shard, digests, {}))), _ALIGNMENT)
 
 
 def check_source(checkpoint: Checkpoint, options: CompressOptions) -> None:
