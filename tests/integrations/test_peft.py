@@ -519,3 +519,10 @@ def test_not_prepared_for_float32(base: LlamaForCausalLM) -> None:
         peft.prepare_model_for_kbit_training(packed)
     assert_same(logits(packed), logits(base))
     assert peft.prepare_model_for_kbit_training(dense).dtype == torch.float32
+
+
+def test_trained_prompts_are_not_packed(base: LlamaForCausalLM) -> None:
+    model = get_peft_model(copy.deepcopy(base), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=20))
+    report = samebits.compress(model.to(torch.bfloat16), min_weights=MIN_WEIGHTS)
+    assert len(report.packed) == 2 + 2 * 7
+    assert report.raw["prompt_encoder.default.embedding.weight"] == "belongs to an adapter"

@@ -397,6 +397,15 @@ def test_what_tells_a_dtype_stays_plain(kind: type[nn.Module]) -> None:
     assert same_bits(other(INPUT), expected)
 
 
+def test_what_is_called_like_an_adapter_is_packed() -> None:
+    """SAM has a part of that name."""
+    module = nn.Module()
+    module.prompt_encoder = nn.Linear(64, 64)
+    assert samebits.compress(module.to(torch.bfloat16), min_weights=MIN_WEIGHTS).packed.keys() == {
+        "prompt_encoder.weight"
+    }
+
+
 def test_made_plain_in_inference_mode() -> None:
     """What is made there can be trained later."""
     module = nn.Linear(64, 96).to(torch.bfloat16)

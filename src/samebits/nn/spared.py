@@ -11,7 +11,7 @@ import re
 import sys
 import weakref
 from collections.abc import Iterator
-from functools import cache
+from functools import lru_cache
 from typing import Any, cast
 
 from torch import nn
@@ -44,21 +44,26 @@ def reason_to_spare(module: nn.Module, name: str) -> str | None:
     return _reasons.get(module, {}).get(name)
 
 
-@cache
+@lru_cache(maxsize=1024)
 def _asked_parts(cls: Any) -> frozenset[tuple[str, ...]]:
     """Paths from a module to those whose first parameter is asked for, from the source of its class."""
     found: set[tuple[str, ...]] = set()
     for base in cls.__mro__:
         if base.__module__.partition(".")[0] in ("torch", "builtins", "samebits"):
             continue
-        whole = _source(sys.modules.get(base.__module__))  # in which to find a class takes a hundred times as long
-        if not whole or _ASKS.search(whole):
+        if _may_ask(base.__module__):
             asked = _ASKS.findall(_source(base))
             found |= {tuple(path.split(".")[1:]) for path, rest in asked if not _HARMLESS.match(rest)}
     return frozenset(found)
 
 
-@cache
+@lru_cache(maxsize=1024)
+def _may_ask(module: str) -> bool:
+    """Whether a class of a Python module may: to find one in the source takes a hundred times as long."""
+    source = _source(sys.modules.get(module))
+    return not source or _ASKS.search(source) is not None
+
+
 def _source(of: Any) -> str:
     """Of a module or class; empty where there is none, as of what was made in a session, or by code."""
     try:
@@ -84,6 +89,7 @@ def _parameters(root: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 
 def _adapters(module: nn.Module) -> tuple[str, ...]:
-    """As PEFT has them: what a layer of its says is one, copies of modules that are trained, and prompts."""
+    """As PEFT has them: what a layer of its says is one, among it copies of modules that are trained; and prompts."""
     names = getattr(module, "adapter_layer_names", ())
-    return (*(names if isinstance(names, (tuple, list)) else ()), "modules_to_save", "prompt_encoder")
+    prompts = ("prompt_encoder",) if hasattr(module, "peft_config") else ()
+    return (*(names if isinstance(names, (tuple, list)) else ()), *prompts)
