@@ -63,14 +63,8 @@ def hopper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> b
     monkeypatch.setattr(nvrtc, "has_wgmma", lambda device: wgmma)
     monkeypatch.setattr(nvrtc, "shared_memory", lambda device: SHARED_MEMORY if wgmma else 101376)
     monkeypatch.setattr(nvrtc, "multiprocessors", lambda device: 132)
-    forget()
+    joint_launch.cache_clear()
     return wgmma
-
-
-def forget() -> None:
-    """Launches for another device."""
-    for kept in (launch_of, joint_launch):
-        kept.cache_clear()
 
 
 def header_of(shape: tuple[int, int], chunk_words: int) -> Header:
@@ -316,7 +310,7 @@ def test_of_equal_launches_one_is_a_variant(shape: tuple[int, int], hopper: bool
 
 def test_cuts_are_moved_to_where_less_is_decoded_twice(hopper: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def decoded() -> int:
-        forget()
+        joint_launch.cache_clear()
         launch = launch_of(header, 1, 5, number, 0)
         assert launch
         words, stages = job_of(launch)["division"], header.geometry.stages
@@ -330,7 +324,7 @@ def test_cuts_are_moved_to_where_less_is_decoded_twice(hopper: bool, monkeypatch
     moved = decoded()
     monkeypatch.setattr(linear_chains._Planner, "_with_fewer_borders", lambda self, cuts: cuts)
     assert 10 * 128 <= moved < decoded() or not hopper  # fewer warps have fewer cuts
-    forget()
+    joint_launch.cache_clear()
 
 
 def check_lines(header: Header, launch: Launch, number: int = 0) -> None:
@@ -700,7 +694,7 @@ def test_one_multiprocessor(shape: tuple[int, int], tokens: int, hopper: bool, m
     launches = [launch_of(header_of(shape, 470), tokens, 1, number, 0) for number in range(len(VARIANTS))]
     assert all(launch.grid == 1 for launch in launches if launch)
     assert any(launches) or not hopper or tokens > 64
-    forget()
+    joint_launch.cache_clear()
 
 
 def test_no_more_columns_than_kernels_count(hopper: bool) -> None:

@@ -33,9 +33,9 @@ def open_source(text: str) -> Checkpoint:
 
 def compress(source: str, destination: Path, options: CompressOptions, run: RunOptions, as_json: bool) -> None:
     checkpoint = open_source(source)
+    _note_patterns(checkpoint, options)
     with progress_bar("compress") as progress:
         report = Compression(checkpoint, destination, options, run, progress).run()
-    _note_patterns(checkpoint, options)
     _report(report, as_json, also=_note_cast(checkpoint, options))
 
 

@@ -67,11 +67,10 @@ class FileInfo:
 
     def digest_with(self, stored: Mapping[str, tuple[str, Sequence[int]]]) -> int:
         """FORMAT.md 7.3's digest of the entry, in a file with tensors of these names, dtypes and shapes."""
-        lines = [self.original or ""]
+        lines, digests = [self.original or ""], self.digests or {}
         for name, (dtype, shape) in sorted(stored.items()):
             lines += [name, f"{dtype} {','.join(map(str, shape))}"]
-            if name in (self.digests or {}):
-                lines.append(f"{(self.digests or {})[name]:016x}")
+            lines += [f"{digests[name]:016x}"] if name in digests else []
         return digest("".join(f"{line}\n" for line in lines).encode("utf-8", "surrogatepass"))
 
     def sealed(self, stored: Mapping[str, tuple[str, Sequence[int]]]) -> FileInfo:

@@ -79,11 +79,8 @@ def max_tokens(device: int) -> int:
     return MAX_HOPPER_TOKENS if nvrtc.has_wgmma(device) else MAX_TOKENS
 
 
-@lru_cache(maxsize=8192)
 def launch_of(header: Header, m: int, split: int, variant: int, device: int) -> Launch | None:
     """None if it does not fit, or there is no such kernel."""
-    if VARIANTS[variant].kernel is Kernel.WARPGROUPS:
-        return linear_pairs.warpgroups(header, m, split, device, VARIANTS[variant].warps)
     return joint_launch((header,), m, (split,), variant, device)
 
 
@@ -122,6 +119,8 @@ def joint_launch(
         return rounds(headers, m, splits, device)
     if kind.kernel in _RANKED:
         return _RANKED[kind.kernel](headers, m, splits, device, kind.rank)
+    if kind.kernel is Kernel.WARPGROUPS and len(headers) == 1:
+        return linear_pairs.warpgroups(headers[0], m, splits[0], device, kind.warps)
     if kind.kernel is Kernel.TILES:
         return tiles(headers, m, splits, device, kind.warps)
     return None
