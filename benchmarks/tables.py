@@ -201,7 +201,7 @@ COLUMNS: dict[str, dict[str, Cell]] = {
         "bits a weight": decimals("bits_per_weight", 2),
         "loading, s": with_spread("load_seconds", 2),
         "tokens/s": with_spread("tokens_per_s", 1),
-        "tokens/s, static cache": with_spread("static_tokens_per_s", 1),
+        "tokens/s, in graphs": with_spread("graphs_tokens_per_s", 1),
     },
     "df11.decode": {
         "form": "form",
@@ -363,8 +363,8 @@ Beside others on the same GPU, in one run, every output compared first: DFloat11
 which decodes the exponents alone (its rate is that of the BF16 weights they belong to, its bits have sign and mantissa
 added). DFloat11 decodes the seven matrices of a block in one launch, samebits in seven:""",
     "df11.forms": """\
-The same model in each form (Llama 3.1 8B's shapes, fewer layers, synthetic weights), generating one token after the
-other; with a static cache, transformers compiles the model:""",
+The same model in each form (Llama 3.1 8B's shapes, 16 layers, synthetic weights), generating one token after the other;
+the last column is with a static cache in `samebits.cuda_graphs`, without graphs the host decides:""",
     "df11.decode": "One layer of it decoded, each form by samebits' own kernel:",
     "parallel.parallel": """\
 Llama 3.1 8B's shapes, synthetic weights, prompts of 128 tokens, eager; memory is that of the GPU that has most:""",

@@ -218,14 +218,14 @@ def warm(module: nn.Linear, driver: Driver, *shape: int) -> torch.Tensor:
     return x
 
 
-def ask(modules: list[nn.Linear], driver: Driver, times: int) -> None:
-    """Products of one input after another; only the last one's launches are counted."""
+def ask(modules: list[nn.Linear], driver: Driver, times: int, x: torch.Tensor | None = None) -> None:
+    """Products of one input after another, or of x each time; only the last round's launches are counted."""
     for _ in range(times):
         driver.usual.clear()
         driver.again.clear()
-        x = x_of(1, 1)
+        own = x_of(1, 1) if x is None else x
         for module in modules:
-            module(x)
+            module(own)
 
 
 def ways(driver: Driver) -> tuple[int, int]:
@@ -491,8 +491,8 @@ def test_products_of_one_input(driver: Driver, monkeypatch: pytest.MonkeyPatch) 
         assert y.shape == (1, 1, module.out_features)
     assert not dispatch.together.turns.last.made
     ways(driver)
-    modules[0](x)  # again, of an input that had its turn: as usual
-    assert ways(driver) == (1, 0)
+    ask(modules, driver, 1, x)  # another round, of the input that had its turn
+    assert ways(driver) == (0, 1)
     modules[0](x_of(1, 1))
     driver.stream = 8
     assert ways(driver) == (0, 1)
@@ -502,6 +502,27 @@ def test_products_of_one_input(driver: Driver, monkeypatch: pytest.MonkeyPatch) 
     held = dispatch.together.turns.last.made
     modules[0](x_of(1, 1))  # two were not asked for: counted as usual
     assert held is not dispatch.together.turns.last.made
+
+
+def test_one_product_of_one_input_again_and_again(driver: Driver) -> None:
+    module, x = layer(0), x_of(1, 1)
+    ask([module], driver, 2, x)
+    assert ways(driver) == (1, 0)
+    ask([module], driver, 1, x)
+    assert ways(driver) == (0, 1)
+
+
+def test_the_first_product_of_one_input_alone(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was made with it each time, and nobody asked for, soon no longer is."""
+    monkeypatch.setattr(sys.modules[__name__], "ROOM", 3 * ctypes.sizeof(ProductStructure))
+    modules, x = [layer(0), layer(1)], x_of(1, 1)
+    monkeypatch.setattr(torch.Tensor, "any", lambda self: True)  # nothing was computed
+    ask(modules, driver, 4)
+    ask(modules[:1], driver, 1, x)
+    assert [name for name, _ in driver.again] == ["joint"]
+    ask(modules[:1], driver, 6, x)
+    assert [name for name, _ in driver.again] == ["kernel"]
+    assert not dispatch.together.turns.last.made
 
 
 def test_one_by_one_where_that_is_faster(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,9 +175,9 @@ static int is_true_new(PyObject *value) {
     return truth;
 }
 
-/* What the Bytes in residents.py were made for: a new reference to a tensor, or None. */
-static PyObject *referent(PyObject *bytes) {
-    PyObject *reference = PyObject_GetAttr(bytes, name__tensor);
+/* Of a weak reference that an attribute is: a new reference to a tensor, or None. */
+static PyObject *referent(PyObject *object, PyObject *name) {
+    PyObject *reference = PyObject_GetAttr(object, name);
     if (!reference) return NULL;
     PyObject *tensor = PyObject_CallNoArgs(reference);
     Py_DECREF(reference);
@@ -191,7 +191,7 @@ static int bytes_are_at(PyObject *bytes, PyObject *version, PyObject *address) {
 
 /* Bytes.now() is tensor. */
 static int bytes_are_of(PyObject *bytes, PyObject *tensor) {
-    PyObject *made_for = referent(bytes);
+    PyObject *made_for = referent(bytes, name__tensor);
     if (!made_for) return FAILED;
     Py_DECREF(made_for);
     if (made_for != tensor) return OTHER; /* which may be an inference tensor, without a version */
@@ -305,10 +305,18 @@ static int call_read(Recall *self, Call *call) {
 
 static int turn_is(Call *call) {
     if (!call->version) return OTHER;
-    PyObject *last = referent(call->turn);
+    PyObject *last = referent(call->turn, name__tensor);
     if (!last) return FAILED;
     Py_DECREF(last);
     return last == call->x ? bytes_are_at(call->turn, call->version, call->address) : OTHER;
+}
+
+/* Whether the turn began with the product that is asked for. */
+static int began_turn(Call *call) {
+    PyObject *first = referent(call->turn, name_first);
+    if (!first) return FAILED;
+    Py_DECREF(first);
+    return first == call->data ? SAME : OTHER;
 }
 
 /* Whether it is there that what the call asks for was made: on this stream; no graph is captured now, and none was then. */
@@ -385,10 +393,10 @@ static int hold(Shortcut *known, PyObject **held) {
     for (int i = 0; i + 1 < known->products; i++) {
         PyObject *weight = PyTuple_GetItem(known->others, i);
         PyObject *bytes = PyObject_GetAttr(weight, name_data), *bias = bytes ? PyObject_GetAttr(weight, name_bias) : NULL;
-        int same = bias && (held[2 * i] = referent(bytes)) ? SAME : FAILED;
+        int same = bias && (held[2 * i] = referent(bytes, name__tensor)) ? SAME : FAILED;
         if (same == SAME) same = held[2 * i] == Py_None ? OTHER : bytes_are_of(bytes, held[2 * i]);
         if (same == SAME && bias != Py_None) {
-            held[2 * i + 1] = referent(bias);
+            held[2 * i + 1] = referent(bias, name__tensor);
             same = !held[2 * i + 1] ? FAILED : held[2 * i + 1] == Py_None ? OTHER : bytes_are_of(bias, held[2 * i + 1]);
         }
         Py_XDECREF(bytes), Py_XDECREF(bias);
@@ -401,7 +409,7 @@ static int hold(Shortcut *known, PyObject **held) {
 static int hold_prefetched(Shortcut *known, PyObject **held) {
     for (int i = 0; i < known->outputs - known->products; i++) {
         PyObject *resident = PyTuple_GetItem(known->prefetched, i);
-        int same = (held[i] = referent(resident)) ? SAME : FAILED;
+        int same = (held[i] = referent(resident, name__tensor)) ? SAME : FAILED;
         if (same == SAME) same = held[i] == Py_None ? OTHER : bytes_are_of(resident, held[i]);
         if (same == SAME) same = attribute_equals(resident, name_prefetched, Py_None);
         if (same != SAME) return same;
@@ -511,7 +519,7 @@ static PyObject *repeat(Call *call, Shortcut *known, PyObject *resident) {
     if (same == SAME && known->joins) {
         if (call->version) {
             same = turn_is(call);
-            same = same == SAME ? OTHER : same == OTHER ? begin(call, known, resident) : FAILED;
+            if (same == OTHER || (same == SAME && (same = began_turn(call)) == SAME)) same = begin(call, known, resident);
         } else if (known->products > 1) {
             same = OTHER;
         }

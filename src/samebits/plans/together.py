@@ -174,9 +174,7 @@ class Together:
         if x.is_inference() or data.is_inference():  # which have no versions
             return self._alone(x, packed, bias, call, joins=False)
         where = _where(x)
-        if self._is_same_input(x, where):
-            if self.turns.last.first() is data:  # another round, for which x may have been written to unseen
-                self.turns.last.made = {}
+        if self._is_same_input(x, where) and self.turns.last.first() is not data:  # else another round begins
             is_known = self._learn(packed, bias)
             return self._alone(x, packed, bias, call, joins=False) if is_known else call.multiply(x, packed, bias)
         self._begin(x, where, data, call.key.state)
@@ -239,7 +237,7 @@ class Together:
     def _learn(self, packed: PackedTensor, bias: torch.Tensor | None) -> bool:
         """That a product was asked for behind another one of its input; returns whether there is no more to learn."""
         first = self.turns.last.first()
-        if first is None or first is packed.data or (bias is not None and bias.is_inference()):
+        if first is None or (bias is not None and bias.is_inference()):
             return False
         kept = resident(first)
         if kept is None:
