@@ -6,6 +6,7 @@ On a CPU that is taken for a GPU, whose driver is played by a function that read
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import gc
 import sys
 import threading
@@ -22,6 +23,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import samebits
@@ -344,6 +346,45 @@ def test_weights_that_are_decoded_ahead(driver: Driver, monkeypatch: pytest.Monk
     assert ways(driver) == (0, 2)
 
 
+def test_a_weight_decoded_ahead_and_an_input_with_gaps(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch makes another product of a weight that has requires_grad: the usual way says so of it."""
+    modules = carrying(driver, monkeypatch)
+    seen: list[bool] = []
+
+    def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        seen.append(weight.requires_grad)
+        return real(x, weight, bias)
+
+    real = F.linear
+    monkeypatch.setattr(F, "linear", multiply)
+    recipes = modules[1].sb_recipes
+    recipes["weight"] = dataclasses.replace(recipes["weight"], requires_grad=True)  # as of a layer that was not frozen
+    modules[0](x_of(1, 1))
+    assert prefetched_of(modules[1])
+    with torch.no_grad():
+        modules[1](torch.zeros(2, 6, K, dtype=torch.bfloat16)[:, 1:4])
+    assert seen == [True]
+
+
+def test_a_weight_whose_memory_was_replaced_is_not_decoded_ahead(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As offloading does it, behind torch's back and at the same address: what comes there may be on its way yet."""
+    modules = carrying(driver, monkeypatch)
+    data = modules[1]._parameters[packed_module._DATA]
+    version, address = data._version, data.data_ptr()
+    memory = (ctypes.c_uint8 * data.numel()).from_address(address)
+    held, data.data = data.data, data.data.clone()  # offloaded
+    data.data = torch.frombuffer(memory, dtype=torch.uint8)
+    assert (data._version, data.data_ptr()) == (version, address)
+    for _ in range(3):
+        modules[0](x_of(1, 1))
+        assert prefetched_of(modules[1]) is None
+        step(modules[1:])
+    assert prefetched_of(modules[2]) is None
+    assert held.data_ptr() == address  # lived until here
+
+
 def test_weights_decoded_ahead_that_nobody_asked_for(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next launch is made in the usual way, which forgets them."""
     modules = carrying(driver, monkeypatch)
@@ -561,6 +602,39 @@ def test_another_weight_of_a_launch_is_gone_or_changed(driver: Driver, monkeypat
         assert ways(driver) == (1, 0)
     modules[0](x_of(1, 1))
     assert ways(driver) == (0, 1)
+
+
+class SevenForProducts(TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return 7 if function is F.linear else function(*args, **(kwargs or {}))
+
+
+def test_a_mode_that_replaces_products(driver: Driver) -> None:
+    module = layer(0)
+    warm(module, driver)
+    with SevenForProducts():
+        assert module(x_of(1, 1)) == 7
+    with torch.device("cpu"):  # which only says where new tensors are
+        module(x_of(1, 1))
+    assert ways(driver) == (0, 1)
+
+
+def test_products_that_others_make(driver: Driver) -> None:
+    """As batch-invariant modes have it: no plan says which bits these have."""
+    module = layer(0)
+    warm(module, driver)
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("mm", lambda a, b: a, "CUDA")
+    try:
+        module(x_of(1, 1))
+        [decoded] = driver.usual
+        assert len(decoded) == len(DECODE_SIZES)  # first, and then multiplied by whoever does it
+    finally:
+        library._destroy()
+    driver.usual.clear()
+    module(x_of(1, 1))
+    module(x_of(1, 1))
+    assert ways(driver) == (1, 1)
 
 
 @pytest.mark.parametrize("is_decided", [False, True])

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import stat
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from filelock import FileLock
@@ -83,13 +84,14 @@ BROKEN = {
         for name, value in [
             ("rows", 0), ("rows", "8"), ("columns", 1.5), ("tokens", True), ("has_bias", 1), ("state", None),
             ("plan", 3), ("plan", {"split": 0, "variant": 0}), ("plan", {"split": 2, "variant": -1}),
-            ("plan", {"split": 2}), ("fused_us", "fast"),
+            ("plan", {"split": 2}), ("fused_us", "fast"), ("fused_us", 10**310),
         ]
     },
     **{
         f"group {name} {value!r}": content(groups=[{**GOOD_GROUP, name: value}])
         for name, value in [
             ("variant", -1), ("variant", "1"), ("gained_us", "much"), ("products", 3), ("products", [{}]),
+            ("products", []), ("products", GOOD_GROUP["products"][:1]),
         ]
     },
 }  # fmt: skip
@@ -116,6 +118,30 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptu
     assert "plans are not kept on disk" in caplog.text
     assert "SAMEBITS_CACHE" in caplog.text
     assert plans.read() == {}
+
+
+def test_a_folder_where_nothing_can_be_locked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "FileLock", Mock(side_effect=NotImplementedError("no flock")))
+    plans = PlanStore(ENVIRONMENT, tmp_path)
+    with caplog.at_level(logging.WARNING):
+        plans.add(KEY, OUTCOMES[KEY])
+    assert "plans are not kept on disk: no flock" in caplog.text
+    assert plans.read() == {}
+
+
+def test_no_home(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("SAMEBITS_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    plans = PlanStore(ENVIRONMENT)
+    with caplog.at_level(logging.WARNING):
+        plans.add(KEY, OUTCOMES[KEY])
+    assert "plans are not kept on disk" in caplog.text
+    assert plans.read() == {}
+    assert not list(tmp_path.iterdir())
 
 
 def test_others_may_read_plans(tmp_path: Path) -> None:
@@ -178,3 +204,18 @@ def test_clear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (store.folder() / "notes.txt").write_text("mine")
     assert store.clear() == 1
     assert [path.name for path in store.folder().iterdir()] == ["notes.txt"]
+
+
+def test_what_cannot_be_replaced_leaves_no_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("no space left")
+
+    plans = filled(tmp_path)
+    monkeypatch.setattr(os, "replace", fail)
+    with caplog.at_level(logging.WARNING):
+        plans.add(KEY, Outcome(None, "later"))
+    assert "plans are not kept on disk: no space left" in caplog.text
+    assert [path.suffix for path in tmp_path.iterdir() if path.suffix != ".lock"] == [".json"]
+    assert plans.read() == OUTCOMES

@@ -23,9 +23,9 @@ from samebits.parallel import threads
 
 _REQUIRED = ("torch", "numpy", "numba", "safetensors", "huggingface_hub")
 _OPTIONAL = {  # by what each is installed
-    "transformers": "'samebits[transformers]'",
-    "accelerate": "'samebits[transformers]'",
-    "diffusers": "'samebits[diffusers]'",
+    "transformers": "'transformers>=5.17'",
+    "accelerate": "accelerate",
+    "diffusers": "'diffusers>=0.42'",
     "cuda-core": "cuda-core",
 }
 _WORDS = 1 << 16  # every BF16 word once
@@ -103,7 +103,7 @@ def native_code() -> Finding:
 
     if native:
         return Finding("native code", "compiled")
-    mend = "install a C compiler and Python's headers, then pip install --force-reinstall --no-deps samebits"
+    mend = "install a C compiler and Python's headers, then install samebits once more"
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
         mend = "use a Python with the global interpreter lock"
     return Finding("native code", "not compiled, so products take the host longer", mend)
@@ -121,7 +121,7 @@ def _driver() -> str:
 
 def _kernel_cache() -> Path:
     """Where cuda-core keeps compiled kernels."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(root) / "cuda-python" / "program-cache"
 
 

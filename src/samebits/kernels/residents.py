@@ -11,6 +11,7 @@ from collections.abc import Hashable
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 residents: dict[int, Resident] = {}  # by id of the tensor
 gradients: dict[int, Gradients] = {}  # likewise, of the same tensors
@@ -35,7 +36,25 @@ class Bytes:
         return self._tensor() is tensor
 
 
-class Recalled(Bytes):
+class ParameterBytes(Bytes):
+    """Those of a weight or a bias, whose memory may be replaced: by ``parameter.data = other``, as offloading does.
+
+    torch does not count that, and an allocator gives the address again that it gave before: the storage is another.
+    """
+
+    __slots__ = ("_storage",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__(tensor)
+        self._storage = StorageWeakRef(tensor.untyped_storage())
+
+    def now(self) -> torch.Tensor | None:
+        tensor = super().now()
+        is_same = tensor is not None and tensor.untyped_storage()._cdata == self._storage.cdata
+        return tensor if is_same else None
+
+
+class Recalled(ParameterBytes):
     """A packed weight's bytes, and products with them that are made again by native code; see samebits.plans.recall.
 
     Attributes:

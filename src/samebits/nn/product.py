@@ -13,7 +13,7 @@ from samebits.errors import InputError
 from samebits.format.packed import PackedTensor
 from samebits.kernels.ops import decoded
 from samebits.plans import dispatch
-from samebits.plans.environment import casts
+from samebits.plans.environment import casts, is_observed
 from samebits.plans.key import is_gapless
 
 
@@ -123,5 +123,6 @@ def _is_watched() -> bool:
     return (
         torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._len_torch_dispatch_stack() > 0
+        or is_observed()
         or torch._C._get_tracing_state() is not None
     )

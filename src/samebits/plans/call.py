@@ -11,7 +11,7 @@ from samebits.format.packed import Header, PackedTensor
 from samebits.kernels.decode import decode_cuda
 from samebits.kernels.linear import LinearPlan, Operands, Products, is_launchable, is_supported, products_of
 from samebits.kernels.linear_launch import MAX_HOPPER_TOKENS
-from samebits.kernels.residents import Bytes, resident
+from samebits.kernels.residents import ParameterBytes, resident
 from samebits.plans.environment import blas_state
 from samebits.plans.key import ALIGNMENT, PlanKey, key_of
 from samebits.plans.planner import Planner
@@ -29,7 +29,7 @@ class Call(NamedTuple):
     """
 
     header: Header
-    bias: Bytes | None
+    bias: ParameterBytes | None
     device: int
     strides: tuple[int, ...]
     key: PlanKey
@@ -74,7 +74,7 @@ def call_of(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) ->
     plan = outcome.plan
     products = products_of(packed.header, key.tokens, plan, device)
     changes_unseen = bias is not None and bias.is_inference()
-    own = None if bias is None or changes_unseen else Bytes(bias)
+    own = None if bias is None or changes_unseen else ParameterBytes(bias)
     call = Call(packed.header, own, device, x.stride(), key, plan, products, outcome.fused is not None,
                 outcome.gained_us)  # fmt: skip
     if kept and not changes_unseen:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._device import DeviceContext
 
 from samebits.kernels import nvrtc
 
@@ -29,6 +30,9 @@ _VARIABLES = re.compile(
 )
 _WORKSPACES = ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE")
 _TUNABLE = "_cuda_tunableop_is_enabled"
+# Routines of products in whose place others may have put their own, as batch-invariant modes do.
+_ROUTINES = ("linear", "matmul", "mm", "addmm")
+_BACKENDS = ("CUDA", "CompositeImplicitAutograd", "CompositeExplicitAutograd", "AutogradCUDA", "Autograd")
 _last: tuple[tuple[Any, ...], str | None] = ((), None)  # what blas_state found, and said
 # Names in torch._C; not every version and build of torch has all of them.
 _SETTINGS = (
@@ -91,6 +95,12 @@ def casts(device_type: str) -> bool:
     return torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type) is not torch.bfloat16
 
 
+def is_observed() -> bool:
+    """Whether a mode sees, or replaces, what is asked of torch's functions; one that only says where is none."""
+    stack = (torch._C._get_function_stack_at(place) for place in range(torch._C._len_torch_function_stack()))
+    return any(type(mode) is not DeviceContext for mode in stack)
+
+
 def blas_state() -> str | None:
     """What may change between two calls, in words; None where no plan can be trusted."""
     global _last
@@ -102,13 +112,15 @@ def blas_state() -> str | None:
 
 @cache
 def getters() -> tuple[Callable[[], Any], ...]:
-    """What blas_state asks: the settings, then the variables for workspaces.
+    """What blas_state asks: the settings, then whether products are torch's own, then the variables for workspaces.
 
     Asking os.environ itself would take a microsecond for each.
     """
     kept: dict[Any, Any] = os.environ._data  # type: ignore[attr-defined]
     encoded = (os.environ.encodekey(name) for name in _WORKSPACES)
-    return *(getattr(torch._C, name) for name in _names()), *(partial(kept.get, name) for name in encoded)
+    replaced = frozenset(f"aten/{routine}/{backend}" for routine in _ROUTINES for backend in _BACKENDS)
+    are_own = partial(replaced.isdisjoint, torch.library._impls)
+    return *(getattr(torch._C, name) for name in _names()), are_own, *(partial(kept.get, name) for name in encoded)
 
 
 def _names() -> list[str]:
@@ -116,10 +128,12 @@ def _names() -> list[str]:
 
 
 def _described(values: tuple[Any, ...]) -> str | None:
-    """None if TunableOp chooses the algorithms, or a workspace was configured anew while another may be in use."""
+    """None if others make the products, or choose the algorithms, or a workspace was configured anew."""
     settings = dict(zip(_names(), values, strict=False))
-    configured = tuple(os.fsdecode(value) if value is not None else None for value in values[len(settings) :])
-    if settings.pop(_TUNABLE, False) or configured != tuple(variables().get(name) for name in _WORKSPACES):
+    are_own, *workspaces = values[len(settings) :]
+    configured = [os.fsdecode(value) if value is not None else None for value in workspaces]
+    is_tuned = settings.pop(_TUNABLE, False)
+    if is_tuned or not are_own or configured != [variables().get(name) for name in _WORKSPACES]:
         return None
     pairs = ((re.sub("^_(get_|cuda_get)", "", name), getattr(value, "name", value)) for name, value in settings.items())
     return " ".join(f"{name}={value}".replace(" ", "") for name, value in pairs)

@@ -18,7 +18,7 @@ import torch
 from samebits.format.packed import Header, PackedTensor
 from samebits.kernels import nvrtc
 from samebits.kernels.linear import Operands, Products, is_prefetchable
-from samebits.kernels.residents import Bytes, Resident, resident, residents
+from samebits.kernels.residents import ParameterBytes, Resident, resident, residents
 from samebits.kernels.structures import MAX_PREFETCHED
 from samebits.plans.call import Call
 from samebits.plans.carry import Coming, best_way
@@ -35,7 +35,7 @@ _MAX_UNWANTED = 3  # launches that decoded something nobody asked for
 class _Weight(NamedTuple):
     """Of a product that was asked for; ``shape`` is its input's."""
 
-    data: Bytes
+    data: ParameterBytes
     header: Header
     shape: torch.Size
 
@@ -162,7 +162,8 @@ class Prefetcher:
         if not windows:
             return
         has_few = x.numel() <= _FEW_TOKENS * x.shape[-1]
-        weight = None if has_few or packed.data.is_inference() else _Weight(Bytes(packed.data), packed.header, x.shape)
+        is_noted = not has_few and not packed.data.is_inference()
+        weight = _Weight(ParameterBytes(packed.data), packed.header, x.shape) if is_noted else None
         for window in windows:
             window.noted.append(weight if window.where == where else None)
         if len(windows[0].noted) >= _NOTED:
@@ -278,9 +279,10 @@ def _are(left: Sequence[object], right: Sequence[object]) -> bool:
 
 
 def _is_missing(packed: PackedTensor, device: int) -> bool:
-    """Whether the weight is on this device, and nobody has decoded it."""
+    """Whether the weight is on this device, to stay, and nobody has decoded it."""
     kept = resident(packed.data)
-    return kept is not None and kept.prefetched is None and packed.data.get_device() == device
+    is_there = kept is not None and not kept.has_changed and packed.data.get_device() == device
+    return is_there and kept is not None and kept.prefetched is None
 
 
 def _coming(group: Sequence[tuple[PackedTensor, torch.Size]], new: Sequence[PackedTensor], *, fits: bool) -> Coming:

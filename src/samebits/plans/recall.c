@@ -43,12 +43,13 @@ typedef struct {
     PyObject_HEAD
     PyObject *turns, *residents, *tensor, *parameter, *dtype, *exchange_device, *restore_device, *current_stream, *is_capturing;
     PyObject *autocasts, *casts, *forward_ad, *interpreter, *modes, *tracing, *is_grad_enabled, *environment, *getters, *linear;
+    PyObject *is_gapless, *function_modes, *is_observed;
 } Recall;
 
 /* Names of attributes, made when the module is. */
 #define NAMES(X) \
     X(shape) X(stride) X(dtype) X(get_device) X(data_ptr) X(requires_grad) X(new_empty) X(_version) X(_tensor) \
-    X(_address) X(last) X(made) X(where) X(state) X(first) X(others) X(unwanted) X(data) X(bias) X(is_proved) X(shortcuts) X(training) \
+    X(untyped_storage) X(_cdata) X(_storage) X(cdata) X(_address) X(last) X(made) X(where) X(state) X(first) X(others) X(unwanted) X(data) X(bias) X(is_proved) X(shortcuts) X(training) \
     X(_current_level) X(_last) X(cuda) X(windows) X(prefetched)
 #define DECLARE(name) static PyObject *name_##name;
 NAMES(DECLARE)
@@ -189,7 +190,17 @@ static int bytes_are_at(PyObject *bytes, PyObject *version, PyObject *address) {
     return same == SAME ? attribute_equals(bytes, name__address, address) : same;
 }
 
-/* Bytes.now() is tensor. */
+/* ParameterBytes._storage is the tensor's. */
+static int storage_is_of(PyObject *bytes, PyObject *tensor) {
+    PyObject *storage = PyObject_CallMethodObjArgs(tensor, name_untyped_storage, NULL);
+    PyObject *now = storage ? PyObject_GetAttr(storage, name__cdata) : NULL;
+    PyObject *reference = now ? PyObject_GetAttr(bytes, name__storage) : NULL;
+    int same = reference ? attribute_equals(reference, name_cdata, now) : FAILED;
+    Py_XDECREF(storage), Py_XDECREF(now), Py_XDECREF(reference);
+    return same;
+}
+
+/* ParameterBytes.now() is tensor. */
 static int bytes_are_of(PyObject *bytes, PyObject *tensor) {
     PyObject *made_for = referent(bytes, name__tensor);
     if (!made_for) return FAILED;
@@ -199,7 +210,7 @@ static int bytes_are_of(PyObject *bytes, PyObject *tensor) {
     PyObject *address = version ? PyObject_CallMethodObjArgs(tensor, name_data_ptr, NULL) : NULL;
     int same = address ? bytes_are_at(bytes, version, address) : FAILED;
     Py_XDECREF(version), Py_XDECREF(address);
-    return same;
+    return same == SAME ? storage_is_of(bytes, tensor) : same;
 }
 
 /* Whether a bias is the one that was remembered; both may be None. */
@@ -245,6 +256,9 @@ static int is_unwatched(Recall *self) {
     int same = equals_new(PyObject_CallNoArgs(self->interpreter), Py_None);
     if (same != SAME) return same;
     watched = is_true_new(PyObject_CallNoArgs(self->modes));
+    if (watched) return watched < 0 ? FAILED : OTHER;
+    watched = is_true_new(PyObject_CallNoArgs(self->function_modes));
+    if (watched == 1) watched = is_true_new(PyObject_CallNoArgs(self->is_observed));
     if (watched) return watched < 0 ? FAILED : OTHER;
     return equals_new(PyObject_CallNoArgs(self->tracing), Py_None);
 }
@@ -547,9 +561,10 @@ static PyObject *repeat(Call *call, Shortcut *known, PyObject *resident) {
     return y;
 }
 
-/* The product with a weight that was decoded ahead. */
+/* The product with a weight that was decoded ahead; torch makes others of an input with gaps, see packed_module.py. */
 static PyObject *multiply_prefetched(Recall *self, Call *call, PyObject *resident, PyObject *prefetched) {
-    int same = bytes_are_of(resident, call->data);
+    int same = is_true_new(PyObject_CallFunctionObjArgs(self->is_gapless, call->x, NULL));
+    if (same == SAME) same = bytes_are_of(resident, call->data);
     if (same == SAME) same = is_there(call, PyTuple_GetItem(prefetched, 0));
     if (same != SAME) return none_or_error(same);
     if (PyObject_SetAttr(resident, name_prefetched, Py_None) < 0) return NULL;
@@ -626,24 +641,26 @@ static PyObject *recall_product(Recall *self, PyObject *const *args, Py_ssize_t 
 
 static void recall_dealloc(PyObject *self) {
     Recall *own = (Recall *)self;
-    give_up(self, &own->turns, &own->linear);
+    give_up(self, &own->turns, &own->is_observed);
 }
 
 static PyObject *recall_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"turns", "residents", "tensor", "parameter", "dtype", "exchange_device", "restore_device",
                             "current_stream", "is_capturing", "autocasts", "casts", "forward_ad", "interpreter", "modes",
-                            "tracing", "is_grad_enabled", "environment", "getters", "linear", NULL};
+                            "tracing", "is_grad_enabled", "environment", "getters", "linear", "is_gapless", "function_modes",
+                            "is_observed", NULL};
     allocfunc allocate_type = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    PyObject *fields[19] = {NULL};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!OOOOOOOOOOOOOOOO!O", names, &fields[0], &PyDict_Type, &fields[1],
+    PyObject *fields[22] = {NULL};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!OOOOOOOOOOOOOOOO!OOOO", names, &fields[0], &PyDict_Type, &fields[1],
                                      &fields[2], &fields[3], &fields[4], &fields[5], &fields[6], &fields[7], &fields[8],
                                      &fields[9], &fields[10], &fields[11], &fields[12], &fields[13], &fields[14],
-                                     &fields[15], &fields[16], &PyTuple_Type, &fields[17], &fields[18]))
+                                     &fields[15], &fields[16], &PyTuple_Type, &fields[17], &fields[18], &fields[19],
+                                     &fields[20], &fields[21]))
         return NULL;
     Recall *self = (Recall *)allocate_type(type, 0);
     if (!self) return NULL;
     PyObject **each = &self->turns;
-    for (int i = 0; i < 19; i++) each[i] = Py_NewRef(fields[i]);
+    for (int i = 0; i < 22; i++) each[i] = Py_NewRef(fields[i]);
     return (PyObject *)self;
 }
 

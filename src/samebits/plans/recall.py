@@ -24,9 +24,10 @@ from samebits.format.packed import PackedTensor
 from samebits.kernels import decode, nvrtc
 from samebits.kernels.linear import LinearPlan, Products
 from samebits.kernels.repeat import Repeat
-from samebits.kernels.residents import Bytes, Recalled, Resident, gradients, resident, residents
+from samebits.kernels.residents import ParameterBytes, Recalled, Resident, gradients, resident, residents
 from samebits.plans import environment
 from samebits.plans.call import Call, decoding
+from samebits.plans.key import is_gapless
 from samebits.plans.prefetch import Choice
 from samebits.plans.turn import Turns
 
@@ -54,7 +55,7 @@ def gradient_of() -> Product:
     return _recall_of(alone, gradients)
 
 
-def _recall_of(turns: Any, known: Mapping[int, Bytes]) -> Product:
+def _recall_of(turns: Any, known: Mapping[int, ParameterBytes]) -> Product:
     if native is None or not _can_recall:
         return lambda x, data, bias: None
     own = torch._C
@@ -65,7 +66,8 @@ def _recall_of(turns: Any, known: Mapping[int, Bytes]) -> Product:
         autocasts=torch.is_autocast_enabled, casts=environment.casts, forward_ad=forward_ad,
         interpreter=own._functorch.peek_interpreter_stack, modes=own._len_torch_dispatch_stack,
         tracing=own._get_tracing_state, is_grad_enabled=torch.is_grad_enabled, environment=environment,
-        getters=environment.getters(), linear=F.linear,
+        getters=environment.getters(), linear=F.linear, is_gapless=is_gapless,
+        function_modes=own._len_torch_function_stack, is_observed=environment.is_observed,
     )  # fmt: skip
     product: Product = recall.product
     return product
@@ -193,7 +195,7 @@ def _is_known(kept: Recalled, x: torch.Tensor, basis: tuple[Any, ...]) -> bool:
 
 def _shortcut(
     repeat: Repeat, device: int, where: nvrtc.Where, basis: tuple[Any, ...], joint: Joint = ALONE, *,
-    strides: tuple[int, ...], state: str | None = None, bias: Bytes | None = None, joins: bool = False,
+    strides: tuple[int, ...], state: str | None = None, bias: ParameterBytes | None = None, joins: bool = False,
     prefetched: tuple[Resident, ...] = (), finish: Callable[..., torch.Tensor] | None = None,
 ) -> Any:  # fmt: skip
     every = [

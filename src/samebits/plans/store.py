@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -116,7 +116,7 @@ def folder() -> Path:
     """Where plans are kept: below SAMEBITS_CACHE, else in the user's cache folder."""
     chosen = os.environ.get(CACHE_VARIABLE)
     if chosen:
-        return Path(chosen) / "plans"
+        return Path(chosen).absolute() / "plans"
     root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(root) / "samebits" / "plans"
 
@@ -146,12 +146,14 @@ class PlanStore:
 
     def _add(self, outcomes: Mapping[PlanKey, Outcome], groups: Groups) -> None:
         try:
+            if not self.path.is_absolute():
+                raise FileNotFoundError(f"{self.path.parent}: there is no home folder")
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(self.path.with_suffix(".lock"), timeout=_LOCK_SECONDS):
                 stored = read(self.path)
                 every = {**stored.outcomes, **outcomes}, {**stored.groups, **groups}
                 self._replace(Stored(asdict(self.environment), *every))
-        except (OSError, Timeout) as error:
+        except (OSError, Timeout, NotImplementedError) as error:  # the last where files cannot be locked
             _log.warning("plans are not kept on disk: %s; set %s to a writable folder", error, CACHE_VARIABLE)
 
     def _replace(self, stored: Stored) -> None:
@@ -174,11 +176,11 @@ def read(path: Path) -> Stored:
             _log.warning("%s: plans of version %s are ignored", path, content["version"])
             return nothing
         outcomes = {_key(entry): Outcome.from_json(entry) for entry in content["plans"]}
-        groups = {tuple(map(_key, entry["products"])): GroupOutcome.from_json(entry) for entry in content["groups"]}
+        groups = {_keys(entry["products"]): GroupOutcome.from_json(entry) for entry in content["groups"]}
         return Stored(dict(content["environment"]), outcomes, groups)
     except FileNotFoundError:
         return nothing
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except Exception as error:  # whatever is in it: too large a number, or too much for the memory
         _log.warning("%s: these plans cannot be read and are ignored (%r)", path, error)
         return nothing
 
@@ -202,6 +204,12 @@ def _key(entry: Mapping[str, Any]) -> PlanKey:
         raise TypeError("has_bias or state")
     rows, columns, tokens = (_count(entry[name], 1) for name in ("rows", "columns", "tokens"))
     return PlanKey(rows, columns, tokens, has_bias, state)
+
+
+def _keys(entries: Sequence[Mapping[str, Any]]) -> tuple[PlanKey, ...]:
+    if len(entries) < 2:
+        raise ValueError("a group of fewer than two products")
+    return tuple(map(_key, entries))
 
 
 def _count(value: Any, least: int) -> int:

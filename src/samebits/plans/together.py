@@ -28,7 +28,7 @@ from samebits.kernels.linear import (
     is_supported,
     launch_together,
 )
-from samebits.kernels.residents import Bytes, resident
+from samebits.kernels.residents import ParameterBytes, resident
 from samebits.kernels.structures import MAX_TOGETHER
 from samebits.plans import recall
 from samebits.plans.call import Call
@@ -59,7 +59,7 @@ class _Weight:
 
     def __init__(self, packed: PackedTensor, bias: torch.Tensor | None) -> None:
         self.header, self.is_proved = packed.header, False
-        self.data, self.bias = Bytes(packed.data), None if bias is None else Bytes(bias)
+        self.data, self.bias = ParameterBytes(packed.data), None if bias is None else ParameterBytes(bias)
 
     @property
     def has_bias(self) -> bool:
