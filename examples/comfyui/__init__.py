@@ -1,4 +1,4 @@
-"""Nodes for ComfyUI: copy this folder to custom_nodes/samebits, and `pip install samebits` into ComfyUI's Python.
+"""Nodes for ComfyUI: copy this folder to custom_nodes/samebits, and install samebits into ComfyUI's Python.
 
 Compress a diffusion model   writes a compressed copy of a file of models/diffusion_models beside it
 Load a compressed model      loads such a file; its weights stay packed, and each is decoded when its layer runs

@@ -35,8 +35,9 @@ def encode(tensor: torch.Tensor) -> PackedTensor:
     if tensor.dtype != torch.bfloat16:
         from samebits.bf16 import is_bf16
 
-        effect = "changes no value" if is_bf16(tensor) else "loses bits"
-        mend = f"convert it explicitly with .to(torch.bfloat16), which {effect}"
+        mend = "convert it explicitly with .to(torch.bfloat16)"
+        if tensor.is_floating_point():
+            mend += ", which changes no value" if is_bf16(tensor) else ", which loses bits"
         raise DtypeError(f"only bfloat16 can be packed, not {tensor.dtype}", mend=mend)
     tensor = tensor.resolve_neg()  # of a view that only says so, the words are those of its opposite
     if tensor.device.type == "cuda":

@@ -228,6 +228,27 @@ def test_without_values_in_memory() -> None:
         samebits.PackedTensor.from_data(data.to_sparse())
 
 
+@pytest.mark.parametrize("size", [0, 30, 62])
+def test_a_tensor_whose_memory_was_freed_is_refused(size: int) -> None:
+    """As sharding leaves parameters between their uses."""
+    tensor = torch.zeros(4, 32, dtype=torch.bfloat16)[:2]
+    data = tensor.view(torch.uint8)[0]
+    tensor.untyped_storage().resize_(size)
+    with pytest.raises(InputError, match="memory was freed"):
+        samebits.encode(tensor)
+    with pytest.raises(InputError, match="memory was freed"):
+        samebits.PackedTensor.from_data(data)
+    with pytest.raises(InputError, match="memory was freed"):
+        samebits.compress(torch.nn.ParameterList([tensor]), min_weights=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool])
+def test_of_whole_numbers_nothing_is_said_that_was_not_compared(dtype: torch.dtype) -> None:
+    with pytest.raises(DtypeError) as error:
+        samebits.encode(torch.ones(4, dtype=dtype))
+    assert str(error.value).endswith("convert it explicitly with .to(torch.bfloat16)")
+
+
 def test_a_view_of_the_opposite() -> None:
     """As the imaginary part of a conjugate is one: its sign bits are not those in memory."""
     tensor = tensor_of(zoo.normal((64, 64)))

@@ -68,6 +68,7 @@ def test_pickles_are_called_what_they_are() -> None:
         {**ENTRY, "pattern_dict": {"lm_head": "weight"}},
         {**ENTRY, "pattern_dict": {"lm_head": [1]}},
         {**ENTRY, "pattern_dict": {"lm_head": [""]}},
+        {**ENTRY, "pattern_dict": {"layers": ["a", "a"]}},
     ],
 )
 def test_malformed_entries(entry: object) -> None:
@@ -75,7 +76,9 @@ def test_malformed_entries(entry: object) -> None:
         Df11Config.parse(entry)
 
 
-@pytest.mark.parametrize("pattern", ["(", "(a+)+", "(a|a)*b", "a*a*a*a*b", "a?a?a?a?a", "a{99999999999999999999}"])
+@pytest.mark.parametrize(
+    "pattern", ["(", "(a+)+", "(a|a)*b", "(?x)(a|a) *b", "a*a*a*a*b", "a?a?a?a?a", "a{99999999999999999999}"]
+)
 def test_patterns_that_cannot_be_used(pattern: str) -> None:
     with pytest.raises(SamebitsError, match=r"pattern|expression"):
         Df11Config({pattern: []})

@@ -108,7 +108,7 @@ sys.modules["transformers"] = None
 try:
     samebits.SamebitsConfig
 except InputError as error:
-    assert "pip install 'samebits[transformers]'" in str(error)
+    assert "pip install 'transformers>=5.17' accelerate" in str(error)
 else:
     raise SystemExit("no error")
 assert samebits.compress

@@ -13,6 +13,7 @@ from samebits.errors import DtypeError, InputError
 from samebits.format.packed import PackedTensor
 from samebits.kernels import nvrtc
 from samebits.kernels.ops import decode_experts, decode_packed, decode_rows, fields_of, header_of
+from samebits.plans import dispatch  # noqa: F401 - defines two of the operators
 from tests.codecs.tensors import packed_of, tensor_of, words_of
 from tests.codecs.zoo import ZOO, Case, normal
 
@@ -92,6 +93,27 @@ def test_bad_indices(operator: Callable[[PackedTensor, torch.Tensor], torch.Tens
         operator(packed, torch.zeros(2, dtype=torch.int64, device="meta"))
     with pytest.raises(InputError, match="without dimensions"):
         operator(samebits.encode(torch.tensor(1.0, dtype=torch.bfloat16)), torch.tensor([0]))
+
+
+@pytest.mark.parametrize("change", ["short", "long", "dtype", "strided"])
+def test_bytes_that_the_fields_are_not_of(change: str) -> None:
+    """A decoder would read beyond their end: an operator may be called by a trace, where no module looks first."""
+    packed = samebits.encode(tensor_of(normal((256, 512))))
+    data, ids, x = packed.data, torch.tensor([1]), torch.ones(1, 512, dtype=torch.bfloat16)
+    wrong = {
+        "short": data[:-16],
+        "long": torch.cat([data, data]),
+        "dtype": data.view(torch.int16),
+        "strided": data.repeat_interleave(2)[::2],
+    }[change]
+    arguments, ops = (list(packed.shape), fields_of(packed.header)), torch.ops.samebits
+    for call in (
+        lambda: ops.decode(wrong, *arguments), lambda: ops.decode_rows(wrong, *arguments, ids),
+        lambda: ops.decode_experts(wrong, *arguments, ids), lambda: ops.linear(x, wrong, None, *arguments),
+        lambda: ops.frozen_linear(x, wrong, None, *arguments),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=f"in the place of {packed.nbytes} packed bytes"):
+            call()
 
 
 @pytest.mark.parametrize(

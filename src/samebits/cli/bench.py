@@ -18,7 +18,6 @@ from samebits.cli.console import compilation_noted, note, print_json, print_line
 from samebits.cli.generate import Sampling, default_model, import_transformers, load_model, run_model
 from samebits.errors import InputError, MismatchError
 from samebits.format.container import Checkpoint, Entry
-from samebits.format.folder import CONFIG
 from samebits.format.packed import PackedTensor
 from samebits.jobs.device import resolve_device
 from samebits.jobs.options import CompressOptions
@@ -58,7 +57,7 @@ def bench(path: str | None, device: str, as_json: bool) -> None:
     checkpoint = open_source(path or default_model())
     source = checkpoint.path
     coding = measure_coding(checkpoint, device)
-    models = _measure_models(checkpoint, device) if (source / CONFIG).exists() else {}
+    models = _measure_models(checkpoint, device)
     if as_json:
         running = {name: vars(model) for name, model in models.items()}
         print_json({"path": source, "device": device, "coding": vars(coding), "models": running})

@@ -126,7 +126,8 @@ def _report_verdict(verdict: Verdict, checkpoint: Checkpoint, against: str | Non
     if verdict.mismatches:
         first, *others = verdict.mismatches
         more = f"; {len(others)} more: {_shown([other.tensor for other in others])}" if others else ""
-        mend = "compress the original again" if against else "the file is damaged: fetch or write it again"
+        mend = "the file is damaged: fetch or write it again"
+        mend = f"compress {against} again, if it is from there" if against else mend
         raise MismatchError(f"not identical: {first}{more}", where=str(checkpoint.path), mend=mend)
     if as_json:
         return

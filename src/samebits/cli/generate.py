@@ -57,7 +57,8 @@ def import_transformers() -> Any:
     try:
         import transformers
     except ImportError:
-        raise InputError("transformers is not installed", mend="pip install 'samebits[transformers]'") from None
+        mend = "pip install 'transformers>=5.17' accelerate"
+        raise InputError("transformers is not installed", mend=mend) from None
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     return transformers

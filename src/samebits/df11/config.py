@@ -53,7 +53,7 @@ class Df11Config:
                 what = f"{key} is {entry[key]!r}, all published checkpoints have {expected}"
                 raise FormatError(what, mend="compress the BF16 original again")
         patterns = entry.get("pattern_dict")
-        if not isinstance(patterns, dict) or not all(_are_names(names) for names in patterns.values()):
+        if not isinstance(patterns, dict) or not all(are_names(names) for names in patterns.values()):
             raise FormatError("pattern_dict does not map patterns to lists of attributes", mend=_MEND)
         return cls(patterns, entry["version"])
 
@@ -71,8 +71,13 @@ class Df11Config:
         return None
 
 
-def _are_names(names: object) -> bool:
-    return isinstance(names, list) and all(isinstance(name, str) and name for name in names)
+def are_names(names: object) -> bool:
+    """Whether these can be the attributes of a pattern: a list of different names."""
+    return (
+        isinstance(names, list)
+        and all(isinstance(name, str) and name for name in names)
+        and (len(set(names)) == len(names))
+    )
 
 
 def _check_version(version: object) -> None:
@@ -92,10 +97,11 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
     """A pattern of module paths; one that could take forever to match is refused.
 
     Raises:
-        InputError: not a regular expression, or one with repeated groups or more than three repetitions.
+        InputError: not a regular expression, or one with repeated groups, more than three repetitions, or groups of
+            another kind than "(" and "(?:", which may say that blanks do not count.
     """
     plain = re.sub(r"\\.|\(\?:", "_", pattern)
-    if re.search(r"\)[*+{]", plain) or len(re.findall(r"[*+?{]", plain)) > _MAX_REPEATS:
+    if re.search(r"\)[*+{]|\(\?", plain) or len(re.findall(r"[*+?{]", plain)) > _MAX_REPEATS:
         raise InputError("too many repetitions for a pattern of module paths", where=repr(pattern), mend=_MEND)
     try:
         return re.compile(pattern)

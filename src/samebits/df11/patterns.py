@@ -8,13 +8,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from samebits.df11.architectures import ARCHITECTURES, Blocks
-from samebits.df11.config import Df11Config, compile_pattern
+from samebits.df11.config import Df11Config, are_names, compile_pattern
 from samebits.errors import FormatError, InputError
 from samebits.format.folder import read_json
+from samebits.format.names import WEIGHT
 
 Patterns = dict[str, list[str]]  # regular expression of module paths -> attributes; none: the module's own weight
 
-WEIGHT = ".weight"
 TIED = ("lm_head", "model.embed_tokens")
 
 
@@ -97,9 +97,9 @@ def read_patterns(path: Path) -> Patterns:
         raise InputError("no such file", where=str(path), mend="give auto, or a JSON file of patterns")
     patterns = read_json(path)
     for pattern, names in patterns.items():
-        if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+        if not are_names(names):
             mend = 'write lists of names: {"layers\\\\.\\\\d+": ["mlp.up_proj"], "lm_head": []}'
-            raise FormatError("not a list of attributes", where=f"{path}: {pattern}", mend=mend)
+            raise FormatError("not a list of different attributes", where=f"{path}: {pattern}", mend=mend)
         try:
             compile_pattern(pattern)
         except InputError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -63,7 +64,7 @@ class Unit:
     @property
     def sizes(self) -> list[int]:
         """Words of each matrix."""
-        return [int(size) for size in np.diff(self.split_positions, prepend=0, append=self.words)]
+        return [end - start for start, end in pairwise([0, *self.split_positions.tolist(), self.words])]
 
     @property
     def blocks(self) -> int:

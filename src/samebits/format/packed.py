@@ -140,6 +140,10 @@ class Header:
         """Length of the whole packed tensor."""
         return align(self.sections["streams"].stop, 16)
 
+    def fits(self, data: torch.Tensor) -> bool:
+        """Whether a tensor can be the packed bytes: so many, one after another."""
+        return data.numel() == self.nbytes and data.dtype is torch.uint8 and data.is_contiguous()
+
     def to_bytes(self) -> bytes:
         """The header and shape sections."""
         rows, columns = self._rows_and_columns()
@@ -395,6 +399,10 @@ def check_in_memory(tensor: torch.Tensor) -> None:
             ("is on the meta device", "load it") if tensor.is_meta else (f"is {tensor.layout}", "call to_dense()")
         )
         raise InputError(f"a tensor {what}, so its values are not all in memory", mend=f"{mend} first")
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    ends = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    if tensor.numel() and ends > tensor.untyped_storage().nbytes():  # as sharding leaves parameters
+        raise InputError("a tensor's memory was freed, so its values are not there", mend="gather or load it first")
 
 
 def frequencies_of(section: NDArray[np.uint8]) -> NDArray[np.int64]:

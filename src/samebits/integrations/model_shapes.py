@@ -58,7 +58,7 @@ def meta_model(folder: Path) -> Any:
     """
     _check_size(read_json(folder / CONFIG), folder)
     if not find_spec("transformers"):
-        raise InputError("transformers is not installed", mend="pip install 'samebits[transformers]'")
+        raise InputError("transformers is not installed", mend="pip install 'transformers>=5.17' accelerate")
     try:
         return _meta_model(folder)
     except WRONG_CONFIG as error:

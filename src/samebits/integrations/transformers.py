@@ -23,7 +23,7 @@ try:
     from transformers.utils.hub import cached_file
     from transformers.utils.quantization_config import QuantizationConfigMixin
 except ImportError as error:
-    mend = "pip install 'samebits[transformers]'"
+    mend = "pip install 'transformers>=5.17' accelerate"
     raise InputError("transformers 5.17 or newer is not installed", mend=mend) from error
 
 from samebits.format.folder import INDEX_SUFFIX, KEY, STEM, VERSION, Folder, check_version

@@ -73,8 +73,17 @@ def decode_experts(packed: PackedTensor, routed: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _packed(data: torch.Tensor, shape: list[int], fields: list[int]) -> PackedTensor:
-    return PackedTensor(header_of(tuple(shape), tuple(fields)), data)
+def packed_of(data: torch.Tensor, shape: list[int], fields: list[int]) -> PackedTensor:
+    """What an operator's arguments stand for; without digests.
+
+    Raises:
+        InputError: not so many bytes as the header says, beyond whose end a decoder would read.
+    """
+    header = header_of(tuple(shape), tuple(fields))
+    if not header.fits(data):
+        what = f"{tuple(data.shape)} of {data.dtype} in the place of {header.nbytes} packed bytes"
+        raise InputError(what, mend="give the bytes that the shape and the fields are of")
+    return PackedTensor(header, data)
 
 
 def _check_ids(data: torch.Tensor, shape: list[int], ids: torch.Tensor) -> None:
@@ -87,13 +96,13 @@ def _check_ids(data: torch.Tensor, shape: list[int], ids: torch.Tensor) -> None:
 
 
 def _decode_on_cpu(data: torch.Tensor, shape: list[int], fields: list[int]) -> torch.Tensor:
-    return decode_cpu(_packed(data, shape, fields))
+    return decode_cpu(packed_of(data, shape, fields))
 
 
 def _decode_on_cuda(data: torch.Tensor, shape: list[int], fields: list[int]) -> torch.Tensor:
     from samebits.kernels.decode import decode_cuda
 
-    return decode_cuda(_packed(data, shape, fields))
+    return decode_cuda(packed_of(data, shape, fields))
 
 
 def _decode_fake(data: torch.Tensor, shape: list[int], fields: list[int]) -> torch.Tensor:
@@ -102,14 +111,14 @@ def _decode_fake(data: torch.Tensor, shape: list[int], fields: list[int]) -> tor
 
 def _rows_on_cpu(data: torch.Tensor, shape: list[int], fields: list[int], ids: torch.Tensor) -> torch.Tensor:
     _check_ids(data, shape, ids)
-    return decode_rows_cpu(_packed(data, shape, fields), ids)
+    return decode_rows_cpu(packed_of(data, shape, fields), ids)
 
 
 def _rows_on_cuda(data: torch.Tensor, shape: list[int], fields: list[int], ids: torch.Tensor) -> torch.Tensor:
     from samebits.kernels.rows import decode_rows_cuda
 
     _check_ids(data, shape, ids)
-    return decode_rows_cuda(_packed(data, shape, fields), ids)
+    return decode_rows_cuda(packed_of(data, shape, fields), ids)
 
 
 def _rows_fake(data: torch.Tensor, shape: list[int], fields: list[int], ids: torch.Tensor) -> torch.Tensor:
@@ -119,14 +128,14 @@ def _rows_fake(data: torch.Tensor, shape: list[int], fields: list[int], ids: tor
 
 def _experts_on_cpu(data: torch.Tensor, shape: list[int], fields: list[int], routed: torch.Tensor) -> torch.Tensor:
     _check_ids(data, shape, routed)
-    return decode_experts_cpu(_packed(data, shape, fields), routed)
+    return decode_experts_cpu(packed_of(data, shape, fields), routed)
 
 
 def _experts_on_cuda(data: torch.Tensor, shape: list[int], fields: list[int], routed: torch.Tensor) -> torch.Tensor:
     from samebits.kernels.rows import decode_experts_cuda
 
     _check_ids(data, shape, routed)
-    return decode_experts_cuda(_packed(data, shape, fields), routed)
+    return decode_experts_cuda(packed_of(data, shape, fields), routed)
 
 
 def _experts_fake(data: torch.Tensor, shape: list[int], fields: list[int], routed: torch.Tensor) -> torch.Tensor:

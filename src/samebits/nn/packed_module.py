@@ -159,7 +159,7 @@ class PackedModule(nn.Module):
                 known, now = self.sb_versions.get(piece.slot), _mark(stored)
                 if known != now and known is not None and known[0] == now[0] and not _is_accepted(stored):
                     _refuse_other_bytes(piece, stored, f"{self.sb_base.__name__}.{name}")
-                if known != now or (piece.header and not _is_like_packed_bytes(stored, piece.header)):
+                if known != now or (piece.header and not piece.header.fits(stored)):
                     _refuse_other_length(piece, stored, f"{self.sb_base.__name__}.{name}")
                     self.sb_versions[piece.slot] = now
         return data
@@ -402,13 +402,9 @@ def _refuse_other_length(piece: Piece, stored: torch.Tensor, where: str) -> None
     Raises:
         DigestError: somebody put something else in the place of packed bytes, beyond whose end a decoder would read.
     """
-    if piece.header and not _is_like_packed_bytes(stored, piece.header):
+    if piece.header and not piece.header.fits(stored):
         what = f"{stored.numel()} of {stored.dtype} in the place of {piece.header.nbytes} packed bytes"
         raise DigestError(what, where=where, mend="load it again")
-
-
-def _is_like_packed_bytes(stored: torch.Tensor, header: Header) -> bool:
-    return stored.numel() == header.nbytes and stored.dtype is torch.uint8 and stored.is_contiguous()
 
 
 class _EmbeddingRows(nn.Embedding):

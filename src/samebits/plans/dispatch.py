@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from samebits.format.packed import Header, PackedTensor
+from samebits.format.packed import PackedTensor
 from samebits.kernels import nvrtc
 from samebits.kernels.decode import decode_cuda
-from samebits.kernels.ops import decode_packed, header_of
+from samebits.kernels.ops import decode_packed, packed_of
 from samebits.plans import recall
 from samebits.plans.call import call_of
 from samebits.plans.together import Together
@@ -68,24 +68,16 @@ def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> 
     return call.multiply(x, packed, bias)
 
 
-def _packed(data: torch.Tensor, shape: list[int], fields: list[int]) -> PackedTensor:
-    return PackedTensor(_header(shape, fields), data)
-
-
-def _header(shape: list[int], fields: list[int]) -> Header:
-    return header_of(tuple(shape), tuple(fields))
-
-
 def _decode_and_multiply(
     x: torch.Tensor, data: torch.Tensor, bias: torch.Tensor | None, shape: list[int], fields: list[int]
 ) -> torch.Tensor:
-    return F.linear(x, decode_packed(_packed(data, shape, fields)), bias)
+    return F.linear(x, decode_packed(packed_of(data, shape, fields)), bias)
 
 
 def _linear_on_cuda(
     x: torch.Tensor, data: torch.Tensor, bias: torch.Tensor | None, shape: list[int], fields: list[int]
 ) -> torch.Tensor:
-    return linear(x, _packed(data, shape, fields), bias)
+    return linear(x, packed_of(data, shape, fields), bias)
 
 
 def _linear_fake(
@@ -103,7 +95,7 @@ def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """As torch's own, of two dimensions."""
     [data] = ctx.saved_tensors
     has_x, _, has_bias, *_ = ctx.needs_input_grad
-    of_x = grad @ decode_packed(_packed(data, ctx.shape, ctx.fields)) if has_x else None
+    of_x = grad @ decode_packed(packed_of(data, ctx.shape, ctx.fields)) if has_x else None
     return of_x, None, grad.sum(0) if has_bias else None, None, None
 
 
