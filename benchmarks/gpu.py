@@ -3,9 +3,10 @@
     python benchmarks/gpu.py [--name h200]        writes results/<name>.json
 
 Decoding is timed inside CUDA graphs over more than 800 MB of distinct packed weights, so that nothing stays in the L2
-cache; every output is compared with the original words first. The roof of a decode is the time to fill its output plus
-the time to read its packed bytes, both measured in the same run by plain kernels. Encoding is timed by the clock,
-planning on the host included.
+cache. Each matrix is decoded and compared with the original words before it is timed, and so are the outputs of the
+last replay that are still there, OUTPUTS of them, afterwards: a word that differs ends the run. The roof of a decode is
+the time to fill its output plus the time to read its packed bytes, both measured in the same run by plain kernels.
+Encoding is timed by the clock, planning on the host included.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ def measure(weights: torch.Tensor, repeats: int) -> dict[str, Any]:
         outputs[i % OUTPUTS] = samebits.decode(copies[i])
 
     decoding = time_graph([partial(decode, i) for i in range(len(copies))], repeats)
-    assert all(torch.equal(out.view(torch.int16), weights.view(torch.int16)) for out in outputs if out is not None)
+    if not all(torch.equal(out.view(torch.int16), weights.view(torch.int16)) for out in outputs if out is not None):
+        raise SystemExit(f"{tuple(weights.shape)}: not identical")
     roofs = measure_roofs([copy.data for copy in copies], weights.numel(), repeats)
     roof = roofs.decode_seconds(packed.nbytes)
     encoding = time_clock(lambda: samebits.encode(weights), repeats)

@@ -128,8 +128,6 @@ def compare(combination: Combination) -> tuple[bool, int]:
     x = operand()
     bias = placed((case.rows,), case.operands == "misaligned bias").normal_() if case.has_bias else None
     packed = samebits.encode(weight)
-    if packed.is_raw:
-        return False, 0
     expected = F.linear(x, weight, bias)
     find_plan(x, packed, bias)
     is_fused = plan_of(x, packed, bias) is not None

@@ -15,6 +15,7 @@ from samebits.df11.checkpoint import UnitEntry
 from samebits.digest import digest
 from samebits.errors import DigestError, SamebitsError
 from samebits.format.container import Checkpoint, Entry
+from samebits.format.folder import CHANGED
 from samebits.format.mapping import scratch
 from samebits.format.packed import STORED_DIGEST_END, PackedTensor
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, int], None]
 _COMPARE_BYTES = 16 << 20
-_MEND = "the file is damaged: fetch or write it again"
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def decode_checked(packed: PackedTensor, out: torch.Tensor, device: str = "cpu")
 
         out.copy_(decode_packed(packed.to(device)))
     if digest(out) != packed.header.original_digest:
-        raise DigestError("the decoded words differ from their digest", mend=_MEND)
+        raise DigestError("the decoded words differ from their digest", mend=CHANGED)
     return out
 
 
@@ -129,7 +129,7 @@ def verify_digests(checkpoint: Checkpoint, device: str = "cpu", progress: Progre
 def _verdict(
     checkpoint: Checkpoint, find: Callable[[Entry], Mismatch | None], progress: Progress | None, unchecked: int = 0
 ) -> Verdict:
-    done, total, found = 0, _total(checkpoint), []
+    done, total, found = 0, sum(entry.original_nbytes for entry in checkpoint), []
     for entry in checkpoint:
         if mismatch := find(entry):
             found.append(mismatch)
@@ -219,7 +219,3 @@ def _mismatch_at(entry: Entry, left: NDArray[np.uint8], right: NDArray[np.uint8]
     found, expected = ("0x" + array[value][::-1].tobytes().hex() for array in (left, right))
     index = tuple(int(i) for i in np.unravel_index(position, entry.shape))
     return Mismatch(entry.name, index, found, expected)
-
-
-def _total(checkpoint: Checkpoint) -> int:
-    return sum(entry.original_nbytes for entry in checkpoint)

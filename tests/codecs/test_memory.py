@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
@@ -95,6 +98,13 @@ def test_no_more_is_kept() -> None:
     assert kept() == 8192
 
 
+def test_what_is_free_outlives_what_is_never_kept() -> None:
+    """As between the layers of two tokens, where a large output layer comes in between."""
+    empty((1024,))
+    empty((4097,))
+    assert kept() == 2048
+
+
 def test_small_ones_are_left_to_the_c_library() -> None:
     empty((511,))
     assert kept() == 0
@@ -123,3 +133,28 @@ def test_tensors_decoded_one_after_the_other() -> None:
             assert torch.equal(samebits.decode(each).view(torch.int16), tensor.view(torch.int16))
     both = [samebits.decode(each) for each in packed[:2]]
     assert all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(both, every[:2], strict=True))
+
+
+FORKED = """
+import os, signal
+import numpy as np
+import torch
+import samebits
+from samebits.codecs import memory
+
+weight = torch.randn(2048, 1024).to(torch.bfloat16)
+expected, packed = weight.view(torch.int16).numpy(), samebits.encode(weight)
+memory._LEAST = 0
+samebits.decode(packed)  # by threads, which the child does not have
+with memory._lock:  # nor has it who would release this
+    child = os.fork()
+    if not child:
+        signal.alarm(60)
+        os._exit(not np.array_equal(samebits.decode(packed).view(torch.int16).numpy(), expected))
+raise SystemExit(os.waitpid(child, 0)[1])
+"""
+
+
+def test_a_forked_child_decodes() -> None:
+    environment = {**os.environ, "SAMEBITS_THREADS": "4"}
+    assert subprocess.run([sys.executable, "-c", FORKED], env=environment, timeout=300).returncode == 0

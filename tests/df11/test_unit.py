@@ -161,6 +161,14 @@ def test_a_missing_last_position_is_read() -> None:
     assert cut.decode().tobytes() == random_words(1, 100_000)[:words].tobytes()
 
 
+@pytest.mark.parametrize("positions", [[60, 60], [70, 60], [0], [100], [1 << 62, -(1 << 63), -(1 << 62), 5]])
+def test_positions_of_matrices_that_do_not_rise(positions: list[int]) -> None:
+    """Also where differences of 64 bits would."""
+    unit = replace(Unit.encode(random_words(1, 100), [100]), split_positions=np.array(positions, np.int64))
+    with pytest.raises(FormatError, match="split_positions do not rise within the weights"):
+        unit.validate()
+
+
 @pytest.mark.parametrize(
     ("histogram", "message"),
     [
@@ -212,6 +220,20 @@ def test_long_codes_are_cured() -> None:
 def test_units_that_contradict_themselves(change: object, message: str) -> None:
     with pytest.raises(FormatError, match=message):
         change(unit_of("lm_head")).decode()  # type: ignore[operator]
+
+
+def test_a_gap_is_shorter_than_the_longest_code() -> None:
+    """One bit at least of a code that reaches into a window lies before it."""
+    words = random_words(1, 100_000, spread=0.5)
+    unit = Unit.encode(words, [words.size])
+    longest = int(unit.luts[-1].max())
+    gaps = np.packbits(np.unpackbits(unit.gaps).reshape(-1, 5), axis=1).ravel() >> 3
+    assert gaps.max() == longest - 1
+    assert unit.decode().tobytes() == words.tobytes()
+    gaps[gaps.argmax()] = longest
+    bits = np.unpackbits(gaps[:, None] << 3, axis=1)[:, :5]
+    with pytest.raises(FormatError, match="gaps are longer than codes"):
+        replace(unit, gaps=np.packbits(bits)).decode()
 
 
 def test_codes_of_all_lengths() -> None:

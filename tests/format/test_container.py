@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import struct
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,14 +18,15 @@ from safetensors.torch import load_file, save_file
 from samebits import api
 from samebits.codecs.reference import digest_reference
 from samebits.errors import FormatError, InputError, SamebitsError, VersionError
-from samebits.format import safetensors_file
+from samebits.format import mapping, safetensors_file
 from samebits.format.container import Checkpoint, FileInfo
 from samebits.format.folder import JOB
 from samebits.format.mapping import SCRATCH_IN_MEMORY, create_mapped, map_file, scratch
 from samebits.format.names import stored_name
 from samebits.format.safetensors_file import SafetensorsFile, SafetensorsWriter, TensorSpec, header_bytes
 from samebits.jobs.compress import Compression
-from tests.jobs.checkpoints import shards, stored, tensors, weights, write_file, write_folder
+from samebits.jobs.decompress import Decompression
+from tests.jobs.checkpoints import files_of, shards, stored, tensors, weights, write_file, write_folder
 
 WORD = {"dtype": "BF16", "shape": [2], "data_offsets": [0, 4]}
 
@@ -205,12 +209,15 @@ def test_a_packed_tensor_cut_short(tmp_path: Path) -> None:
         ('{"version":1,"digests":[]}', FormatError),
         ('{"version":1,"digests":{"norm":"xyz"}}', FormatError),
         ('{"version":1,"digests":{"norm":5}}', FormatError),
+        ('{"version":1,"digests":{"norm":"0123456789abcdef0"}}', FormatError),
         ('{"version":1,"digest":5}', FormatError),
         ('{"version":1,"digest":"0123"}', FormatError),
         ('{"version":1,"dhgests":{}}', FormatError),
         ('{"version":1,"file":"../../etc/x.safetensors"}', FormatError),
         ('{"version":1,"file":"config.json"}', FormatError),
         ('{"version":1,"file":7}', FormatError),
+        ('{"version":1,"file":"a\\u0000.safetensors"}', FormatError),
+        ('{"version":1,"file":"\\ud800.safetensors"}', FormatError),
     ],
 )
 def test_bad_file_metadata(tmp_path: Path, info: str, error: type[SamebitsError]) -> None:
@@ -334,6 +341,8 @@ def test_a_shard_of_the_index_is_missing(tmp_path: Path) -> None:
         ({"weight_map": {"ghost": "model-00001-of-00003.safetensors"}}, "ghost: the index puts it into"),
         ({"weight_map": {"a": "../model.safetensors"}}, "is no name for a safetensors file"),
         ({"weight_map": {"a": 5}}, "is no name for a safetensors file"),
+        ({"weight_map": {"a": "a\0.safetensors"}}, "is no name for a safetensors file"),
+        ({"weight_map": {"a": "\ud800.safetensors"}}, "is no name for a safetensors file"),
         ({"weight_map": {}}, "the index has no weight_map"),
         ({"weight_map": []}, "the index has no weight_map"),
         ({"metadata": []}, "the index has no weight_map"),
@@ -414,6 +423,8 @@ def test_a_tensor_at_an_odd_place(tmp_path: Path) -> None:
     data = b"\7" + words.view(torch.uint8).numpy().tobytes()
     entry = Checkpoint.open(write_raw(tmp_path / "model.safetensors", json.dumps(header), data)).entries["b"]
     assert torch.equal(entry.tensor().view(torch.int16), words.view(torch.int16))
+    assert entry.data().data_ptr() % 2 == 1
+    assert entry.tensor().data_ptr() % 2 == 0
 
 
 def test_writer_is_read_by_the_library(tmp_path: Path) -> None:
@@ -443,6 +454,28 @@ def test_room_that_is_filled_later(tmp_path: Path) -> None:
     assert content == {"first": [1, 2], "later": [[3, 4, 5], [6, 7, 8]], "last": [9]}
 
 
+def test_large_tensors_are_written_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(safetensors_file, "_COPY_BYTES", 7)
+    path = tmp_path / "out.safetensors"
+    with SafetensorsWriter(path, 256) as writer:
+        writer.append("a", "U8", (100,), torch.arange(100, dtype=torch.uint8))
+        writer.finish(["a"], {})
+    assert load_file(path)["a"].tolist() == list(range(100))
+
+
+def test_a_system_that_writes_less_than_it_is_asked_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Linux does of more than 2 GiB."""
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda file, data, place: pwrite(file, data[:7], place))
+    path = tmp_path / "out.safetensors"
+    with SafetensorsWriter(path, 256) as writer:
+        write = writer.allocate("a", "U8", (100,), 100)
+        write(50, memoryview(bytes(range(50, 100))))
+        write(0, memoryview(bytes(range(50))))
+        writer.finish(["a"], {})
+    assert load_file(path)["a"].tolist() == list(range(100))
+
+
 def test_an_interrupted_writer_leaves_no_file(tmp_path: Path) -> None:
     path = tmp_path / "out.safetensors"
     with SafetensorsWriter(path, 4096) as writer:
@@ -468,6 +501,15 @@ def test_names_in_any_script(tmp_path: Path) -> None:
     assert list(load_file(tmp_path / "out.safetensors")) == [stored_name(name)]
 
 
+def test_a_file_name_that_is_not_utf_8(tmp_path: Path) -> None:
+    """Systems take any bytes; Python has half of a surrogate pair for each that it cannot decode."""
+    (tmp_path / "source").mkdir()
+    write_file(tmp_path / "source" / os.fsdecode(b"\xff.safetensors"))
+    Compression(Checkpoint.open(tmp_path / "source"), tmp_path / "packed").run()
+    Decompression(Checkpoint.open(tmp_path / "packed"), tmp_path / "back").run()
+    assert files_of(tmp_path / "back") == files_of(tmp_path / "source")
+
+
 def test_scratch_space_beyond_memory_is_a_file() -> None:
     before = anonymous_bytes()
     space = scratch(4 * SCRATCH_IN_MEMORY)
@@ -475,6 +517,21 @@ def test_scratch_space_beyond_memory_is_a_file() -> None:
     assert int(space[-1]) == 7
     assert anonymous_bytes() - before < SCRATCH_IN_MEMORY
     assert scratch(100).tolist() == [0] * 100
+
+
+def test_scratch_space_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapping, "SCRATCH_IN_MEMORY", 100)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert scratch(1000).tolist() == [0] * 1000
+    assert list(tmp_path.iterdir()) == []
+
+    def fill_disk(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(mapping, "_reserve", fill_disk)
+    with pytest.raises(OSError, match=f"'{tmp_path}/samebits-"):  # it is there that it would be
+        scratch(1000)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_mapping_no_bytes(tmp_path: Path) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -208,6 +210,20 @@ def test_a_folder_in_the_way(tmp_path: Path, name: str) -> None:
     assert files_of(destination) == before
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "samebits.safetensors", "config.json", "older.safetensors"])
+def test_a_link_to_a_folder_in_the_way(tmp_path: Path, name: str) -> None:
+    """Only the link goes."""
+    source, destination = write_folder(tmp_path / "source"), write_folder(tmp_path / "packed")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    (destination / name).unlink(missing_ok=True)
+    (destination / name).symlink_to(tmp_path / "mine")
+    compress(source, destination, overwrite=True)
+    assert not (destination / name).is_dir()
+    assert verify_against(Checkpoint.open(destination), Checkpoint.open(source)).identical
+    assert files_of(tmp_path / "mine") == {"notes.txt": b"mine"}
+
+
 def test_a_file_in_the_way_of_a_folder(tmp_path: Path) -> None:
     source, destination = write_folder(tmp_path / "source"), write_folder(tmp_path / "packed")
     (destination / "extra" / "notes.txt").unlink()
@@ -234,6 +250,45 @@ def test_another_job_that_has_just_begun(tmp_path: Path) -> None:
         os.truncate(tmp_path / "packed" / JOB / "lock", 0)
         with pytest.raises(ResourceError, match=r"packed: another job is writing here; wait until it is done"):
             compress(write_folder(tmp_path / "source"), tmp_path / "packed")
+
+
+@pytest.mark.parametrize("is_followed", [False, True])
+def test_a_lock_that_its_owner_removes_before_it_is_taken(
+    tmp_path: Path, is_followed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lock of a file that is in no folder any more would keep nobody out."""
+    flock, folder, taken = fcntl.flock, tmp_path / "packed" / JOB, 0
+
+    def removed_before(*arguments: Any) -> None:
+        nonlocal taken
+        taken += 1
+        if taken == 1:
+            shutil.rmtree(folder)
+            if is_followed:  # by the next job
+                folder.mkdir()
+                (folder / "lock").touch()
+        flock(*arguments)
+
+    monkeypatch.setattr(fcntl, "flock", removed_before)
+    with (
+        Workspace(tmp_path / "packed", True, {"job": 1}, overwrite=False),
+        pytest.raises(ResourceError, match="another job"),
+        Workspace(tmp_path / "packed", True, {"job": 1}, overwrite=False),
+    ):
+        pass
+    assert taken == 3
+
+
+def test_a_shard_is_on_the_disk_before_it_counts_as_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[tuple[int, bool]] = []
+    with Workspace(tmp_path / "packed", True, {"job": 1}, overwrite=False) as space:
+        shard = write_file(space.out / "a.safetensors")
+        monkeypatch.setattr(
+            os, "fsync", lambda file: synced.append((os.fstat(file).st_ino, space.is_finished("a.safetensors")))
+        )
+        space.record("a.safetensors")
+        assert synced == [(shard.stat().st_ino, False)]
+        assert space.is_finished("a.safetensors")
 
 
 def test_two_jobs_on_one_file(tmp_path: Path) -> None:

@@ -552,3 +552,33 @@ def test_a_shallow_copy_stays_what_it_is() -> None:
     assert type(other) is nn.Linear
     assert same_bits(other(INPUT), expected)
     assert same_bits(module(INPUT), expected)
+
+
+class CallsItself(CopiesItself):
+    def forward(self, x: torch.Tensor, times: int = 2) -> torch.Tensor:
+        weight = self.w
+        y = x @ weight
+        if times:
+            y = self(y, times - 1)
+            assert self.w is weight
+        return y @ self.w
+
+
+def test_a_module_that_calls_itself() -> None:
+    module = CallsItself().to(torch.bfloat16)
+    expected = module(INPUT)
+    samebits.compress(module, min_weights=MIN_WEIGHTS)
+    assert same_bits(module(INPUT), expected)
+    assert module.sb_decoded is None
+
+
+def test_a_kind_that_is_registered_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_module, "_KINDS", [])
+    monkeypatch.setattr(packed_module, "_CLASSES", {})
+
+    class Kind(PackedModule):
+        pass
+
+    assert not issubclass(packed_class(CopiesItself, ("w",)), Kind)
+    packed_module.register_kind(lambda base: base is CopiesItself, Kind)
+    assert issubclass(packed_class(CopiesItself, ("w",)), Kind)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -194,3 +195,32 @@ def test_operator_inside_torch_compile(packed: PackedTensor) -> None:
         return torch.ops.samebits.linear(x, packed.data, BIAS, shape, fields) * 2
 
     assert same(doubled(normal(2, 3, K)), F.linear(normal(2, 3, K), WEIGHT, BIAS) * 2)
+
+
+def test_a_bias_that_changes_unseen_is_not_known(gpu: FakeGpu, packed: PackedTensor) -> None:
+    with torch.inference_mode():
+        bias = BIAS.clone()
+    x, kept = normal(2, K), resident(packed.data)
+    assert same(dispatch.linear(x, packed, bias), split_linear(x, WEIGHT, bias, 3))
+    assert kept is resident(packed.data)
+    assert kept is not None
+    assert not kept.calls
+    gpu.split = 2  # of products without a bias, whose plan is another
+    assert same(dispatch.linear(x, packed, None), split_linear(x, WEIGHT, None, 2))
+
+
+def test_what_is_known_holds_for_its_header_device_and_dtype(gpu: FakeGpu, packed: PackedTensor) -> None:
+    x = normal(2, K)
+    made = call.call_of(x, packed, None)
+    assert made is not None
+    assert made.is_like(x, packed, None)
+    assert not made.is_like(x, replace(packed, header=replace(packed.header)), None)
+    assert not made.is_like(x.half(), packed, None)
+    assert not made._replace(device=made.device + 1).is_like(x, packed, None)
+
+
+def test_why_many_tokens_are_decoded_first(gpu: FakeGpu, packed: PackedTensor) -> None:
+    """Of another dtype than the weight's, torch refuses the product, and what is found holds for nothing."""
+    x = normal(call.MAX_HOPPER_TOKENS + 1, K)
+    assert call.decoding(x, packed, None) == call.Decoding(None, True)
+    assert call.decoding(x.half(), packed, None) == call.Decoding(None, False)

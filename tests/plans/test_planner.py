@@ -10,6 +10,7 @@ import torch
 
 from samebits.errors import DeviceError, InputError
 from samebits.kernels.linear import LinearPlan
+from samebits.kernels.linear_launch import VARIANTS
 from samebits.plans import planner
 from samebits.plans.environment import Environment
 from samebits.plans.key import PlanKey
@@ -262,3 +263,24 @@ def test_a_group_that_cannot_be_timed(timed: list[object], monkeypatch: pytest.M
         patch.setattr(planner, "fastest_together", fail)
         assert group_of(new_process()) is None
     assert group_of(new_process()) == 2  # was not kept on disk
+
+
+def test_the_first_and_the_last_variant_that_is_none(timed: list[object]) -> None:
+    PlanStore(ENVIRONMENT).add_group(KEYS, GroupOutcome(len(VARIANTS) - 1))
+    assert group_of(new_process()) == len(VARIANTS) - 1
+    assert not timed
+    PlanStore(ENVIRONMENT).add_group(KEYS, GroupOutcome(len(VARIANTS)))
+    assert group_of(new_process()) == 2
+    assert len(timed) == 1
+
+
+def test_a_long_prompt_has_the_plan_on_disk_at_once_where_no_other_is_looked_for(
+    gpu: FakeGpu, calibrations: list[PlanKey], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planner, "MANY_TOKENS", 2)
+    many = KEY._replace(tokens=3)
+    new_process().outcome(many)
+    assert new_process().outcome_of_call(many).plan is None
+    monkeypatch.setenv(planner.MODE_VARIABLE, "cached")
+    assert new_process().outcome_of_call(many).plan == RIGHT
+    assert calibrations == [many]

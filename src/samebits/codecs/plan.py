@@ -83,9 +83,9 @@ class _Candidate:
     table: CanonicalCode
 
 
-def make_plan(shape: tuple[int, ...], counter: Counter, chunk_stages: int = CHUNK_STAGES) -> Plan | None:
+def make_plan(shape: tuple[int, ...], counter: Counter) -> Plan | None:
     """Decide how to pack a tensor of ``shape``; None if packing would not make it smaller."""
-    layout, geometry = Geometry.of_shape(shape, chunk_stages)
+    layout, geometry = Geometry.of_shape(shape, CHUNK_STAGES)
     stride = max(1, geometry.words // SAMPLE_WORDS) | 1
     statistics = counter.rows(stride)
     best = _best_candidate(statistics, counter, geometry, stride)

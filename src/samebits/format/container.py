@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ import torch
 
 from samebits.digest import digest
 from samebits.errors import DigestError, FormatError, SamebitsError
-from samebits.format.folder import DAMAGED, KEY, VERSION, Folder, check_version, file_name_of, single_file
+from samebits.format.folder import CHANGED, DAMAGED, KEY, VERSION, Folder, check_version, file_name_of, single_file
 from samebits.format.names import original_name
 from samebits.format.packed import HEADER_BYTES, MAX_DIMENSIONS, STORED_DIGEST_END, Header, PackedTensor
 from samebits.format.safetensors_file import SafetensorsFile, TensorSpec
@@ -122,10 +123,7 @@ class Entry:
     @property
     def words(self) -> int:
         """Number of values."""
-        words = 1
-        for dimension in self.shape:
-            words *= dimension
-        return words
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -168,8 +166,7 @@ class Entry:
         elif self.digest is not None:
             found = digest(self.data())
         if found != expected:
-            mend = "the file is damaged: fetch or write it again"
-            raise DigestError("the bytes differ from their digest", where=self.where, mend=mend)
+            raise DigestError("the bytes differ from their digest", where=self.where, mend=CHANGED)
 
     @classmethod
     def read(cls, file: SafetensorsFile, spec: TensorSpec, info: FileInfo) -> Entry:

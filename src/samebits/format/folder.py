@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ INDEX_SUFFIX = ".safetensors.index.json"
 CONFIG = "config.json"
 JOB = ".samebits-job"  # in a folder that a job is writing
 DAMAGED = "the file is damaged or was not written by samebits"
+CHANGED = "the file is damaged: fetch or write it again"
 _OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
 _STEMS = (STEM, "model")  # where weights are looked for first
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
@@ -161,9 +163,17 @@ def file_name_of(name: object) -> str | None:
     """A file name from untrusted text: it must stay in its folder."""
     if name is None:
         return None
-    if not isinstance(name, str) or Path(name).name != name or not name.endswith(SUFFIX) or "\0" in name:
+    if not isinstance(name, str) or Path(name).name != name or not name.endswith(SUFFIX) or not _can_be_named(name):
         raise FormatError(f"{name!r} is no name for a safetensors file", mend=DAMAGED)
     return name
+
+
+def _can_be_named(name: str) -> bool:
+    """Whether the system takes it as a file's name: no NUL, no lone surrogates but those that stand for bytes."""
+    try:
+        return b"\0" not in os.fsencode(name)
+    except UnicodeEncodeError:
+        return False
 
 
 def single_file(path: Path) -> Path:

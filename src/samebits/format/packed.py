@@ -137,8 +137,8 @@ class Header:
 
     @cached_property
     def nbytes(self) -> int:
-        """Length of the whole packed tensor."""
-        return align(self.sections["streams"].stop, 16)
+        """Length of the whole packed tensor; RAW: of its words."""
+        return 2 * self.words if self.code is Code.RAW else align(self.sections["streams"].stop, 16)
 
     def fits(self, data: torch.Tensor) -> bool:
         """Whether a tensor can be the packed bytes: so many, one after another."""

@@ -21,7 +21,7 @@ from samebits.jobs.job import Job, Shard
 from samebits.jobs.options import CompressOptions, Progress, RunOptions, silent
 from samebits.jobs.pieces import Piece
 
-_SPACE = 0.72  # of a packed tensor's original bytes: more than trained weights ever took
+SPACE = 0.72  # of the original bytes of what is packed: more than trained weights ever took
 _ALIGNMENT = 128  # of the first packed tensor in its file
 _WIDE = 10**15  # an offset longer in text than any
 
@@ -63,7 +63,7 @@ class Compression(Job):
 
     def result_bytes(self, entry: Entry) -> int:
         nbytes = 2 * entry.words if self.options.casts(entry) else entry.original_nbytes
-        return int(nbytes * _SPACE) if self.options.packs(entry) else nbytes
+        return int(nbytes * SPACE) if self.options.packs(entry) else nbytes
 
     def write(self, shard: Shard, path: Path, pieces: Iterator[Piece]) -> None:
         """Packed tensors first, then the others by falling width: so all are aligned, without holes."""

@@ -31,7 +31,7 @@ from samebits.format.safetensors_file import (
     Stored,
     header_size,
 )
-from samebits.jobs.compress import check_config
+from samebits.jobs.compress import SPACE, check_config
 from samebits.jobs.job import Job, Shard, write_json
 from samebits.jobs.options import Progress, RunOptions, silent
 from samebits.jobs.pieces import Piece
@@ -41,7 +41,6 @@ from samebits.jobs.workspace import Workspace
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_SPACE = 0.72  # of a unit's original bytes: more than trained weights ever took
 _TRANSFORMERS, _DIFFUSERS = "model.safetensors", "diffusion_pytorch_model.safetensors"
 _SPLIT = "split_positions"  # of a unit's tensors the one that is not bytes
 
@@ -112,7 +111,7 @@ class Df11Compression(Job):
         return False
 
     def result_bytes(self, entry: Entry) -> int:
-        return int(entry.nbytes * _SPACE) if entry.name in self.unit_of else entry.nbytes
+        return int(entry.nbytes * SPACE) if entry.name in self.unit_of else entry.nbytes
 
     def write(self, shard: Shard, path: Path, pieces: Iterator[Piece]) -> None:
         """In the order of the safetensors library: by falling width, then by name. All sizes are known ahead."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from samebits.bf16 import entropy, exponent_histogram
@@ -121,7 +120,7 @@ def _estimate(entry: Entry, exact: bool) -> TensorEstimate:
     sample = (tensor if exact else sample_rows(tensor)).to(torch.bfloat16)
     packed = encode_cpu(sample, allocate=scratch)
     stored = 2 * entry.words if packed.is_raw else _scaled_bytes(packed, entry.words)
-    bits = entropy(np.asarray(exponent_histogram(sample)))
+    bits = entropy(exponent_histogram(sample))
     return TensorEstimate(entry.name, entry.shape, entry.words, entry.original_nbytes, stored, bits, not packed.is_raw)
 
 
