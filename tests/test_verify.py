@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -55,6 +56,18 @@ def test_identical(packed: Path, tmp_path: Path) -> None:
     verdict = verify_digests(checkpoint)
     assert (verdict.identical, verdict.unchecked, verdict.nbytes) == (True, 0, total)
     assert seen[-1] == (total, total)
+
+
+def test_several_values_in_a_byte(tmp_path: Path) -> None:
+    """Which of them differs is not said."""
+    header = json.dumps({"z": {"dtype": "F4", "shape": [8, 8], "data_offsets": [0, 32]}}).encode()
+    checkpoints = []
+    for number, byte in enumerate((0x10, 0)):
+        path = tmp_path / f"{number}.safetensors"
+        path.write_bytes(len(header).to_bytes(8, "little") + header + bytes([0, 0, 0, byte]) + bytes(28))
+        checkpoints.append(Checkpoint.open(path))
+    [mismatch] = verify_against(*checkpoints).mismatches
+    assert mismatch == Mismatch("z", None, "0x10 in byte 3", "0x00 in byte 3")
 
 
 @pytest.mark.parametrize("index", [(0, 0), (3, 7), (499, 127)])

@@ -213,7 +213,9 @@ def first_difference(left: NDArray[np.uint8], right: NDArray[np.uint8]) -> int |
 
 
 def _mismatch_at(entry: Entry, left: NDArray[np.uint8], right: NDArray[np.uint8], first: int) -> Mismatch:
-    width = max(1, left.size // entry.words)
+    width = left.size // entry.words
+    if not width:  # several values in a byte
+        return Mismatch(entry.name, None, *(f"0x{array[first]:02x} in byte {first}" for array in (left, right)))
     position = first // width
     value = slice(position * width, (position + 1) * width)
     found, expected = ("0x" + array[value][::-1].tobytes().hex() for array in (left, right))

@@ -136,6 +136,16 @@ def test_a_name_twice_among_many() -> None:
     assert 0 < CountedName.compared < 20_000
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "model.safetensors.index.json"])
+def test_a_pipe_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    if name == "config.json":
+        save_file({"a.weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    os.mkfifo(tmp_path / name)
+    for path in {tmp_path, tmp_path / name if name.endswith("safetensors") else tmp_path}:
+        with pytest.raises(InputError, match=f"{name}: no regular file; remove it"):
+            Checkpoint.open(path)
+
+
 def test_a_name_twice_in_two_files(tmp_path: Path) -> None:
     for name in ("first.safetensors", "second.safetensors"):
         save_file({"a.weight": torch.ones(2)}, tmp_path / name)

@@ -231,6 +231,7 @@ def test_what_compress_refuses(tmp_path: Path) -> None:
         (source, tmp_path, None, InputError, "overlap"),
         (single, single, None, InputError, "overlap"),
         (single, tmp_path / "folder", None, InputError, "ends in .safetensors"),
+        (source, tmp_path / "b.safetensors", None, InputError, "no name for a folder"),
         (single, tmp_path / "packed", None, InputError, "not a safetensors file name"),
         (source, single, None, InputError, "a file is in the way"),
         (source, tmp_path / "packed", None, InputError, "the folder is not empty"),
@@ -388,6 +389,25 @@ def test_what_was_downloaded_is_found_without_a_network(monkeypatch: pytest.Monk
 
 def offline(api: object, name: str) -> list[str]:
     raise OfflineModeIsEnabled("offline")
+
+
+def test_what_cannot_be_copied_is_seen_before_anything_is_written(tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "source")
+    (source / "extra" / "endless.bin").symlink_to("/dev/zero")
+    with pytest.raises(InputError, match=r"source/extra/endless.bin: no regular file; remove it"):
+        compress(source, tmp_path / "packed")
+    assert not (tmp_path / "packed").exists()
+
+
+def test_an_empty_tensor_with_a_dimension_that_torch_does_not_know(tmp_path: Path) -> None:
+    """It has no values to cast."""
+    header = {"a": {"dtype": "F32", "shape": [0, 1 << 63], "data_offsets": [0, 0]}}
+    text = json.dumps(header).encode()
+    source, packed = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    source.write_bytes(len(text).to_bytes(8, "little") + text)
+    compress(source, packed, CompressOptions(cast=True, min_weights=0))
+    entry = Checkpoint.open(packed).entries["a"]
+    assert (entry.dtype, entry.shape) == ("F32", (0, 1 << 63))
 
 
 def test_a_link_that_leads_nowhere(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -107,6 +108,15 @@ def test_a_finished_shard_that_was_damaged_is_made_again(tmp_path: Path) -> None
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
     shard.write_bytes(data)
+    assert compress(source, destination).resumed_shards == 2
+    assert verify_against(Checkpoint.open(destination), Checkpoint.open(source)).identical
+
+
+@pytest.mark.parametrize("content", ["", "[", "3"])
+def test_a_finished_shard_of_which_nothing_is_known_is_made_again(tmp_path: Path, content: str) -> None:
+    """As where power failed before the note of it was on the disk."""
+    source, destination = write_folder(tmp_path / "source"), tmp_path / "packed"
+    (interrupted(source, destination) / "samebits-00002-of-00003.safetensors.done").write_text(content)
     assert compress(source, destination).resumed_shards == 2
     assert verify_against(Checkpoint.open(destination), Checkpoint.open(source)).identical
 
@@ -291,6 +301,47 @@ def test_a_shard_is_on_the_disk_before_it_counts_as_finished(tmp_path: Path, mon
         assert space.is_finished("a.safetensors")
 
 
+def test_a_folder_that_its_owner_removes_before_it_is_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    has_lock, fails = Workspace._has_lock, [FileNotFoundError(), FileExistsError(), False]
+
+    def later(space: Workspace) -> bool:
+        if not fails:
+            return has_lock(space)
+        if isinstance(fail := fails.pop(), OSError):
+            raise fail
+        return fail
+
+    monkeypatch.setattr(Workspace, "_has_lock", later)
+    compress(write_folder(tmp_path / "source"), tmp_path / "packed")
+    assert Checkpoint.open(tmp_path / "packed").is_packed
+    monkeypatch.setattr(Workspace, "_has_lock", Mock(side_effect=FileExistsError("something in the way")))
+    with pytest.raises(FileExistsError, match="in the way"):
+        compress(tmp_path / "source", tmp_path / "another")
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_the_next_job_begins_while_a_folder_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    """Its lock is left alone, and what was done is done."""
+    source, destination = write_folder(tmp_path / "source"), tmp_path / "packed"
+    rmdir = Path.rmdir
+
+    def late(folder: Path) -> None:
+        if folder.name == JOB:
+            (folder / "lock").write_text("the next one's")
+        rmdir(folder)
+
+    monkeypatch.setattr(Path, "rmdir", late)
+    if ends:
+        compress(source, destination)
+        assert verify_against(Checkpoint.open(destination), Checkpoint.open(source)).identical
+    else:
+        with pytest.raises(FormatError, match="torn"):
+            compress_with(Workspace, "publish", Mock(side_effect=FormatError("torn")), source, destination)
+    assert (destination / JOB / "lock").read_text() == "the next one's"
+
+
 def test_two_jobs_on_one_file(tmp_path: Path) -> None:
     source = write_file(tmp_path / "a.safetensors")
     target = tmp_path / "b.safetensors"
@@ -375,6 +426,7 @@ def test_too_little_space_is_seen_before_anything_is_written(tmp_path: Path, mon
     with pytest.raises(ResourceError, match=r"needs .* kB, 100.00 kB are free; free .* kB or choose"):
         compress(write_folder(tmp_path / "source"), tmp_path / "packed")
     assert encoded == []
+    assert not (tmp_path / "packed").exists()
 
 
 def test_what_an_interrupted_run_left_unfinished_takes_no_space(

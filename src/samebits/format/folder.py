@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from samebits.errors import FormatError, InputError, SamebitsError, VersionError
+from samebits.format.mapping import check_regular
 from samebits.format.safetensors_file import SUFFIX, SafetensorsFile
 
 VERSION = 1
@@ -122,7 +123,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
     Raises:
         FormatError: something else is in it.
+        InputError: no regular file.
     """
+    check_regular(path)
     try:
         value = json.loads(path.read_bytes())
     except (ValueError, RecursionError):
@@ -163,7 +166,7 @@ def file_name_of(name: object) -> str | None:
     """A file name from untrusted text: it must stay in its folder."""
     if name is None:
         return None
-    if not isinstance(name, str) or Path(name).name != name or not name.endswith(SUFFIX) or not _can_be_named(name):
+    if not isinstance(name, str) or Path(name).name != name or Path(name).suffix != SUFFIX or not _can_be_named(name):
         raise FormatError(f"{name!r} is no name for a safetensors file", mend=DAMAGED)
     return name
 

@@ -11,8 +11,20 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from samebits.errors import InputError
+
 SCRATCH_IN_MEMORY = 64 << 20  # bytes up to which scratch space is plain memory
 _WRITTEN = 1 << 20  # bytes at once
+
+
+def check_regular(path: Path) -> None:
+    """Before it is read: a pipe might never give anything, a device never end. What is not there is left to reading.
+
+    Raises:
+        InputError: a pipe, a socket or a device.
+    """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise InputError("no regular file", where=str(path), mend="remove it, or put a file in its place")
 
 
 def map_file(path: Path, start: int, nbytes: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from samebits.errors import FormatError
-from samebits.format.mapping import map_file
+from samebits.format.mapping import check_regular, map_file
 from samebits.format.packed import align
 
 SUFFIX = ".safetensors"
@@ -75,8 +75,10 @@ class SafetensorsFile:
 
         Raises:
             FormatError: no valid safetensors file: truncated, overlapping tensors, a name twice, ...
+            InputError: no regular file.
             OSError: the file cannot be read.
         """
+        check_regular(path)
         with path.open("rb") as file:
             _validate(path)
             (length,) = struct.unpack("<Q", file.read(_LENGTH_BYTES))

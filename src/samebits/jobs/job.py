@@ -17,6 +17,7 @@ from samebits.df11.checkpoint import UnitEntry
 from samebits.errors import InputError
 from samebits.format.container import Checkpoint, Entry
 from samebits.format.folder import CONFIG, INDEX_SUFFIX, VERSION, index_name, is_numbered, read_json
+from samebits.format.mapping import check_regular
 from samebits.format.safetensors_file import SUFFIX, SafetensorsFile
 from samebits.jobs.device import resolve_device
 from samebits.jobs.options import Progress, RunOptions, silent
@@ -96,7 +97,7 @@ class Job(ABC):
         weights = {file.path for file in checkpoint.files}
         self.others, self.skipped = other_files(checkpoint.path, weights) if self.is_folder else ([], [])
         self.others = [path for path in self.others if not _is_within(checkpoint.path / path, destination)]
-        _check_links(checkpoint.path / path for path in self.others)
+        _check_readable(checkpoint.path / path for path in self.others)
         self._progress, self._done = progress, 0
         self._total = sum(shard.nbytes for shard in self.shards)
 
@@ -256,10 +257,11 @@ def _is_within(path: Path, folder: Path) -> bool:
     return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
 
 
-def _check_links(paths: Iterable[Path]) -> None:
+def _check_readable(paths: Iterable[Path]) -> None:
     for path in paths:
         if path.is_symlink() and not path.exists():
             raise InputError("the link leads nowhere", where=str(path), mend="remove it, or fetch the file")
+        check_regular(path)
 
 
 def _check_places(source: Path, destination: Path, is_folder: bool) -> None:
@@ -267,6 +269,9 @@ def _check_places(source: Path, destination: Path, is_folder: bool) -> None:
     inner, outer = (Path(os.path.realpath(path)) for path in (destination, source))  # resolve() fails if links go round
     if inner == outer or (is_folder and (inner in outer.parents or outer in inner.parents)):
         raise InputError("source and destination overlap", where=where, mend="choose a destination elsewhere")
+    if is_folder and destination.suffix == SUFFIX and not destination.exists():
+        mend = f"the source is a folder: give a name that does not end in {SUFFIX}"
+        raise InputError("no name for a folder", where=where, mend=mend)
     if not is_folder and (destination.is_dir() or destination.suffix != SUFFIX):
         mend = f"the source is a single file: give a file name that ends in {SUFFIX}"
         raise InputError("not a safetensors file name", where=where, mend=mend)

@@ -8,6 +8,8 @@ import os
 import shutil
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -22,6 +24,7 @@ if sys.platform != "win32":
     import fcntl
 
 _SHORT = 300  # characters
+_ATTEMPTS = 100
 FILES = "files"  # of an identity: what the source's files are, which may have changed since a job began
 
 
@@ -68,28 +71,38 @@ class Workspace:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, SamebitsError) and not isinstance(error, ResourceError):
-            self._discard()  # running it again would end the same way
+        if isinstance(error, SamebitsError) and not (isinstance(error, ResourceError) and self._has_finished()):
+            self._discard()  # running it again would end the same way, or begin anew
         self._release()
 
     def _take_lock(self) -> None:
         if sys.platform == "win32":
             what = "files are not written on Windows, where one that is open can be neither replaced nor removed"
             raise ResourceError(what, where=str(self.destination), mend="use the Windows Subsystem for Linux")
-        path = self.folder / "lock"
-        while True:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            lock = path.open("a+")
+        for attempt in count(1):
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise self._held_by(lock) from None
-            if path.exists() and os.path.samestat(path.stat(), os.fstat(lock.fileno())):
-                break  # else the job that held it has just removed the file
+                if self._has_lock():
+                    return
+            except (FileNotFoundError, FileExistsError):  # another job is removing the folder just now
+                if attempt == _ATTEMPTS:
+                    raise
+
+    def _has_lock(self) -> bool:
+        """Whether the lock file is there and ours; the job that had it may just have removed it."""
+        path = self.folder / "lock"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        lock = path.open("a+")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise self._held_by(lock) from None
+        if not path.exists() or not os.path.samestat(path.stat(), os.fstat(lock.fileno())):
             lock.close()
+            return False
         self._lock = lock
         lock.truncate(0)
         os.write(lock.fileno(), str(os.getpid()).encode())  # a buffer would be written again when the file is closed
+        return True
 
     def _held_by(self, lock: IO[str]) -> ResourceError:
         lock.seek(0)
@@ -117,17 +130,18 @@ class Workspace:
 
     def _begun(self) -> dict[str, Any]:
         """What an earlier job was; nothing, if there was none that can be gone on with."""
-        try:
-            return read_json(self.folder / "job.json")
-        except (FormatError, FileNotFoundError):
-            return {}
+        return _left_behind(self.folder / "job.json")
+
+    def _has_finished(self) -> bool:
+        """Whether a shard is there."""
+        return any(self.folder.glob("*.done"))
 
     def _check_begun(self) -> None:
         """Refuse to throw away hours of another job's work."""
         begun = self._begun()
         changed = {key for key in {**begun, **self.identity} if begun.get(key) != self.identity.get(key)}
         others = sorted(changed - {FILES})
-        if self.overwrite or not begun or not others or not any(self.folder.glob("*.done")):
+        if self.overwrite or not begun or not others or not self._has_finished():
             return
         how = ", ".join(f"{key} {_short(json.dumps(begun.get(key)))}" for key in others)
         mend = "give that command again to finish it, or add --overwrite to begin anew"
@@ -159,10 +173,18 @@ class Workspace:
             elif path.name != "lock":
                 path.unlink()
 
+    def _remove(self) -> None:
+        """The folder, but for what another job may have put there since the lock is gone."""
+        self._empty()
+        (self.folder / "lock").unlink()
+        with suppress(OSError):
+            self.folder.rmdir()
+
     def _discard(self) -> None:
-        shutil.rmtree(self.folder)
-        if self._made_destination and not any(self.destination.iterdir()):
-            self.destination.rmdir()
+        self._remove()
+        if self._made_destination:
+            with suppress(OSError):  # it is not empty
+                self.destination.rmdir()
 
     @property
     def staged(self) -> Path:
@@ -184,7 +206,7 @@ class Workspace:
     def is_finished(self, name: str) -> bool:
         """Whether an earlier run completed the shard ``name``, and it is still what it was."""
         path, file = self.folder / f"{name}.done", self.out / name
-        return path.exists() and file.exists() and _fingerprint(file) == json.loads(path.read_text())
+        return path.exists() and file.exists() and _fingerprint(file) == _left_behind(path)
 
     def check_places(self, files: Iterable[Path]) -> None:
         """Refuse to publish ``files``, relative to ``out``, where that would fail half way.
@@ -217,7 +239,7 @@ class Workspace:
             place = self._place(relative)
             place.parent.mkdir(parents=True, exist_ok=True)
             (self.out / relative).replace(place)
-        shutil.rmtree(self.folder)
+        self._remove()
 
     def _remove_old_weights(self) -> None:
         """Remove weights, index and config of another model."""
@@ -226,6 +248,14 @@ class Workspace:
         for path in sorted(self.destination.iterdir(), key=lambda path: _rank(Path(path.name)), reverse=True):
             if _rank(Path(path.name)):
                 path.unlink()
+
+
+def _left_behind(path: Path) -> dict[str, Any]:
+    """What an earlier run wrote; nothing, if it did not, or if power failed before that was on the disk."""
+    try:
+        return read_json(path)
+    except (FormatError, FileNotFoundError):
+        return {}
 
 
 def _short(text: str) -> str:
