@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,10 +13,11 @@ from hypothesis import example, given, settings
 import samebits
 from samebits import parallel
 from samebits.bf16 import entropy, exponent_histogram
+from samebits.codecs import encode as encode_module
 from samebits.codecs.reference import Reading, decode_reference, digest_reference
 from samebits.errors import DtypeError, InputError
 from samebits.format.geometry import Code
-from samebits.format.packed import PackedTensor
+from samebits.format.packed import Header, PackedTensor
 from tests.codecs import zoo
 from tests.codecs.slow_encoder import huffman_lengths
 from tests.codecs.strategies import words_of_any_shape
@@ -112,6 +114,20 @@ def test_a_chunk_is_raw_from_its_raw_length_on() -> None:
     chunks = Reading(data).chunks[:60]
     assert {chunk.stored.size for chunk in chunks if chunk.is_raw} == {2049}
     assert max(chunk.stored.size for chunk in chunks if not chunk.is_raw) == 2048
+
+
+def test_streams_whose_words_offsets_cannot_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They gain nothing, though with its planes the tensor would be smaller."""
+    tensor = tensor_of(zoo.normal((64, 1024)))
+    header = replace(samebits.encode(tensor).header, shape=(1 << 17, 1 << 18))
+    for stream_words, expected in ((1 << 32) - 1, True), (1 << 32, False):
+        large = replace(header, stream_words=stream_words)
+        assert large.nbytes < 2 * large.words
+        assert encode_module.gains(large) == expected
+    monkeypatch.setattr(encode_module, "header_of", lambda *fields: replace(header, stream_words=1 << 32))
+    monkeypatch.setattr(Header, "nbytes", 0)
+    with without_compact():
+        assert samebits.encode(tensor).is_raw
 
 
 VIEWS = {

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 from samebits.df11.operator import check_unit
 from samebits.df11.unit import Unit
 from samebits.errors import FormatError
+from samebits.kernels import df11
 from tests.codecs.tensors import words_of
 from tests.df11.test_unit import TENSORS, random_words, unit_of
 
@@ -55,6 +58,16 @@ def test_checks_without_the_large_tensors() -> None:
     tensors["sign_mantissa"] = tensors["sign_mantissa"][1:]
     with pytest.raises(FormatError, match="output_positions"):
         check_unit(tensors)
+
+
+@pytest.mark.parametrize(("weights", "fits"), [((1 << 32) - 9, True), ((1 << 32) - 8, False)])
+def test_the_most_weights_on_a_gpu(weights: int, fits: bool) -> None:
+    """The kernel's numbers of them must not overflow where it counts on to a multiple of 8."""
+    sizes = ((2, 256), (4096,), (weights,), (8,), (320,))
+    layout = [torch.empty(size, dtype=torch.uint8, device="meta") for size in sizes]
+    output = torch.empty(weights, dtype=torch.bfloat16, device="meta")
+    with nullcontext() if fits else pytest.raises(FormatError, match="do not fit"):
+        assert df11._check_sizes(*layout, output) == 1
 
 
 @pytest.mark.parametrize(

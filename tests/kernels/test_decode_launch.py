@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+import samebits
 from samebits.format.geometry import Code, Layout
 from samebits.format.packed import Header, PackedTensor
-from samebits.kernels import nvrtc
+from samebits.kernels import decode, nvrtc
 from samebits.kernels.decode import MAX_WARPS, decode_source, even_warps
+from samebits.kernels.residents import resident
 from tests.codecs.tensors import packed_of
 from tests.codecs.zoo import ZOO, quad_matrix
 
@@ -57,3 +60,32 @@ def test_what_shares_a_chunk_on_a_gpu_is_tested() -> None:
 
 def is_shared(tensor: PackedTensor) -> bool:
     return tensor.code is Code.QUAD and decode_source(tensor.header, 0).kernel.endswith("_shared")
+
+
+def test_what_stays_is_prepared_once_for_each_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The decode table's memory has to wait for each; what is made again was launched on the same stream before."""
+    stream, asked, started = 7, list[int](), list[int]()
+
+    def has_table(packed: PackedTensor) -> None:
+        kept = resident(packed.data)
+        assert kept
+        kept.has_table = True
+        asked.append(stream)
+
+    for target, name, value in (
+        (nvrtc, "shared_memory", lambda device: 227 << 10),
+        (nvrtc, "kernel", lambda *source: source),
+        (nvrtc, "launch", lambda *arguments, early: started.append(stream)),
+        (decode, "decode_table", has_table),
+        (torch._C, "_cuda_getCurrentRawStream", lambda device: stream),
+        (torch.cuda, "current_device", lambda: -1),  # a tensor in main memory says so
+        (torch.cuda, "is_current_stream_capturing", lambda: False),
+    ):
+        monkeypatch.setattr(target, name, value, raising=False)
+    output = torch.randn(64, 1024, generator=torch.Generator().manual_seed(1)).bfloat16()
+    packed = samebits.encode(output)
+    for stream in (7, 7, 8, 7, 8):
+        assert (decode.repeat(packed) is None) == (stream not in started)
+        decode.launch("decode.cu", "decode", packed, output, None, True)
+    assert asked == [7, 8]
+    assert started == [7, 7, 8, 7, 8]

@@ -138,8 +138,13 @@ def test_weights_for_products_to_come(monkeypatch: pytest.MonkeyPatch, launches:
     x, own, later = torch.zeros(5, 1024, dtype=torch.bfloat16), [packed_matrix(0), packed_matrix(1)], [packed_matrix(2)]
     later.append(samebits.encode(torch.randn(72, 2048, generator=torch.Generator().manual_seed(3)).bfloat16()))
     operands = [Operands(packed, None, LinearPlan(1)) for packed in own]
+    streams: list[str] = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "the current stream")
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda each, stream: streams.append(stream))
     for weights in (later, [], later[:1], later):
+        streams.clear()
         made = Products(launch, weights)(x, None, lambda: operands)
+        assert streams == ["the current stream"] * len(weights)  # their tables' memory
         arranged, told = launches[-2].arrangement, launches[-1].together
         assert [tuple(y.shape) for y in made] == [(5, 64), (5, 64), *(packed.shape for packed in weights)]
         assert arranged.done_count == 6 + MAX_PREFETCHED + 3
@@ -164,7 +169,10 @@ def test_launches_are_timed_with_what_they_have_the_time_for(monkeypatch: pytest
 
 
 def test_what_stays_is_told_once(monkeypatch: pytest.MonkeyPatch, launches: list[Launch]) -> None:
-    """From the third call on without looking at the weights; every byte is as if it were told anew."""
+    """From the third call on without looking at the weights; every byte is as if it were told anew.
+
+    To another stream once more, whose launches the tables' memory has to wait for as well.
+    """
 
     def has_table(packed: PackedTensor) -> None:
         kept = resident(packed.data)
@@ -194,6 +202,12 @@ def test_what_stays_is_told_once(monkeypatch: pytest.MonkeyPatch, launches: list
             product.job.y = y.data_ptr()
         assert bytes(told.together) == bytes(anew.together)
     assert len(asked) == 2
+    for stream in (8, 8, 7):
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device, stream=stream: stream)
+        products(x, bias, ask)
+        assert launches[-1].stream == stream
+        assert launches[-1].early
+    assert len(asked) == 3
 
 
 def test_each_thread_has_room_of_its_own(monkeypatch: pytest.MonkeyPatch, launches: list[Launch]) -> None:

@@ -17,7 +17,7 @@ from samebits.kernels.linear import LinearPlan, is_supported, sources
 from samebits.kernels.linear_clusters import MAX_CLUSTER_TOKENS
 from samebits.kernels.linear_clusters import TILES as CLUSTER_TILES
 from samebits.kernels.linear_clusters import Tile as ClusterTile
-from samebits.kernels.linear_cuts import Tiles
+from samebits.kernels.linear_cuts import Tiles, words
 from samebits.kernels.linear_job import ATOM_BYTES, CHUNK_STAGES, LEFT, MAP_BYTES, Kernel, Launch, magic
 from samebits.kernels.linear_launch import (
     MAX_HOPPER_TOKENS,
@@ -158,13 +158,13 @@ def pieces_of(job: dict[str, Any], stages: int, walk: tuple[int, ...]) -> list[P
 
 def check_walks(header: Header, launch: Launch, number: int = 0) -> None:
     """linear_chains.cuh: the warps of a block go through all stages of all chains, each chain in order; what a warp
-    takes over are sums of the warp in front, once, which has left them before it waits itself."""
+    takes over are sums of the warp in front, once, which has left them before it waits itself. A single tensor's
+    schedulers have as many warps each, or each chain has one; beside another tensor's that is not always so."""
     job, stages = job_of(launch, number), header.geometry.stages
     own, longer, per_range, ranges = job["own"], job["longer"], job["stages_per_range"], job["ranges"]
     assert len(job["division"]) == 2 * 20 * 4
     assert job["slots"] == own + (longer > 0)
     between_turns, has_borders = "turns" in launch.name, "turns" in launch.name or "borders" in launch.name
-    assert ranges == 1 or per_range >= 16 or not has_borders
     for kind, groups in enumerate((own + 1 if longer else 0, own)):
         words = job["division"][80 * kind : 80 * kind + 4 * launch.warps]
         by_warp = [tuple(words[i : i + 4]) for i in range(0, len(words), 4)]
@@ -173,7 +173,7 @@ def check_walks(header: Header, launch: Launch, number: int = 0) -> None:
         assert (warps > 0) == (groups > 0)
         walks = sorted(by_warp[:warps], key=lambda walk: walk[3] >> 24)
         assert [walk[3] >> 24 for walk in walks] == list(range(warps))
-        assert warps == groups * ranges or warps % 4 == 0 or warps in (1, 2, 3) or kind == 1
+        assert warps == groups * ranges or warps % 4 == 0 or warps in (1, 2, 3) or kind == 1 or len(launch.jobs) > 1
         left: dict[int, tuple[int, int, int]] = {}  # by walk, the chain and the stage at which its warp leaves sums
         closed = []
         for at, walk in enumerate(walks):
@@ -194,11 +194,15 @@ def check_walks(header: Header, launch: Launch, number: int = 0) -> None:
                 ends_in = [stage for stage in (piece.border, piece.end if piece.closes else 0) if stage]
                 assert len({(stage - 1) // 8 for stage in ends_in}) == len(ends_in)  # one chain of a turn
                 assert has_borders or not piece.border
+                if has_borders:  # turns may be whole, so sums begin or end inside only with a chain
+                    assert piece.opens or piece.first % 8 == 0
+                    assert piece.closes or piece.end % 8 == 0
                 assert not between_turns or (piece.first % 8, piece.border % 8, piece.end % 8) == (0, 0, 0)
                 if piece.border:
                     closed.append((piece.slot, piece.number))
                     chain = (piece.slot, piece.number + 1, piece.border)
                     assert piece.border == (piece.number + 1) * per_range
+                    assert piece.end <= piece.border + per_range  # the only one of a piece
                 chain = (chain[0], chain[1], piece.end)
                 if piece.closes:
                     assert piece.end == min((chain[1] + 1) * per_range, stages)
@@ -226,6 +230,29 @@ def test_walks_cover_a_weight(split: int, columns: int, hopper: bool) -> None:
             for other in range(2 if joint else 0):
                 assert joint is not None
                 check_walks(header, joint, other)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "splits", "multiprocessors", "warps", "has_borders"),
+    [(((27624, 13760), (8, 13760)), (1, 5), 132, 5, False), (((8, 6464), (408, 6464)), (7, 5), 2, 8, True)],
+)
+def test_walks_beside_those_of_another_weight(
+    shapes: tuple[tuple[int, int], ...], splits: tuple[int, ...], multiprocessors: int, warps: int, has_borders: bool,
+    hopper: bool, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """As many warps as the other's whole chains; ranges shorter than a chunk where only the other's have borders."""
+    monkeypatch.setattr(nvrtc, "multiprocessors", lambda device: multiprocessors)
+    found = set[tuple[int, bool]]()
+    for chunk_words, tokens, number in product((250, 2049), (1, 4), range(len(VARIANTS))):
+        headers = tuple(header_of(shape, chunk_words) for shape in shapes)
+        launch = joint_launch(headers, tokens, splits, number, 0)
+        if launch is None or VARIANTS[number].kernel is not Kernel.CHAINS:
+            continue
+        found.add((launch.warps, "borders" in launch.name))
+        for i, header in enumerate(headers):
+            check_walks(header, launch, i)
+    joint_launch.cache_clear()
+    assert not hopper or (warps, has_borders) in found
 
 
 def check_rounds(header: Header, launch: Launch, number: int = 0) -> None:
@@ -904,6 +931,12 @@ def clusters_of(headers: tuple[Header, ...], tokens: int, splits: tuple[int, ...
     if len(headers) > 1:
         return joint_launch(headers, tokens, splits, number, 0)
     return launch_of(*headers, tokens, *splits, number, 0)
+
+
+def test_cuts_are_signed_numbers() -> None:
+    for units in ((1 << 19) - 1, 1 << 19):
+        tiles = Tiles(units, 16, 16)
+        assert tiles.is_small_enough == (words(tiles.between_units(132))[-1] < 1 << 31)
 
 
 def test_divisions_by_multiplication() -> None:

@@ -20,6 +20,15 @@ from samebits.kernels import residents, tables
 from samebits.kernels.tables import decode_table, table_words
 
 
+@pytest.fixture(autouse=True)
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Tensor, str]]:
+    """Tables, and the streams whose launches their memory waits for."""
+    seen: list[tuple[torch.Tensor, str]] = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "a stream")
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda table, stream: seen.append((table, stream)))
+    return seen
+
+
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[PackedTensor]:
     """What tables were made of; as on a GPU."""
@@ -45,6 +54,23 @@ def test_made_once(made: list[PackedTensor]) -> None:
     assert first is not None
     assert first.numel() == 1 << packed.header.max_code_length
     assert len(made) == 1
+
+
+def test_memory_waits_for_every_stream(
+    made: list[PackedTensor], recorded: list[tuple[torch.Tensor, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = packed_tensor()
+    for stream in ("one", "other"):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device, stream=stream: stream)
+        table = decode_table(packed)
+        assert table is not None
+        last, recorded_for = recorded.pop()
+        assert last is table
+        assert recorded_for == stream
+    assert recorded == []
+    packed.data.copy_(packed.data.clone())
+    assert decode_table(packed) is None
+    assert recorded == []
 
 
 def test_none_of_bytes_that_change(made: list[PackedTensor]) -> None:
@@ -144,7 +170,9 @@ def test_tables_have_memory_of_a_thread_and_a_stream_of_their_own(monkeypatch: p
     assert places == [apart, ("kernel", True, "the caller's"), apart]
 
 
-def test_the_first_table_stays_as_long_as_the_tensor(made: list[PackedTensor]) -> None:
+def test_the_first_table_stays_as_long_as_the_tensor(
+    made: list[PackedTensor], recorded: list[tuple[torch.Tensor, str]]
+) -> None:
     """A captured graph may have its address, and the same bytes be there again."""
     packed = packed_tensor()
     table = decode_table(packed)
@@ -158,5 +186,6 @@ def test_the_first_table_stays_as_long_as_the_tensor(made: list[PackedTensor]) -
         assert kept() is not None
     del packed
     made.clear()
+    recorded.clear()
     gc.collect()
     assert kept() is None

@@ -63,7 +63,7 @@ def encode_cpu(tensor: torch.Tensor, allocate: Allocate = allocate_memory) -> Pa
     if is_packable and wants_compact(words.size, plan):
         ways.append(CompactWords.of(words, shape, original))
     best = min(ways, key=lambda way: way.header.nbytes, default=None)
-    if best is None or best.header.nbytes >= words.nbytes:
+    if best is None or not gains(best.header):
         return PackedTensor.raw(tensor, original)
     packed = PackedTensor(best.header, allocate(best.header.nbytes))
     best.write(packed)
@@ -195,6 +195,11 @@ def header_of(plan: Plan, shape: tuple[int, ...], max_chunk_words: int, stream_w
     shift = 0 if plan.has_row_shifts else int(plan.shifts[0])
     return Header(plan.code, plan.layout, shape, plan.geometry.chunk_stages, plan.table.max_length, plan.window, shift,
                   plan.table.symbols.size, plan.has_row_shifts, max_chunk_words, stream_words, original)  # fmt: skip
+
+
+def gains(header: Header) -> bool:
+    """Whether what is packed is smaller than the words, and its offsets count its streams in 32 bits."""
+    return header.nbytes < 2 * header.words and header.stream_words < 1 << 32
 
 
 def write_tables(data: torch.Tensor, plan: Plan, header: Header) -> None:

@@ -54,8 +54,9 @@ def repeat(packed: PackedTensor) -> Repeat | None:
     """``decode_cuda``'s launch, to be made again as long as the bytes are the same; None if it may be another then."""
     if packed.is_raw or packed.code is Code.COMPACT or packed.data.data_ptr() % ALIGNMENT:
         return None
-    kept, whole = resident(packed.data), is_whole(packed.header.geometry)
-    prepared: _Prepared | None = kept.decoders.get(("decode", whole)) if kept and kept.is_settled else None
+    kept, stream = resident(packed.data), nvrtc.current_stream(packed.data.get_device())
+    key = "decode", is_whole(packed.header.geometry), stream
+    prepared: _Prepared | None = kept.decoders.get(key) if kept and kept.is_settled else None
     if prepared is None:
         return None
     structures = (prepared.geometry, prepared.packed, ctypes.c_void_p(), prepared.division)
@@ -98,14 +99,15 @@ def launch(
     """
     if packed.data.data_ptr() % ALIGNMENT:
         packed = PackedTensor(packed.header, packed.data.clone())
-    with nvrtc.on_device(packed.data.get_device()):
-        kept = resident(packed.data)
+    device = packed.data.get_device()
+    with nvrtc.on_device(device):
+        kept, key = resident(packed.data), (kernel, whole, nvrtc.current_stream(device))  # by stream: see decode_table
         early = kept is not None and kept.settle()
-        prepared: _Prepared | None = kept.decoders.get((kernel, whole)) if kept else None
+        prepared: _Prepared | None = kept.decoders.get(key) if kept else None
         if prepared is None:
             prepared = _Prepared.of(file, kernel, packed, whole, everything=tasks is None)
             if kept and kept.has_table:
-                kept.decoders[kernel, whole] = prepared
+                kept.decoders[key] = prepared
         function, grid, warps, shared, geometry, structure, division = prepared
         if tasks is not None:
             grid = min(grid, tasks)
@@ -114,7 +116,7 @@ def launch(
 
 
 class _Prepared(NamedTuple):
-    """A launch as far as it is always the same for a tensor's bytes; where tasks are fewer, so are its blocks."""
+    """A launch as far as it is always the same for a tensor's bytes and a stream; with fewer tasks, of fewer blocks."""
 
     function: Kernel
     grid: int

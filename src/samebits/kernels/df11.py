@@ -23,6 +23,7 @@ _THREADS = 256
 _BLOCKS_PER_PROCESSOR = 4
 _SHARED_BYTES = 56912  # sizeof(Shared)
 _RESERVED_BYTES = 1024  # of shared memory, to every block
+_TOO_MANY_WEIGHTS = (1 << 32) - 8  # the kernel counts on to the next multiple of 8 in 32 bits
 
 
 def decode_df11_cuda(
@@ -76,7 +77,7 @@ def _check_sizes(
     blocks = -(-stream.numel() // BLOCK_BYTES)
     fit = (
         luts.dim() == 2 and luts.shape[1] == _ENTRIES and 2 <= luts.shape[0] <= _MAX_TABLES + 1
-        and 0 < stream.numel() < 1 << 31 and rest.numel() == output.numel() < 1 << 32
+        and 0 < stream.numel() < 1 << 31 and rest.numel() == output.numel() < _TOO_MANY_WEIGHTS
         and positions.numel() in (4 * blocks, 4 * blocks + 4) and gaps.numel() == blocks * _GAP_BYTES
     )  # fmt: skip
     if not fit:

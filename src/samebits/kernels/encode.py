@@ -17,11 +17,11 @@ import torch
 from numpy.typing import NDArray
 
 from samebits.codecs import loops
-from samebits.codecs.encode import encode_cpu, header_of, write_tables
+from samebits.codecs.encode import encode_cpu, gains, header_of, write_tables
 from samebits.codecs.plan import Plan, can_be_packed, is_small, make_plan, wants_compact
 from samebits.codecs.row_statistics import ALIGNED, FRACTIONS, RowStatistics
 from samebits.errors import DeviceError
-from samebits.format.geometry import Code, Geometry, Layout
+from samebits.format.geometry import STAGE, Code, Geometry, Layout
 from samebits.format.packed import EXPONENTS, QUAD_SYMBOLS, STORED_DIGEST_END, PackedTensor
 from samebits.kernels import nvrtc
 from samebits.kernels.structures import BookStructure, GeometryStructure, SourceStructure
@@ -42,7 +42,8 @@ def encode_cuda(tensor: torch.Tensor) -> PackedTensor:
         tensor = tensor.clone()
     shape = tuple(tensor.shape)
     layout, geometry = Geometry.of_shape(shape, 1)
-    if max(geometry.rows, geometry.columns, geometry.row_groups * geometry.stages) >= 1 << 31:
+    columns = geometry.columns + STAGE  # kernels count on behind the last one
+    if max(geometry.rows, columns, geometry.row_groups * geometry.stages) >= 1 << 31:
         raise DeviceError(f"a tensor of shape {shape} is too large for the CUDA kernels", mend="encode it on the CPU")
     with torch.cuda.device(tensor.device):
         is_packable = can_be_packed(shape)
@@ -122,7 +123,7 @@ class CudaCounter:
 
 
 def _pack(counter: CudaCounter, plan: Plan, original: torch.Tensor) -> PackedTensor | None:
-    """Measure and write; None if the result is not smaller than the words."""
+    """Measure and write; None if nothing is gained."""
     tensor, device, chunks = counter.tensor, counter.tensor.device, plan.geometry.chunks
     geometry, source = GeometryStructure.of(plan.geometry), counter.source(plan.shifts, plan.window)
     tables, book = _book(plan, device)
@@ -134,7 +135,7 @@ def _pack(counter: CudaCounter, plan: Plan, original: torch.Tensor) -> PackedTen
     torch.cumsum(sizes, 0, dtype=torch.int64, out=ends[1:])
     longest, stream_words, digest = (int(value) for value in _to_host(sizes.max(), ends[-1], original[0]))
     header = header_of(plan, tuple(tensor.shape), longest, stream_words, digest & _MASK)
-    if header.nbytes >= 2 * tensor.numel():
+    if not gains(header):
         return None
     data = torch.zeros(header.nbytes, dtype=torch.uint8, device=device)
     front = torch.empty(header.sections["offsets"].start, dtype=torch.uint8, pin_memory=True)

@@ -199,9 +199,10 @@ class Products:
 
     def __init__(self, launch: Launch, prefetched: Sequence[PackedTensor] = ()) -> None:
         self.launch = launch
-        self._told: bytes | None = None  # without the addresses of x and y
+        self._told: dict[int, bytes] = {}  # by stream, without the addresses of x and y
         self._rows: list[int] = []
         self._shapes = [packed.header.shape for packed in prefetched]
+        self._tables = [table for packed in prefetched if (table := decode_table(packed)) is not None]
         self._prefetched = (PrefetchedStructure * MAX_PREFETCHED)(*map(_without_addresses, prefetched))
         self._launchers: dict[tuple[int, bool], Callable[[int], None]] = {}  # by stream, and whether it starts early
 
@@ -219,7 +220,9 @@ class Products:
         """
         device = x.get_device()
         with nvrtc.on_device(device):
-            told, early = (self._told, True) if self._told else self._tell(operands())
+            stream, to = nvrtc.current_stream(device), self.launch.arrangement
+            known = self._told.get(stream)
+            told, early = (known, True) if known else self._tell(operands(), stream)
             leading, address, arguments = x.shape[:-1], x.data_ptr(), _arguments
             made = [x.new_empty((*leading, rows)) for rows in self._rows]
             decoded = [x.new_empty(shape) for shape in self._shapes]
@@ -228,7 +231,6 @@ class Products:
                 job.x, job.y = address, y.data_ptr()
             if bias is not None:
                 arguments.jobs[0].bias = bias.data_ptr()
-            stream, to = nvrtc.current_stream(device), self.launch.arrangement
             scratch = self._arrange(x, to, stream, device) if to else None
             if to and scratch is not None and decoded:
                 counters = scratch.data_ptr() + _counters(to)
@@ -242,10 +244,11 @@ class Products:
 
     def repeat(self, x: torch.Tensor, bias: torch.Tensor | None) -> Repeat | None:
         """This call, to be made again for inputs of this shape; None if it may be another then."""
-        launch, told = self.launch, self._told
+        launch, device = self.launch, x.get_device()
+        told = self._told.get(nvrtc.current_stream(device))
         if told is None:
             return None
-        to, count, device = launch.arrangement, len(self._rows), x.get_device()
+        to, count = launch.arrangement, len(self._rows)
         scratch, room, job, ahead = 1 + count + len(self._shapes), bytearray(told), JobStructure, PrefetchedStructure
         patches: list[Patch] = []
         for number in range(count):
@@ -293,8 +296,8 @@ class Products:
         launcher(_arguments.arrangement_pointers)
         return scratch
 
-    def _tell(self, operands: Sequence[Operands]) -> tuple[bytes, bool]:
-        """And whether the launch may start early; from then on all of it stays."""
+    def _tell(self, operands: Sequence[Operands], stream: int) -> tuple[bytes, bool]:
+        """And whether the launch may start early; from then on all of it stays, for torch's current stream."""
         kept = [resident(packed.data) for packed, _, _ in operands]
         early = [each is not None and each.settle() for each in kept]
         products: list[ProductStructure] = []
@@ -306,10 +309,12 @@ class Products:
             if products and bias is not None:
                 product.job.bias = bias.data_ptr()
             products.append(product)
+        for table in self._tables:
+            table.record_stream(torch.cuda.current_stream())  # as decode_table does with the others
         told = bytes(products[0] if len(products) == 1 else TogetherStructure.of(products))
         self._rows = [packed.header.shape[0] for packed, _, _ in operands]
         if all(early) and all(each and each.has_table for each in kept):
-            self._told = told
+            self._told[stream] = told
         return told, all(early)
 
     def _launcher(self, stream: int, early: bool, device: int) -> Callable[[int], None]:

@@ -40,8 +40,8 @@ class Tiles:
 
     @property
     def is_small_enough(self) -> bool:
-        """For csrc's cuts."""
-        return not (self.units >> 32 - _IN_RANGE_BITS or self.stages_per_range >> _IN_RANGE_BITS)
+        """For csrc's cuts, from which it makes signed numbers."""
+        return not (self.units >> 31 - _IN_RANGE_BITS or self.stages_per_range >> _IN_RANGE_BITS)
 
     def between_units(self, blocks: int) -> tuple[Cut, ...]:
         """Cuts of shares that differ by one unit at most."""

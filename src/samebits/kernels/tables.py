@@ -32,6 +32,9 @@ def table_words(header: Header) -> int:
 def decode_table(packed: PackedTensor) -> torch.Tensor | None:
     """The decode table: int32 [table_words(packed.header)] on the tensor's device; None where there is none yet.
 
+    It is for launches on torch's current stream: its memory is nobody else's before they have ended, whenever the
+    tensor goes. So whoever keeps the address asks once for each stream.
+
     The first call for these bytes makes it on torch's current stream, behind what wrote them, and waits until it is
     there for every stream. During a capture nothing is made, nor of a buffer whose bytes have changed, nor of inference
     tensors, which do not tell that they have.
@@ -47,6 +50,8 @@ def decode_table(packed: PackedTensor) -> torch.Tensor | None:
         with _lock:  # of two threads' tables the first one stays, whose address launches may have by now
             if not kept.has_table:
                 kept.table, kept.has_table = made, True
+    if kept.table is not None:
+        kept.table.record_stream(torch.cuda.current_stream(packed.device))
     return kept.table
 
 
