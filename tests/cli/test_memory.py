@@ -9,6 +9,7 @@ import pytest
 
 from samebits.cli.generate import default_model
 from samebits.errors import InputError
+from samebits.kernels.tables import MAX_TABLE_BYTES
 from samebits.sizes import parse_size
 from tests.cli.conftest import Command
 
@@ -64,6 +65,20 @@ def test_a_config_that_no_model_can_be_made_of(samebits: Command, config: Path) 
     assert (outcome.code, f"{path}: its model cannot be made (" in outcome.error) == (2, True)
 
 
+@pytest.mark.parametrize("options", [(), ("--min-weights", 1024)], ids=str)
+def test_of_a_compressed_folder_counts_what_is_packed_there(
+    samebits: Command, example: Path, tmp_path: Path, options: tuple[object, ...]
+) -> None:
+    """Whatever options say it would be: here one matrix of each layer, and the embedding, which the head decodes."""
+    chosen = ("--include", "*.up_proj.*", "--include", "*embed*", "--min-weights", 1)
+    assert samebits("compress", example, tmp_path / "packed", *chosen).code == 0
+    before = samebits("estimate", example, "--context", 9, "--exact", "--json", *chosen).json
+    report = samebits("estimate", tmp_path / "packed", "--context", 9, "--json", *options).json
+    assert report["table_bytes"] == 5 * MAX_TABLE_BYTES
+    assert report["decoded_layer_bytes"] == 2 * 320 * 3072
+    assert report == before | {"path": report["path"]}
+
+
 def test_without_weights(samebits: Command, example: Path, config: Path) -> None:
     there, supposed = (samebits("estimate", path, "--context", 9, "--json").json for path in (example, config))
     assert supposed["peak_bytes"] == pytest.approx(there["peak_bytes"], rel=0.01)
@@ -88,3 +103,11 @@ def test_sizes(text: str, nbytes: int) -> None:
 def test_sizes_that_are_none(text: str) -> None:
     with pytest.raises(InputError, match="is no size"):
         parse_size(text)
+
+
+def test_a_dfloat11_checkpoint_is_as_it_is_when_it_was_loaded(samebits: Command, example: Path, tmp_path: Path) -> None:
+    """Packed anew, so it takes what its original takes."""
+    assert samebits("compress", example, tmp_path / "df11", "--format", "df11").code == 0
+    reports = [samebits("estimate", path, "--context", 100, "--json").json for path in (example, tmp_path / "df11")]
+    original, df11 = ({name: value for name, value in report.items() if name != "path"} for report in reports)
+    assert df11 == original

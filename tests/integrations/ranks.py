@@ -17,9 +17,11 @@ from typing import Any
 
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
 from transformers.distributed import DistributedConfig
 
 import samebits
+from samebits.errors import InputError
 from samebits.nn.packed_module import packed_parameters
 from tests.integrations.models import MIN_WEIGHTS, VOCABULARY, outputs
 
@@ -48,11 +50,21 @@ def found(model: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def refusal(model: Any) -> str:
+    """What is said where an adapter is put on a model, and which of its modules have one then."""
+    try:
+        get_peft_model(model, LoraConfig(target_modules=["embed_tokens", "v_proj"]))
+    except InputError as error:
+        return f"{error} {[name for name, module in model.named_modules() if hasattr(module, 'lora_A')]}"
+    return ""
+
+
 def run(folder: Path) -> dict[str, Any]:
     result = {"plain": found(load(folder / "plain"))}
     config = samebits.SamebitsConfig(min_weights=MIN_WEIGHTS)
     result["while loading"] = found(load(folder / "plain", quantization_config=config))
     model = load(folder / "packed")
+    result["refusal"] = refusal(model)
     result["from a folder"] = found(model)
     model.save_pretrained(folder / "saved")
     model.dequantize()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from inspect import signature
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from diffusers.pipelines import pipeline_loading_utils, pipeline_utils
 from examples.diffusion_pipeline import tiny_pipeline
 
 import samebits
-from samebits.errors import DtypeError
+from samebits.errors import DtypeError, InputError
 from tests.integrations.diffusers_models import ARCHITECTURES, assert_same_bytes
 from tests.integrations.models import MIN_WEIGHTS, files, packed_parameters
 from tests.integrations.test_hooks import run_python
@@ -140,6 +141,26 @@ def test_compressed_transformer_in_a_plain_pipeline(plain: Path) -> None:
     options = {"subfolder": "transformer", "dtype": torch.bfloat16, "quantization_config": config}
     transformer = diffusers.FluxTransformer2DModel.from_pretrained(plain, **options)
     assert_same_bytes(drawn(load(plain, transformer=transformer)), drawn(load(plain)))
+
+
+@pytest.mark.parametrize("options", [{"variant": "fp16"}, {"safe_serialization": False}], ids=str)
+def test_refused_before_a_part_is_written(plain: Path, options: dict[str, Any], tmp_path: Path) -> None:
+    packed = load(plain, quantization_config=PipelineQuantizationConfig(**CONFIGS["by name"]))
+    with pytest.raises(InputError, match=f"cannot be saved with {next(iter(options))}"):
+        packed.save_pretrained(tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+    samebits.decompress(packed.transformer)
+    if "variant" not in options:  # of which text encoders know nothing
+        packed.save_pretrained(tmp_path / "out", **options)
+        assert "samebits.safetensors" in files(tmp_path / "out" / "text_encoder")
+
+
+def test_made_from_another_without_a_dtype(plain: Path) -> None:
+    """diffusers would convert it to float32; the error says what to pass, and nothing has changed."""
+    packed = load(plain, quantization_config=PipelineQuantizationConfig(**CONFIGS["by name"]))
+    with pytest.raises(DtypeError, match=r"cannot become torch\.float32; pass dtype=torch\.bfloat16 to from_pipe"):
+        diffusers.FluxImg2ImgPipeline.from_pipe(packed)
+    assert {part.dtype for part in (packed.vae, packed.text_encoder, packed.transformer)} == {torch.bfloat16}
 
 
 def test_conversions_to_bf16(plain: Path) -> None:

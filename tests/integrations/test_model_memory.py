@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,19 @@ SMALL = {"vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 2, "num_atte
 OTHERS: dict[str, dict[str, Any]] = {
     "falcon": SMALL,  # one key and value head for all
     "deepseek_v3": {**SMALL, **LATENT, **ROUTED, "num_key_value_heads": 4, "moe_intermediate_size": 48},
+    "deepseek_v32": {**SMALL, **LATENT, **ROUTED, "num_key_value_heads": 4, "index_topk": 8, "index_head_dim": 16},
+    "deepseek_v4": {  # one entry of four tokens, and of eight
+        **SMALL,
+        **LATENT,
+        "head_dim": 16,
+        "moe_intermediate_size": 48,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 16,
+        "index_head_dim": 16,
+        "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"],
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+    },
     "lfm2": {**SMALL, "num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]},
     "bamba": {
         **SMALL,
@@ -47,25 +62,26 @@ def tensor_bytes(model: torch.nn.Module) -> int:
 
 @torch.inference_mode()
 def cache_bytes(model: Any, context: int, batch: int) -> int:
-    """Of all tensors in a cache after a run over ``context`` tokens."""
-    tokens = torch.zeros(batch, context, dtype=torch.int64)
-    total = 0
-    for layer in model(input_ids=tokens, use_cache=True).past_key_values.layers:
-        states = [state for name in ("conv_states", "recurrent_states") for state in _values(layer, name)]
-        found = [getattr(layer, "keys", None), getattr(layer, "values", None), *states]
-        total += sum(tensor.numel() * tensor.element_size() for tensor in found if tensor is not None)
-    return total
+    """Of all tensors in a cache after a run over ``context`` tokens, as a pickle finds them."""
+    cache = model(input_ids=torch.zeros(batch, context, dtype=torch.int64), use_cache=True).past_key_values
+    found: dict[int, torch.Tensor] = {}
 
+    class Finder(pickle.Pickler):
+        def persistent_id(self, value: Any) -> int | None:
+            if not isinstance(value, torch.Tensor):
+                return None
+            found[id(value)] = value
+            return id(value)
 
-def _values(layer: Any, name: str) -> list[Any]:
-    return list((getattr(layer, name, None) or {}).values())
+    Finder(io.BytesIO()).dump([vars(layer) for layer in cache.layers])
+    return sum(tensor.numel() * tensor.element_size() for tensor in found.values() if tensor.dim())
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "gemma3", "mixtral"])
 def test_equal_to_what_a_model_takes(name: str, tmp_path: Path) -> None:
     reference = make(name, tmp_path / "bf16")
     folder = compress_folder(tmp_path / "bf16", tmp_path / "packed")
-    memory = model_memory.model_memory(folder, SELECTION, Weights.stored(Checkpoint.open(folder)))
+    memory = model_memory.model_memory(folder, Selection(), Weights.stored(Checkpoint.open(folder)))
     model = reference.load(folder)
     assert memory.resident == tensor_bytes(model) + memory.tables
     assert memory.tables > 0
@@ -76,6 +92,8 @@ def test_equal_to_what_a_model_takes(name: str, tmp_path: Path) -> None:
     options = CompressOptions(min_weights=MIN_WEIGHTS)
     before = Weights.estimated(estimate(Checkpoint.open(tmp_path / "bf16"), options, exact=True))
     assert before == memory.weights
+    supposed = model_memory.model_memory(folder, SELECTION, None)
+    assert (supposed.tables, supposed.decoded) == (memory.tables, memory.decoded)
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -86,8 +104,14 @@ def test_caches_of_all_kinds(name: str, tmp_path: Path) -> None:
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(tmp_path)
     memory = model_memory.model_memory(tmp_path, SELECTION, None)
-    for context, batch in ((8, 1), (30, 2)):
+    for context, batch in ((7, 1), (31, 2)):  # one less than a whole entry
         assert memory.cache(context, batch) == cache_bytes(model, context, batch)
+    if name == "deepseek_v4":
+        assert 0 < memory.cache(32, 2) - cache_bytes(model, 32, 2) < 2 * 7 * memory.cache(1, 1)
+    packed = samebits.PackedCache(model.config)
+    with torch.no_grad():
+        model(torch.zeros(2, 7, dtype=torch.int64), past_key_values=packed)
+    assert packed.nbytes == cache_bytes(model, 7, 2)
 
 
 def test_a_config_alone(tmp_path: Path) -> None:
@@ -110,7 +134,7 @@ def test_the_decoded_layer_is_the_largest_that_is_no_embedding(tmp_path: Path) -
 
 def test_the_longest_context() -> None:
     weights = Weights(100, 10, 160)
-    memory = ModelMemory(weights, 3, 5, (CacheLayer(3, 1 << 60, 0, False), CacheLayer(2, 10, 7, False)), 20)
+    memory = ModelMemory(weights, 3, 5, (CacheLayer(3, 1 << 60, 0, 0), CacheLayer(2, 10, 7, 0)), 20)
     assert memory.peak(100, 2) == 100 + 3 + 10 + 5 + 20 + 2 * (300 + 20 + 7)
     assert memory.plain_peak(100, 2) == 160 + 5 + 2 * (300 + 20 + 7)
     for room in (13, 14, 100, 1000, 1001, 1002):
@@ -118,23 +142,40 @@ def test_the_longest_context() -> None:
         assert longest is not None
         assert memory.cache(longest, 2) <= room < memory.cache(longest + 1, 2) or longest == -1
     assert memory.longest(13, 2) == -1
-    windows = ModelMemory(weights, 3, 5, (CacheLayer(2, 10, 0, False),), 20)
+    windows = ModelMemory(weights, 3, 5, (CacheLayer(2, 10, 0, 0),), 20)
     assert (windows.longest(20, 1), windows.longest(19, 1), windows.longest(-1, 1)) == (None, 9, -1)
 
 
 def test_a_packed_cache() -> None:
     """Two layers of 4 KB a token that are packed, and a window."""
-    layers = (CacheLayer(4096, 1 << 60, 0, True), CacheLayer(4096, 1 << 60, 0, True), CacheLayer(2, 10, 7, False))
+    layers = (CacheLayer(4096, 1 << 60, 0, 1024), CacheLayer(4096, 1 << 60, 0, 1024), CacheLayer(2, 10, 7, 0))
     memory = ModelMemory(Weights(100, 10, 160), 3, 5, layers, 20)
     assert memory.packed_cache(500, 1) == memory.cache(500, 1) + 500 * 4096
     assert memory.packed_cache_peak(500, 1) == memory.peak(500, 1) + 500 * 4096
     for tokens, batch in ((50_000, 1), (9_000, 4)):
-        unpacked = 1024 // batch + 16
-        packed = (tokens - unpacked) * 4096 * model_memory.BITS_PER_WEIGHT / 16
-        expected = batch * (tokens * 4096 + 2 * (unpacked * 4096 + packed) + 20 + 7)
+        room, packed = 1024 // batch + 15, (tokens - 16) * model_memory.BITS_PER_WEIGHT / 16
+        expected = batch * (tokens * 4096 + 2 * (room + packed) * 4096 + 20 + 7)
         assert memory.packed_cache(tokens, batch) == pytest.approx(expected, rel=1e-9)
         longest = memory.longest(memory.packed_cache(tokens, batch), batch, packed_cache=True)
         assert longest == tokens
+    bytes_of = [layers[0].packed_nbytes(tokens, 4) for tokens in range(3000)]
+    assert bytes_of == sorted(bytes_of)
+
+
+@pytest.mark.parametrize(("sequences", "step"), [(1, 1), (1, 40), (2, 700)])
+def test_no_packed_cache_takes_more(sequences: int, step: int) -> None:
+    """However many tokens come at a time, and not much less: words that take fewer bits than are supposed."""
+    heads, channels, layers = 64, 128, 3
+    sizes = CacheLayer(4 * heads * channels, 1 << 60, 0, heads * channels)
+    cache = samebits.PackedCache()
+    states = torch.randn(sequences, heads, step, channels).bfloat16()
+    seen = []
+    for tokens in range(step, 1500, step):
+        for layer in range(layers):
+            cache.update(states, states, layer)
+        seen.append(cache.nbytes / (layers * sizes.packed_nbytes(tokens, sequences)))
+    assert 0.75 < min(seen) <= max(seen) <= 1
+    assert seen[-1] > 0.93
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
@@ -142,7 +183,7 @@ def test_what_is_packed_of_a_cache(name: str, tmp_path: Path) -> None:
     """The bytes of a PackedCache, as far as they are certain: a model's random states take what they take."""
     reference = make(name, tmp_path)
     memory = model_memory.model_memory(tmp_path, SELECTION, None)
-    assert [layer.packs for layer in memory.cache_layers] == [name == "llama", True]
+    assert [layer.packs for layer in memory.cache_layers] == [32 if name == "llama" else 0, 32]
     cache = samebits.PackedCache(reference.model.config)
     with torch.no_grad():
         reference.model(reference.tokens, past_key_values=cache)

@@ -133,6 +133,15 @@ def test_saved_whole(launched, originals, name: str) -> None:
     plain.assert_same(model)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_adapters_are_refused(launched, name: str) -> None:
+    """Before anything has changed: what else is found was computed behind that."""
+    for found in launched.found:
+        said = found[name]["refusal"]
+        assert "weight: adapters cannot be put on a compressed model that is split over devices;" in said
+        assert said.endswith(" []")
+
+
 def test_example(launched) -> None:
     assert launched.printed.startswith(ranks.PROMPT)
 

@@ -168,8 +168,8 @@ def test_two_thirds_of_the_bytes() -> None:
 def test_never_more_bytes() -> None:
     """Not even behind the first block, beside which there is room for another."""
     cache, plain = samebits.PackedCache(), DynamicCache()
-    for _ in range(60):
-        pair = torch.randn(2, 1, 8, 100, 64).bfloat16()
+    for step in [99] * 43 + [1] * 200 + [99] * 15:
+        pair = torch.randn(2, 1, 8, step, 64).bfloat16()
         for each in (cache, plain):
             each.update(*pair, 0)
         layer = plain.layers[0]
@@ -246,6 +246,35 @@ def test_other_dtypes_stay_as_they_are() -> None:
         assert torch.equal(found[0], keys)
         assert torch.equal(found[1], values)
         assert not blocks_of(cache.layers[0])
+
+
+@pytest.mark.parametrize("room", [False, True])
+@pytest.mark.parametrize(
+    "shape", [(1, HEADS, 1, CHANNELS), (2, 1, 1, CHANNELS), (2, HEADS, 1, 1), (2, HEADS, 1)], ids=str
+)
+def test_other_shapes_are_refused(shape: tuple[int, ...], room: bool) -> None:
+    """As by DynamicCache, which broadcasts nothing; what was there stays."""
+    layer, plain = layer_of(60)
+    if room:
+        pair = states(2, 1, 1)
+        layer.update(*pair), plain.update(*pair)
+    for each in (layer, plain):
+        with pytest.raises((RuntimeError, IndexError)):
+            each.update(torch.ones(shape, dtype=torch.bfloat16), torch.ones(shape, dtype=torch.bfloat16))
+    assert_same(layer, plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
+def test_another_dtype_behind_packed_states(dtype: torch.dtype) -> None:
+    """Nothing is rounded: the layer has both dtypes' common one from there on, as DynamicCache's."""
+    layer, plain = layer_of(60)
+    for number, kind in enumerate((torch.bfloat16, dtype, torch.bfloat16)):
+        pair = states(2, 50, number, kind)
+        for found, expected in zip(layer.update(*pair), plain.update(*pair), strict=True):
+            assert found.dtype == expected.dtype
+            assert torch.equal(words(found), words(expected))
+    assert layer.keys.dtype == torch.promote_types(torch.bfloat16, dtype)
+    assert_same(layer, plain)
 
 
 def test_gradients() -> None:

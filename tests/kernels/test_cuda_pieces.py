@@ -145,6 +145,27 @@ def test_behind_what_writes_pieces_and_output() -> None:
     assert not output[:, 8 * 4096 :].any()
 
 
+def test_on_another_stream_than_before() -> None:
+    """Which waits for nothing, and finds what it is told there all the same."""
+    words = octaves((64, 4096))
+    piece, output = Piece(packed(words), 0, 8 * 4096), torch.empty(8, 8 * 4096, dtype=torch.bfloat16, device="cuda")
+    Pieces([piece]).decode(output)  # compiles
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    with torch.cuda.stream(streams[0]):
+        torch.cuda._sleep(100_000_000)
+        pieces = Pieces([piece])
+        pieces.decode(torch.empty_like(output))
+    with torch.cuda.stream(streams[1]):
+        pieces.decode(output)
+    streams[1].synchronize()
+    assert words_of(output).tobytes() == words.tobytes()
+    with torch.cuda.stream(streams[0]):
+        pieces.decode(output.zero_())
+    torch.cuda.synchronize()
+    assert words_of(output).tobytes() == words.tobytes()
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_hostile_streams_do_no_harm(seed: int) -> None:
     """Random streams behind valid tables: any words, but in their place."""

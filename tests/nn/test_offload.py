@@ -370,6 +370,12 @@ def test_sizes(model: nn.Module, size: str, message: str) -> None:
         samebits.offload(model, size)
 
 
+@pytest.mark.parametrize("memory", [None, True, 1.5, float("nan")], ids=str)
+def test_memory_that_is_no_number_of_bytes(model: nn.Module, memory: Any) -> None:
+    with pytest.raises(InputError, match=rf"gpu_memory is {memory}, which is no number of bytes; give a whole number"):
+        samebits.offload(model, memory, device="cpu")
+
+
 def test_weights_that_are_not_here(model: nn.Module) -> None:
     with pytest.raises(InputError, match="meta device"):
         offload(make_model().to("meta"), 1 << 30)

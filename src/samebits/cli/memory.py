@@ -6,6 +6,7 @@ from pathlib import Path
 
 from samebits.cli.commands import open_source
 from samebits.cli.console import print_json, print_lines, print_table, progress_bar
+from samebits.df11.checkpoint import Df11Checkpoint
 from samebits.format.folder import CONFIG, INDEX_SUFFIX
 from samebits.format.safetensors_file import SUFFIX
 from samebits.integrations.model_memory import BITS_PER_WEIGHT, ModelMemory, Weights, model_memory
@@ -36,7 +37,7 @@ def estimate_memory(
 
 def _weights(source: str, options: CompressOptions, exact: bool) -> tuple[Path, Weights]:
     checkpoint = open_source(source)
-    if checkpoint.is_packed:
+    if checkpoint.is_packed and not isinstance(checkpoint, Df11Checkpoint):  # which is packed anew when it is loaded
         return checkpoint.path, Weights.stored(checkpoint)
     with progress_bar("estimate") as progress:
         return checkpoint.path, Weights.estimated(

@@ -1,15 +1,21 @@
-"""Which of a pipeline's files diffusers fetches from the hub: compressed weights too, whose names it does not know."""
+"""Whole pipelines: what of them diffusers fetches from the hub, compressed weights too, whose names it does not know;
+what it refuses of them, and when."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any
 
 from diffusers.pipelines import pipeline_loading_utils, pipeline_utils
+from torch import nn
 
+from samebits.errors import DtypeError
 from samebits.format.folder import KEY, STEM
 from samebits.integrations import diffusers_parts
+from samebits.integrations.diffusers_model import check_saving
+from samebits.nn.packed_module import packed_parameters
 
 
 def register() -> None:
@@ -21,6 +27,9 @@ def register() -> None:
     checking = _checking(pipeline_loading_utils.is_safetensors_compatible)
     pipeline_loading_utils.is_safetensors_compatible = checking
     diffusers_parts.register()
+    pipeline = pipeline_utils.DiffusionPipeline
+    pipeline.save_pretrained = _saving(pipeline.save_pretrained)
+    pipeline.from_pipe = classmethod(_converting(pipeline.from_pipe.__func__))
 
 
 def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,6 +48,35 @@ def _checking(original: Callable[..., bool]) -> Callable[..., bool]:
         return original({_usual(name) for name in filenames}, *args, **kwargs)
 
     return is_safetensors_compatible
+
+
+def _saving(original: Callable[..., None]) -> Callable[..., None]:
+    signature = inspect.signature(original)
+
+    @wraps(original)
+    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> None:
+        """What one part refuses is refused before another one is written."""
+        options = signature.bind(self, *args, **kwargs).arguments
+        for part in vars(self).values():
+            save: Any = getattr(part, "save_pretrained", None)
+            if save and isinstance(part, nn.Module) and next(packed_parameters(part), None):
+                taken = options.keys() & inspect.signature(save).parameters.keys()
+                check_saving({name: options[name] for name in taken})
+        original(self, *args, **kwargs)
+
+    return save_pretrained
+
+
+def _converting(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def from_pipe(cls: Any, pipeline: Any, **kwargs: Any) -> Any:
+        """Without a dtype diffusers converts everything to float32."""
+        try:
+            return original(cls, pipeline, **kwargs)
+        except DtypeError as error:
+            raise DtypeError(error.what, where=error.where, mend="pass dtype=torch.bfloat16 to from_pipe") from None
+
+    return from_pipe
 
 
 def _usual(name: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
@@ -162,10 +162,7 @@ def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
             if call.arguments["is_main_process"] and not call.arguments["variant"]:
                 remove_packed(Path(save_directory))
             return
-        for option, usual in (("variant", None), ("safe_serialization", True), ("use_flashpack", False)):
-            if call.arguments[option] not in (usual, None):
-                what = f"a compressed model cannot be saved with {option}={call.arguments[option]!r}"
-                raise InputError(what, mend="save it without")
+        check_saving(call.arguments)
         push, call.arguments["push_to_hub"] = call.arguments["push_to_hub"], False
         destination = Path(save_directory)
         destination.mkdir(parents=True, exist_ok=True)
@@ -181,6 +178,17 @@ def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
             self.push_to_hub(options.pop("repo_id", destination.name), **options)
 
     return save_pretrained
+
+
+def check_saving(options: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        InputError: a compressed model cannot be saved with one of the options.
+    """
+    for option, usual in (("variant", None), ("safe_serialization", True), ("use_flashpack", False)):
+        if options.get(option) not in (usual, None):
+            what = f"a compressed model cannot be saved with {option}={options[option]!r}"
+            raise InputError(what, mend="save it without")
 
 
 def _tensors(model: Any) -> dict[str, torch.Tensor]:

@@ -2,13 +2,15 @@
 
     peak = packed weights + their decode tables + other tensors + key-value cache + the largest layer decoded
 
-The cache is measured: the model runs one token on the meta device, and each layer of its cache shows what a token
-takes there (whatever its heads are), and by its kind how many tokens it keeps.
+The cache is measured: the model runs one token on the meta device, and two, and each layer of its cache shows what a
+token takes there (whatever its heads are), and by its kind how many tokens it keeps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +24,8 @@ from samebits.format.folder import CONFIG
 from samebits.integrations.model_shapes import meta_model
 from samebits.jobs.estimate import Estimate
 from samebits.kernels.tables import MAX_TABLE_BYTES
-from samebits.nn.convert import Selection
-from samebits.nn.packed_states import LATEST_TOKENS, default_block_tokens
+from samebits.nn.convert import HOLDS_ANY, Selection, tied, unpacked
+from samebits.nn.packed_states import LATEST_TOKENS, ROOM_SHARE, default_block_tokens
 from samebits.nn.spared import spare
 
 BITS_PER_WEIGHT = 10.75  # of packed words that are not there to be encoded: README.md, "How small"
@@ -32,29 +34,36 @@ _EVERY_TOKEN = 1 << 60
 
 @dataclass(frozen=True)
 class Weights:
-    """Bytes of a model's weights: packed ones as packed, all others, and all in BF16."""
+    """Bytes of a model's weights: packed ones as packed, all others, and all in BF16.
+
+    Attributes:
+        names: of the packed ones, in their files.
+    """
 
     packed: int
     other: int
     plain: int
+    names: frozenset[str] = frozenset()
 
     @classmethod
     def stored(cls, checkpoint: Checkpoint) -> Weights:
         """Of a compressed checkpoint."""
-        packed = sum(entry.nbytes for entry in checkpoint if entry.is_packed)
+        packed = {entry.name: entry.nbytes for entry in checkpoint if entry.is_packed}
         other = sum(entry.nbytes for entry in checkpoint if not entry.is_packed)
-        return cls(packed, other, sum(entry.original_nbytes for entry in checkpoint))
+        plain = sum(entry.original_nbytes for entry in checkpoint)
+        return cls(sum(packed.values()), other, plain, frozenset(packed))
 
     @classmethod
     def estimated(cls, estimate: Estimate) -> Weights:
         """Of a checkpoint that would be compressed."""
         packed = sum(tensor.stored_bytes for tensor in estimate.packed)
-        return cls(packed, estimate.stored_bytes - packed, sum(2 * tensor.words for tensor in estimate.tensors))
+        plain = sum(2 * tensor.words for tensor in estimate.tensors)
+        names = frozenset(tensor.name for tensor in estimate.packed)
+        return cls(packed, estimate.stored_bytes - packed, plain, names)
 
     @classmethod
-    def supposed(cls, model: nn.Module, selection: Selection) -> Weights:
+    def supposed(cls, model: nn.Module, packed: Collection[nn.Parameter]) -> Weights:
         """Of a model without weights: BITS_PER_WEIGHT for those that would be packed."""
-        packed = {parameter for _, parameters in _to_pack(model, selection) for parameter in parameters}
         words = sum(parameter.numel() for parameter in packed)
         total = sum(parameter.numel() for parameter in model.parameters())
         return cls(round(words * BITS_PER_WEIGHT / 8), 2 * (total - words), 2 * total)
@@ -62,30 +71,39 @@ class Weights:
 
 @dataclass(frozen=True)
 class CacheLayer:
-    """A layer of the key-value cache, for one sequence.
+    """A layer of the key-value cache, for one sequence; or those of its tensors that grow alike.
 
     Attributes:
-        token: bytes of a token.
+        token: bytes of a token, or of as many as one entry is made of.
         window: tokens kept at most.
         fixed: bytes that never grow.
-        packs: whether PackedCache packs it.
+        packs: words of a token in its keys or in its values, whichever has fewer, if PackedCache packs them; else 0.
+        every: tokens that one entry is made of.
     """
 
     token: int
     window: int
     fixed: int
-    packs: bool
+    packs: int
+    every: int = 1
 
     def nbytes(self, context: int) -> int:
-        return self.fixed + self.token * min(context, self.window)
+        return self.fixed + self.token * (min(context, self.window) // self.every)
 
     def packed_nbytes(self, context: int, batch: int) -> int:
-        """Of ``batch`` sequences in a PackedCache, with as many tokens left unpacked as there can be behind a block."""
+        """The most that ``batch`` sequences take in a PackedCache on their way to ``context`` tokens.
+
+        The first block takes up to two blocks' tokens; behind it the room for those that are not packed is an eighth of
+        those that are, and a block at most, of which the latest tokens may be all that is in it.
+        """
         if not self.packs:
             return batch * self.nbytes(context)
-        unpacked = default_block_tokens(batch * self.token // 4) + LATEST_TOKENS
-        packed = max(0, context - unpacked) * self.token * BITS_PER_WEIGHT / 16
-        return batch * (self.fixed + self.token * min(context, unpacked) + round(packed))
+        block = default_block_tokens(batch * self.packs)
+        room = block + LATEST_TOKENS - 1
+        latest = max(LATEST_TOKENS, (ROOM_SHARE * room - context) // (ROOM_SHARE - 1))  # when the room is that large
+        packed = max(0, context - latest) * BITS_PER_WEIGHT / 16
+        tokens = min(context, max(block + room, room + packed))
+        return batch * (self.fixed + math.ceil(self.token * tokens))
 
 
 @dataclass(frozen=True)
@@ -145,7 +163,8 @@ def model_memory(folder: Path, selection: Selection, weights: Weights | None) ->
     """What the model of a folder's config.json takes.
 
     Args:
-        weights: what is known of its weights; None: they are supposed.
+        selection: what of its weights would be packed, where nothing is known of them.
+        weights: what is known of them; None: they are supposed.
 
     Raises:
         InputError: no config.json, a model that cannot be made, or one without a key-value cache to measure.
@@ -159,47 +178,96 @@ def model_memory(folder: Path, selection: Selection, weights: Weights | None) ->
     spare(model)
     held = model.state_dict().keys()
     buffers = sum(buffer.nbytes for name, buffer in model.named_buffers() if name not in held)
-    to_pack = list(_to_pack(model, selection))
-    decoded = max(_decoded_bytes(*found) for found in to_pack)
-    tables = MAX_TABLE_BYTES * len({parameter for _, parameters in to_pack for parameter in parameters})
-    weights = weights or Weights.supposed(model, selection)
+    packed = _selected(model, selection) if weights is None else _packed(model, weights.names)
+    decoded = max(_decoded_bytes(module, packed) for module in model.modules())
     layers = tuple(_cache_layers(model.eval(), where))
-    return ModelMemory(weights, tables, buffers, layers, decoded)
+    weights = weights or Weights.supposed(model, packed)
+    return ModelMemory(weights, MAX_TABLE_BYTES * len(packed), buffers, layers, decoded)
 
 
-def _to_pack(model: nn.Module, selection: Selection) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
-    """Each module and those of its parameters that would be packed."""
-    for prefix, module in model.named_modules():
-        names = [name for name in module._parameters if not selection.reason_against(module, name, f"{prefix}.{name}")]
-        yield module, [module.get_parameter(name) for name in names]
+def _selected(model: nn.Module, selection: Selection) -> set[nn.Parameter]:
+    """The parameters that would be packed."""
+    groups = [owned for owned in tied(list(unpacked(model))) if selection.reason_against_tied(owned) is None]
+    return {owner.get_parameter(name) for _, owner, name in (owned[0] for owned in groups)}
 
 
-def _decoded_bytes(module: nn.Module, packed: list[nn.Parameter]) -> int:
+def _packed(model: Any, names: Collection[str]) -> set[nn.Parameter]:
+    """Those that are packed, or made of what is, where the packed tensors of its files have these names."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    from samebits.integrations.transformers_names import Names
+
+    naming = Names(model, get_model_conversion_mapping(model))
+    targets = {naming.target(name)[0] for name in names}
+    owned = {full_name: owned for owned in tied(list(unpacked(model))) for full_name, _, _ in owned}
+    found = [owned[name][0] for name in targets & owned.keys() if HOLDS_ANY.reason_against_tied(owned[name]) is None]
+    return {owner.get_parameter(name) for _, owner, name in found}
+
+
+def _decoded_bytes(module: nn.Module, packed: Collection[nn.Parameter]) -> int:
     """What a module decodes for its forward; an embedding only the rows that it looks up."""
-    return 0 if isinstance(module, nn.Embedding) else 2 * sum(parameter.numel() for parameter in packed)
+    own = [parameter for parameter in module.parameters(recurse=False) if parameter in packed]
+    return 0 if isinstance(module, nn.Embedding) else 2 * sum(parameter.numel() for parameter in own)
 
 
 def _cache_layers(model: Any, where: str) -> Iterator[CacheLayer]:
-    from transformers.cache_utils import Cache
-
     from samebits.integrations.transformers_cache import is_packable, states_of
 
     for module in model.modules():
         if hasattr(module, "config"):
             module.config._experts_implementation = "batched_mm"  # the others look at the tokens' values
+    caches = {tokens: _cache_after(model, tokens, where) for tokens in (1, 2)}
+    rates = {_rate(layer) for layer in caches[1]} - {1}
+    caches |= {tokens: _cache_after(model, tokens, where) for rate in rates for tokens in (rate, 2 * rate)}
+    for number, layer in enumerate(caches[1]):
+        states = {tokens: states_of(layers[number]) for tokens, layers in caches.items()}
+        sizes = {tokens: {path: state.nbytes for path, state in found.items()} for tokens, found in states.items()}
+        packs = 0
+        if is_packable(layer) and all(state.dtype == torch.bfloat16 for state in states[1].values()):
+            packs = min((state.numel() for state in states[1].values()), default=0)
+        window = getattr(layer, "sliding_window", None)
+        kept = window - 1 if window else _EVERY_TOKEN  # with the token at hand a window is full
+        for (limit, every), (token, fixed) in _growth(sizes, kept, _rate(layer)).items():
+            yield CacheLayer(token, limit, fixed, packs, every)
+
+
+def _rate(layer: Any) -> int:
+    """Of how many tokens a layer makes an entry, as DeepSeek V4's do."""
+    return getattr(layer, "compress_rate", 1)
+
+
+def _growth(sizes: dict[int, dict[Any, int]], kept: int, rate: int) -> dict[tuple[int, int], list[int]]:
+    """How a layer's tensors grow: by limit and tokens of an entry, the bytes of an entry and those that never grow.
+
+    Args:
+        sizes: of each tensor, by its place, after so many tokens: one, two, ``rate`` and twice that.
+        kept: tokens that it keeps at most.
+    """
+    grown: defaultdict[tuple[int, int], list[int]] = defaultdict(lambda: [0, 0])
+    for path in sizes[2 * rate]:
+        one, two, first, second = (sizes[tokens].get(path, 0) for tokens in (1, 2, rate, 2 * rate))
+        if not second:  # collects what the next entry is made of
+            kind, token, fixed = (rate - 1, 1), one, 0
+        elif two > one:
+            kind, token, fixed = (kept, 1), two - one, one - (two - one)
+        else:
+            kind, token, fixed = (_EVERY_TOKEN, rate), second - first, first - (second - first)
+        grown[kind][0] += token
+        grown[kind][1] += fixed
+    return grown
+
+
+def _cache_after(model: Any, tokens: int, where: str) -> list[Any]:
+    """The layers of its cache, without memory."""
+    from transformers.cache_utils import Cache
+
     try:
         with torch.inference_mode():
-            output = model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device="meta"), use_cache=True)
-        layers = next(value.layers for value in output.values() if isinstance(value, Cache))
+            output = model(input_ids=torch.zeros(1, tokens, dtype=torch.int64, device="meta"), use_cache=True)
+        return next(value.layers for value in output.values() if isinstance(value, Cache))
     except StopIteration:
         raise InputError("its model gives no cache to measure", where=where, mend="leave --context out") from None
     except (RuntimeError, NotImplementedError, AttributeError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         what = f"its cache cannot be measured without weights ({reason})"
         raise InputError(what, where=where, mend="leave --context out") from None
-    for layer in layers:
-        pair, fixed = states_of(layer)
-        window = getattr(layer, "sliding_window", None)
-        kept = window - 1 if window else _EVERY_TOKEN  # with the token at hand a window is full
-        packs = is_packable(layer) and all(state.dtype == torch.bfloat16 for state in pair)
-        yield CacheLayer(sum(state.nbytes for state in pair), kept, sum(state.nbytes for state in fixed), packs)

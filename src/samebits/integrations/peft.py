@@ -76,12 +76,14 @@ def _freezing(original: Callable[..., Any]) -> Callable[..., Any]:
         """Packed weights are frozen as all others of the base are: decompressed later, they are not trained either.
 
         Raises:
-            InputError: the model keeps DFloat11's layout, or a parameter is packed that an adapter is for.
+            InputError: the model keeps DFloat11's layout, or is split over devices, or a parameter is packed that an
+                adapter is for.
         """
         call = signature.bind(self, model, *args, **kwargs)
         if holds_units(model):
             mend = "load it without keep_format, and its weights are packed anew"
             raise InputError("adapters need weights of their own, which DFloat11's layout does not have", mend=mend)
+        _refuse_parts(model)
         _refuse_targets(self.peft_config[call.arguments["adapter_name"]], model)
         result = original(self, model, *args, **kwargs)
         for _, module, name in packed_parameters(model):
@@ -89,6 +91,19 @@ def _freezing(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return inject_adapter
+
+
+def _refuse_parts(model: nn.Module) -> None:
+    """An adapter is as large as its layer says it is, and a split one's packed part computes with less.
+
+    Raises:
+        InputError: there are such parts.
+    """
+    for full_name, module, _ in packed_parameters(model):
+        if getattr(module, "_hf_quantized_needs_local_tp", False):  # as transformers is told to run it on its part
+            what = "adapters cannot be put on a compressed model that is split over devices"
+            mend = "load it with device_map='auto' instead of tp_size, or uncompressed"
+            raise InputError(what, where=full_name, mend=mend)
 
 
 def _refuse_targets(config: Any, model: nn.Module) -> None:

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._pytree import KeyPath, tree_flatten_with_path
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
@@ -73,8 +74,8 @@ class PackedCache(DynamicCache):  # type: ignore[misc]
     def nbytes(self) -> int:
         """Of all layers' states, as they are kept."""
         packed = sum(layer.nbytes for layer in self.layers if isinstance(layer, PackedLayer))
-        others = (states_of(layer) for layer in self.layers if not isinstance(layer, PackedLayer))
-        return packed + sum(state.nbytes for tokens, fixed in others for state in (*tokens, *fixed))
+        others = (states_of(layer).values() for layer in self.layers if not isinstance(layer, PackedLayer))
+        return packed + sum(state.nbytes for states in others for state in states)
 
 
 def is_packable(layer: Any) -> bool:
@@ -82,12 +83,11 @@ def is_packable(layer: Any) -> bool:
     return type(layer) is DynamicLayer
 
 
-def states_of(layer: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """What a layer of a cache holds of its tokens, and what does not grow with them."""
-    pair = [getattr(layer, name, None) for name in ("keys", "values")]
-    found = [getattr(layer, name, None) or {} for name in ("conv_states", "recurrent_states")]
-    fixed = [state for states in found for state in states.values()]
-    return [state for state in pair if state is not None], [state for state in fixed if state is not None]
+def states_of(layer: Any) -> dict[KeyPath, torch.Tensor]:
+    """All tensors that a layer of a cache holds, each once, by where it does; single numbers apart."""
+    leaves, _ = tree_flatten_with_path(vars(layer))
+    found = {id(leaf): (path, leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()}
+    return dict(found.values())
 
 
 class PackedLayer(DynamicLayer):  # type: ignore[misc]

@@ -44,7 +44,7 @@ def can_be_piece(piece: Piece) -> bool:
 
 
 class Pieces:
-    """What a launch is told of its pieces, in memory on their device.
+    """What a launch is told of its pieces, copied to their device on the stream that decodes them.
 
     Args:
         pieces: at least one, each of which ``can_be_piece``, all on one CUDA device. They must not change.
@@ -62,15 +62,15 @@ class Pieces:
         structures = (PieceStructure * len(pieces))(*map(_structure, pieces, ends))
         told = torch.frombuffer(bytearray(structures), dtype=torch.uint8)
         with nvrtc.on_device(self._device):
-            self._told = told.pin_memory().to(pieces[0].packed.device, non_blocking=True)
+            self._pinned = told.pin_memory()
             self._function = nvrtc.kernel("pieces.cu", "decode_pieces", self._device)
         grid = min(nvrtc.multiprocessors(self._device), ends[-1])
         self._shape = grid, 32 * block.warps, block.shared_bytes
-        self._output, self._words = ctypes.c_void_p(), ctypes.c_int64()
-        self._arguments = (ctypes.c_void_p(self._told.data_ptr()), ctypes.c_int32(len(pieces)),
+        self._told: dict[int, torch.Tensor] = {}  # on the device, by the stream that copied it there
+        self._address, self._output, self._words = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_int64()
+        self._arguments = (self._address, ctypes.c_int32(len(pieces)),
                            ctypes.c_int64(ends[-1]), self._output, self._words, block.division)  # fmt: skip
         self._pointers = (ctypes.c_void_p * len(self._arguments))(*map(ctypes.addressof, self._arguments))
-        self._is_there = False
 
     def decode(self, output: torch.Tensor) -> None:
         """All pieces, on torch's current stream; by one thread at a time.
@@ -84,11 +84,15 @@ class Pieces:
         assert output.is_contiguous()
         assert output.shape[1] % STORED == 0
         self._output.value, self._words.value = output.data_ptr(), output.shape[1]
-        # Early behind another kernel, but not behind what wrote pieces.
-        early = self._is_there
-        self._is_there = early or not torch.cuda.is_current_stream_capturing()  # what is captured has not run yet
         with nvrtc.on_device(self._device):
             stream = nvrtc.current_stream(self._device)
+            told = self._told.get(stream)
+            early = told is not None  # behind another kernel, but not behind what wrote pieces
+            if told is None:
+                told = self._pinned.to(self._pieces[0].packed.device, non_blocking=True)
+                if not torch.cuda.is_current_stream_capturing():  # what is captured has not run yet
+                    self._told[stream] = told
+            self._address.value = told.data_ptr()
             nvrtc.launcher(self._function, *self._shape, stream, early, self._device)(ctypes.addressof(self._pointers))
 
 

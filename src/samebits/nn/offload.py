@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 import torch
@@ -118,10 +119,10 @@ def offload(module: nn.Module, gpu_memory: int | str, *, device: torch.device | 
 
     Raises:
         InputError: it does not fit even with every block streamed; or its weights are not in memory, or are moved by
-            accelerate, or in DFloat11's own layout.
+            accelerate, or in DFloat11's own layout; or ``gpu_memory`` is neither a whole number nor a size.
         ResourceError: main memory cannot be pinned; the module is not offloaded then.
     """
-    budget = parse_size(gpu_memory) if isinstance(gpu_memory, str) else gpu_memory
+    budget = _bytes(gpu_memory)
     device = _full(device)
     _check(module)
     found = _Blocks(module)
@@ -129,6 +130,15 @@ def offload(module: nn.Module, gpu_memory: int | str, *, device: torch.device | 
     onload(module)
     with torch.inference_mode(False), torch.no_grad():
         return _offload(module, found, chosen, device)
+
+
+def _bytes(gpu_memory: int | str) -> int:
+    if isinstance(gpu_memory, str):
+        return parse_size(gpu_memory)
+    if isinstance(gpu_memory, bool) or not hasattr(gpu_memory, "__index__"):
+        mend = "give a whole number, or a size such as 24GiB"
+        raise InputError(f"gpu_memory is {gpu_memory!r}, which is no number of bytes", mend=mend)
+    return index(gpu_memory)
 
 
 def onload(module: nn.Module) -> None:

@@ -132,6 +132,7 @@ class Arena:
             place = free.pop()
             free.append(place[size:])
             self._held += size
+            place.record_stream(torch.cuda.current_stream(data.device))  # the segment may be another's
             return place[: data.numel()].copy_(data)
 
     def _more(self, size: int, device: torch.device, beside: int) -> list[torch.Tensor]:
@@ -183,12 +184,10 @@ class Decoding(NamedTuple):
     Attributes:
         pieces: those that one launch decodes.
         others: with the tokens in front of them.
-        tokens: of all.
     """
 
     pieces: Pieces | None
     others: list[tuple[int, Block]]
-    tokens: int
 
     @classmethod
     def of(cls, blocks: list[Block]) -> Decoding:
@@ -200,7 +199,7 @@ class Decoding(NamedTuple):
             else:
                 pieces.append(piece)
             start += block.tokens
-        return cls(Pieces(pieces) if pieces else None, others, start)
+        return cls(Pieces(pieces) if pieces else None, others)
 
     def into(self, output: torch.Tensor) -> None:
         """
@@ -223,14 +222,16 @@ class PackedStates:
     def __init__(self, arena: Arena, block_tokens: int | None = None) -> None:
         self._arena, self._block_tokens, self._phase = arena, block_tokens, arena.phase()
         self._blocks: list[Block] = []
+        self._packed_tokens = 0  # in them
         self._others: torch.Tensor | None = None  # the latest tokens, behind all blocks, if they have no room
         self._room: torch.Tensor | None = None  # for them and the next ones, if there are blocks; they are the first
         self._held = 0  # tokens in it
-        self._decoding: Decoding | None = None  # of the blocks, as soon as it is needed
+        self._decoding: Decoding | None = None  # of the blocks, as soon as they are decoded
+        self._stream: torch.cuda.Stream | None = None  # that computed with them last
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what holds addresses and what can be made again, for copies."""
-        return vars(self) | {"_decoding": None, "_room": None, "_others": self.latest}
+        return vars(self) | {"_decoding": None, "_stream": None, "_room": None, "_others": self.latest}
 
     @property
     def latest(self) -> torch.Tensor | None:
@@ -239,7 +240,7 @@ class PackedStates:
 
     @property
     def tokens(self) -> int:
-        return self._how().tokens + (0 if (latest := self.latest) is None else latest.shape[2])
+        return self._packed_tokens + (0 if (latest := self.latest) is None else latest.shape[2])
 
     @property
     def nbytes(self) -> int:
@@ -251,18 +252,22 @@ class PackedStates:
         self._set([], None if states is None else states.contiguous())
 
     def updated(self, states: torch.Tensor) -> torch.Tensor:
-        """All states, these behind the others."""
+        """All states, these behind the others, as torch.cat has them: its errors, its dtype."""
+        held = self.latest
+        if self._blocks and held is not None and _kind(states) != _kind(held):
+            every = torch.cat([self._followed_by(), states], dim=2)
+            self._set([], every)
+            return every
         if (place := self._place(states)) is not None:
             place.copy_(states)
             self._held += states.shape[2]
             return self._followed_by()
         every = self._followed_by(states)
-        latest = every[:, :, self._how().tokens :]
+        latest = every[:, :, self._packed_tokens :]
         if latest.requires_grad or latest.dtype != torch.bfloat16:
             self._set(self._blocks, latest.clone() if self._blocks else latest)
         elif end := self._whole_blocks(latest):
-            self._blocks = [*self._blocks, *self._packed(latest[:, :, :end], 2 * every.nbytes)]
-            self._decoding = None
+            self._keep([*self._blocks, *self._packed(latest[:, :, :end], 2 * every.nbytes)])
             self._hold(latest[:, :, end:])
         elif self._blocks:
             self._hold(latest)
@@ -274,45 +279,54 @@ class PackedStates:
         return self._followed_by() if self._blocks else self._others
 
     def _place(self, states: torch.Tensor) -> torch.Tensor | None:
-        """In the room, behind those that are there, if they belong and fit there."""
+        """In the room, behind those that are there, if they fit there."""
         room, tokens = self._room, states.shape[2]
-        if room is None or self._held + tokens > room.shape[2] or states.requires_grad or states.dtype != room.dtype:
+        if room is None or self._held + tokens > room.shape[2] or states.requires_grad:
             return None
-        place = room.narrow(2, self._held, tokens)
-        return place if place.shape == states.shape else None
+        return room.narrow(2, self._held, tokens)
 
     def _followed_by(self, *states: torch.Tensor) -> torch.Tensor:
         """All, and these behind them, contiguous."""
         latest = self.latest
         ends = states if latest is None else (latest, *states)
+        self._note_stream(ends[0])
         if not self._blocks:
             return torch.cat(ends, dim=2)
-        how = self._how()
         sequences, heads, _, channels = ends[0].shape
-        start = how.tokens
+        start = self._packed_tokens
         output = new_empty(ends[0], (sequences, heads, start + sum(end.shape[2] for end in ends), channels))
         for end in ends:
             output.narrow(2, start, end.shape[2]).copy_(end)
             start += end.shape[2]
-        how.into(output)
+        if self._decoding is None:
+            self._decoding = Decoding.of(self._blocks)
+        self._decoding.into(output)
         return output
+
+    def _note_stream(self, states: torch.Tensor) -> None:
+        """Where another stream computes than before: memory of the other's that is freed stays until this one is done.
+
+        Once is enough, however often it computes. What ``move`` brings on a third stream is not noted: that one waits.
+        """
+        if not states.is_cuda or (stream := torch.cuda.current_stream(states.device)) == self._stream:
+            return
+        self._stream = stream
+        held = [self._others if self._room is None else self._room]
+        for tensor in (*held, *(part for block in self._blocks for part in (block.packed.data, block.order))):
+            if tensor is not None and tensor.is_cuda:
+                tensor.record_stream(stream)
 
     def _hold(self, latest: torch.Tensor) -> None:
         """These, in the room."""
         sequences, heads, tokens, channels = latest.shape
-        if self._room is None or self._room.shape[2] < tokens:
+        most = tokens + max(LATEST_TOKENS, self._packed_tokens // ROOM_SHARE)
+        if self._room is None or not tokens <= self._room.shape[2] <= most:
             unit, ahead = self._rhythm(latest)
-            most = tokens + max(LATEST_TOKENS, self._how().tokens // ROOM_SHARE)
             room = min(unit + ahead + LATEST_TOKENS - 1, most)  # behind these, blocks are packed
             with torch.inference_mode(False):  # else nothing could be added outside of inference mode
                 self._room = latest.new_empty((sequences, heads, room, channels))
         self._others, self._held = None, tokens
         self._room.narrow(2, 0, tokens).copy_(latest)
-
-    def _how(self) -> Decoding:
-        if self._decoding is None:
-            self._decoding = Decoding.of(self._blocks)
-        return self._decoding
 
     def sequences(self) -> torch.Tensor:
         """Their indices."""
@@ -345,7 +359,7 @@ class PackedStates:
         sequences, heads, _, channels = latest.shape
         unit = self._block_tokens or default_block_tokens(sequences * heads * channels)
         whole = whole_tokens(sequences * heads)
-        return unit, (int(self._phase * unit) // whole * whole - self._how().tokens) % unit
+        return unit, (int(self._phase * unit) // whole * whole - self._packed_tokens) % unit
 
     def _whole_blocks(self, latest: torch.Tensor) -> int:
         """How many of these tokens make up blocks."""
@@ -362,7 +376,16 @@ class PackedStates:
         return [Block.of(states[:, :, start:stop], self._arena, beside) for start, stop in pairwise((*starts, tokens))]
 
     def _set(self, blocks: list[Block], latest: torch.Tensor | None) -> None:
-        self._blocks, self._others, self._room, self._held, self._decoding = blocks, latest, None, 0, None
+        self._keep(blocks)
+        self._others, self._room, self._held = latest, None, 0
+
+    def _keep(self, blocks: list[Block]) -> None:
+        self._blocks, self._packed_tokens, self._decoding = blocks, sum(block.tokens for block in blocks), None
+
+
+def _kind(states: torch.Tensor) -> tuple[Any, ...]:
+    """All but the number of tokens."""
+    return states.dtype, states.device, *states.shape[:2], *states.shape[3:]
 
 
 def new_empty(like: torch.Tensor, shape: tuple[int, int, int, int]) -> torch.Tensor:
