@@ -197,7 +197,7 @@ def test_many_row_groups_of_a_block(tokens: int) -> None:
 @pytest.fixture
 def gpu_with_less(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Without Hopper's instructions and with less shared memory."""
-    caches = (launch_of, nearest_launch, joint_launch, nvrtc.kernel, nvrtc.launcher, nvrtc.configured)
+    caches = (nearest_launch, joint_launch, nvrtc.kernel, nvrtc.launcher, nvrtc.configured)
     with monkeypatch.context() as patch:
         patch.setattr(nvrtc, "has_wgmma", lambda device: False)
         patch.setattr(nvrtc, "shared_memory", lambda device: 101376)

@@ -127,7 +127,7 @@ def test_is_captured_in_a_cuda_graph() -> None:
     packed, experts = (samebits.encode(tensor_of(each)).to("cuda") for each in (words, expert_words))
     ids, routed = (
         torch.zeros(5, dtype=torch.int64, device="cuda"),
-        torch.zeros((2, 2), dtype=torch.int32, device="cuda"),
+        torch.zeros((2, 2), dtype=torch.int64, device="cuda"),  # else a copy in int64 may lie where ``written`` does
     )
     decode_rows(packed, ids), decode_rows(experts, routed), decode_experts(experts, routed)  # compiles
     torch.cuda.synchronize()
