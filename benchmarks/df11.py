@@ -1,6 +1,6 @@
 """One model as DFloat11's checkpoint, as samebits' and in BF16: size, decoding, loading, tokens a second.
 
-    python benchmarks/df11.py [--layers 16] [--name df11]       writes results/<name>.json
+    python benchmarks/df11.py [--layers 16] [--name df11]       five minutes; writes results/<name>.json, row by row
 
 The model has Llama 3.1 8B's shapes, fewer layers and synthetic weights. It is written in all forms to a temporary
 folder, and read from there while the system still has it in memory. Every form has to give the tokens of BF16. On a GPU
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,12 +29,12 @@ from common import (
     DECODER_LAYERS,
     Measured,
     Timing,
+    add_results,
     encode_checked,
     runner,
     significant,
     synthetic_matrix,
     time_calls,
-    write_results,
 )
 from dfloat11_kernel import DFloat11
 from gpu import Roofs, device_name, distinct, measure_roofs
@@ -85,14 +85,15 @@ def main() -> int:
     if not torch.cuda.is_available():
         parser.error("no CUDA device")
     layer = list(DECODER_LAYERS["Llama 3.1 8B"].values())
-    rows = measure_decoding(layer, arguments.repeats, "cuda")
+    keep = partial(add_results, arguments.name, device_name(), keys=("form",))
+    print(keep(rows=measure_decoding(layer, arguments.repeats, "cuda")))
     if find_spec("transformers"):
         with TemporaryDirectory(dir=arguments.folder) as folder:
             write_forms(Path(folder), LLAMA | {"num_hidden_layers": arguments.layers}, "cuda")
-            rows += measure_forms(Path(folder), arguments.tokens, arguments.repeats, "cuda")
+            for row in measure_forms(Path(folder), arguments.tokens, arguments.repeats, "cuda"):
+                keep(rows=[row])
     else:
         print("transformers is not installed: decoding only", file=sys.stderr)
-    print(write_results(arguments.name, device_name(), rows))
     return 0
 
 
@@ -141,23 +142,21 @@ def write_forms(folder: Path, config: Mapping[str, Any], device: str) -> None:
     Df11Compression(checkpoint, folder / "df11").run()
 
 
-def measure_forms(folder: Path, tokens: int, repeats: int, device: str) -> list[Row]:
-    """The table "forms".
+def measure_forms(folder: Path, tokens: int, repeats: int, device: str) -> Iterator[Row]:
+    """The table "forms", a row at a time.
 
     Raises:
         SystemExit: a form gives other tokens than BF16, so there is nothing worth measuring.
     """
     run = runner(device)
     expected: list[int] = []
-    rows: list[Row] = []
     for form in FORMS:
         row, found = run(measure_form, folder, form, tokens, repeats, device)()
         expected = expected or found
         if found != expected:
             raise SystemExit(f"{form}: other tokens than BF16's")
         print(row, flush=True)
-        rows.append(row)
-    return rows
+        yield row
 
 
 @repeatable_attention()

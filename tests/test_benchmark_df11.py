@@ -47,7 +47,7 @@ def test_decoding_in_both_forms() -> None:
 
 
 def test_all_forms_of_a_model(forms: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = df11.measure_forms(forms, 4, 1, "cpu")
+    rows = list(df11.measure_forms(forms, 4, 1, "cpu"))
     assert [row["form"] for row in rows] == list(df11.FORMS)
     assert all(row["tokens_per_s"] > 0 and row["graphs_tokens_per_s"] > 0 for row in rows)
     assert rows[0]["bits_per_weight"] > max(row["bits_per_weight"] for row in rows[1:])
@@ -59,4 +59,4 @@ def test_all_forms_of_a_model(forms: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_other_tokens_are_not_timed(forms: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(df11, "generate", lambda model, *_, **__: [type(model.lm_head).__name__])
     with pytest.raises(SystemExit, match="samebits: other tokens"):
-        df11.measure_forms(forms, 1, 1, "cpu")
+        list(df11.measure_forms(forms, 1, 1, "cpu"))
