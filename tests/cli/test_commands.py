@@ -13,10 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from numba import njit
 from safetensors.torch import save_file
 
 from samebits.cli import generate
 from samebits.cli.console import Lines
+from samebits.compiled import folder_of
+from samebits.digest import sum_words
 from samebits.format import mapping
 from samebits.format.container import Checkpoint
 from samebits.jobs import job
@@ -369,6 +372,11 @@ def test_doctor_says_whether_native_code_is_there(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(recall, "native", None)
     assert native_code().found.startswith("not compiled")
     assert "C compiler" in native_code().mend
+
+
+def test_a_loop_that_is_kept_nowhere() -> None:
+    assert folder_of(njit(lambda: 0)) is None
+    assert folder_of(sum_words) is not None
 
 
 def test_doctor(samebits: Command) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 import pytest
@@ -9,6 +10,7 @@ from numba import njit
 
 from samebits.cli import console
 from samebits.cli.console import compilation_noted, print_table
+from samebits.cli.failure import interruption, sayer
 
 
 def test_a_terminal_hears_of_compilation_once(
@@ -40,6 +42,32 @@ def test_a_narrow_terminal_cuts_no_figures(capsys: pytest.CaptureFixture[str], m
     out = capsys.readouterr().out
     assert all(figure in out for figure in figures)
     assert "".join(line[1:].split("│")[0].strip() for line in out.splitlines() if line.startswith("│")) == name
+
+
+@pytest.mark.parametrize(("terminal", "start"), [("xterm", "\r\x1b[2K\x1b[?25h"), ("dumb", "")])
+def test_a_signal_ends_the_bar_of_progress(
+    terminal: str, start: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there can be one: a dumb terminal would show the codes."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", terminal)
+    sayer(["verify"])(signal.SIGINT)
+    assert capfd.readouterr().err == f"{start}samebits: interrupted\n"
+
+
+@pytest.mark.parametrize("command", ["compress", "decompress", "verify"])
+def test_what_goes_on_where_it_stopped(command: str) -> None:
+    mend = None if command == "verify" else "the same command goes on where it stopped"
+    assert interruption([command, "model"]).mend == mend
+
+
+def test_progress_that_stands_still(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+    lines = console.Lines("compress")
+    for now[0] in (101.0, 107.0):
+        lines.show(1000, 10000)
+    assert capsys.readouterr().err == "compress: 10 % (1.00 kB of 10.00 kB)\n"
 
 
 def test_progress_without_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import save_file
 
+from samebits.format.container import Checkpoint
 from tests.cli.conftest import Command
 from tests.jobs.checkpoints import stored
 from tests.jobs.test_compress_df11 import BLOCKS, blocks
@@ -25,6 +26,7 @@ def test_the_example_model(samebits: Command, tmp_path: Path, is_folder: bool) -
     assert samebits("verify", df11, "--against", source, "--json").json["identical"]
     assert samebits("decompress", df11, back).code == 0
     assert stored(back) == stored(source)
+    assert all("dfloat11" not in file.metadata for file in Checkpoint.open(back).files)
     assert samebits("inspect", df11, "--json").json["layout"] == "dfloat11"
 
 

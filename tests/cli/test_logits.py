@@ -7,11 +7,13 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from samebits.cli import logits
 from samebits.cli.generate import default_model
@@ -112,6 +114,17 @@ def test_position_and_token_of_a_mismatch() -> None:
     assert logits._first_mismatch(expected, expected.clone(), 0) is None
 
 
+def test_a_mismatch_behind_the_first_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = SimpleNamespace(config=SimpleNamespace(get_text_config=SimpleNamespace))
+    runs = [[torch.zeros(256, 4), torch.zeros(44, 4)] for _ in range(2)]
+    runs[1][1][3, 2] = 1
+    left = iter(runs)
+    monkeypatch.setattr(logits, "_load", lambda path, device: model)
+    monkeypatch.setattr(logits, "_logits", lambda model, windows: iter(next(left)))
+    verdict = logits.compare("a", "b", torch.zeros(300, dtype=torch.int64), "cpu", lambda done, total: None)
+    assert verdict.mismatch == logits.LogitMismatch(259, 2, "0x3f800000", "0x00000000")
+
+
 def test_unusable_input(samebits: Command, example: Path, packed_example: Path, tmp_path: Path) -> None:
     both = ("verify", packed_example, "--against", example, "--device", "cpu")
     (tmp_path / "empty").write_text("")
@@ -149,3 +162,31 @@ def test_too_little_space(
     outcome = samebits("verify", "--logits", packed_example, "--against", example, "--device", "cpu")
     assert outcome.code == 2
     assert "/tmp/full: no space for 6.29 MB of logits; give a shorter --text" in outcome.error
+
+
+def test_no_place_for_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is not for want of space."""
+
+    def refused(nbytes: int) -> torch.Tensor:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/tmp")
+
+    monkeypatch.setattr(logits, "scratch", refused)
+    with pytest.raises(PermissionError):
+        logits._space(3, torch.zeros(1, 5))
+
+
+def test_against_weights_in_another_format(samebits: Command, example: Path, tmp_path: Path) -> None:
+    """transformers reads them."""
+    folder = shutil.copytree(example, tmp_path / "pickled", ignore=shutil.ignore_patterns("*.safetensors"))
+    torch.save(load_file(example / "model.safetensors"), folder / "pytorch_model.bin")
+    arguments = ("verify", "--logits", example, "--against", folder, "--device", "cpu")
+    assert samebits(*arguments, "--json").json["identical"] is True
+
+
+def test_windows_are_no_longer_than_a_model_takes(samebits: Command, tmp_path: Path) -> None:
+    """One that has learned where each token is."""
+    torch.manual_seed(0)
+    config = GPT2Config(n_embd=64, n_head=4, n_layer=1, n_positions=20, vocab_size=128)
+    GPT2LMHeadModel(config).to(torch.bfloat16).save_pretrained(tmp_path)
+    arguments = ("verify", "--logits", tmp_path, "--against", tmp_path, "--device", "cpu")
+    assert samebits(*arguments, "--json").json["positions"] == logits.RANDOM_TOKENS

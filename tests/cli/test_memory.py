@@ -41,11 +41,16 @@ def test_what_fits(samebits: Command, example: Path) -> None:
     )
     outcome = samebits(*arguments)
     assert f"samebits fits into 20MB, 4.61 MB to spare; {report['longest_context']:,} tokens would\n" in outcome.out
+    assert f" to spare; {report['bf16_longest_context']:,} tokens would\n" in outcome.out
 
 
 def test_what_does_not_fit(samebits: Command, example: Path) -> None:
     outcome = samebits("estimate", example, "--context", 512, "--gpu", "10MB")
     assert "BF16 does not fit into 10MB; its weights alone are too large\n" in outcome.out
+    report = samebits("estimate", example, "--context", 1, "--json").json
+    weights = report["peak_bytes"] - report["cache_bytes"]
+    outcome = samebits("estimate", example, "--context", 1, "--gpu", f"{weights}B")
+    assert f"samebits does not fit into {weights}B; 0 tokens would\n" in outcome.out
 
 
 def test_a_packed_cache_holds_more(samebits: Command, example: Path) -> None:
@@ -84,6 +89,13 @@ def test_without_weights(samebits: Command, example: Path, config: Path) -> None
     assert supposed["peak_bytes"] == pytest.approx(there["peak_bytes"], rel=0.01)
     assert supposed["bf16_peak_bytes"] == there["bf16_peak_bytes"]
     assert "10.75 bits a packed weight are supposed" in samebits("estimate", config, "--context", 9).out
+
+
+def test_an_index_without_its_weights(samebits: Command, config: Path) -> None:
+    """Is no folder that never had any."""
+    (config / "model.safetensors.index.json").write_text('{"weight_map": {"lm_head.weight": "model.safetensors"}}')
+    outcome = samebits("estimate", config, "--context", 9)
+    assert (outcome.code, "model.safetensors" in outcome.error) == (2, True)
 
 
 def test_unusable_input(samebits: Command, example: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import samebits
 from samebits.errors import DigestError, DtypeError, FormatError, InputError, SamebitsError, VersionError
@@ -114,6 +115,15 @@ def test_config_of_another_size(llama: Reference, llama_folder: Path) -> None:
         llama.load(llama_folder)
 
 
+def test_config_of_another_size_while_compressing(
+    llama: Reference, config: samebits.SamebitsConfig, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(llama.folder, tmp_path / "plain")
+    edit_config(folder, lambda config: config.update(intermediate_size=128))
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        llama.load(folder, quantization_config=config)
+
+
 def test_piece_of_another_shape(references, config: samebits.SamebitsConfig, tmp_path: Path) -> None:
     mixtral = references("mixtral")
     mixtral.load(quantization_config=config).save_pretrained(tmp_path)
@@ -156,6 +166,15 @@ def test_checkpoint_of_another_dtype(
         llama.load(tmp_path, quantization_config=config)
     with pytest.raises(DtypeError, match=f"{dtype}.*only BF16 weights.*--cast bf16"):
         llama.load(tmp_path, quantization_config=config, dtype=torch.bfloat16)
+
+
+def test_a_few_weights_of_another_dtype(llama: Reference, config: samebits.SamebitsConfig, tmp_path: Path) -> None:
+    """Become BF16 as without compression."""
+    folder = shutil.copytree(llama.folder, tmp_path / "plain")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].float()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    llama.assert_same(llama.load(folder, quantization_config=config, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ import samebits
 from samebits.cli.run import run
 from samebits.errors import DigestError, DtypeError, FormatError, InputError
 from samebits.format.container import Checkpoint
+from samebits.integrations.diffusers import convert
 from samebits.nn.packed_module import PackedLinearModule
 from samebits.plans import dispatch
 from tests.integrations.diffusers_models import ARCHITECTURES, Reference, assert_same_bytes, eligible, make, output
@@ -209,6 +210,21 @@ def test_single_file(
     flux.assert_same(model)
     model.save_pretrained(tmp_path / "saved")
     flux.assert_same(flux.load(tmp_path / "saved"))
+
+
+def test_numbers_stay_numbers() -> None:
+    """Where a model becomes another dtype, as a plain one's do."""
+    module = torch.nn.Linear(64, 64, dtype=torch.bfloat16)
+    samebits.compress(module, min_weights=1)
+    module.register_buffer("places", torch.arange(1000, 1004))
+    module.register_buffer("scales", torch.ones(3))
+    convert(module, torch.float16)
+    assert module.places.tolist() == [1000, 1001, 1002, 1003]
+    assert [tensor.dtype for tensor in (module.places, module.scales, module.weight)] == [
+        torch.int64,
+        torch.float16,
+        torch.float16,
+    ]
 
 
 def test_include_and_exclude(flux: Reference) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import peft
 import pytest
 import torch
 from peft import LoHaConfig, LoraConfig, PeftModel, PromptTuningConfig, TrainableTokensConfig, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.pytorch_utils import Conv1D
@@ -237,6 +238,8 @@ def test_merging_and_unmerging_of_single_layers_are_refused(base: LlamaForCausal
     with pytest.raises(InputError, match="a packed weight cannot be changed"):
         layer.merge()
     assert not layer.merged
+    with pytest.warns(UserWarning, match="Already unmerged"):
+        layer.unmerge()
     samebits.decompress(layer)
     layer.merge()
     samebits.compress(layer, min_weights=MIN_WEIGHTS)
@@ -309,6 +312,25 @@ def test_adapters_of_packed_parameters_are_refused(base: LlamaForCausalLM) -> No
     left, right = (adapted(model, init_lora_weights=False, **options) for model in (dense, partly))
     assert trainable(left).keys() == trainable(right).keys()
     assert_same(logits(right), logits(left))
+
+
+def test_adapters_of_packed_parameters_of_any_module_are_refused() -> None:
+    """By their whole names, of which another's may be the end."""
+    module = nn.Sequential(OrderedDict(up=nn.Linear(64, 64), down=nn.Linear(64, 64))).to(torch.bfloat16)
+    samebits.compress(module)
+    with pytest.raises(InputError, match=r"up\.weight: PEFT cannot put an adapter on a packed parameter"):
+        adapted(copy.deepcopy(module), target_modules=["down"], target_parameters=["up.weight"])
+    with pytest.warns(RuntimeWarning, match="no parameter was matched"):
+        model = adapted(module, target_modules=["down"], target_parameters=["p.weight"])
+    assert len(trainable(model)) == 2
+
+
+def test_a_module_to_save_is_copied_once(base: LlamaForCausalLM) -> None:
+    model = adapted(pair(base)[1], target_modules=["q_proj"], modules_to_save=["lm_head"])
+    wrapper = model.base_model.model.lm_head
+    trained = wrapper.modules_to_save["default"]
+    wrapper.update("default")
+    assert wrapper.modules_to_save["default"] is trained
 
 
 EXPERTS: dict[str, Any] = {
@@ -504,8 +526,11 @@ def test_an_adapted_embedding_is_saved_plain(base: LlamaForCausalLM, trained_on:
     others = copy.deepcopy(base)
     with torch.no_grad():
         others.get_input_embeddings().weight.mul_(2)
-    for other in pair(others):
-        assert_same(logits(PeftModel.from_pretrained(other, tmp_path)), logits(trained))
+    for dtype in (torch.bfloat16, torch.float32):
+        wide = {key: tensor.to(dtype) if "embed_tokens.base_layer" in key else tensor for key, tensor in file.items()}
+        save_file(wide, tmp_path / "adapter_model.safetensors")
+        for other in pair(others):
+            assert_same(logits(PeftModel.from_pretrained(other, tmp_path)), logits(trained))
 
 
 def test_weights_are_counted(base: LlamaForCausalLM) -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
+from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming
 
 import samebits
 from samebits.errors import FormatError, InputError
 from samebits.format.container import Checkpoint
 from samebits.integrations.transformers import compute_as_plain
+from samebits.integrations.transformers_load import dtype_in_model
+from samebits.integrations.transformers_names import Names, arrange
 from tests.integrations.models import (
     MIN_WEIGHTS,
     Reference,
@@ -294,6 +298,40 @@ def test_packed_weights_that_are_in_no_files(llama: Reference, llama_folder: Pat
     config, state = transformers.AutoConfig.from_pretrained(llama_folder), llama.load(llama_folder).state_dict()
     with pytest.raises(InputError, match=r"in no files cannot be loaded here; .*load_state_dict"):
         transformers.LlamaForCausalLM.from_pretrained(None, config=config, state_dict=state)
+
+
+def test_names_as_transformers_has_them() -> None:
+    """Of converters of one pattern the last; what no renaming leads to a parameter keeps its name if that is one."""
+    converters = [WeightConverter(["a"], [target], [Concatenate()]) for target in ("b", "c")]
+    model = SimpleNamespace(base_model_prefix="model", state_dict=lambda: {"layer.weight": torch.zeros(1)})
+    names = Names(model, [WeightRenaming("layer.weight", "gone.weight"), *converters])
+    assert names.converter("a") is converters[1]
+    assert names.target("layer.weight") == ("layer.weight", None)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, -1])
+def test_parts_are_stacked_along_any_dimension(dim: int) -> None:
+    parts = [torch.randn(3, 4) for _ in range(2)]
+    converter = WeightConverter(["a"], ["b"], [MergeModulelist(dim=dim)])
+    shape, places = arrange([("a", (3, 4))] * 2, converter) or ((), [])
+    whole = torch.empty(shape)
+    for place, part in zip(places, parts, strict=True):
+        whole[place] = part
+    assert torch.equal(whole, torch.stack(parts, dim))
+
+
+def test_parts_that_do_not_fit_together() -> None:
+    for operation in (MergeModulelist(dim=0), Concatenate(dim=0)):
+        assert arrange([("a", (3, 4)), ("a", (3, 5))], WeightConverter(["a"], ["b"], [operation])) is None
+
+
+@pytest.mark.parametrize("pattern", ["norm", "layers.*.norm", "*.norm"])
+def test_parameters_that_are_kept_in_float32(pattern: str) -> None:
+    """By patterns as shells have them."""
+    model = SimpleNamespace(_get_dtype_plan=lambda dtype: {pattern: torch.float32})
+    weight = torch.zeros(1, dtype=torch.bfloat16)
+    assert dtype_in_model(model, "layers.0.norm.weight", weight) is torch.float32
+    assert dtype_in_model(model, "layers.0.proj.weight", weight) is torch.bfloat16
 
 
 class OddConfig(torch.nn.Linear):

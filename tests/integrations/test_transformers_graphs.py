@@ -278,17 +278,22 @@ def test_states_that_are_kept_in_modules(caplog: pytest.LogCaptureFixture) -> No
     assert "each step changes the model's model.layers.0.temporal_block." in caplog.text
 
 
-@pytest.mark.parametrize("change", ["moved", "counted", "inside"])
+@pytest.mark.parametrize("change", ["moved", "shortened", "counted", "tokens", "inside"])
 def test_a_cache_that_python_changes(change: str, cache: StaticCache, caplog: pytest.LogCaptureFixture) -> None:
     layer: Any = cache.layers[0]
-    layer.states, layer.count, layer.extra = torch.zeros(4), 0, {"states": [torch.zeros(4)]}
+    layer.states, layer.count, layer.extra = torch.zeros(16), 0, {"states": [torch.zeros(4)]}
+    layer.cumulative_length_int = 0  # as a window's, which this is not
 
     def forward(ids: torch.Tensor, past_key_values: StaticCache) -> int:
         layer.states.add_(1)
         if change == "moved":
             layer.states = layer.states.clone()
+        elif change == "shortened":
+            layer.states = layer.states[:-1]
         elif change == "counted":
             layer.count += 1
+        elif change == "tokens":
+            layer.cumulative_length_int += 1
         else:
             layer.extra["states"][0] = layer.extra["states"][0] + 1
         return int(ids)
@@ -297,10 +302,16 @@ def test_a_cache_that_python_changes(change: str, cache: StaticCache, caplog: py
     step = DecodingStep(forward, capture)
     assert [step(ids=torch.tensor(number), past_key_values=cache) for number in range(5)] == [0, 1, 2, 3, 4]
     assert capture.captures == 0
-    place = {"moved": "states", "counted": "count", "inside": "extra[states][0]"}[change]
+    places = {
+        "moved": "states",
+        "shortened": "states",
+        "counted": "count",
+        "tokens": "cumulative_length_int",
+        "inside": "extra[states][0]",
+    }
     assert [record.getMessage() for record in caplog.records] == [
-        f"samebits.cuda_graphs: the decoding step runs as it is: each step changes its cache's layers[0].{place} in "
-        "Python, which no replay does"
+        f"samebits.cuda_graphs: the decoding step runs as it is: each step changes its cache's "
+        f"layers[0].{places[change]} in Python, which no replay does"
     ]
 
 
@@ -322,6 +333,11 @@ def step_of_window(kept: list[Any]) -> tuple[StaticCache, Callable[..., int]]:
     [
         ({"mask": torch.ones(1, 5)}, 1, "masks of a sliding window are made in the model, by what Python has counted"),
         ({}, 1, "masks of a sliding window are made in the model, by what Python has counted"),
+        (
+            {"mask": torch.ones(1, 1, 1, 8), "attention_mask": torch.ones(1, 5)},
+            1,
+            "masks of a sliding window are made in the model, by what Python has counted",
+        ),
         ({"mask": torch.ones(1, 1, 2, 8)}, 2, "a sliding window does not take in one token a step"),
     ],
 )
@@ -367,7 +383,7 @@ def test_contents_may_change(cache: StaticCache) -> None:
     assert (capture.captures, capture.replays) == (1, 4)
 
 
-@pytest.mark.parametrize("what", ["shape", "dtype", "cache", "number", "name"])
+@pytest.mark.parametrize("what", ["shape", "dtype", "cache", "number", "kind of number", "name"])
 def test_anything_else_begins_anew(what: str, cache: StaticCache) -> None:
     capture = Recorder()
     step = DecodingStep(lambda ids, past_key_values, **others: ids.float().sum() + others.get("scale", 0), capture)
@@ -379,6 +395,7 @@ def test_anything_else_begins_anew(what: str, cache: StaticCache) -> None:
             "dtype": {"ids": torch.ones(2, dtype=torch.int32)},
             "cache": {"past_key_values": StaticCache(config=config(), max_cache_len=16)},
             "number": {"scale": 4},
+            "kind of number": {"scale": 3.0},
             "name": {"other": None},
         }[what]
     )

@@ -120,6 +120,18 @@ def test_packed_tensors_lie_aligned_and_the_file_is_the_same_for_any_number_of_w
         assert entry.spec.start % (16 if entry.is_packed else entry.nbytes // max(1, entry.words) or 1) == 0
 
 
+def test_what_is_not_packed_lies_aligned(tmp_path: Path) -> None:
+    """Also where the shorter numbers came first in the original, which other writers than safetensors' may do."""
+    header = (
+        b'{"a": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]},'
+        b' "b": {"dtype": "F32", "shape": [5], "data_offsets": [3, 23]}}'
+    )
+    (tmp_path / "plain.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(range(23)))
+    compress(tmp_path / "plain.safetensors", tmp_path / "packed.safetensors")
+    assert Checkpoint.open(tmp_path / "packed.safetensors").entries["b"].spec.start % 4 == 0
+    assert stored(tmp_path / "packed.safetensors") == stored(tmp_path / "plain.safetensors")
+
+
 def test_decompress_with_several_workers(tmp_path: Path) -> None:
     source = write_folder(tmp_path / "source")
     compress(source, tmp_path / "packed")

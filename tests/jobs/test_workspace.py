@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections import namedtuple
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -187,6 +188,35 @@ def test_interrupted_while_publishing(tmp_path: Path, moves: int) -> None:
     assert files_of(destination) == files_of(tmp_path / "at once")
 
 
+def test_interrupted_while_old_weights_are_removed(tmp_path: Path) -> None:
+    """What makes them loadable goes first."""
+    source, destination = write_folder(tmp_path / "source"), write_folder(tmp_path / "packed")
+
+    def left() -> set[str]:
+        return {path.name for path in destination.iterdir() if path.is_file()}
+
+    before, unlink = left(), Path.unlink
+
+    def unlink_one(path: Path, missing_ok: bool = False) -> None:
+        if path.parent == destination and left() != before:
+            raise KeyboardInterrupt
+        unlink(path, missing_ok)
+
+    with pytest.raises(KeyboardInterrupt):
+        compress_with(Path, "unlink", unlink_one, source, destination, overwrite=True)
+    assert before - left() == {"config.json"}
+    assert compress(source, destination, overwrite=True).resumed_shards == 3
+
+
+def test_interrupted_before_old_weights_of_the_same_names_are_removed(tmp_path: Path) -> None:
+    """What is done already is not replaced by these."""
+    source, destination = write_folder(tmp_path / "source"), tmp_path / "packed"
+    compress(source, destination, CompressOptions(min_weights=1))
+    with pytest.raises(KeyboardInterrupt):
+        compress_with(Workspace, "_remove_old_weights", interrupt, source, destination, overwrite=True)
+    assert compress(source, destination, overwrite=True).resumed_shards == 3
+
+
 def test_interrupted_while_overwriting(tmp_path: Path) -> None:
     source, destination = write_folder(tmp_path / "source"), write_folder(tmp_path / "packed")
     interrupted(source, destination, overwrite=True)
@@ -218,6 +248,21 @@ def test_a_folder_in_the_way(tmp_path: Path, name: str) -> None:
     with pytest.raises(InputError, match=f"packed/{name}: a folder is in the way; remove it"):
         compress(source, destination, overwrite=True)
     assert files_of(destination) == before
+
+
+def test_a_folder_that_comes_in_the_way_meanwhile(tmp_path: Path) -> None:
+    """Nothing of the old model is gone then."""
+    source, destination = write_folder(tmp_path / "source"), write_folder(tmp_path / "packed")
+    before, publish = stored(destination), Workspace.publish
+
+    def publish_late(space: Workspace) -> None:
+        (destination / "samebits.safetensors.index.json").mkdir()
+        publish(space)
+
+    with pytest.raises(InputError, match="a folder is in the way"):
+        compress_with(Workspace, "publish", publish_late, source, destination, overwrite=True)
+    (destination / "samebits.safetensors.index.json").rmdir()
+    assert stored(destination) == before
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "samebits.safetensors", "config.json", "older.safetensors"])
@@ -354,10 +399,15 @@ def fill_disk(*_: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_disk_full_while_encoding(tmp_path: Path) -> None:
+def exhaust_quota(*_: object) -> None:
+    raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+
+@pytest.mark.parametrize("fail", [fill_disk, exhaust_quota])
+def test_disk_full_while_encoding(tmp_path: Path, fail: Callable[..., None]) -> None:
     source, destination = write_folder(tmp_path / "source"), tmp_path / "packed"
     with pytest.raises(ResourceError, match="no space left; free some"):
-        compress_with(os, "posix_fallocate", fill_disk, source, destination)
+        compress_with(os, "posix_fallocate", fail, source, destination)
     with pytest.raises(InputError):
         Checkpoint.open(destination)
     compress(source, destination)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import weakref
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -117,6 +119,15 @@ def test_who_else_has_a_weight_may_not_be_a_module() -> None:
     assert held
 
 
+def test_what_only_stood_for_a_module_that_is_gone() -> None:
+    """isinstance asks a proxy what it stands for."""
+    module, gone = make("tied")[0], nn.Linear(1, 1)
+    proxy = weakref.proxy(gone)
+    del gone
+    assert samebits.compress(module.embedding).raw == {"weight": "tied to a weight of a module outside"}
+    assert proxy is not None
+
+
 def test_all_objects_are_looked_at_only_where_they_must_be(monkeypatch: pytest.MonkeyPatch) -> None:
     modules = [make(name)[0] for name in CASES]
     monkeypatch.setattr(convert.gc, "get_objects", lambda: pytest.fail("they were"))
@@ -212,6 +223,7 @@ def test_strides_stay() -> None:
         stride = module.weight.stride()
         samebits.compress(module)
         assert module.weight.stride() == stride
+        assert module.sb_recipes["weight"].matrix is None  # no fused product has the bits of torch's
         samebits.decompress(module)
         assert module.weight.stride() == stride
 
@@ -379,10 +391,17 @@ class AsksForADtype(Tower):
 
 class AsksItsRoot(Tower):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out(x.to(next(iter(self.parameters())).dtype)).to(next(self.out.parameters()).device)
+        x = x.to(next(self.out.parameters()).device)
+        return self.out(x.to(next(iter(self.parameters())).dtype))
 
 
-@pytest.mark.parametrize("kind", [AsksForADtype, AsksItsRoot])
+class AsksTwiceInALine(Tower):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.to(device=next(self.layers.parameters()).device, dtype=next(self.layers.parameters()).dtype)
+        return self.out(self.layers(x) + x)
+
+
+@pytest.mark.parametrize("kind", [AsksForADtype, AsksItsRoot, AsksTwiceInALine])
 def test_what_tells_a_dtype_stays_plain(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
     module = kind().to(torch.bfloat16)
@@ -395,6 +414,24 @@ def test_what_tells_a_dtype_stays_plain(kind: type[nn.Module]) -> None:
     samebits.load_state_dict(other, module.state_dict())
     assert {name for name, _, _ in packed_parameters(other)} == report.packed.keys()
     assert same_bits(other(INPUT), expected)
+
+
+class AsksWhatIsNoModule(Tower):
+    """But has parameters, as a model that is kept out of the state dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = SimpleNamespace(parameters=nn.Linear(1, 1).parameters)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(x.to(next(self.other.parameters()).dtype).to(torch.bfloat16))
+
+
+def test_parameters_of_what_is_no_module() -> None:
+    module = AsksWhatIsNoModule().to(torch.bfloat16)
+    expected = module(INPUT)
+    assert samebits.compress(module).packed.keys() == {"layers.0.weight", "layers.1.weight", "out.weight"}
+    assert same_bits(module(INPUT), expected)
 
 
 def test_what_is_called_like_an_adapter_is_packed() -> None:

@@ -178,6 +178,16 @@ def test_a_unit_inside_of_another() -> None:
         assert_same_bits(packed(x).detach(), model(x).detach())
 
 
+def test_a_larger_unit_comes_later() -> None:
+    _, packed, memory = pair([(8, 8)])
+    packed(torch.zeros(1, 8, dtype=torch.bfloat16))
+    larger = nn.Linear(8, 64, bias=False).to(torch.bfloat16)
+    other = copy.deepcopy(larger)
+    attach_unit(other, tensors_of(encoded([larger.weight.detach()])), [], memory)
+    x = torch.randn(2, 8, dtype=torch.bfloat16)
+    assert_same_bits(other(x).detach(), larger(x).detach())
+
+
 def test_no_wrong_gradients() -> None:
     """The memory holds other weights by the time of the backward pass."""
     _, packed, _ = pair([(8, 8)])

@@ -222,6 +222,24 @@ def test_a_packed_state_dict_for_weights_that_change() -> None:
         assert same_bits(other(torch.arange(200)), copy.deepcopy(plain)(torch.arange(200)))
 
 
+class Versioned(nn.Module):
+    """Loads what an earlier version of it has saved otherwise."""
+
+    _version = 3
+    loaded: object = None
+
+    def _load_from_state_dict(self, state: object, prefix: str, metadata: dict[str, object], *_: object) -> None:
+        self.loaded = metadata.get("version")
+
+
+def test_a_packed_state_dict_says_by_which_versions_it_was_saved() -> None:
+    packed = nn.Sequential(nn.Embedding(200, 64), Versioned()).to(torch.bfloat16)
+    samebits.compress(packed)
+    other = nn.Sequential(nn.Embedding(200, 64, max_norm=1.0, dtype=torch.bfloat16), Versioned())
+    samebits.load_state_dict(other, packed.state_dict())
+    assert other[1].loaded == 3
+
+
 def test_a_packed_state_dict_with_buffers() -> None:
     """Files are packed without a look at the model: `samebits compress` knows no buffers."""
     module = nn.BatchNorm1d(8192).to(torch.bfloat16).eval()

@@ -168,6 +168,18 @@ def test_state_dicts_reach_whoever_shares_by_then() -> None:
             share_ties(outside)
 
 
+def test_who_shares_is_looked_for_once_in_a_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All packed modules that there are would be looked at for each weight."""
+    modules = [nn.Sequential(*(nn.Linear(64, 96) for _ in range(3))).to(torch.bfloat16) for _ in range(2)]
+    for module in modules:
+        samebits.compress(module)
+    looked, look = [], packed_module._loading._look
+    monkeypatch.setattr(packed_module._loading, "_look", lambda: (looked.append(1), look()))
+    modules[0].load_state_dict(modules[1].state_dict())
+    assert looked == [1]
+    assert same_bits(modules[0][2].weight, modules[1][2].weight + 0)
+
+
 def test_a_parameter_that_comes_while_a_state_dict_is_loaded() -> None:
     """Put there by a hook of another module's loading."""
     model = nn.Sequential(*(make("linear")[0] for _ in range(2)))

@@ -139,6 +139,7 @@ OTHERWISE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "list": lambda t: t[:, [1, 2]],
     "two": lambda t: t[torch.tensor([1, 2]), torch.tensor([3, 4])],
     "columns": lambda t: t.index_select(1, torch.tensor([4, 4])),
+    "index_select of a number": lambda t: t.index_select(0, torch.tensor(4)),
     "column": lambda t: t.select(1, 2),
     "slice": lambda t: t[2:4],
 }
@@ -198,6 +199,15 @@ def test_routed_experts(ids: list[Any], pieces: bool, calls: list[Any]) -> None:
     assert calls == ([("decode_packed", (32, 256))] * 2 * number if pieces else [("decode_experts", (6, 64, 256))])
 
 
+@pytest.mark.parametrize("pieces", [False, True])
+@pytest.mark.parametrize("wrong", [-1, 6])
+def test_routed_experts_out_of_range(wrong: int, pieces: bool) -> None:
+    """Of these nothing would be decoded."""
+    _, module = experts(pieces)
+    with pytest.raises(IndexError, match="out of range"):
+        module.sb_routed("up", torch.tensor([0, wrong]))
+
+
 def test_pieces_that_hold_several_rows(calls: list[Any]) -> None:
     """As of a matrix put together from three."""
     torch.manual_seed(2)
@@ -209,13 +219,27 @@ def test_pieces_that_hold_several_rows(calls: list[Any]) -> None:
         for i, start in enumerate(starts)
     ]
     whole, data = Recipe((128, 256), tuple(pieces)), [each.data for each in packed]
-    for number in (0, 70, 95, -1):
+    for number in (0, 64, 70, 95, 96, -1):
         calls.clear()
         assert same_bits(whole.entry(data, number), torch.cat(parts)[number])
         assert len(calls) == 1
     ids = torch.tensor([127, 3])
     assert same_bits(whole.rows(data, ids), torch.cat(parts)[ids])
     assert same_bits(whole.routed(data, ids), torch.cat(parts))
+
+
+def test_strides_of_experts() -> None:
+    """torch chooses by them how it computes."""
+    weight = (torch.randn(6, 256, 64) / 50).to(torch.bfloat16).transpose(1, 2)
+    module = nn.Module()
+    module.up = nn.Parameter(weight)
+    samebits.compress(module)
+    for found, expected in (
+        (module.sb_routed("up", torch.tensor([4])), weight),
+        (module.sb_recipes["up"].entry(module.sb_data("up"), 4), weight[4]),
+    ):
+        assert found.stride() == expected.stride()
+    assert same_bits(found, weight[4])
 
 
 def test_unpacked_pieces_and_other_dtypes() -> None:

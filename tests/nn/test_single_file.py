@@ -76,6 +76,15 @@ def test_plain_tensors(prefix: str, plain: Path, packed: Path) -> None:
             assert torch.equal(tensor.contiguous().view(torch.uint8), expected[name].view(torch.uint8))
 
 
+def test_tensors_that_lie_anywhere_in_a_file(tmp_path: Path) -> None:
+    """On the GPU cuBLAS computes otherwise with a matrix that is aligned to less than 16 bytes."""
+    tensors = {str(size): torch.randn(size).to(torch.bfloat16) for size in (1, 3, 5, 7)}
+    save_file(tensors, tmp_path / "plain.safetensors")
+    state = samebits.SingleFile(tmp_path / "plain.safetensors").state_dict()
+    assert all(tensor.data_ptr() % 16 == 0 for tensor in state.values())
+    assert all(same_bits(state[name], tensor) for name, tensor in tensors.items())
+
+
 @pytest.mark.parametrize("assign", [False, True])
 def test_packed_into_a_module(assign: bool, model: Model, packed: Path) -> None:
     file = samebits.SingleFile(packed, PREFIX)

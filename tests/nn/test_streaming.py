@@ -155,6 +155,13 @@ def test_each_block_is_copied_once_a_pass() -> None:
         assert copies(streamer, lane, blocks, [0, 1, 2, 3, 4]) == 5
 
 
+def test_what_all_fits_is_copied_once() -> None:
+    lane = LateLane()
+    blocks, _, _ = make_blocks(2, lane)
+    streamer = Streamer(blocks, CPU, 2, lane)
+    assert copies(streamer, lane, blocks, [0, 1, 0, 0, 1]) == 0
+
+
 def test_learns_which_block_follows() -> None:
     lane = LateLane()
     blocks, _, _ = make_blocks(6, lane)

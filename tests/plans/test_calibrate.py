@@ -105,6 +105,18 @@ def test_one_wrong_word_is_enough(gpu: FakeGpu) -> None:
     assert found(key()).plan is None
 
 
+def test_the_last_split_is_probed_as_often(gpu: FakeGpu) -> None:
+    """The only one that agrees so far may be wrong in a cancelling probe."""
+    calls: list[int] = []
+
+    def wrong_once(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, split: int) -> torch.Tensor:
+        calls.append(split)
+        return split_linear(x, w, b, split) * (2 if calls.count(3) == 1 + calibrate.CANCELLING_PROBES else 1)
+
+    gpu.fused = wrong_once
+    assert found(key()).plan is None
+
+
 def test_splits_that_stay_alike_are_refused(gpu: FakeGpu) -> None:
     gpu.fused = lambda x, w, b, split: split_linear(x, w, b, 3)
     assert found(key()) == Outcome(

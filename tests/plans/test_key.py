@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from samebits.kernels.linear_launch import MAX_HOPPER_TOKENS
 from samebits.plans import environment
 from samebits.plans.environment import Environment, blas_state
 from samebits.plans.key import PlanKey, is_gapless, key_of
@@ -64,6 +65,7 @@ OUTSIDE: dict[str, Callable[[], torch.Tensor]] = {
     "swapped": lambda: at_offset((5, 2, K), 0).transpose(0, 1),
     "expanded": lambda: at_offset((1, K), 0).expand(5, K),
     "another width": lambda: at_offset((5, K + 64), 0),
+    "more tokens than any kernel takes": lambda: at_offset((MAX_HOPPER_TOKENS + 1, K), 0),
     "float32": lambda: at_offset((5, K), 0).float(),
     "float16": lambda: at_offset((5, K), 0).half(),
 }
@@ -84,6 +86,11 @@ def test_other_inputs_have_no_key(name: str) -> None:
     assert key(OUTSIDE[name]()) is None
 
 
+class Elsewhere(torch.Tensor):
+    def get_device(self) -> int:
+        return 1
+
+
 BIASES: dict[str, Callable[[], torch.Tensor]] = {
     "2 bytes off": lambda: at_offset((N,), 1),
     "float32": lambda: at_offset((N,), 0).float(),
@@ -91,6 +98,7 @@ BIASES: dict[str, Callable[[], torch.Tensor]] = {
     "one for all": lambda: at_offset((1,), 0),
     "two dimensions": lambda: at_offset((1, N), 0),
     "strided": lambda: at_offset((2 * N,), 0)[::2],
+    "on another device": lambda: at_offset((N,), 0).as_subclass(Elsewhere),
 }
 
 

@@ -251,6 +251,14 @@ def test_few_tokens_are_not_noted(model: Model) -> None:
     assert model.ahead == [(0, [2])]
 
 
+def test_weights_that_do_not_tell_when_they_change(model: Model) -> None:
+    """They are not noted."""
+    with torch.inference_mode():
+        model.packed[1] = samebits.encode(model.weights[1])
+    model.step(0, 1, 2)
+    assert model.step(0, 1, 2) == [(0, [2])]
+
+
 def test_not_beyond_the_next_round(model: Model) -> None:
     model.room[0] = EVERYTHING
     model.step(0, 1)
@@ -312,9 +320,10 @@ def test_a_product_that_nobody_asks_for(model: Model) -> None:
         assert model.step(0, 7, 8) == []  # given up
 
 
-def test_not_beyond_the_end_of_a_graph(model: Model, where: list[int]) -> None:
+@pytest.mark.parametrize("steps", [2, 6], ids=["at first", "settled"])
+def test_not_beyond_the_end_of_a_graph(model: Model, where: list[int], steps: int) -> None:
     """Its first products are captured already."""
-    for _ in range(2):
+    for _ in range(steps):
         model.step(1, 2, 0)
     for graph in (3, 4):
         where[1] = graph

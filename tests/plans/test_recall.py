@@ -545,6 +545,15 @@ def test_products_of_one_input(driver: Driver, monkeypatch: pytest.MonkeyPatch) 
     assert held is not dispatch.together.turns.last.made
 
 
+def test_products_of_one_input_after_the_first_alone(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "ROOM", 2 * ctypes.sizeof(ProductStructure))
+    monkeypatch.setattr(torch.Tensor, "any", lambda self: True)  # nothing was computed
+    modules = [layer(0), layer(1)]
+    warm(modules[0], driver)
+    ask(modules, driver, 5)
+    assert [name for name, _ in driver.again] == ["joint"]
+
+
 def test_one_product_of_one_input_again_and_again(driver: Driver) -> None:
     module, x = layer(0), x_of(1, 1)
     ask([module], driver, 2, x)
@@ -619,12 +628,13 @@ def test_a_mode_that_replaces_products(driver: Driver) -> None:
     assert ways(driver) == (0, 1)
 
 
-def test_products_that_others_make(driver: Driver) -> None:
+@pytest.mark.parametrize(("routine", "backend"), [("mm", "CUDA"), ("linear", "")])
+def test_products_that_others_make(driver: Driver, routine: str, backend: str) -> None:
     """As batch-invariant modes have it: no plan says which bits these have."""
     module = layer(0)
     warm(module, driver)
     library = torch.library.Library("aten", "IMPL")
-    library.impl("mm", lambda a, b: a, "CUDA")
+    library.impl(routine, lambda a, b, *_: a, backend)
     try:
         module(x_of(1, 1))
         [decoded] = driver.usual
@@ -793,6 +803,31 @@ def test_anything_changed_goes_the_usual_way(driver: Driver, change: Callable[[D
     change(driver, module)
     module(x_of(1, 1))
     assert ways(driver) == (1, 0)
+
+
+def test_what_is_captured_takes_the_place_of_nothing(driver: Driver) -> None:
+    module = layer(0)
+    warm(module, driver)
+    driver.stream, driver.capturing = 8, True
+    for _ in range(3):
+        module(x_of(1, 1))
+    assert ways(driver) == (3, 0)
+    driver.stream, driver.capturing = 7, False
+    module(x_of(1, 1))
+    assert ways(driver) == (0, 1)
+
+
+def test_a_product_whose_bytes_another_thread_replaced_meanwhile(driver: Driver) -> None:
+    module = layer(0)
+    x = warm(module, driver)
+    packed = packed_of(module)
+    kept = resident(packed.data)
+    assert kept is not None
+    known = kept.calls[x.shape]
+    change_bytes(driver, module)
+    for _ in range(3):
+        recall.remember(x, packed, None, known, known.products)
+    assert not any(resident(packed.data).shortcuts.values())
 
 
 def packed_of(module: nn.Linear) -> PackedTensor:

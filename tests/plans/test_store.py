@@ -191,6 +191,8 @@ def test_where_plans_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv("SAMEBITS_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     assert store.folder() == tmp_path / "home" / ".cache" / "samebits" / "plans"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # which its specification says to ignore
+    assert store.folder() == tmp_path / "home" / ".cache" / "samebits" / "plans"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert store.folder() == tmp_path / "xdg" / "samebits" / "plans"
     monkeypatch.setenv("SAMEBITS_CACHE", str(tmp_path / "own"))

@@ -110,6 +110,14 @@ def test_own_clocks(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not machine.sleeps
 
 
+@pytest.mark.parametrize("machine", [5.0], indirect=True)
+def test_own_clocks_take_the_device_no_longer(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Than to find them, and once more: the host does not launch as much as it could in that time."""
+    monkeypatch.setattr(timing.time, "monotonic", lambda: machine.host / 1e6)
+    assert timing.own_microseconds([[machine.call(100.0)] * 3]) == pytest.approx([100.0])
+    assert machine.device / 1e6 < 3 * timing._OWN_ROUNDS * timing._OWN_SECONDS
+
+
 @pytest.mark.parametrize("machine", [130.0], indirect=True)
 def test_a_host_that_cannot_keep_the_device_at_work(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing.time, "monotonic", lambda: machine.host / 1e6)

@@ -6,6 +6,7 @@ import gc
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -204,6 +205,13 @@ def test_given_up_when_nobody_asks(layers: Layers) -> None:
     assert layers.ask(normal(1, K, seed=20)) == (3, 0)
 
 
+def test_not_given_up_when_nobody_asks_now_and_then(layers: Layers) -> None:
+    together_already(layers)
+    for seed in range(2 * together._MAX_UNWANTED):
+        layers.ask(normal(1, K, seed=seed), 0, 1)
+        assert layers.ask(normal(1, K, seed=10 + seed)) == (0, 1)
+
+
 def test_given_up_when_the_input_always_changes(layers: Layers) -> None:
     for seed in range(3):
         layers.ask(normal(1, K, seed=seed), 0, 1)
@@ -260,6 +268,26 @@ def test_other_thread(layers: Layers) -> None:
     thread.start()
     thread.join()
     assert seen == [(2, 0)]
+
+
+def test_others_that_another_thread_replaces_meanwhile(layers: Layers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one launch makes is not proved for these."""
+    together_already(layers)
+    monkeypatch.setattr(together._Group, "is_proved", True)
+    asked: list[together._Group] = []
+
+    def chosen(group: together._Group) -> dict[key.PlanKey, Any]:
+        found: dict[key.PlanKey, Any] = vars(group)["chosen"]
+        if found and not asked:
+            asked.append(group)
+            group.replace_others(*group.others[:1])
+        return found
+
+    monkeypatch.setattr(
+        together._Group, "chosen", property(chosen, lambda group, new: vars(group).update(chosen=new)), raising=False
+    )
+    assert layers.ask(normal(1, K, seed=20), 0) == (1, 0)
+    assert asked
 
 
 def test_no_more_than_a_launch_takes(layers: Layers) -> None:

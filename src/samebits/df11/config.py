@@ -54,7 +54,7 @@ class Df11Config:
                 raise FormatError(what, mend="compress the BF16 original again")
         patterns = entry.get("pattern_dict")
         if not isinstance(patterns, dict) or not all(are_names(names) for names in patterns.values()):
-            raise FormatError("pattern_dict does not map patterns to lists of attributes", mend=_MEND)
+            raise FormatError("pattern_dict does not map patterns to lists of different attributes", mend=_MEND)
         return cls(patterns, entry["version"])
 
     def to_dict(self) -> dict[str, Any]:
@@ -102,7 +102,8 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
     """
     plain = re.sub(r"\\.|\(\?:", "_", pattern)
     if re.search(r"\)[*+{]|\(\?", plain) or len(re.findall(r"[*+?{]", plain)) > _MAX_REPEATS:
-        raise InputError("too many repetitions for a pattern of module paths", where=repr(pattern), mend=_MEND)
+        what = "repeated groups, groups of another kind, or too many repetitions in a pattern of module paths"
+        raise InputError(what, where=repr(pattern), mend=_MEND)
     try:
         return re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:

@@ -68,8 +68,7 @@ def select(model: nn.Module, selection: Selection) -> ModelSelection:
 
 
 def _embeds_time(name: str) -> bool:
-    owners = name.split(".")[:-1]
-    return any(("time" in owner and "embed" in owner) or owner == "delta_embedder" for owner in owners)
+    return any("time" in owner and "embed" in owner for owner in name.split(".")[:-1])
 
 
 class SamebitsQuantizer(DiffusersQuantizer):  # type: ignore[misc]
@@ -255,10 +254,9 @@ def convert(model: nn.Module, dtype: torch.dtype) -> None:
     """As ``model.to(dtype)`` of a plain model does: all that is floating point, buffers too."""
     for _, owner, name in packed_parameters(model):
         owner.sb_recipes[name] = replace(owner.sb_recipes[name], dtype=dtype)
-    slots = {id(data) for _, owner, name in packed_parameters(model) for data in owner.sb_data(name)}
     for module in model.modules():
         for parameter in module._parameters.values():
-            if parameter is not None and parameter.is_floating_point() and id(parameter) not in slots:
+            if parameter is not None and parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_floating_point():

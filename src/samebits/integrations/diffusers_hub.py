@@ -56,12 +56,8 @@ def _saving(original: Callable[..., None]) -> Callable[..., None]:
     @wraps(original)
     def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> None:
         """What one part refuses is refused before another one is written."""
-        options = signature.bind(self, *args, **kwargs).arguments
-        for part in vars(self).values():
-            save: Any = getattr(part, "save_pretrained", None)
-            if save and isinstance(part, nn.Module) and next(packed_parameters(part), None):
-                taken = options.keys() & inspect.signature(save).parameters.keys()
-                check_saving({name: options[name] for name in taken})
+        if _has_packed(self):
+            check_saving(signature.bind(self, *args, **kwargs).arguments)
         original(self, *args, **kwargs)
 
     return save_pretrained
@@ -70,13 +66,19 @@ def _saving(original: Callable[..., None]) -> Callable[..., None]:
 def _converting(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def from_pipe(cls: Any, pipeline: Any, **kwargs: Any) -> Any:
-        """Without a dtype diffusers converts everything to float32."""
-        try:
-            return original(cls, pipeline, **kwargs)
-        except DtypeError as error:
-            raise DtypeError(error.what, where=error.where, mend="pass dtype=torch.bfloat16 to from_pipe") from None
+        """Without a dtype diffusers converts everything to float32, part by part."""
+        if _has_packed(pipeline) and kwargs.get("dtype") is None and kwargs.get("torch_dtype") is None:
+            what = "from_pipe without a dtype converts to float32, which a compressed model refuses"
+            raise DtypeError(what, mend="pass dtype=torch.bfloat16, which parts in float32 become as well")
+        return original(cls, pipeline, **kwargs)
 
     return from_pipe
+
+
+def _has_packed(pipeline: Any) -> bool:
+    """Whether a part of a pipeline is compressed."""
+    parts = (part for part in vars(pipeline).values() if isinstance(part, nn.Module))
+    return any(next(packed_parameters(part), None) for part in parts)
 
 
 def _usual(name: str) -> str:

@@ -179,29 +179,29 @@ def model_memory(folder: Path, selection: Selection, weights: Weights | None) ->
     held = model.state_dict().keys()
     buffers = sum(buffer.nbytes for name, buffer in model.named_buffers() if name not in held)
     packed = _selected(model, selection) if weights is None else _packed(model, weights.names)
-    decoded = max(_decoded_bytes(module, packed) for module in model.modules())
+    decoded = max(_decoded_bytes(module, set(packed)) for module in model.modules())
     layers = tuple(_cache_layers(model.eval(), where))
     weights = weights or Weights.supposed(model, packed)
     return ModelMemory(weights, MAX_TABLE_BYTES * len(packed), buffers, layers, decoded)
 
 
-def _selected(model: nn.Module, selection: Selection) -> set[nn.Parameter]:
+def _selected(model: nn.Module, selection: Selection) -> list[nn.Parameter]:
     """The parameters that would be packed."""
     groups = [owned for owned in tied(list(unpacked(model))) if selection.reason_against_tied(owned) is None]
-    return {owner.get_parameter(name) for _, owner, name in (owned[0] for owned in groups)}
+    return [owner.get_parameter(name) for _, owner, name in (owned[0] for owned in groups)]
 
 
-def _packed(model: Any, names: Collection[str]) -> set[nn.Parameter]:
-    """Those that are packed, or made of what is, where the packed tensors of its files have these names."""
+def _packed(model: Any, names: Collection[str]) -> list[nn.Parameter]:
+    """Of each packed tensor of its files, which have these names, the parameter that it is, or is a part of."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     from samebits.integrations.transformers_names import Names
 
     naming = Names(model, get_model_conversion_mapping(model))
-    targets = {naming.target(name)[0] for name in names}
     owned = {full_name: owned for owned in tied(list(unpacked(model))) for full_name, _, _ in owned}
-    found = [owned[name][0] for name in targets & owned.keys() if HOLDS_ANY.reason_against_tied(owned[name]) is None]
-    return {owner.get_parameter(name) for _, owner, name in found}
+    found = [owned[target] for name in names if (target := naming.target(name)[0]) in owned]
+    firsts = (every[0] for every in found if HOLDS_ANY.reason_against_tied(every) is None)
+    return [owner.get_parameter(name) for _, owner, name in firsts]
 
 
 def _decoded_bytes(module: nn.Module, packed: Collection[nn.Parameter]) -> int:
@@ -248,7 +248,7 @@ def _growth(sizes: dict[int, dict[Any, int]], kept: int, rate: int) -> dict[tupl
         one, two, first, second = (sizes[tokens].get(path, 0) for tokens in (1, 2, rate, 2 * rate))
         if not second:  # collects what the next entry is made of
             kind, token, fixed = (rate - 1, 1), one, 0
-        elif two > one:
+        elif two > one > 0:
             kind, token, fixed = (kept, 1), two - one, one - (two - one)
         else:
             kind, token, fixed = (_EVERY_TOKEN, rate), second - first, first - (second - first)

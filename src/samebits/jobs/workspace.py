@@ -52,19 +52,18 @@ class Workspace:
         self.out = self.folder / "out"
         self._publishing = self.folder / "publishing"
         self._lock: IO[str] | None = None
-        self._made_destination = False
+        self._made_destination = self._is_fresh = False
 
     def __enter__(self) -> Self:
         if self.is_folder and self.destination.exists() and not self.destination.is_dir():
             raise InputError("a file is in the way", where=str(self.destination), mend="give a folder")
         self._made_destination = self.is_folder and not self.destination.exists()
-        fresh = not self.folder.exists()
         try:
             self._take_lock()
             self._check_destination()
             self._prepare()
         except (SamebitsError, OSError):
-            if fresh and self._lock:
+            if self._is_fresh:
                 self._discard()
             self._release()
             raise
@@ -99,7 +98,7 @@ class Workspace:
         if not path.exists() or not os.path.samestat(path.stat(), os.fstat(lock.fileno())):
             lock.close()
             return False
-        self._lock = lock
+        self._lock, self._is_fresh = lock, all(each == path for each in self.folder.iterdir())
         lock.truncate(0)
         os.write(lock.fileno(), str(os.getpid()).encode())  # a buffer would be written again when the file is closed
         return True

@@ -16,8 +16,8 @@ from typing import Any, cast
 
 from torch import nn
 
-# In a class: the first parameter of itself or of a part, but for its device.
-_ASKS = re.compile(r"next\(\s*(?:(?:iter|(?:itertools\.)?chain)\(\s*)*self((?:\.\w+)*)\.parameters\(([^\n]*)")
+# In a class: the first parameter of itself or of a part, but for its device; several in a line.
+_ASKS = re.compile(r"next\(\s*(?:(?:iter|(?:itertools\.)?chain)\(\s*)*self((?:\.\w+)*)\.parameters\((?=([^\n]*))")
 _HARMLESS = re.compile(r"[\w=, ]*\)+\.(device|is_cuda|requires_grad|is_meta)\b")
 _ASKED = "tells the model's code the dtype to compute with"
 _TRAINED = "belongs to an adapter"

@@ -32,7 +32,7 @@ _WORKSPACES = ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE")
 _TUNABLE = "_cuda_tunableop_is_enabled"
 # Routines of products in whose place others may have put their own, as batch-invariant modes do.
 _ROUTINES = ("linear", "matmul", "mm", "addmm")
-_BACKENDS = ("CUDA", "CompositeImplicitAutograd", "CompositeExplicitAutograd", "AutogradCUDA", "Autograd")
+_BACKENDS = ("", "CUDA", "CompositeImplicitAutograd", "CompositeExplicitAutograd", "AutogradCUDA", "Autograd")
 _last: tuple[tuple[Any, ...], str | None] = ((), None)  # what blas_state found, and said
 # Names in torch._C; not every version and build of torch has all of them.
 _SETTINGS = (
@@ -97,8 +97,10 @@ def casts(device_type: str) -> bool:
 
 def is_observed() -> bool:
     """Whether a mode sees, or replaces, what is asked of torch's functions; one that only says where is none."""
-    stack = (torch._C._get_function_stack_at(place) for place in range(torch._C._len_torch_function_stack()))
-    return any(type(mode) is not DeviceContext for mode in stack)
+    count = torch._C._len_torch_function_stack()
+    if not count:  # as nearly always
+        return False
+    return any(type(torch._C._get_function_stack_at(place)) is not DeviceContext for place in range(count))
 
 
 def blas_state() -> str | None:

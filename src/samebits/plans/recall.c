@@ -43,7 +43,7 @@ typedef struct {
     PyObject_HEAD
     PyObject *turns, *residents, *tensor, *parameter, *dtype, *exchange_device, *restore_device, *current_stream, *is_capturing;
     PyObject *autocasts, *casts, *forward_ad, *interpreter, *modes, *tracing, *is_grad_enabled, *environment, *getters, *linear;
-    PyObject *is_gapless, *function_modes, *is_observed;
+    PyObject *is_gapless, *is_observed;
 } Recall;
 
 /* Names of attributes, made when the module is. */
@@ -257,8 +257,7 @@ static int is_unwatched(Recall *self) {
     if (same != SAME) return same;
     watched = is_true_new(PyObject_CallNoArgs(self->modes));
     if (watched) return watched < 0 ? FAILED : OTHER;
-    watched = is_true_new(PyObject_CallNoArgs(self->function_modes));
-    if (watched == 1) watched = is_true_new(PyObject_CallNoArgs(self->is_observed));
+    watched = is_true_new(PyObject_CallNoArgs(self->is_observed));
     if (watched) return watched < 0 ? FAILED : OTHER;
     return equals_new(PyObject_CallNoArgs(self->tracing), Py_None);
 }
@@ -647,20 +646,19 @@ static void recall_dealloc(PyObject *self) {
 static PyObject *recall_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"turns", "residents", "tensor", "parameter", "dtype", "exchange_device", "restore_device",
                             "current_stream", "is_capturing", "autocasts", "casts", "forward_ad", "interpreter", "modes",
-                            "tracing", "is_grad_enabled", "environment", "getters", "linear", "is_gapless", "function_modes",
-                            "is_observed", NULL};
+                            "tracing", "is_grad_enabled", "environment", "getters", "linear", "is_gapless", "is_observed", NULL};
     allocfunc allocate_type = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    PyObject *fields[22] = {NULL};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!OOOOOOOOOOOOOOOO!OOOO", names, &fields[0], &PyDict_Type, &fields[1],
+    PyObject *fields[21] = {NULL};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!OOOOOOOOOOOOOOOO!OOO", names, &fields[0], &PyDict_Type, &fields[1],
                                      &fields[2], &fields[3], &fields[4], &fields[5], &fields[6], &fields[7], &fields[8],
                                      &fields[9], &fields[10], &fields[11], &fields[12], &fields[13], &fields[14],
                                      &fields[15], &fields[16], &PyTuple_Type, &fields[17], &fields[18], &fields[19],
-                                     &fields[20], &fields[21]))
+                                     &fields[20]))
         return NULL;
     Recall *self = (Recall *)allocate_type(type, 0);
     if (!self) return NULL;
     PyObject **each = &self->turns;
-    for (int i = 0; i < 22; i++) each[i] = Py_NewRef(fields[i]);
+    for (int i = 0; i < 21; i++) each[i] = Py_NewRef(fields[i]);
     return (PyObject *)self;
 }
 

@@ -67,7 +67,7 @@ def _recall_of(turns: Any, known: Mapping[int, ParameterBytes]) -> Product:
         interpreter=own._functorch.peek_interpreter_stack, modes=own._len_torch_dispatch_stack,
         tracing=own._get_tracing_state, is_grad_enabled=torch.is_grad_enabled, environment=environment,
         getters=environment.getters(), linear=F.linear, is_gapless=is_gapless,
-        function_modes=own._len_torch_function_stack, is_observed=environment.is_observed,
+        is_observed=environment.is_observed,
     )  # fmt: skip
     product: Product = recall.product
     return product

@@ -117,8 +117,8 @@ def folder() -> Path:
     chosen = os.environ.get(CACHE_VARIABLE)
     if chosen:
         return Path(chosen).absolute() / "plans"
-    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(root) / "samebits" / "plans"
+    root = os.environ.get("XDG_CACHE_HOME", "")  # which does not count if it is relative
+    return Path(root if os.path.isabs(root) else os.path.expanduser("~/.cache")) / "samebits" / "plans"
 
 
 class PlanStore:
