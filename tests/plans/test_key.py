@@ -72,13 +72,14 @@ OUTSIDE: dict[str, Callable[[], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("stride", [0, K + 8, 2 * K])
-def test_one_row_may_have_any_stride(stride: int) -> None:
+def test_one_row_may_have_any_aligned_stride(stride: int) -> None:
     """As torch.compile has it."""
     row = at_offset((1, 2 * K), 0)
     assert key(row.as_strided((1, K), (stride, 1))) == key(at_offset((1, K), 0)) is not None
     assert key(row.as_strided((1, 1, K), (stride, K, 1))) is None
     assert key(row.as_strided((1, K), (stride, 2))) is None
     assert key(row.as_strided((1, K), (1, 1))) is None
+    assert key(row.as_strided((1, K), (K + 4, 1))) is None  # the next one would be aligned otherwise
 
 
 @pytest.mark.parametrize("name", OUTSIDE)

@@ -54,11 +54,13 @@ def has_planned_layout(x: torch.Tensor) -> bool:
 
     Two or three dimensions, no gaps between rows, no strides of another kind even where a dimension is 1: torch calls
     another routine then. But one row in two dimensions may have a stride of 0, as compiled models do, or of more than
-    its length.
+    its length, by which the next one would be as aligned.
     """
-    if x.dim() == 2 and len(x) == 1:
-        return x.stride(1) == 1 and not 0 < x.stride(0) < x.shape[1]
-    return x.dim() in (2, 3) and is_gapless(x)
+    if is_gapless(x):
+        return x.dim() in (2, 3)
+    if x.dim() != 2 or len(x) != 1 or x.stride(1) != 1:
+        return False
+    return not 0 < x.stride(0) < x.shape[1] and not x.stride(0) * x.element_size() % ALIGNMENT
 
 
 def is_gapless(x: torch.Tensor) -> bool:
