@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -60,8 +61,13 @@ SWALLOWED, RAISED = "Swallowed()", "signal.raise_signal(signal.SIGTERM)"
 
 
 def started(*command: object) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr, which are complete once workers have ended, too."""
-    done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=100)
+    """Exit code, stdout and stderr, which are complete once workers have ended, too.
+
+    Ctrl-C is not ignored, as it would be if the tests were started in the background.
+    """
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    texts = [sys.executable, *map(str, command)]
+    done = subprocess.run(texts, capture_output=True, text=True, timeout=100, preexec_fn=heed)
     return done.returncode, done.stdout, done.stderr
 
 
