@@ -31,7 +31,7 @@ class Mismatch:
     """The first difference found in a tensor.
 
     Attributes:
-        index: of the value in the tensor, None if not a value differs but something about the tensor.
+        index: of the value in the tensor, None if something about the tensor differs, or a byte that holds several.
         found, expected: both values as hexadecimal words, or what differs in words.
     """
 

@@ -11,6 +11,7 @@ from samebits.df11.checkpoint import Df11Checkpoint, open_checkpoint
 from samebits.df11.patterns import architecture_of, read_patterns
 from samebits.errors import MismatchError
 from samebits.format.container import Checkpoint, Entry
+from samebits.format.folder import CHANGED
 from samebits.format.names import is_selected
 from samebits.integrations.model_shapes import model_shapes
 from samebits.jobs import estimate as estimates
@@ -126,8 +127,7 @@ def _report_verdict(verdict: Verdict, checkpoint: Checkpoint, against: str | Non
     if verdict.mismatches:
         first, *others = verdict.mismatches
         more = f"; {len(others)} more: {_shown([other.tensor for other in others])}" if others else ""
-        mend = "the file is damaged: fetch or write it again"
-        mend = f"compress {against} again, if it is from there" if against else mend
+        mend = f"compress {against} again, if it is from there" if against else CHANGED
         raise MismatchError(f"not identical: {first}{more}", where=str(checkpoint.path), mend=mend)
     if as_json:
         return

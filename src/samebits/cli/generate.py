@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 import samebits
 from samebits.cli.console import compilation_noted, note, print_json, print_lines
 from samebits.errors import InputError
+from samebits.integrations import INSTALL_TRANSFORMERS
 from samebits.integrations.model_shapes import WRONG_CONFIG
 from samebits.jobs.device import resolve_device
 
@@ -57,8 +58,7 @@ def import_transformers() -> Any:
     try:
         import transformers
     except ImportError:
-        mend = "pip install 'transformers>=5.17' accelerate"
-        raise InputError("transformers is not installed", mend=mend) from None
+        raise InputError("transformers is not installed", mend=INSTALL_TRANSFORMERS) from None
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     return transformers

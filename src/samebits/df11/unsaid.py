@@ -9,9 +9,9 @@ from typing import Any
 
 from samebits.df11.config import Df11Config
 from samebits.errors import FormatError
+from samebits.format.folder import CHANGED
 
 KEY = "dfloat11"  # of a JSON object in the metadata
-_MEND = "the file is damaged: fetch or write it again"
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,12 @@ class Unsaid:
         except (ValueError, RecursionError):
             said = None
         if not isinstance(said, dict):
-            raise FormatError(f"{KEY} in its metadata is no JSON object", mend=_MEND)
+            raise FormatError(f"{KEY} in its metadata is no JSON object", mend=CHANGED)
         shapes, raw = said.get("shapes", {}), said.get("raw", {})
         if not isinstance(shapes, dict) or not all(_is_shape(shape) for shape in shapes.values()):
-            raise FormatError(f"{KEY} in its metadata has malformed shapes", mend=_MEND)
+            raise FormatError(f"{KEY} in its metadata has malformed shapes", mend=CHANGED)
         if not isinstance(raw, dict) or not all(isinstance(why, str) for why in raw.values()):
-            raise FormatError(f"{KEY} in its metadata has malformed raw units", mend=_MEND)
+            raise FormatError(f"{KEY} in its metadata has malformed raw units", mend=CHANGED)
         config = Df11Config.parse(said["config"]) if "config" in said else None
         return cls({name: tuple(shape) for name, shape in shapes.items()}, config, raw)
 

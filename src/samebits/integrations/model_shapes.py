@@ -14,6 +14,7 @@ from huggingface_hub.errors import StrictDataclassError
 from samebits.df11.config import KEY
 from samebits.errors import InputError
 from samebits.format.folder import CONFIG, read_json
+from samebits.integrations import INSTALL_TRANSFORMERS
 
 WRONG_CONFIG = (
     StrictDataclassError, OSError, ValueError, LookupError, ArithmeticError, TypeError, AttributeError, AssertionError,
@@ -58,7 +59,7 @@ def meta_model(folder: Path) -> Any:
     """
     _check_size(read_json(folder / CONFIG), folder)
     if not find_spec("transformers"):
-        raise InputError("transformers is not installed", mend="pip install 'transformers>=5.17' accelerate")
+        raise InputError("transformers is not installed", mend=INSTALL_TRANSFORMERS)
     try:
         return _meta_model(folder)
     except WRONG_CONFIG as error:

@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 
 from samebits.errors import DtypeError, FormatError, InputError, SamebitsError
+from samebits.integrations import INSTALL_TRANSFORMERS
 
 try:
     from transformers.configuration_utils import PreTrainedConfig
@@ -23,8 +24,7 @@ try:
     from transformers.utils.hub import cached_file
     from transformers.utils.quantization_config import QuantizationConfigMixin
 except ImportError as error:
-    mend = "pip install 'transformers>=5.17' accelerate"
-    raise InputError("transformers 5.17 or newer is not installed", mend=mend) from error
+    raise InputError("transformers 5.17 or newer is not installed", mend=INSTALL_TRANSFORMERS) from error
 
 from samebits.format.folder import INDEX_SUFFIX, KEY, STEM, VERSION, Folder, check_version
 from samebits.format.names import MIN_WEIGHTS

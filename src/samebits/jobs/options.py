@@ -41,8 +41,9 @@ class CompressOptions:
         return entry.words >= max(1, self.min_weights) and self.matches(entry.name)
 
     def casts(self, entry: Entry) -> bool:
-        has_values = self.cast and entry.dtype in FLOATS and entry.words > 0
-        return has_values and entry.dtype != "BF16" and self.matches(entry.name)
+        if not self.cast or not entry.words or entry.dtype == "BF16":
+            return False
+        return entry.dtype in FLOATS and self.matches(entry.name)
 
     def packs(self, entry: Entry) -> bool:
         return self.is_large(entry) and (entry.dtype == "BF16" or self.casts(entry))

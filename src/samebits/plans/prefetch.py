@@ -281,8 +281,9 @@ def _are(left: Sequence[object], right: Sequence[object]) -> bool:
 def _is_missing(packed: PackedTensor, device: int) -> bool:
     """Whether the weight is on this device, to stay, and nobody has decoded it."""
     kept = resident(packed.data)
-    is_there = kept is not None and not kept.has_changed and packed.data.get_device() == device
-    return is_there and kept is not None and kept.prefetched is None
+    if kept is None or kept.has_changed or kept.prefetched is not None:
+        return False
+    return packed.data.get_device() == device
 
 
 def _coming(group: Sequence[tuple[PackedTensor, torch.Size]], new: Sequence[PackedTensor], *, fits: bool) -> Coming:

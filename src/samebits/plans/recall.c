@@ -49,7 +49,8 @@ typedef struct {
 /* Names of attributes, made when the module is. */
 #define NAMES(X) \
     X(shape) X(stride) X(dtype) X(get_device) X(data_ptr) X(requires_grad) X(new_empty) X(_version) X(_tensor) \
-    X(untyped_storage) X(_cdata) X(_storage) X(cdata) X(_address) X(last) X(made) X(where) X(state) X(first) X(others) X(unwanted) X(data) X(bias) X(is_proved) X(shortcuts) X(training) \
+    X(untyped_storage) X(_cdata) X(_storage) X(cdata) \
+    X(_address) X(last) X(made) X(where) X(state) X(first) X(others) X(unwanted) X(data) X(bias) X(is_proved) X(shortcuts) X(training) \
     X(_current_level) X(_last) X(cuda) X(windows) X(prefetched)
 #define DECLARE(name) static PyObject *name_##name;
 NAMES(DECLARE)

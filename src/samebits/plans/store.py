@@ -23,6 +23,8 @@ from samebits.plans.key import PlanKey
 CACHE_VARIABLE = "SAMEBITS_CACHE"
 _VERSION = 3
 _LOCK_SECONDS = 10.0
+# What a file may cause: the disk; other content than ours, too deep, with too large a number, or too large for memory.
+_UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError, MemoryError)
 _log = logging.getLogger(__name__)
 
 
@@ -180,7 +182,7 @@ def read(path: Path) -> Stored:
         return Stored(dict(content["environment"]), outcomes, groups)
     except FileNotFoundError:
         return nothing
-    except Exception as error:  # whatever is in it: too large a number, or too much for the memory
+    except _UNREADABLE as error:
         _log.warning("%s: these plans cannot be read and are ignored (%r)", path, error)
         return nothing
 
