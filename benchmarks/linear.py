@@ -4,9 +4,9 @@
                                 [--groups 1,8,...]
 
 It writes results/<name>.json: a row that the file has already of the same case, device and versions is replaced, the
-others of that device and these versions stay. Every shape is measured with few tokens, a row of the table "few", and
-MANY_SHAPES also with many, each a row of the table "many"; with ``--tokens`` every shape has rows of "many" alone, for
-these numbers. An empty "" leaves shapes, prefill or groups out.
+others of that device and these versions stay. Every shape is measured with few tokens, a row of the table "few", or of
+"more" for MORE_SHAPES, and MANY_SHAPES also with many, each a row of the table "many"; with ``--tokens`` every shape
+has rows of "many" alone, for these numbers. An empty "" leaves shapes, prefill or groups out.
 
 Every product is compared with F.linear's as 16-bit words first. Times are medians of CUDA graph replays over more than
 900 MB of distinct weights, BF16's and packed ones' in turns, from WARM_TOKENS tokens on after WARM_SECONDS of replays,
@@ -70,6 +70,27 @@ SHAPES = {
     (28672, 8192): "gate, up of Llama 3 70B",
     (8192, 28672): "down of Llama 3 70B",
 }
+MORE_SHAPES = {
+    (1024, 5120): "k, v of Qwen3 14B, 32B, Mistral Small 24B",
+    (1024, 8192): "k, v of Llama 3 70B",
+    (2048, 5376): "k, v of Gemma 3 27B",
+    (4096, 5120): "q of Mistral Small 24B",
+    (4096, 5376): "q of Gemma 3 27B",
+    (6144, 5120): "q, k, v of Mistral Small 24B in one",
+    (7168, 5120): "q, k, v of Qwen3 14B in one",
+    (8192, 5120): "q of Qwen3 32B",
+    (8192, 5376): "q, k, v of Gemma 3 27B in one",
+    (4096, 12288): "down of Qwen3 8B",
+    (10240, 5120): "q, k, v of Qwen3 32B in one",
+    (24576, 4096): "gate and up of Qwen3 8B in one",
+    (5376, 21504): "down of Gemma 3 27B",
+    (5120, 25600): "down of Qwen3 32B",
+    (34816, 5120): "gate and up of Qwen3 14B in one",
+    (43008, 5376): "gate and up of Gemma 3 27B in one",
+    (51200, 5120): "gate and up of Qwen3 32B in one",
+    (65536, 5120): "gate and up of Mistral Small 24B in one",
+    (57344, 8192): "gate and up of Llama 3 70B in one",
+}
 FEW_TOKENS = (1, 2, 4, 8, 16)
 GROUP_TOKENS = (*FEW_TOKENS, 64)
 MANY_TOKENS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -124,7 +145,7 @@ WARM_SECONDS, WARM_TOKENS = 0.3, 1024
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--name", default="linear")
-    parser.add_argument("--shapes", type=shapes, default=list(SHAPES))
+    parser.add_argument("--shapes", type=shapes, default=[*SHAPES, *MORE_SHAPES])
     parser.add_argument("--tokens", type=counts, default=())
     parser.add_argument("--prefill", type=counts, default=PREFILL_TOKENS)
     parser.add_argument("--groups", type=counts, default=GROUP_TOKENS)
@@ -345,9 +366,9 @@ def few_row(weight: torch.Tensor, measured: list[dict[str, Any]]) -> dict[str, A
     """One row of the table "few": a weight with each number of tokens."""
     rows, columns = weight.shape
     row: dict[str, Any] = {
-        "table": "few",
+        "table": "more" if (rows, columns) in MORE_SHAPES else "few",
         "matrix": f"{rows} x {columns}",
-        "used_as": SHAPES.get((rows, columns), ""),
+        "used_as": (SHAPES | MORE_SHAPES).get((rows, columns), ""),
     }
     for product in measured:
         values = {key: value for key, value in product.items() if key not in ("table", "matrix", "tokens")}

@@ -94,6 +94,17 @@ def same_tokens(row: Row) -> str:
     return "BF16 differs from itself" if row.get("bf16_repeats") is False else verdict("same_tokens")(row)
 
 
+FEW_COLUMNS: dict[str, Cell] = {
+    "matrix": "matrix",
+    "used as": "used_as",
+    "BF16, µs": decimals("bf16_microseconds_at_1", 1),
+    "samebits, µs": decimals("samebits_microseconds_at_1", 1),
+    "decode, then BF16, µs": decimals("decoded_first_microseconds_at_1", 1),
+    **{
+        f"speed of BF16, {tokens} token{'s' * (tokens > 1)}": decimals(f"speed_at_{tokens}", 2)
+        for tokens in (1, 2, 4, 8, 16)
+    },
+}
 OFFLOAD_COLUMNS: dict[str, Cell] = {
     "model": "model",
     "cap": lambda row: f"{row['cap_bytes'] / 2**30:.0f} GiB, {row['card']}",
@@ -155,17 +166,8 @@ COLUMNS: dict[str, dict[str, Cell]] = {
         "of roof": percent("of_roof"),
         "encode, G weights/s": with_spread("encode_gweights_per_s", 1),
     },
-    "linear.few": {
-        "matrix": "matrix",
-        "used as": "used_as",
-        "BF16, µs": decimals("bf16_microseconds_at_1", 1),
-        "samebits, µs": decimals("samebits_microseconds_at_1", 1),
-        "decode, then BF16, µs": decimals("decoded_first_microseconds_at_1", 1),
-        **{
-            f"speed of BF16, {tokens} token{'s' * (tokens > 1)}": decimals(f"speed_at_{tokens}", 2)
-            for tokens in (1, 2, 4, 8, 16)
-        },
-    },
+    "linear.few": FEW_COLUMNS,
+    "linear.more": FEW_COLUMNS,
     "linear.many": {
         "matrix": "matrix",
         "tokens": "tokens",
@@ -175,6 +177,7 @@ COLUMNS: dict[str, dict[str, Cell]] = {
     },
     "linear.prefill": {
         "tokens": "tokens",
+        "launches for several products": decimals("launches_of_several", 0),
         "BF16, µs": with_spread("bf16_microseconds", 0),
         "samebits, µs": with_spread("samebits_microseconds", 0),
         "more time than BF16": percent("overhead"),
@@ -293,6 +296,7 @@ COLUMNS: dict[str, dict[str, Cell]] = {
         "times as many as BF16": decimals("packed_cache_ratio", 2),
         "DFloat11's paper": decimals("paper_ratio", 1),
         "predicted, tokens": decimals("predicted_tokens", 0),
+        "BF16, predicted": decimals("bf16_predicted_tokens", 0),
     },
     "longest.cache": {
         "model": "model",
@@ -384,8 +388,8 @@ with guidance; the memory is that of the transformer alone, with its activations
 A training step of LoRA (PEFT, rank 16, all layers but the head, AdamW) on Llama 3.1 8B's configuration with synthetic
 weights, with torch told to compute deterministically:""",
     "linear.prefill": """\
-All seven products of a decoder layer of Llama 3.1 8B's shapes, in a row; queries, keys and values are made by one
-launch, from 512 tokens on gate and up too:""",
+All seven products of a decoder layer of Llama 3.1 8B's shapes, in a row; those of one input are made by one launch
+where that is faster:""",
     "linear.together": """\
 Layers of a model that share an input, behind small kernels like a norm's, which are not counted. One launch makes all
 their products where that is faster, in a model as here:""",

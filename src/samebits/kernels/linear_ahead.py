@@ -30,6 +30,7 @@ _COLUMN_WORDS = 2 * _RUN_STAGES * STAGE // 4  # kColumnBytes
 _MIN_X_RUNS = CHUNK_STAGES // _RUN_STAGES  # or warps could wait for each other
 _X_WORDS = 4096  # of a segment, where that is enough
 _MIN_RUNS = 2  # of a ring, where its line is as long
+_MAX_RUNS = {1: 4, 2: 6}  # by OCTETs of tokens; who decodes farther ahead takes time from who multiplies
 _BARRIER_WORDS = 2
 
 
@@ -102,7 +103,7 @@ class _Planner(Planner):
 
     def ring(self, warps: int) -> int:
         """Runs of each, as many as are of use and fit."""
-        return min((self.room - self.fixed(warps)) // self.run, self.runs)
+        return min((self.room - self.fixed(warps)) // self.run, self.runs, _MAX_RUNS[self.octets])
 
     def job(self, ring: int, first_block: int) -> JobFields:
         """JobStructure's fields behind the pointers."""

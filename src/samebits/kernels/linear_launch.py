@@ -54,8 +54,7 @@ class Variant:
 VARIANTS = (
     Variant(Kernel.AHEAD, warps=20),
     Variant(Kernel.AHEAD, warps=16),
-    Variant(Kernel.AHEAD, warps=16, sharing=2),
-    Variant(Kernel.AHEAD, warps=14, sharing=2),
+    *(Variant(Kernel.AHEAD, warps, sharing=2) for warps in (16, 15, 12)),
     Variant(Kernel.CHAINS, warps=20),
     Variant(Kernel.CHAINS, warps=20, shared_x=False),
     Variant(Kernel.CHAINS, warps=16),

@@ -471,7 +471,7 @@ __device__ __forceinline__ void multiply_lines(const Geometry& geometry, const P
     copy_wait<0>();                      // nothing may be on its way when the block ends
 }
 
-// Warps that multiply have so many lines each, if there are as many.
+// Warps that multiply have so many lines each, or one.
 template <int octets, int lines>
 __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& packed, const Job& job) {
     extern __shared__ __align__(128) u32 memory[];
@@ -520,12 +520,13 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
         else
             bring_x<kFewFlying>(geometry, job, rings, segment, number, own, x_ring(number), lane);
     } else {
-        int slot = lines * warp, segment = 0;
-        while (slot >= lines * sharers) slot -= lines * sharers, ++segment;
-        const int line = segment * own + slot;
+        int number = warp, segment = 0;
+        while (number >= sharers) number -= sharers, ++segment;
+        const int alone = lines == 1 ? own : 2 * sharers - own;   // the first warps, whose schedulers have as many warps as any, have one line
+        const int slot = number < alone ? number : 2 * number - alone, line = segment * own + slot;
         const u32 ring = x_ring(segment), come = x_come(segment), done = base + 4 * (flag_words + ring_flags);
         float* parts = reinterpret_cast<float*>(memory + part_words);
-        if (slot + lines <= own) multiply_lines<octets, lines>(geometry, packed, job, rings, line, slot, segment, ring, come, parts, done, lane);
-        else if (slot < own) multiply_lines<octets, 1>(geometry, packed, job, rings, line, slot, segment, ring, come, parts, done, lane);
+        if (number < alone) multiply_lines<octets, 1>(geometry, packed, job, rings, line, slot, segment, ring, come, parts, done, lane);
+        else if (lines == 2) multiply_lines<octets, lines>(geometry, packed, job, rings, line, slot, segment, ring, come, parts, done, lane);
     }
 }
