@@ -16,7 +16,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.samebits-ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check test-gpu native bench bench-gpu bench-models tables clean
+.PHONY: help setup demo test check test-gpu sanitize native bench bench-gpu bench-models tables clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -47,6 +47,12 @@ native:  ## the part in C, for PYTHON as it is, into the source tree; samebits w
 
 test-gpu: native  ## the GPU's tests, with PYTHON as it is: installs nothing, needs no network
 	PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m pytest -m gpu $(TEST_ARGS) tests
+
+# Without torch's cache, in which a tensor's end is seldom that of its memory. No CUDA graphs: they need the cache.
+sanitize: native  ## some of the GPU's tests under memcheck, of the CUDA toolkit's compute-sanitizer, with PYTHON as it is
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" compute-sanitizer --tool memcheck \
+	  --report-api-errors no --error-exitcode 1 $(PYTHON) -m pytest -m gpu tests/kernels \
+	  -k "zoo or golden or original or ranges_that_begin or many_tokens or hostile_weights"
 
 bench: setup  ## measure sizes and CPU speed again, and put them into README.md
 	$(BIN)/python benchmarks/sizes.py

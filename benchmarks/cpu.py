@@ -1,12 +1,13 @@
 """How fast does a CPU encode, decode and generate? Beside copying BF16 tensors and the BF16 model, in the same run.
 
-    python benchmarks/cpu.py              writes results/cpu.json, three minutes on two cores; needs 6 GB of disk
+    python benchmarks/cpu.py [--name cpu]        writes results/<name>.json, three minutes on two cores; 6 GB of disk
 
 Each round trip is checked before it is timed. Times are medians of nine calls, with the fastest and the slowest.
 """
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import tempfile
 import time
@@ -163,8 +164,11 @@ def generation_row() -> dict[str, Any]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--name", default="cpu")
+    options = parser.parse_args()
     rows = [row(name, tensor) for name, tensor in matrices()]
-    print(write_results("cpu", cpu_name(), [*rows, df11_row(), df11_job_row(), generation_row()]))
+    print(write_results(options.name, cpu_name(), [*rows, df11_row(), df11_job_row(), generation_row()]))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Model families of transformers, packed: do they load, save and say the same, bit for bit?
 
-    python benchmarks/families.py            all of them, to results/families.json
-    python benchmarks/families.py llama t5   only these, printed
+    python benchmarks/families.py [--name families]        all of them, to results/<name>.json
+    python benchmarks/families.py llama t5                 only these, printed
 
 Each is a small model with random weights, every eligible tensor packed. It is compressed in three ways (while
 from_pretrained loads it, saved by save_pretrained and loaded again, and by ``samebits compress``), and each time its
@@ -12,6 +12,7 @@ model has layers that keep all tokens.
 
 from __future__ import annotations
 
+import argparse
 import logging
 import sys
 import tempfile
@@ -276,17 +277,23 @@ def unpacked(plain: Any, report: Any) -> str | None:
 
 
 def main() -> int:
-    logging.disable(logging.WARNING)
-    transformers.utils.logging.disable_progress_bar()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*", metavar="family")
+    parser.add_argument("--name", default="families")
+    options = parser.parse_args()
+    if unknown := sorted({*options.families} - {*FAMILIES}):
+        parser.error(f"unknown family {unknown[0]!r}")
     rows = []
-    for name in sys.argv[1:] or FAMILIES:
+    for name in options.families or FAMILIES:
         with tempfile.TemporaryDirectory() as folder:
             rows.append(prove(name, Path(folder)))
         print(rows[-1], flush=True)
-    if not sys.argv[1:]:
-        print(write_results("families", cpu_name(), rows, (*PACKAGES, "transformers")))
+    if not options.families:
+        print(write_results(options.name, cpu_name(), rows, (*PACKAGES, "transformers")))
     return int(any(row[what] is False for row in rows for what in ("logits", "greedy", "sampled", "packed_cache")))
 
 
 if __name__ == "__main__":
+    logging.disable(logging.WARNING)
+    transformers.utils.logging.disable_progress_bar()
     sys.exit(main())

@@ -1,6 +1,6 @@
 """How fast a GPU encodes and decodes, beside what its memory allows in the same run.
 
-    python benchmarks/gpu.py [--name h200]        writes results/<name>.json
+    python benchmarks/gpu.py [--name h200]        writes results/<name>.json; by default named after the card
 
 Decoding is timed inside CUDA graphs over more than 800 MB of distinct packed weights, so that nothing stays in the L2
 cache. Each matrix is decoded and compared with the original words before it is timed, and so are the outputs of the
@@ -43,14 +43,19 @@ TURN_SECONDS, UNTIMED_SECONDS = 1.5, 0.5
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--name", default="h200")
+    parser.add_argument("--name", help="default: h200, h100 or what else the card is called")
     parser.add_argument("--repeats", type=int, default=15)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("no CUDA device")
     rows = [measure(synthetic_matrix(*shape, device="cuda"), arguments.repeats) for shape in SHAPES]
-    print(write_results(arguments.name, device_name(), rows))
+    print(write_results(arguments.name or card_name(torch.cuda.get_device_name()), device_name(), rows))
     return 0
+
+
+def card_name(device: str) -> str:
+    """Of "NVIDIA H100 80GB HBM3", "h100"."""
+    return next((word for word in device.lower().split() if any(map(str.isdigit, word))), "gpu")
 
 
 def measure(weights: torch.Tensor, repeats: int) -> dict[str, Any]:

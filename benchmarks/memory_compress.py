@@ -126,7 +126,7 @@ def measure(folder: Path, workers: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=20)
     parser.add_argument("--embedding-gigabytes", type=float, default=2.5)
     parser.add_argument("--workers", type=int, help="passed on to compress and decompress")

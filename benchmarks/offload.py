@@ -19,8 +19,9 @@ cannot.
 A batch generates TOKENS tokens after the first one, whose time contains the prompt, and GRAPH_TOKENS where graphs are;
 tokens_per_s is of all its sequences together, from the median time between two tokens, by the GPU's own clock, without
 the first SETTLED ones of graphs. It does so twice, the first time to warm up, but only once if that took more than LONG
-seconds. ``same_tokens`` compares all tokens that the first way has; None stands where the memory was not enough. Rows
-of cases that are not run again stay in the file.
+seconds. ``same_tokens`` compares all tokens that the first way has; None stands where the memory was not enough. A row
+that the file has already of the same case, batch, device and versions is replaced; all other rows of that device and
+these versions stay.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from accelerate import dispatch_model, infer_auto_device_map
 from transformers import StaticCache, StoppingCriteriaList
 
 import samebits
-from common import PACKAGES, cpu_name, read_results, significant, write_results
+from common import PACKAGES, add_results, cpu_name, significant
 from generate import SETTLED, Clock, Figures
 from models import MODELS, build, random_prompt
 from samebits.verify import repeatable_attention
@@ -54,6 +55,7 @@ GRAPH_TOKENS = 24
 PROMPT = 32
 ROOM = 64  # tokens of the cache
 WAYS = ("accelerate", "bf16_streamed", "samebits")
+KEYS = ("case", "batch")
 EMULATED = "emulated in memory only"
 _LLAMA_70B = {
     "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8,
@@ -224,8 +226,7 @@ def main() -> int:
         case = replace(CASES[name], batches=options.batches or CASES[name].batches)
         found = list(rows(name, case, options.ways, options.device))
         same &= all(value is not False for row in found for key, value in row.items() if key.endswith("same_tokens"))
-        kept = [row for row in read_results(options.name)["rows"] if row["case"] != name]
-        print(write_results(options.name, device, kept + found, (*PACKAGES, "transformers", "accelerate")), flush=True)
+        print(add_results(options.name, device, found, KEYS, (*PACKAGES, "transformers", "accelerate")), flush=True)
     return int(not same)
 
 

@@ -1,6 +1,6 @@
 """How small do weights get? Bits a weight, everything counted, beside the entropy limit and DFloat11.
 
-    python benchmarks/sizes.py            writes results/sizes.json, a minute on two cores
+    python benchmarks/sizes.py [--name sizes]        writes results/<name>.json, a minute on two cores
 
 Each tensor's round trip is checked before it counts; the smallest stay as they are, as in `samebits compress`. The
 limit is 8 bits of sign and mantissa and the entropy of the exponents, tensor by tensor. DFloat11's size is counted from
@@ -12,6 +12,7 @@ the text that it was trained on, in the form in which samebits.PackedCache packs
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import re
 from collections.abc import Iterable, Iterator
@@ -145,6 +146,9 @@ def cache_rows() -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--name", default="sizes")
+    options = parser.parse_args()
     rows = [
         *checkpoint_rows(
             "minilm", "all-MiniLM-L6-v2, cast to BF16", checkpoint_tensors(minilm_folder() / "model.safetensors")
@@ -155,7 +159,7 @@ def main() -> None:
         *synthetic_rows(),
         *cache_rows(),
     ]
-    print(write_results("sizes", cpu_name(), rows))
+    print(write_results(options.name, cpu_name(), rows))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime
 import json
+import logging
+import runpy
 import sys
 from pathlib import Path
 
@@ -13,8 +15,11 @@ import pytest
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+import common  # noqa: E402
 import dfloat11_size  # noqa: E402
 import tables  # noqa: E402
+
+COMMANDS = [path for path in sorted(BENCHMARKS.glob("*.py")) if "__main__" in path.read_text()]
 
 # Exponents of two units of a checkpoint that DFloat11's own encoder wrote, and the bytes that their tensors take there.
 HEAD = {
@@ -50,6 +55,18 @@ def test_result_files_have_the_form_of_common(path: Path) -> None:
     assert content["name"] == path.stem
     assert all("table" in row and datetime.date.fromisoformat(row["date"]) for row in content["rows"])
     assert not any(isinstance(value, dict | list) for row in content["rows"] for value in row.values())
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=lambda path: path.stem)
+def test_who_asks_for_help_measures_nothing(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(path), "--help"])
+    monkeypatch.setattr(logging.root.manager, "disable", logging.root.manager.disable)
+    with pytest.raises(SystemExit, match=r"^0$"):
+        runpy.run_path(str(path), run_name="__main__")
+    assert path.read_text().partition("\n")[0].removeprefix('"""') in capsys.readouterr().out
 
 
 def test_a_table_without_columns_of_its_own_shows_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -297,6 +297,23 @@ def test_what_was_not_measured_again_stays(tmp_path: Path, monkeypatch: pytest.M
     assert linear.shapes("") == []
 
 
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA GeForce RTX 4090", "4090"), ("other", "gpu")],
+)
+def test_results_of_another_card_have_another_name(
+    device: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["gpu.py"])
+    monkeypatch.setattr(gpu, "SHAPES", [])
+    monkeypatch.setattr(gpu, "device_name", lambda: f"{device}, driver 1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device)
+    assert gpu.main() == 0
+    assert [path.name for path in tmp_path.iterdir()] == [f"{name}.json"]
+
+
 def test_a_product_with_other_bits_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "linear", lambda x, packed, bias: F.linear(x, samebits.decode(packed)) * 2)
     weight = common.synthetic_matrix(64, 256)

@@ -12,6 +12,7 @@ import torch
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+import common  # noqa: E402
 import families  # noqa: E402
 
 SAME = {"logits": True, "greedy": True, "sampled": True}
@@ -63,6 +64,21 @@ def test_a_difference_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_zeros_of_either_sign_differ() -> None:
     assert not families.same(torch.tensor([0.0]), torch.tensor([-0.0]))
+
+
+def test_some_are_only_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    monkeypatch.setattr(families, "prove", lambda name, folder: SAME | {"packed_cache": None, "family": name})
+    for arguments, printed in (["t5", "bert"], 2), (["--name", "trial"], len(families.FAMILIES)):
+        monkeypatch.setattr(sys, "argv", ["families.py", *arguments])
+        assert families.main() == 0
+        assert capsys.readouterr().out.count("'family': ") == printed
+    assert [path.name for path in tmp_path.iterdir()] == ["trial.json"]
+    monkeypatch.setattr(sys, "argv", ["families.py", "t6"])
+    with pytest.raises(SystemExit, match="2"):
+        families.main()
 
 
 def test_every_family_is_in_the_results() -> None:

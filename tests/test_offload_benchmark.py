@@ -12,6 +12,7 @@ import torch
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+import common  # noqa: E402
 import offload  # noqa: E402
 
 
@@ -47,3 +48,17 @@ def test_resident_and_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first["samebits_same_tokens"]
     assert second["samebits_tokens_per_s"] is None
     assert second["samebits_speed"] is second["samebits_same_tokens"] is None
+
+
+def test_only_the_same_case_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever another device measured goes, also rows of another benchmark."""
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["offload.py", "--cases", "tiny", "--device", "cpu", "--name", "trial"])
+    common.write_results("trial", "another device", [{"table": "eager", "model": "tiny"}])
+    for batches, same in (((2, 4), True), ((8,), True), ((4,), False)):
+        made = [{"table": "streamed", "case": "tiny", "batch": size, "samebits_same_tokens": same} for size in batches]
+        monkeypatch.setattr(offload, "rows", lambda *arguments, made=made: made)
+        assert offload.main() == (not same)
+    found = common.read_results("trial")
+    assert found["device"] == common.cpu_name()
+    assert [(row["batch"], row["samebits_same_tokens"]) for row in found["rows"]] == [(2, True), (4, False), (8, True)]

@@ -158,6 +158,15 @@ def test_every_number_of_tokens_and_split(tokens: int) -> None:
     assert assert_all_alike(weight.cuda(), packed, tokens, (1, 2, 3, 4, 5, 7, 8)) >= 14
 
 
+def test_every_number_of_tokens() -> None:
+    """Up to 128, however many are left over in a kernel's last tile of them."""
+    weight = weight_of("row scales", 1032, 4096)
+    packed, weight = samebits.encode(weight).to("cuda"), weight.cuda()
+    for tokens in range(1, 129):
+        if is_supported(packed.header, tokens, 0):
+            assert assert_all_alike(weight, packed, tokens, (3,)) >= 2
+
+
 @pytest.mark.parametrize("tokens", [9, 33, 64, 128])
 def test_ranges_that_begin_within_chunks(tokens: int) -> None:
     """And within pairs of stages; linear_tiles.cuh decodes such chunks for both ranges."""
