@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,11 @@ from diffusers import DiffusionPipeline, FluxControlPipeline, PipelineQuantizati
 from examples.diffusion_pipeline import tiny_pipeline
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
+from safetensors import safe_open
+from safetensors.torch import load_file
 
 import samebits
-from samebits.errors import InputError
+from samebits.errors import DtypeError, InputError
 from tests.integrations.diffusers_models import assert_same_bytes, make, output
 from tests.integrations.models import MIN_WEIGHTS, packed_parameters
 from tests.integrations.test_diffusers_pipeline import drawn, load
@@ -141,3 +144,28 @@ def test_adapters_of_other_models(name: str, config: samebits.SamebitsConfig, tm
     assert not torch.equal(expected, reference.output)
     packed.unload_lora()
     reference.assert_same(packed)
+
+
+@pytest.mark.parametrize("name", ["flux", "sdxl"])
+def test_an_adapter_is_saved(name: str, config: samebits.SamebitsConfig, tmp_path: Path) -> None:
+    """By the model itself, and loaded again; only what converts all weights first is refused."""
+    reference, file, found = make(name, tmp_path / "plain"), "lora.safetensors", []
+    models = reference.load(), reference.load(quantization_config=config)
+    for model in models:
+        torch.manual_seed(1)
+        model.add_adapter(LoraConfig(r=4, target_modules=["to_q", "to_v"], init_lora_weights=False))
+        model.save_lora_adapter(tmp_path, weight_name=file)
+        with safe_open(tmp_path / file, "pt") as saved:
+            described = {key: json.loads(text) for key, text in saved.metadata().items() if key != "format"}
+        found.append((load_file(tmp_path / file), described, output(name, model)))
+    assert found[1][1] == found[0][1]
+    assert found[1][0].keys() == found[0][0].keys()
+    for key, tensor in found[0][0].items():
+        assert_same_bytes(found[1][0][key], tensor)
+    packed = models[1]
+    with pytest.raises(DtypeError, match=r"cannot become torch\.float32"):
+        packed.save_lora_adapter(tmp_path, upcast_before_saving=True)
+    packed.unload_lora()
+    reference.assert_same(packed)
+    packed.load_lora_adapter(tmp_path, prefix=None, weight_name=file)
+    assert_same_bytes(output(name, packed), found[0][2])

@@ -15,6 +15,7 @@ import torch
 pytest.importorskip("diffusers")
 import diffusers
 from diffusers import DiffusionPipeline, PipelineQuantizationConfig
+from diffusers.hooks import apply_group_offloading
 from diffusers.pipelines import pipeline_loading_utils, pipeline_utils
 from examples.diffusion_pipeline import tiny_pipeline
 
@@ -152,6 +153,21 @@ def test_refused_before_a_part_is_written(plain: Path, options: dict[str, Any], 
     samebits.decompress(packed.transformer)  # the text encoders are compressed yet
     with pytest.raises(InputError, match=f"cannot be saved with {next(iter(options))}"):
         packed.save_pretrained(tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["transformer", "text_encoder"])
+def test_a_part_whose_weights_lie_on_disk(plain: Path, name: str, tmp_path: Path) -> None:
+    packed = load(plain, quantization_config=PipelineQuantizationConfig(**CONFIGS["by name"]))
+    apply_group_offloading(
+        getattr(packed, name),
+        torch.device("cpu"),
+        offload_type="leaf_level",
+        offload_to_disk_path=str(tmp_path / "disk"),
+    )
+    for each in (packed, getattr(packed, name)):
+        with pytest.raises(InputError, match=r"group offloading .* to disk.* before enable_group_offload"):
+            each.save_pretrained(tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import threading
 from collections.abc import Callable
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import nn
+from torch.func import functional_call, stack_module_state
 from torch.nn.utils import prune
 from torch.nn.utils.parametrize import register_parametrization
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -160,6 +163,42 @@ def test_as_many_numbers_in_their_place(change: Callable[[torch.Tensor], torch.T
         parameter.data = change(parameter.data) if parameter.dtype == torch.uint8 else parameter.data
     with pytest.raises(DigestError, match=r"in the place of \d+ packed"):
         layer(INPUT)
+
+
+ASK = {
+    "functional_call": lambda layer, state, _: functional_call(layer, state, (INPUT,)),
+    "state dict": lambda layer, _, other: functional_call(layer, other.state_dict(), (INPUT,)),
+    "assigned": lambda layer, state, _: (setattr(layer, "sb_packed", state["sb_packed"]), layer(INPUT)),
+}
+
+
+@pytest.mark.parametrize("ask", ASK)
+def test_as_many_packed_bytes_of_another_layer(ask: str) -> None:
+    """Which decode with other tables, though they have the same length."""
+    layers = []
+    for seed in range(1, 9):
+        torch.manual_seed(seed)
+        layers.append(nn.Linear(64, 96).to(torch.bfloat16))
+        samebits.compress(layers[-1])
+    headers = [each.sb_recipes["weight"].pieces[0].header for each in layers]
+    here, there = next(
+        (here, there)
+        for here, there in itertools.combinations(range(8), 2)
+        if headers[here].nbytes == headers[there].nbytes
+        and packed_module._form(headers[here]) != packed_module._form(headers[there])
+    )
+    layer, other = layers[here], layers[there]
+    assert same_bits(functional_call(layer, dict(layer.named_parameters()), (INPUT,)), layer(INPUT))
+    with pytest.raises(InputError, match=r"^Linear\.weight: packed bytes of other modules.*samebits\.decompress"):
+        ASK[ask](layer, dict(other.named_parameters()), other)
+
+
+def test_stacked_modules_are_refused() -> None:
+    """torch.vmap would decode all of them as the first."""
+    layer, _ = packed_linear()
+    parameters, buffers = stack_module_state([layer, copy.deepcopy(layer)])
+    with pytest.raises(InputError, match=r"^Linear\.weight: packed bytes of other modules.*samebits\.decompress"):
+        torch.vmap(lambda *state: functional_call(layer, state, (INPUT,)))(parameters, buffers)
 
 
 def test_a_packed_weight_is_encoded_again() -> None:
@@ -399,3 +438,12 @@ def test_sparse_tensors_beside_a_packed_weight() -> None:
     for result in results:
         result.sum().backward()
     assert same_bits(module.b.grad, plain.b.grad)
+
+
+def test_what_accelerate_places_anew_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each pass, on a GPU, that would wait for all that goes before."""
+    layer, expected = packed_linear()
+    dispatched = cpu_offload(layer, execution_device=torch.device("cpu"))
+    monkeypatch.setattr(packed_module, "_has_form", lambda header, stored: pytest.fail("bytes are read"))
+    for _ in range(2):
+        assert same_bits(dispatched(INPUT), expected)

@@ -533,12 +533,20 @@ def test_wrong_inputs_fail_as_before(products: list[torch.Tensor]) -> None:
             packed(wrong)
 
 
-def test_nested_inputs(products: list[torch.Tensor]) -> None:
-    """They have neither a shape nor strides."""
-    dense, packed = make()
-    nested = torch.nested.nested_tensor([INPUT[0], INPUT[1, :3]])
-    for theirs, ours in zip(dense(nested).unbind(), packed(nested).unbind(), strict=True):
-        assert same_bits(ours, theirs)
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.parametrize("trained", [set(), {"input"}, {"bias"}, {"input", "bias"}])
+def test_nested_inputs(products: list[torch.Tensor], trained: set[str], layout: torch.layout) -> None:
+    """They have neither a shape nor strides, whatever takes a gradient."""
+    found = []
+    for module in make():
+        leaves = {"input": INPUT[0].clone(), "bias": module.bias}
+        for name in trained:
+            leaves[name].requires_grad_()
+        y = module(torch.nested.as_nested_tensor([leaves["input"], INPUT[1, :3]], layout=layout))
+        if trained:
+            sum(each.float().square().sum() for each in y.unbind()).backward()
+        found.append([*y.unbind(), *(leaves[name].grad for name in sorted(trained))])
+    assert all(same_bits(ours, theirs) for theirs, ours in zip(*found, strict=True))
     assert not products
 
 

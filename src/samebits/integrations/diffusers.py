@@ -7,6 +7,7 @@ BF16 and converted to the dtype that the model was asked for.
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -38,6 +39,7 @@ single_file: ContextVar[bool] = ContextVar("samebits_single_file", default=False
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _NOT_BF16 = "has values that are not BF16"
+_KEY = "quantization_config"  # of a model's config
 _log = logging.getLogger(__name__)
 
 
@@ -264,9 +266,9 @@ def convert(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def forget(model: Any) -> None:
-    """Remove from a model's config what it no longer is."""
-    kept = {key: value for key, value in model.config.items() if key != "quantization_config"}
-    model._internal_dict = type(model.config)(kept)
+    """Remove from a model's config what it no longer is, in place: some values it has as attributes alone."""
+    OrderedDict.pop(model.config, _KEY, None)
+    vars(model.config).pop(_KEY, None)
 
 
 def is_compressed(model: Any) -> bool:
@@ -280,7 +282,8 @@ def is_compressed(model: Any) -> bool:
         model.hf_quantizer = SamebitsQuantizer(SamebitsConfig(), pre_quantized=False)
     config = model.hf_quantizer.quantization_config
     model.is_quantized, model.quantization_method = True, config.quant_method
-    model.register_to_config(quantization_config=config)
+    OrderedDict.__setitem__(model.config, _KEY, config)  # in place, as above
+    vars(model.config)[_KEY] = config
     return True
 
 

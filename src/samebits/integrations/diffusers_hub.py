@@ -15,6 +15,7 @@ from samebits.errors import DtypeError
 from samebits.format.folder import KEY, STEM
 from samebits.integrations import diffusers_parts
 from samebits.integrations.diffusers_model import check_saving
+from samebits.nn.offload import refuse_grouped
 from samebits.nn.packed_module import packed_parameters
 
 
@@ -56,8 +57,9 @@ def _saving(original: Callable[..., None]) -> Callable[..., None]:
     @wraps(original)
     def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> None:
         """What one part refuses is refused before another one is written."""
-        if _has_packed(self):
+        for part in _packed_parts(self):
             check_saving(signature.bind(self, *args, **kwargs).arguments)
+            refuse_grouped(part, on_disk=True)
         original(self, *args, **kwargs)
 
     return save_pretrained
@@ -67,7 +69,7 @@ def _converting(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def from_pipe(cls: Any, pipeline: Any, **kwargs: Any) -> Any:
         """Without a dtype diffusers converts everything to float32, part by part."""
-        if _has_packed(pipeline) and kwargs.get("dtype") is None and kwargs.get("torch_dtype") is None:
+        if _packed_parts(pipeline) and kwargs.get("dtype") is None and kwargs.get("torch_dtype") is None:
             what = "from_pipe without a dtype converts to float32, which a compressed model refuses"
             raise DtypeError(what, mend="pass dtype=torch.bfloat16, which parts in float32 become as well")
         return original(cls, pipeline, **kwargs)
@@ -75,10 +77,10 @@ def _converting(original: Callable[..., Any]) -> Callable[..., Any]:
     return from_pipe
 
 
-def _has_packed(pipeline: Any) -> bool:
-    """Whether a part of a pipeline is compressed."""
+def _packed_parts(pipeline: Any) -> list[nn.Module]:
+    """Those parts of a pipeline that are compressed."""
     parts = (part for part in vars(pipeline).values() if isinstance(part, nn.Module))
-    return any(next(packed_parameters(part), None) for part in parts)
+    return [part for part in parts if next(packed_parameters(part), None)]
 
 
 def _usual(name: str) -> str:

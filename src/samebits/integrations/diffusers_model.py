@@ -28,6 +28,7 @@ from samebits.integrations.diffusers import compressed, is_compressed
 from samebits.integrations.transformers import SamebitsConfig
 from samebits.integrations.weight_files import publish, remove_packed, write_weights
 from samebits.nn.convert import counting_weights
+from samebits.nn.offload import refuse_grouped
 from samebits.nn.packed_module import check_dtype, packed_parameters
 
 _DTYPE = "get_parameter_dtype"  # a function that other modules of diffusers may have imported already
@@ -66,9 +67,8 @@ def _apply(self: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool 
 def _converting(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def to(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """diffusers refuses any dtype for a quantized model: BF16 is what a compressed one can become."""
-        is_bf16 = any(value is torch.bfloat16 for value in (*args, kwargs.get("dtype")))
-        if not is_bf16 or next(packed_parameters(self), None) is None or not getattr(self, "is_quantized", False):
+        """diffusers refuses any dtype for a quantized model, and None: for a compressed one _apply decides."""
+        if next(packed_parameters(self), None) is None or not getattr(self, "is_quantized", False):
             return original(self, *args, **kwargs)
         self.is_quantized = False
         try:
@@ -163,6 +163,7 @@ def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
                 remove_packed(Path(save_directory))
             return
         check_saving(call.arguments)
+        refuse_grouped(self, on_disk=True)
         push, call.arguments["push_to_hub"] = call.arguments["push_to_hub"], False
         destination = Path(save_directory)
         destination.mkdir(parents=True, exist_ok=True)

@@ -23,7 +23,7 @@ from samebits.integrations.transformers_state import checkpoint_tensors
 from samebits.integrations.weight_files import publish, remove_packed, write_weights
 from samebits.nn.convert import counting_weights
 from samebits.nn.df11 import holds_units
-from samebits.nn.offload import offload
+from samebits.nn.offload import offload, refuse_grouped
 from samebits.nn.packed_module import PackedModule, check_dtype, packed_parameters, share_ties
 
 GPU_MEMORY = "gpu_memory"  # of from_pretrained: see samebits.offload
@@ -114,6 +114,7 @@ def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
             if not call.arguments.get("variant") and call.arguments.get("is_main_process", True):
                 remove_packed(Path(save_directory))
             return
+        refuse_grouped(self, on_disk=True)
         for option in ("variant", "distributed_checkpoint"):
             if call.arguments.get(option):
                 raise InputError(f"a compressed model cannot be saved with {option}", mend="save it without")

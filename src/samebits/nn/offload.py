@@ -164,10 +164,26 @@ def _forwards(module: nn.Module) -> Iterator[_StreamedForward]:
 def refuse_offloaded(module: nn.Module) -> None:
     """
     Raises:
-        InputError: blocks in it are streamed.
+        InputError: blocks in it are streamed, or see refuse_grouped.
     """
     if streaming_device(module) is not None:
         raise InputError("the weights of an offloaded model cannot be replaced", mend=_MEND)
+    refuse_grouped(module)
+
+
+def refuse_grouped(module: nn.Module, *, on_disk: bool = False) -> None:
+    """
+    Args:
+        on_disk: whether only weights on disk matter, of which nothing is in memory but their shape.
+
+    Raises:
+        InputError: diffusers' group offloading moves weights of it.
+    """
+    registries = (vars(part).get("_diffusers_hook") for part in module.modules())
+    hooks = (registry.get_hook("group_offloading") for registry in registries if registry)
+    if any(hook and (hook.config.offload_to_disk_path or not on_disk) for hook in hooks):
+        what = f"diffusers' group offloading moves the weights of this model{' to disk' if on_disk else ''}"
+        raise InputError(what, mend="compress, decompress or save it before enable_group_offload")
 
 
 def _check(module: nn.Module) -> None:

@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from samebits.errors import DigestError, DtypeError, FormatError, InputError, SamebitsError
 from samebits.format.names import BARE, PACKED, WEIGHT
-from samebits.format.packed import Header, PackedTensor
+from samebits.format.packed import HEADER_BYTES, MAX_DIMENSIONS, Header, PackedTensor
 from samebits.nn.lazy import LazyTensor, LazyWeight
 from samebits.nn.product import FrozenProduct, check_unchanged, is_frozen, is_fusible, is_matrix, is_trained, version_of
 from samebits.nn.recipe import Piece, Recipe
@@ -160,7 +160,8 @@ class PackedModule(nn.Module):
                 if known != now and known is not None and known[0] == now[0] and not _is_accepted(stored):
                     _refuse_other_bytes(piece, stored, f"{self.sb_base.__name__}.{name}")
                 if known != now or (piece.header and not piece.header.fits(stored)):
-                    _refuse_other_length(piece, stored, f"{self.sb_base.__name__}.{name}")
+                    is_placed = _ACCELERATE in self.__dict__  # anew in each pass, and to read would be to wait for it
+                    _refuse_another(piece, stored, f"{self.sb_base.__name__}.{name}", is_placed)
                     self.sb_versions[piece.slot] = now
         return data
 
@@ -397,14 +398,36 @@ def _form(header: Header) -> Header:
     return replace(header, original_digest=0, stored_digest=0)
 
 
-def _refuse_other_length(piece: Piece, stored: torch.Tensor, where: str) -> None:
+def _refuse_another(piece: Piece, stored: torch.Tensor, where: str, is_placed: bool) -> None:
     """
+    Args:
+        is_placed: accelerate has put them there.
+
     Raises:
         DigestError: somebody put something else in the place of packed bytes, beyond whose end a decoder would read.
+        InputError: they are packed bytes of another form, which would be decoded as these.
     """
     if piece.header and not piece.header.fits(stored):
         what = f"{stored.numel()} of {stored.dtype} in the place of {piece.header.nbytes} packed bytes"
         raise DigestError(what, where=where, mend="load it again")
+    if piece.header and not is_placed and not _has_form(piece.header, stored):
+        mend = "load them with load_state_dict, or call samebits.decompress first"
+        raise InputError("packed bytes of other modules in the place of its own", where=where, mend=mend)
+
+
+def _has_form(header: Header, stored: torch.Tensor) -> bool:
+    """Whether packed bytes are as a header says; True where they cannot be read now, False of several in torch.vmap."""
+    if torch._C._functorch.is_batchedtensor(stored):
+        return False
+    is_usual = type(stored) in (torch.Tensor, nn.Parameter) and not stored.is_meta
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(stored)
+    if not is_usual or is_wrapped or (stored.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return True
+    try:
+        found = Header.parse(stored.detach()[: HEADER_BYTES + 8 * MAX_DIMENSIONS].cpu().numpy().tobytes())
+    except SamebitsError:
+        return False
+    return _form(found) == _form(header)
 
 
 class _EmbeddingRows(nn.Embedding):
@@ -415,6 +438,7 @@ class _EmbeddingRows(nn.Embedding):
 
 
 _DATA = PACKED[1:]  # the parameter that holds a packed weight
+_ACCELERATE = "_hf_hook"  # an attribute of modules whose parameters accelerate moves
 
 
 class PackedLinearModule(PackedModule):

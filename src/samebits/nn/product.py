@@ -104,14 +104,14 @@ def is_frozen(input: torch.Tensor, bias: torch.Tensor | None) -> bool:
 
 
 def _is_own(tensor: torch.Tensor) -> bool:
-    """A tensor of torch's own, BF16."""
-    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.dtype is torch.bfloat16
+    """A tensor of torch's own, with strides, BF16."""
+    is_own = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_nested
+    return is_own and tensor.dtype is torch.bfloat16
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """A tensor of torch's own on a GPU, of which no gradient is wanted."""
-    is_own = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_nested
-    return is_own and tensor.is_cuda and not (tensor.requires_grad and torch.is_grad_enabled())
+    """One of these on a GPU, of which no gradient is wanted."""
+    return _is_own(tensor) and tensor.is_cuda and not (tensor.requires_grad and torch.is_grad_enabled())
 
 
 def _is_watched() -> bool:
