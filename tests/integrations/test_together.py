@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import families
 import samebits
 from samebits.format.packed import PackedTensor
 from samebits.kernels import nvrtc
@@ -22,10 +23,6 @@ from samebits.plans.planner import Planner
 from samebits.plans.store import GroupOutcome, Outcome
 from samebits.plans.together import Together
 from tests.plans.conftest import FakeProducts, decoding, new_planner
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import families
 
 PLAN = LinearPlan(1)
 SPARE = Spare(1 << 40, 0, 0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import identity
 import samebits
 from samebits.kernels.linear import Operands, Products, is_supported
 from samebits.kernels.linear_launch import MAX_HOPPER_TOKENS
@@ -24,10 +24,6 @@ from samebits.plans.environment import Environment
 from samebits.plans.key import key_of
 from samebits.plans.planner import Planner
 from samebits.plans.probe import Probe
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import identity
 
 pytestmark = pytest.mark.gpu
 COMBINATIONS = int(os.environ.get("SAMEBITS_FUZZ", "60"))

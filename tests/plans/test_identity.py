@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from samebits.kernels import nvrtc
-from tests.plans.conftest import FakeGpu, is_supported
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
 import identity
 import linear
+from samebits.kernels import nvrtc
+from tests.plans.conftest import FakeGpu, is_supported
 
 
 def small(count: int, seed: int) -> list[identity.Combination]:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("diffusers")
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
 
-import diffusion  # noqa: E402
-import step_profile  # noqa: E402
-import token_profile  # noqa: E402
-from common import Timing  # noqa: E402
+import diffusion
+import step_profile
+import token_profile
+from common import Timing
 
 ATTENTION, DENSE, DECODE, FUSED, OTHER = "fmha_sdpa", "nvjet_tst", "decode_quad_whole", "linear_relay_256", "copy"
 

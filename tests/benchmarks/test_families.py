@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-import common  # noqa: E402
-import families  # noqa: E402
+import common
+import families
 
 SAME = {"logits": True, "greedy": True, "sampled": True}
 
@@ -82,5 +78,5 @@ def test_some_are_only_printed(
 
 
 def test_every_family_is_in_the_results() -> None:
-    rows = json.loads((BENCHMARKS / "results" / "families.json").read_text())["rows"]
+    rows = common.read_results("families")["rows"]
     assert [row["family"] for row in rows] == list(families.FAMILIES)

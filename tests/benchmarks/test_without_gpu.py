@@ -19,26 +19,22 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import common
+import dfloat11_kernel
+import gpu
+import growth
+import linear
+import nvcomp_ans
+import peers
 import samebits
+import variants
 from samebits.bf16 import words_of
 from samebits.df11.unit import Unit
 from samebits.kernels import residents
+from samebits.kernels.linear import LinearPlan
+from samebits.kernels.linear_launch import VARIANTS
 from samebits.plans import dispatch, together
 from samebits.plans.key import PlanKey
-
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-import common  # noqa: E402
-import dfloat11_kernel  # noqa: E402
-import gpu  # noqa: E402
-import growth  # noqa: E402
-import linear  # noqa: E402
-import nvcomp_ans  # noqa: E402
-import peers  # noqa: E402
-import variants  # noqa: E402
-from samebits.kernels.linear import LinearPlan  # noqa: E402
-from samebits.kernels.linear_launch import VARIANTS  # noqa: E402
 
 SECOND = common.Timing(1.0, 0.5, 2.0)
 

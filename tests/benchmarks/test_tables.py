@@ -12,14 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
+import common
+import dfloat11_size
+import tables
 
-import common  # noqa: E402
-import dfloat11_size  # noqa: E402
-import tables  # noqa: E402
-
-COMMANDS = [path for path in sorted(BENCHMARKS.glob("*.py")) if "__main__" in path.read_text()]
+COMMANDS = [path for path in sorted(common.RESULTS.parent.glob("*.py")) if "__main__" in path.read_text()]
 
 # Exponents of two units of a checkpoint that DFloat11's own encoder wrote, and the bytes that their tensors take there.
 HEAD = {
@@ -48,7 +45,7 @@ def test_dfloat11_leaves_a_unit_with_high_exponents_uncompressed() -> None:
     assert dfloat11_size.unit_bytes(histogram(HEAD | {240: 1}), 1) == 2 * (sum(HEAD.values()) + 1)
 
 
-@pytest.mark.parametrize("path", sorted((BENCHMARKS / "results").glob("*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(common.RESULTS.glob("*.json")), ids=lambda path: path.stem)
 def test_result_files_have_the_form_of_common(path: Path) -> None:
     content = json.loads(path.read_text())
     assert content.keys() == {"name", "device", "versions", "rows"}

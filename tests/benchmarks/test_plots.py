@@ -11,12 +11,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-import common  # noqa: E402
-import plots  # noqa: E402
-import tables  # noqa: E402
+import common
+import plots
+import tables
 
 ROOF = "roof: fill the output, read samebits' bytes"
 PEER = {"table": "decode", "matrix": "8 x 8", "bits_per_weight": 10.8, "of_roof": 0.5, "timed_by": "", "note": None}

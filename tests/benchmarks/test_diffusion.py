@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +10,9 @@ import torch
 
 pytest.importorskip("diffusers")
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
 
-import diffusion  # noqa: E402
-from samebits.nn.packed_module import packed_parameters  # noqa: E402
+import diffusion
+from samebits.nn.packed_module import packed_parameters
 
 TINY = ["tiny", "tiny FLUX.2", "tiny Qwen-Image", "tiny Stable Diffusion 3.5, with guidance", "tiny Wan"]
 

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import DynamicCache
 
+import generate
+import longest
+import models
 import samebits
+import token_profile
 from samebits.integrations import transformers_graphs
 from samebits.nn import packed_states
 from samebits.verify import repeatable_attention
-
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-import generate  # noqa: E402
-import longest  # noqa: E402
-import models  # noqa: E402
-import token_profile  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 

@@ -10,8 +10,7 @@ import pytest
 
 pytest.importorskip("cuda.bindings")
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+ROOT = Path(__file__).resolve().parents[2]
 
 import machine_code  # noqa: E402
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-
-import samebits.df11.operator  # noqa: F401  (defines the operator)
-from tests.test_benchmarks_gpu import run_all
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import df11
 import dfloat11_kernel
 import gpu
 import peers
+import samebits.df11.operator  # noqa: F401  (defines the operator)
 import tables
+from tests.benchmarks.test_without_gpu import run_all
 
 TINY = {
     "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-import harness  # noqa: E402
+import harness
 
 
 def sample(number: int, *answers: tuple[float, bool]) -> dict[str, object]:

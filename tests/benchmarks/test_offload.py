@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-import common  # noqa: E402
-import offload  # noqa: E402
+import common
+import offload
 
 
 def test_streamed(monkeypatch: pytest.MonkeyPatch) -> None:

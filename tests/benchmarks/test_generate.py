@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,16 +12,13 @@ import torch
 from torch.nn import functional as F
 from transformers import StaticCache
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-import common  # noqa: E402
-import generate  # noqa: E402
-import models  # noqa: E402
-import tables  # noqa: E402
-from samebits.kernels.ops import decode_packed  # noqa: E402
-from samebits.nn.packed_module import packed_parameters  # noqa: E402
-from samebits.plans import dispatch  # noqa: E402
+import common
+import generate
+import models
+import tables
+from samebits.kernels.ops import decode_packed
+from samebits.nn.packed_module import packed_parameters
+from samebits.plans import dispatch
 
 
 def test_both_models_have_the_same_weights() -> None:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-import generate  # noqa: E402
-import parallel  # noqa: E402
+import generate
+import parallel
 
 SIZES = ["--model", "tiny", "--device", "cpu", "--batches", "2", "--prompt", "8", "--tokens", "3"]
 SETTING = generate.Setting("eager", 2, 8, 3)
