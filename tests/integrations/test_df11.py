@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM
-from transformers.modeling_utils import PreTrainedModel
 
 import samebits
 from samebits.df11.unit import Unit
@@ -166,12 +164,6 @@ def test_no_weights(tmp_path: Path) -> None:
 def test_other_dtypes_are_refused() -> None:
     with pytest.raises(DtypeError, match="bfloat16"):
         AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float16)
-
-
-def test_registering_again_changes_nothing() -> None:
-    before = transformers.modeling_utils.get_hf_quantizer, PreTrainedModel._load_pretrained_model
-    transformers_df11.register()
-    assert before == (transformers.modeling_utils.get_hf_quantizer, PreTrainedModel._load_pretrained_model)
 
 
 @pytest.mark.gpu

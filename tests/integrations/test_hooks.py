@@ -123,8 +123,10 @@ def test_failing_integration_does_not_hide_its_error(tmp_path: Path) -> None:
         """
 import sys
 sys.path.insert(0, sys.argv[1])
+from samebits import integrations
 from samebits.integrations import hooks
-hooks.INTEGRATIONS["somelib"] = "broken_integration"
+integrations.__path__.append(sys.argv[1])
+hooks.INTEGRATIONS["somelib"] = ["broken_integration"]
 for _ in range(2):
     try:
         import somelib

@@ -17,11 +17,9 @@ _FUNCTIONS = ("_apply_layerwise_casting", "apply_layerwise_casting_hook")
 
 
 def register() -> None:
-    """Wrap the functions; again is no change."""
+    """Wrap the functions."""
     for name in _FUNCTIONS:
-        original = getattr(layerwise_casting, name)
-        if not hasattr(original, "__wrapped__"):
-            setattr(layerwise_casting, name, _refusing(original))
+        setattr(layerwise_casting, name, _refusing(getattr(layerwise_casting, name)))
 
 
 def _refusing(original: Callable[..., None]) -> Callable[..., None]:

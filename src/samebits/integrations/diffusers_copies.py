@@ -60,3 +60,6 @@ def _named_as_before(models: Iterable[Any]) -> ExitStack:
             hook = owner.register_state_dict_post_hook(name_as_before)  # type: ignore[no-untyped-call]
             stack.callback(hook.remove)
     return stack
+
+
+register()

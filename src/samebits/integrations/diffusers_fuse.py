@@ -12,9 +12,7 @@ from torch import nn
 
 
 def register() -> None:
-    """Put the methods in their place; again is no change."""
-    if hasattr(PeftAdapterMixin.fuse_lora, "__wrapped__"):
-        return
+    """Put the methods in their place."""
     PeftAdapterMixin.fuse_lora = _of_a_model(PeftAdapterMixin.fuse_lora)
     LoraBaseMixin.fuse_lora = _of_a_pipeline(LoraBaseMixin.fuse_lora)
 

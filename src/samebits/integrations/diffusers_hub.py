@@ -12,22 +12,17 @@ from diffusers.pipelines import pipeline_loading_utils, pipeline_utils
 from torch import nn
 
 from samebits.errors import DtypeError
-from samebits.format.folder import KEY, STEM
-from samebits.integrations import diffusers_parts
+from samebits.format.folder import STEM
 from samebits.integrations.diffusers_model import check_saving
 from samebits.nn.offload import refuse_grouped
 from samebits.nn.packed_module import packed_parameters
 
 
 def register() -> None:
-    """Wrap the two functions that go by names, and what else there is of pipelines; again is no change."""
-    if hasattr(pipeline_utils.variant_compatible_siblings, KEY):
-        return
+    """Wrap the two functions that go by names, and what else there is of pipelines."""
     pipeline_utils.variant_compatible_siblings = _choosing(pipeline_utils.variant_compatible_siblings)
-    setattr(pipeline_utils.variant_compatible_siblings, KEY, True)
     checking = _checking(pipeline_loading_utils.is_safetensors_compatible)
     pipeline_loading_utils.is_safetensors_compatible = checking
-    diffusers_parts.register()
     pipeline = pipeline_utils.DiffusionPipeline
     pipeline.save_pretrained = _saving(pipeline.save_pretrained)
     pipeline.from_pipe = classmethod(_converting(pipeline.from_pipe.__func__))

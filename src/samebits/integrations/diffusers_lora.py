@@ -17,11 +17,10 @@ from samebits.nn.state import name_as_before
 
 
 def register() -> None:
-    """Put the method in its place; again is no change."""
+    """Put the methods in their place."""
     method = FluxLoraLoaderMixin._maybe_expand_lora_state_dict.__func__
-    if not hasattr(method, "__wrapped__"):
-        FluxLoraLoaderMixin._maybe_expand_lora_state_dict = classmethod(_naming(method))
-        FluxLoraLoaderMixin.unload_lora_weights = _packing_again(FluxLoraLoaderMixin.unload_lora_weights)
+    FluxLoraLoaderMixin._maybe_expand_lora_state_dict = classmethod(_naming(method))
+    FluxLoraLoaderMixin.unload_lora_weights = _packing_again(FluxLoraLoaderMixin.unload_lora_weights)
 
 
 def _naming(original: Callable[..., Any]) -> Callable[..., Any]:

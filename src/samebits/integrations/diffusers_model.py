@@ -23,7 +23,6 @@ from samebits.errors import InputError, SamebitsError
 from samebits.format.folder import INDEX_SUFFIX, STEM
 from samebits.format.names import stored_name
 from samebits.format.safetensors_file import SUFFIX
-from samebits.integrations import diffusers_copies, diffusers_single_file
 from samebits.integrations.diffusers import compressed, is_compressed
 from samebits.integrations.transformers import SamebitsConfig
 from samebits.integrations.weight_files import publish, remove_packed, write_weights
@@ -35,9 +34,7 @@ _DTYPE = "get_parameter_dtype"  # a function that other modules of diffusers may
 
 
 def register() -> None:
-    """Put the methods in their place; again is no change."""
-    if ModelMixin._apply is _apply:
-        return
+    """Put the methods in their place."""
     ModelMixin._apply = _apply
     ModelMixin.to = _converting(ModelMixin.to)
     ModelMixin.num_parameters = counting_weights(ModelMixin.num_parameters)
@@ -50,8 +47,6 @@ def register() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("diffusers.") and vars(module).get(_DTYPE) is original:
             setattr(module, _DTYPE, wrapped)
-    diffusers_copies.register()
-    diffusers_single_file.register()
 
 
 def _apply(self: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:

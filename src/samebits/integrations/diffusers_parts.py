@@ -41,3 +41,6 @@ def _loading(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(*args, name=name, model_variants=variants, **kwargs)
 
     return load_sub_model
+
+
+register()

@@ -67,3 +67,6 @@ def _plain(name: str, tensor: Any) -> tuple[str, Any]:
         return original, decode(PackedTensor.from_data(tensor))
     except SamebitsError as error:
         raise error.at(name) from None
+
+
+register()

@@ -13,18 +13,18 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-# The module that an integration extends, and the integration, which is imported once that is loaded.
+# The module that integrations extend, and these, which are imported once that is loaded.
 INTEGRATIONS = {
-    "peft": "samebits.integrations.peft",
-    "transformers.integrations.moe": "samebits.integrations.transformers_experts",
-    "transformers.quantizers.auto": "samebits.integrations.transformers",
-    "transformers.modeling_utils": "samebits.integrations.transformers_model",
-    "diffusers.quantizers.auto": "samebits.integrations.diffusers",
-    "diffusers.models.modeling_utils": "samebits.integrations.diffusers_model",
-    "diffusers.hooks.layerwise_casting": "samebits.integrations.diffusers_casting",
-    "diffusers.loaders.peft": "samebits.integrations.diffusers_fuse",
-    "diffusers.loaders.lora_pipeline": "samebits.integrations.diffusers_lora",
-    "diffusers.pipelines.pipeline_utils": "samebits.integrations.diffusers_hub",
+    "peft": ["peft"],
+    "transformers.integrations.moe": ["transformers_experts"],
+    "transformers.quantizers.auto": ["transformers"],
+    "transformers.modeling_utils": ["transformers_model", "transformers_df11"],
+    "diffusers.quantizers.auto": ["diffusers"],
+    "diffusers.models.modeling_utils": ["diffusers_model", "diffusers_copies", "diffusers_single_file"],
+    "diffusers.hooks.layerwise_casting": ["diffusers_casting"],
+    "diffusers.loaders.peft": ["diffusers_fuse"],
+    "diffusers.loaders.lora_pipeline": ["diffusers_lora"],
+    "diffusers.pipelines.pipeline_utils": ["diffusers_hub", "diffusers_parts"],
 }
 
 
@@ -51,7 +51,8 @@ def _is_loaded(name: str) -> bool:
 def _register(name: str) -> None:
     """An integration registers at its own end: it may be half loaded now, if it is what imports the other library."""
     if _is_supported(name.partition(".")[0]):
-        import_module(INTEGRATIONS[name])
+        for integration in INTEGRATIONS[name]:
+            import_module(f"samebits.integrations.{integration}")
 
 
 def _is_supported(package: str) -> bool:

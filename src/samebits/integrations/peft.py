@@ -39,9 +39,7 @@ from samebits.nn.packed_module import PackedModule, packed_parameters
 
 
 def register() -> None:
-    """Put the methods in their place; again is no change."""
-    if hasattr(BaseTuner.inject_adapter, "__wrapped__"):
-        return
+    """Put the methods in their place."""
     BaseTuner.inject_adapter = _freezing(BaseTuner.inject_adapter)
     BaseTuner._check_merge_allowed = _refusing(BaseTuner._check_merge_allowed)
     MixedModel._unload_and_optionally_merge = _checking_first(MixedModel._unload_and_optionally_merge)

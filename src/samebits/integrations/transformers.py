@@ -19,7 +19,7 @@ from samebits.integrations import INSTALL_TRANSFORMERS
 try:
     from transformers.configuration_utils import PreTrainedConfig
     from transformers.core_model_loading import ConversionOps
-    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantization_config, register_quantizer
+    from transformers.quantizers.auto import register_quantization_config, register_quantizer
     from transformers.quantizers.base import HfQuantizer
     from transformers.utils.hub import cached_file
     from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -300,9 +300,8 @@ def compute_as_plain(model: Any) -> None:
 
 def register() -> None:
     """Make the quantizer known to transformers."""
-    if KEY not in AUTO_QUANTIZER_MAPPING:
-        register_quantizer(KEY)(SamebitsQuantizer)
-        register_quantization_config(KEY)(SamebitsConfig)
+    register_quantizer(KEY)(SamebitsQuantizer)
+    register_quantization_config(KEY)(SamebitsConfig)
 
 
 def _weights_file() -> str:

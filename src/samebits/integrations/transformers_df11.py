@@ -35,11 +35,8 @@ _FILE = "transformers_weights"  # of a config: the file to load
 
 
 def register() -> None:
-    """Wrap the two functions; again is no change."""
-    if hasattr(modeling_utils.get_hf_quantizer, KEY):
-        return
+    """Wrap the two functions."""
     modeling_utils.get_hf_quantizer = _choosing(modeling_utils.get_hf_quantizer)
-    setattr(modeling_utils.get_hf_quantizer, KEY, True)
     PreTrainedModel._load_pretrained_model = staticmethod(_reading(PreTrainedModel._load_pretrained_model))
 
 
@@ -157,3 +154,6 @@ class _Slice:
             return self.entry.matrix.decode(out, device).to(dtype or out.dtype)
         except SamebitsError as error:
             raise error.at(self.entry.name) from None
+
+
+register()

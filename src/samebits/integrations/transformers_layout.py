@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantization_config, register_quantizer
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -183,10 +183,9 @@ def _mark_loaded(module: torch.nn.Module) -> None:
 
 
 def register() -> None:
-    """Make the quantizer known to transformers; again is no change."""
-    if _METHOD not in AUTO_QUANTIZER_MAPPING:
-        register_quantizer(_METHOD)(LayoutQuantizer)
-        register_quantization_config(_METHOD)(LayoutConfig)
+    """Make the quantizer known to transformers."""
+    register_quantizer(_METHOD)(LayoutQuantizer)
+    register_quantization_config(_METHOD)(LayoutConfig)
 
 
 register()

@@ -15,7 +15,6 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from samebits.errors import InputError, SamebitsError
-from samebits.integrations import transformers_df11
 from samebits.integrations import transformers_parallel as parallel
 from samebits.integrations.transformers import SamebitsConfig, SamebitsQuantizer, loading
 from samebits.integrations.transformers_layout import KEEP_FORMAT
@@ -30,16 +29,13 @@ GPU_MEMORY = "gpu_memory"  # of from_pretrained: see samebits.offload
 
 
 def register() -> None:
-    """Put the members in their place; again is no change."""
-    if PreTrainedModel._apply is _apply:
-        return
+    """Put the members in their place."""
     PreTrainedModel._apply = _apply
     PreTrainedModel.dtype = _dtype(PreTrainedModel.dtype.fget)
     PreTrainedModel.tie_weights = _tying(PreTrainedModel.tie_weights)
     PreTrainedModel.num_parameters = counting_weights(PreTrainedModel.num_parameters)
     PreTrainedModel.save_pretrained = _saving(PreTrainedModel.save_pretrained)
     PreTrainedModel.from_pretrained = classmethod(_loading(PreTrainedModel.from_pretrained.__func__))
-    transformers_df11.register()
 
 
 def _loading(original: Callable[..., Any]) -> Callable[..., Any]:
