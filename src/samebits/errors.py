@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+# Mends of bytes that are not what was written.
+DAMAGED = "the file is damaged or was not written by samebits"
+CHANGED = "the file is damaged: fetch or write it again"
+
 
 class SamebitsError(Exception):
     """Base of every error that samebits raises on purpose.

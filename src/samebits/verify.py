@@ -13,9 +13,8 @@ import torch
 from samebits.codecs.decode import decode_cpu
 from samebits.df11.checkpoint import UnitEntry
 from samebits.digest import digest
-from samebits.errors import DigestError, SamebitsError
+from samebits.errors import CHANGED, DigestError, SamebitsError
 from samebits.format.container import Checkpoint, Entry
-from samebits.format.folder import CHANGED
 from samebits.format.mapping import scratch
 from samebits.format.packed import STORED_DIGEST_END, PackedTensor
 

@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from samebits.df11.checkpoint import UNIT_TENSORS
 from samebits.df11.config import KEY, Df11Config
 from samebits.df11.patterns import Patterns
 from samebits.df11.unit import Unit
@@ -21,7 +22,7 @@ from samebits.errors import DeviceError, DtypeError, FormatError, InputError, Sa
 from samebits.format.container import Checkpoint
 from samebits.format.safetensors_file import SafetensorsFile
 from samebits.jobs.compress import Compression
-from samebits.jobs.compress_df11 import UNIT_TENSORS, Df11Compression
+from samebits.jobs.compress_df11 import Df11Compression
 from samebits.jobs.job import JobReport
 from samebits.jobs.options import RunOptions
 from tests.jobs.checkpoints import Tensors, files_of, stored, weights, write_folder

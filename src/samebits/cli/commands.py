@@ -9,9 +9,8 @@ from typing import Any
 from samebits.cli.console import note, print_json, print_lines, print_table, progress_bar
 from samebits.df11.checkpoint import Df11Checkpoint, open_checkpoint
 from samebits.df11.patterns import architecture_of, read_patterns
-from samebits.errors import MismatchError
+from samebits.errors import CHANGED, MismatchError
 from samebits.format.container import Checkpoint, Entry
-from samebits.format.folder import CHANGED
 from samebits.format.names import is_selected
 from samebits.integrations.model_shapes import model_shapes
 from samebits.jobs import estimate as estimates

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from samebits.df11.code import MEND
 from samebits.df11.config import KEY, Df11Config
 from samebits.df11.decode import decode_words
 from samebits.df11.shapes import Known, ModelShapes, Shape, of_no_model
@@ -26,10 +27,9 @@ from samebits.format.folder import CONFIG, INDEX_SUFFIX, Folder, check_numbering
 from samebits.format.mapping import map_file
 from samebits.format.safetensors_file import SUFFIX, SafetensorsFile, TensorSpec
 
-TENSORS = {field.name: "I64" if field.name == "split_positions" else "U8" for field in fields(Unit)}
+UNIT_TENSORS = {field.name: "I64" if field.name == "split_positions" else "U8" for field in fields(Unit)}
 _DIMENSIONS = {"luts": 2}  # of those that are not one-dimensional
 _STREAM = "encoded_exponent"
-_MEND = "the file is damaged or was not written by DFloat11"
 _CHUNK_WORDS = 1 << 26  # decoded at a time
 
 
@@ -53,13 +53,13 @@ class StoredUnit:
         Raises:
             FormatError: a tensor is missing, or is not what a unit's is.
         """
-        for name, dtype in TENSORS.items():
+        for name, dtype in UNIT_TENSORS.items():
             if name not in self.tensors:
                 raise FormatError(f"the unit has no {name}", where=self.where, mend="fetch all files of the model")
             spec = self.tensors[name][1]
             if spec.dtype != dtype or len(spec.shape) != _DIMENSIONS.get(name, 1):
                 what = f"stored as {spec.dtype} {list(spec.shape)}, which no unit of DFloat11 is"
-                raise FormatError(what, where=f"{self.where}.{name}", mend=_MEND)
+                raise FormatError(what, where=f"{self.where}.{name}", mend=MEND)
 
     def read(self) -> Unit:
         """The unit, mapped from its files, and validated.
@@ -70,7 +70,7 @@ class StoredUnit:
         arrays: dict[str, Any] = {}
         for name, (path, spec) in self.tensors.items():
             data = map_file(path, spec.start, spec.nbytes).numpy()
-            arrays[name] = data.view("<i8").astype(np.int64) if TENSORS[name] == "I64" else data.reshape(spec.shape)
+            arrays[name] = data.view("<i8").astype(np.int64) if spec.dtype == "I64" else data.reshape(spec.shape)
         unit = Unit(**arrays)
         try:
             unit.validate()
@@ -209,7 +209,7 @@ class _Reader:
 
     def _sort(self, file: SafetensorsFile, spec: TensorSpec, streams: set[str]) -> None:
         path, _, leaf = spec.name.rpartition(".")
-        is_of_unit = path in streams and leaf in TENSORS
+        is_of_unit = path in streams and leaf in UNIT_TENSORS
         tensors = self.units.setdefault(path, {}) if is_of_unit else {}
         if leaf in tensors or spec.name in self.plain:
             what = "the tensor is also in another file"
@@ -223,7 +223,7 @@ class _Reader:
         entries: dict[str, Entry] = {}
         for entry in self._entries():
             if entry.name in entries:
-                raise FormatError("the tensor is there twice", where=entry.where, mend=_MEND)
+                raise FormatError("the tensor is there twice", where=entry.where, mend=MEND)
             entries[entry.name] = entry
         held = {entry.file.path for entry in entries.values()}
         files = tuple(file for file in self.files if file.path in held)

@@ -26,6 +26,7 @@ MAX_TABLES = ENTRIES - FIRST_POINTER + 1  # entries 240 to 255 lead to tables 16
 MAX_LEVELS = MAX_CODE_LENGTH // 8
 SHORT_BITS = 11  # of the stream that are looked up at a time
 SHORT_CODES = 6  # found in them at most
+MEND = "the file is damaged or was not written by DFloat11"
 END = -1  # a symbol of count 1 that compares smallest; its code fills up the last byte
 
 Node = int | tuple["Node", "Node"]
@@ -172,6 +173,3 @@ def short_codes(luts: NDArray[np.uint8]) -> NDArray[np.uint64]:
         entries += fits * (first[byte].astype(np.uint64) << np.uint64(8 * place) | np.uint64(1 << 48))
         used += fits * lengths[byte]
     return entries | used << np.uint64(56)
-
-
-MEND = "the file is damaged or was not written by DFloat11"

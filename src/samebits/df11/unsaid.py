@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from samebits.df11.config import Df11Config
-from samebits.errors import FormatError
-from samebits.format.folder import CHANGED
+from samebits.errors import CHANGED, FormatError
 
 KEY = "dfloat11"  # of a JSON object in the metadata
 

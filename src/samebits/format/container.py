@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from samebits.digest import digest
-from samebits.errors import DigestError, FormatError, SamebitsError
-from samebits.format.folder import CHANGED, DAMAGED, KEY, VERSION, Folder, check_version, file_name_of, single_file
+from samebits.errors import CHANGED, DAMAGED, DigestError, FormatError, SamebitsError
+from samebits.format.folder import KEY, VERSION, Folder, check_version, file_name_of, single_file
 from samebits.format.names import original_name
 from samebits.format.packed import HEADER_BYTES, MAX_DIMENSIONS, STORED_DIGEST_END, Header, PackedTensor
 from samebits.format.safetensors_file import SafetensorsFile, TensorSpec

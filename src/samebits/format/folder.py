@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from samebits.errors import FormatError, InputError, SamebitsError, VersionError
+from samebits.errors import DAMAGED, FormatError, InputError, SamebitsError, VersionError
 from samebits.format.mapping import check_regular
 from samebits.format.safetensors_file import SUFFIX, SafetensorsFile
 
@@ -20,8 +20,6 @@ STEM = "samebits"
 INDEX_SUFFIX = ".safetensors.index.json"
 CONFIG = "config.json"
 JOB = ".samebits-job"  # in a folder that a job is writing
-DAMAGED = "the file is damaged or was not written by samebits"
-CHANGED = "the file is damaged: fetch or write it again"
 _OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
 _STEMS = (STEM, "model")  # where weights are looked for first
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from samebits.digest import digest
-from samebits.errors import DigestError, DtypeError, FormatError, InputError, VersionError
+from samebits.errors import DAMAGED, DigestError, DtypeError, FormatError, InputError, VersionError
 from samebits.format.geometry import MAX_CHUNK_STAGES, RUN_WORDS, STREAMS, Code, Geometry, Layout
 
 if TYPE_CHECKING:
@@ -426,4 +426,4 @@ def frequencies_of(section: NDArray[np.uint8]) -> NDArray[np.int64]:
 
 def _need(condition: bool, what: str) -> None:
     if not condition:
-        raise FormatError(what, mend="the file is damaged or was not written by samebits")
+        raise FormatError(what, mend=DAMAGED)

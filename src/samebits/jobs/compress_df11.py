@@ -7,7 +7,7 @@ file gets all. Shapes, and what else the layout leaves out, are in the metadata 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from samebits.bf16 import words_of
-from samebits.df11.checkpoint import open_checkpoint
+from samebits.df11.checkpoint import UNIT_TENSORS, open_checkpoint
 from samebits.df11.config import KEY, Df11Config
 from samebits.df11.patterns import Patterns, auto_patterns, find_units
-from samebits.df11.unit import Unit, UnitPlan
+from samebits.df11.unit import UnitPlan
 from samebits.df11.unsaid import Unsaid
 from samebits.errors import DeviceError, DtypeError, FormatError, InputError
 from samebits.format.container import Checkpoint, Entry
@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 
 _TRANSFORMERS, _DIFFUSERS = "model.safetensors", "diffusion_pytorch_model.safetensors"
 _SPLIT = "split_positions"  # of a unit's tensors the one that is not bytes
-
-UNIT_TENSORS = tuple(field.name for field in fields(Unit))
 
 
 class Df11Compression(Job):
