@@ -67,15 +67,16 @@ def exponent_histogram(tensor: torch.Tensor) -> NDArray[np.int64]:
 
 def histogram_of_words(words: NDArray[np.uint16]) -> NDArray[np.int64]:
     """How often each exponent byte occurs: int64 [256]."""
-
-    def count(words: NDArray[np.uint16], first: int, last: int) -> NDArray[np.int64]:
-        counts = np.zeros((4, 256), np.int64)
-        count_exponents(words, first, last, counts)
-        total: NDArray[np.int64] = counts.sum(0)
-        return total
-
-    parts = run_ranges(count, words.size, _GRAIN, words)
+    parts = run_ranges(histogram_of_range, words.size, _GRAIN, words)
     return np.sum(parts, axis=0, dtype=np.int64) if parts else np.zeros(256, np.int64)
+
+
+def histogram_of_range(words: NDArray[np.uint16], first: int, last: int) -> NDArray[np.int64]:
+    """``histogram_of_words`` of words[first:last], by this thread."""
+    counts = np.zeros((4, 256), np.int64)
+    count_exponents(words, first, last, counts)
+    total: NDArray[np.int64] = counts.sum(0)
+    return total
 
 
 def entropy(histogram: NDArray[np.int64]) -> float:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from samebits.bf16 import words_of
 from samebits.codecs import decode_loops
 from samebits.codecs.compact import decode_compact
 from samebits.codecs.huffman import CanonicalCode
@@ -35,7 +36,7 @@ def decode_cpu(packed: PackedTensor, out: torch.Tensor | None = None) -> torch.T
     if packed.is_raw:
         return out.copy_(packed.data.view(torch.bfloat16).reshape(packed.shape))
     if packed.code is Code.COMPACT:
-        decode_compact(packed, _words(out))
+        decode_compact(packed, words_of(out))
         return out
     whole = np.zeros(1, np.int64)  # all words as one entry, so that there is one loop to compile
     _decode_entries(packed, out, math.prod(packed.shape), whole, whole)
@@ -103,12 +104,8 @@ def _decode_entries(
     """Decode entries of ``words`` words to ``out``, each from one of ``places`` on (in words)."""
     chunks = packed.header.geometry.chunks_of_runs(words)
     count = len(entries) * chunks
-    run_ranges(decode_loops.decode_entries, count, _grain(count, 512 * packed.header.chunk_stages), _words(out),
+    run_ranges(decode_loops.decode_entries, count, _grain(count, 512 * packed.header.chunk_stages), words_of(out),
                entries, places, words, chunks, *_arguments(packed))  # fmt: skip
-
-
-def _words(tensor: torch.Tensor) -> NDArray[np.uint16]:
-    return tensor.reshape(-1).view(torch.int16).numpy().view(np.uint16)
 
 
 def _grain(chunks: int, words: int) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from samebits.bf16 import count_exponents
+from samebits.bf16 import histogram_of_range
 from samebits.df11 import loops
 from samebits.df11.code import MAX_CODE_LENGTH, MEND, UnitCode, check_tables, short_codes
 from samebits.errors import FormatError, InputError
@@ -293,10 +293,8 @@ def _ranges(matrices: Sequence[NDArray[np.uint16]]) -> list[_Range]:
 
 def _count_exponents(ranges: list[_Range], first: int, last: int) -> NDArray[np.int64]:
     """int64 [256], of range ``first``."""
-    counts = np.zeros((4, 256), np.int64)
-    count_exponents(ranges[first].words, 0, ranges[first].words.size, counts)
-    total: NDArray[np.int64] = counts.sum(0)
-    return total
+    words = ranges[first].words
+    return histogram_of_range(words, 0, words.size)
 
 
 def _encode_range(
