@@ -210,7 +210,7 @@ def cpu_name() -> str:
 PACKAGES = ("torch", "numba")
 
 
-def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
+def versions(packages: Iterable[str]) -> dict[str, str]:
     return {"python": platform.python_version(), "samebits": samebits.__version__} | {
         name: version(name) for name in packages
     }

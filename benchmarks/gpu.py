@@ -132,9 +132,9 @@ def measure_read_rate(packed: Sequence[torch.Tensor], repeats: int) -> float:
     return words.nbytes / time_graph([words.sum], repeats).median
 
 
-def time_graph(calls: list[Callable[[], object]], repeats: int, warm_seconds: float = 0.0) -> Timing:
+def time_graph(calls: list[Callable[[], object]], repeats: int) -> Timing:
     """Seconds of one call, from replays of a CUDA graph that holds all of them, behind other replays for a while."""
-    [timing] = time_graphs([calls], repeats, warm_seconds)
+    [timing] = time_graphs([calls], repeats)
     return timing
 
 

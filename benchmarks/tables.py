@@ -432,7 +432,7 @@ def table_text(name: str, table: str, root: str = "") -> str:
     return (f"{caption}\n\n" if caption else "") + f"{markdown}\n{source}\n"
 
 
-def plot_text(name: str, root: str = "") -> str:
+def plot_text(name: str, root: str) -> str:
     """The picture as Markdown; nothing where there is none."""
     file = f"docs/{name}.svg"
     return f"![{PLOTS[name]}]({root}{file})\n" if (ROOT / file).exists() else ""

@@ -39,11 +39,11 @@ def test_every_clause_has_a_test() -> None:
     assert {clause for path in TESTS.rglob("test_*.py") for clause in marked_clauses(path)} == clauses
 
 
-def places(shape: tuple[int, int], count: int = 64) -> Iterator[tuple[int, int]]:
+def places(shape: tuple[int, int]) -> Iterator[tuple[int, int]]:
     """Some rows and columns, corners included."""
     rng = np.random.default_rng(0)
     yield from [(0, 0), (shape[0] - 1, shape[1] - 1), (0, shape[1] - 1)]
-    yield from zip(rng.integers(0, shape[0], count).tolist(), rng.integers(0, shape[1], count).tolist(), strict=True)
+    yield from zip(rng.integers(0, shape[0], 64).tolist(), rng.integers(0, shape[1], 64).tolist(), strict=True)
 
 
 def lane_of(row: int, column: int) -> tuple[int, int, int, int, int, int]:

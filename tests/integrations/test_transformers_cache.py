@@ -60,9 +60,9 @@ def assert_same(found: Any, expected: Any) -> None:
         assert torch.equal(words(mine), words(theirs))
 
 
-def layer_of(tokens: int, sequences: int = 2, block: int = BLOCK) -> tuple[PackedLayer, Any]:
+def layer_of(tokens: int, sequences: int = 2) -> tuple[PackedLayer, Any]:
     """A layer, and transformers' own."""
-    packed, plain = samebits.PackedCache(block_tokens=block), DynamicCache()
+    packed, plain = samebits.PackedCache(block_tokens=BLOCK), DynamicCache()
     for cache in (packed, plain):
         cache.update(*states(sequences, tokens, 0), 0)
     return packed.layers[0], plain.layers[0]

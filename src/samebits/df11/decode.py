@@ -10,7 +10,7 @@ from samebits.df11.operator import LAYOUT, check_outcome
 from samebits.df11.unit import Unit
 
 
-def decode_unit(unit: Unit, device: torch.device | str = "cpu") -> torch.Tensor:
+def decode_unit(unit: Unit, device: torch.device | str) -> torch.Tensor:
     """All words of a unit behind each other: bfloat16 [unit.words] on ``device``, to which the unit's bytes travel.
 
     Raises:
@@ -28,7 +28,7 @@ def decode_unit(unit: Unit, device: torch.device | str = "cpu") -> torch.Tensor:
     return output
 
 
-def decode_words(unit: Unit, before: int, out: torch.Tensor, device: torch.device | str = "cpu") -> None:
+def decode_words(unit: Unit, before: int, out: torch.Tensor, device: torch.device | str) -> None:
     """The words from ``before`` on that fill ``out``, bfloat16 [words] on any device, decoded on ``device``.
 
     Raises:

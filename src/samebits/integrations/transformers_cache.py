@@ -93,7 +93,7 @@ def states_of(layer: Any) -> dict[KeyPath, torch.Tensor]:
 class PackedLayer(DynamicLayer):  # type: ignore[misc]
     """A layer of a PackedCache. Whoever asks for ``keys`` or ``values`` has all of them decoded."""
 
-    def __init__(self, arena: Arena, block_tokens: int | None = None) -> None:
+    def __init__(self, arena: Arena, block_tokens: int | None) -> None:
         self._keys, self._values = PackedStates(arena, block_tokens), PackedStates(arena, block_tokens)
         super().__init__()
 

@@ -82,7 +82,7 @@ class Estimate:
 
 def estimate(
     checkpoint: Checkpoint,
-    options: CompressOptions | None = None,
+    options: CompressOptions,
     *,
     exact: bool = False,
     progress: Progress = silent,
@@ -95,7 +95,6 @@ def estimate(
     Raises:
         InputError, DtypeError: what compress would refuse.
     """
-    options = options or CompressOptions()
     check_source(checkpoint, options)
     return Estimate(list(_tensors(checkpoint, options, exact, progress)), exact)
 

@@ -9,7 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from samebits.format.folder import CONFIG, INDEX_SUFFIX, VERSION, index_name, is
 from samebits.format.mapping import check_regular
 from samebits.format.safetensors_file import SUFFIX, SafetensorsFile
 from samebits.jobs.device import resolve_device
-from samebits.jobs.options import Progress, RunOptions, silent
+from samebits.jobs.options import Progress, RunOptions
 from samebits.jobs.pieces import Piece, Task, work
 from samebits.jobs.source import other_files, plain_names
 from samebits.jobs.summary import Sizes
@@ -69,7 +69,7 @@ class JobReport:
     resumed_shards: int
     device: str
     seconds: float
-    raw_units: dict[str, str] = field(default_factory=dict)
+    raw_units: dict[str, str]
 
 
 class Job(ABC):
@@ -88,7 +88,7 @@ class Job(ABC):
 
     command: str
 
-    def __init__(self, checkpoint: Checkpoint, destination: Path, run: RunOptions, progress: Progress = silent) -> None:
+    def __init__(self, checkpoint: Checkpoint, destination: Path, run: RunOptions, progress: Progress) -> None:
         self.checkpoint, self.destination, self.run_options = checkpoint, destination, run
         self.is_folder = checkpoint.path.is_dir()
         _check_places(checkpoint.path, destination, self.is_folder)

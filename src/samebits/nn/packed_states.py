@@ -219,7 +219,7 @@ class PackedStates:
         block_tokens: as PackedCache has it.
     """
 
-    def __init__(self, arena: Arena, block_tokens: int | None = None) -> None:
+    def __init__(self, arena: Arena, block_tokens: int | None) -> None:
         self._arena, self._block_tokens, self._phase = arena, block_tokens, arena.phase()
         self._blocks: list[Block] = []
         self._packed_tokens = 0  # in them

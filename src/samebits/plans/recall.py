@@ -195,7 +195,7 @@ def _is_known(kept: Recalled, x: torch.Tensor, basis: tuple[Any, ...]) -> bool:
 
 def _shortcut(
     repeat: Repeat, device: int, where: nvrtc.Where, basis: tuple[Any, ...], joint: Joint = ALONE, *,
-    strides: tuple[int, ...], state: str | None = None, bias: ParameterBytes | None = None, joins: bool = False,
+    strides: tuple[int, ...], state: str | None, joins: bool, bias: ParameterBytes | None = None,
     prefetched: tuple[Resident, ...] = (), finish: Callable[..., torch.Tensor] | None = None,
 ) -> Any:  # fmt: skip
     every = [
