@@ -7,6 +7,7 @@ import logging
 import multiprocessing
 import os
 import stat
+from dataclasses import asdict
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -60,7 +61,7 @@ def test_another_environment_has_plans_of_its_own(tmp_path: Path) -> None:
     assert PlanStore(newer, tmp_path).read() == {}
 
 
-GOOD_ENTRY = {**KEY._asdict(), **Outcome(LinearPlan(3, 1), "", 12.25, 30.5).to_json()}
+GOOD_ENTRY = {**KEY._asdict(), **asdict(Outcome(LinearPlan(3, 1), "", 12.25, 30.5))}
 GOOD_GROUP = {"products": [KEY._asdict()] * 2, "variant": 1, "gained_us": 3.5}
 
 

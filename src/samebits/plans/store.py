@@ -53,12 +53,9 @@ class Outcome:
         """Microseconds that the plan's product takes less than decoding first; negative if it takes more."""
         return self.decode_us - self.fused_us if self.plan and self.decode_us and self.fused_us else 0.0
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Outcome:
-        """Raises KeyError, TypeError or ValueError for anything else than to_json's."""
+        """Raises KeyError, TypeError or ValueError for anything else than asdict's."""
         plan = entry["plan"]
         if plan is not None:
             plan = LinearPlan(_count(plan["split"], 1), _count(plan["variant"], 0))
@@ -102,16 +99,11 @@ class Stored(NamedTuple):
     groups: Groups
 
     def to_json(self) -> dict[str, Any]:
-        plans = [{**key._asdict(), **outcome.to_json()} for key, outcome in sorted(self.outcomes.items(), key=_by_key)]
+        plans = [{**key._asdict(), **asdict(self.outcomes[key])} for key in sorted(self.outcomes)]
         groups = [
-            {"products": [key._asdict() for key in keys], **asdict(group)}
-            for keys, group in sorted(self.groups.items(), key=_by_key)
+            {"products": [key._asdict() for key in keys], **asdict(self.groups[keys])} for keys in sorted(self.groups)
         ]
         return {"environment": self.environment, "plans": plans, "groups": groups}
-
-
-def _by_key(item: tuple[Any, object]) -> Any:
-    return item[0]
 
 
 def folder() -> Path:
