@@ -14,6 +14,7 @@ TEST_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.samebits-ready
+IN_PLACE := PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check test-gpu sanitize native bench bench-gpu bench-models tables clean
@@ -46,7 +47,7 @@ native:  ## the part in C, for PYTHON as it is, into the source tree; samebits w
 	-$(PYTHON) setup.py --quiet build_ext --inplace
 
 test-gpu: native  ## the GPU's tests, with PYTHON as it is: installs nothing, needs no network
-	PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m pytest -m gpu $(TEST_ARGS) tests
+	$(IN_PLACE) -m pytest -m gpu $(TEST_ARGS) tests
 
 # Without torch's cache, in which a tensor's end is seldom that of its memory. No CUDA graphs: they need the cache.
 sanitize: native  ## some of the GPU's tests under memcheck, of the CUDA toolkit's compute-sanitizer, with PYTHON as it is
@@ -60,11 +61,11 @@ bench: setup  ## measure sizes and CPU speed again, and put them into README.md
 	$(BIN)/python benchmarks/tables.py
 
 bench-gpu: native  ## measure speed on the GPU, with PYTHON as it is; PEERS is a folder with the other decoders (peers.py)
-	for file in gpu linear growth df11; do PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) benchmarks/$$file.py || exit; done
-	PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) benchmarks/peers.py $(if $(PEERS),--dfloat11 $(PEERS) --nvcomp $(PEERS))
+	for file in gpu linear growth df11; do $(IN_PLACE) benchmarks/$$file.py || exit; done
+	$(IN_PLACE) benchmarks/peers.py $(if $(PEERS),--dfloat11 $(PEERS) --nvcomp $(PEERS))
 
 bench-models: native  ## measure whole language models on the GPU, with PYTHON as it is
-	for file in generate token_profile longest; do PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) benchmarks/$$file.py || exit; done
+	for file in generate token_profile longest; do $(IN_PLACE) benchmarks/$$file.py || exit; done
 
 tables: setup  ## README.md's tables and pictures from benchmarks/results/
 	$(BIN)/python benchmarks/plots.py
