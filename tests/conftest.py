@@ -1,4 +1,4 @@
-"""What all tests share: the clause marker, hypothesis settings, and what happens to GPU tests without a GPU."""
+"""What all tests share: hypothesis settings, and what happens to GPU tests without a GPU."""
 
 from __future__ import annotations
 
@@ -22,10 +22,6 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("samebits")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "clause(*numbers): the clauses of FORMAT.md that the test checks")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

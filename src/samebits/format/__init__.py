@@ -1,1 +1,1 @@
-"""The byte layout of FORMAT.md: pure arithmetic and validation, no codec."""
+"""The byte layout of FORMAT.md: packed tensors and the files that hold them, no codec."""
