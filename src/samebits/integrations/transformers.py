@@ -37,9 +37,9 @@ from samebits.nn.packed_module import pack, packed_parameters, whole
 from samebits.nn.spared import spare
 
 # What from_pretrained was called with: the folder or hub id, and its keyword arguments.
-loading: ContextVar[tuple[str, Mapping[str, Any]] | None] = ContextVar("samebits_loading", default=None)
+loading: ContextVar[tuple[str, Mapping[str, Any]]] = ContextVar("samebits_loading", default=("", {}))
 
-_HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
+_HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "token", "revision")
 _ALIGNMENT = 16  # of packed tensors in memory, in bytes
 _PACKED_BYTES_PER_WEIGHT = 1.5  # more than packed weights take; for device maps
 
@@ -181,7 +181,7 @@ class SamebitsQuantizer(HfQuantizer):  # type: ignore[misc]
             self.reads_parts, self.pre_quantized = True, False
             return weight_conversions
         if self.pre_quantized:
-            _, options = loading.get() or ("", {})
+            _, options = loading.get()
             takes_other_shapes = bool(options.get("ignore_mismatched_sizes"))
             return prepare(model, weight_conversions, [Path(file) for file in self._files], takes_other_shapes)
         check_dtypes(model, weight_conversions, self._files, self.selects)
@@ -304,17 +304,24 @@ def register() -> None:
     register_quantization_config(KEY)(SamebitsConfig)
 
 
+def hub_options() -> dict[str, Any]:
+    """How from_pretrained was told to fetch files from the hub."""
+    _, options = loading.get()
+    return {name: options[name] for name in _HUB_OPTIONS if options.get(name) is not None}
+
+
 def _weights_file() -> str:
     """The weight file or index of the folder or hub id that is being loaded.
 
     Raises:
         FormatError, InputError: a local folder without weights, or with shards missing.
     """
-    path, options = loading.get() or ("", {})
-    folder = Path(path, options.get("subfolder") or "")
+    path, options = loading.get()
+    subfolder = options.get("subfolder") or ""
+    folder = Path(path, subfolder)
     if not folder.is_dir():
-        hub = {name: options[name] for name in _HUB_OPTIONS if options.get(name) is not None}
-        index = path and cached_file(path, STEM + INDEX_SUFFIX, _raise_exceptions_for_missing_entries=False, **hub)
+        hub = hub_options() | {"subfolder": subfolder, "_raise_exceptions_for_missing_entries": False}
+        index = path and cached_file(path, STEM + INDEX_SUFFIX, **hub)
         return STEM + (INDEX_SUFFIX if index else SUFFIX)
     found = Folder.scan(folder)
     if found.index is None and len(found.files) > 1:

@@ -26,11 +26,10 @@ from samebits.df11.config import KEY, Df11Config
 from samebits.errors import InputError, SamebitsError
 from samebits.format.safetensors_file import SUFFIX
 from samebits.integrations.model_shapes import shapes_in
-from samebits.integrations.transformers import SamebitsConfig, SamebitsQuantizer, loading
+from samebits.integrations.transformers import SamebitsConfig, SamebitsQuantizer, hub_options, loading
 from samebits.integrations.transformers_layout import KEEP_FORMAT, LayoutConfig, LayoutQuantizer
 from samebits.integrations.transformers_parallel import plain_tensors
 
-_HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "token", "revision")
 _FILE = "transformers_weights"  # of a config: the file to load
 
 
@@ -58,7 +57,7 @@ def _settled(quantization_config: Any) -> Any:
     Raises:
         InputError: the layout is to be kept, and more is asked for.
     """
-    if not (loading.get() or ("", {}))[1].get(KEEP_FORMAT):
+    if not loading.get()[1].get(KEEP_FORMAT):
         return quantization_config or SamebitsConfig()
     if quantization_config is not None:
         mend = f"leave out {KEEP_FORMAT} or quantization_config"
@@ -76,13 +75,12 @@ def _any_file() -> str:
     Raises:
         InputError: there is none.
     """
-    path, options = loading.get() or ("", {})
+    path, options = loading.get()
     subfolder = options.get("subfolder") or ""
     folder = Path(path)
     if not folder.is_dir():
-        hub = {name: options[name] for name in _HUB_OPTIONS if options.get(name) is not None}
         patterns = [str(Path(subfolder, f"*{SUFFIX}*")), str(Path(subfolder, "*.json"))]
-        folder = Path(snapshot_download(path, allow_patterns=patterns, **hub))
+        folder = Path(snapshot_download(path, allow_patterns=patterns, **hub_options()))
     names = sorted(file.name for file in Path(folder, subfolder).glob(f"*{SUFFIX}"))
     if not names:
         mend = "fetch all files of the model; pickles of DFloat11 0.1 are not opened"
