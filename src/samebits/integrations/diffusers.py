@@ -19,18 +19,17 @@ from diffusers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUA
 from diffusers.quantizers.base import DiffusersQuantizer
 from torch import nn
 
-from samebits.api import decode
 from samebits.errors import DtypeError, FormatError, InputError
 from samebits.format.container import Checkpoint, Entry
 from samebits.format.folder import KEY
 from samebits.format.names import original_name, stored_name
-from samebits.format.packed import PackedTensor
 from samebits.integrations.transformers import SamebitsConfig, align
 from samebits.integrations.transformers_load import find_parameter
 from samebits.nn.convert import Report, Selection, decompress, encode_parameter, report
 from samebits.nn.packed_module import pack, packed_parameters, slot_name, whole
 from samebits.nn.recipe import Piece, Recipe
 from samebits.nn.spared import spare
+from samebits.nn.state import as_plain
 
 # Whether the model that is being loaded is a compressed one.
 compressed: ContextVar[bool] = ContextVar("samebits_compressed", default=False)
@@ -176,10 +175,7 @@ class SamebitsQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         return dict(self._in_model(*item) for item in state_dict.items()) if self.pre_quantized else state_dict
 
     def _in_model(self, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
-        original = original_name(name)
-        if name in self._slots or original is None:
-            return self._slots.get(name, name), tensor
-        return original, decode(PackedTensor.from_data(tensor))
+        return (self._slots[name], tensor) if name in self._slots else as_plain(name, tensor)
 
     def check_if_quantized_param(
         self, model: Any, param_value: torch.Tensor, param_name: str, *args: Any, **kwargs: Any

@@ -10,11 +10,9 @@ from typing import Any
 import torch
 from diffusers.loaders import single_file_model, single_file_utils
 
-from samebits.api import decode
 from samebits.errors import SamebitsError
-from samebits.format.names import original_name
-from samebits.format.packed import PackedTensor
 from samebits.integrations.diffusers import single_file
+from samebits.nn.state import as_plain
 
 _READS = "load_single_file_checkpoint"  # a function that other modules of diffusers may have imported already
 
@@ -52,21 +50,11 @@ def _reading(original: Callable[..., Any]) -> Callable[..., Any]:
         """
         checkpoint = original(pretrained_model_link_or_path, *args, **kwargs)
         try:
-            return dict(_plain(*item) for item in checkpoint.items())
+            return dict(as_plain(*item) if isinstance(item[1], torch.Tensor) else item for item in checkpoint.items())
         except SamebitsError as error:
             raise error.at(str(pretrained_model_link_or_path)) from None
 
     return load_single_file_checkpoint
-
-
-def _plain(name: str, tensor: Any) -> tuple[str, Any]:
-    original = original_name(name)
-    if original is None or not isinstance(tensor, torch.Tensor):
-        return name, tensor
-    try:
-        return original, decode(PackedTensor.from_data(tensor))
-    except SamebitsError as error:
-        raise error.at(name) from None
 
 
 register()

@@ -28,14 +28,14 @@ from peft.utils import other, save_and_load
 from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 
-from samebits.api import decode, encode
+from samebits.api import encode
 from samebits.errors import InputError
-from samebits.format.names import original_name, stored_name
-from samebits.format.packed import PackedTensor
+from samebits.format.names import stored_name
 from samebits.nn.convert import decompress, hidden_weights
 from samebits.nn.df11 import holds_units
 from samebits.nn.lazy import LazyTensor
 from samebits.nn.packed_module import PackedModule, packed_parameters
+from samebits.nn.state import as_plain
 
 
 def register() -> None:
@@ -153,12 +153,7 @@ def _saving_plain(original: Callable[..., dict[str, torch.Tensor]]) -> Callable[
     @wraps(original)
     def get_peft_model_state_dict(*args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
         """With an adapter on an embedding PEFT saves that, too: plain, so that it loads on any base."""
-        found = original(*args, **kwargs)
-        plain = {name: original_name(name) for name in found}
-        return {
-            plain[name] or name: tensor if plain[name] is None else decode(PackedTensor.from_data(tensor))
-            for name, tensor in found.items()
-        }
+        return dict(as_plain(*item) for item in original(*args, **kwargs).items())
 
     return get_peft_model_state_dict
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from samebits.api import decode
 from samebits.errors import FormatError, SamebitsError
+from samebits.format.names import original_name
 from samebits.format.packed import PackedTensor
 from samebits.nn.convert import HOLDS_ANY, Owned, tied, unpacked
 from samebits.nn.packed_module import pack, packed_parameters, slot_name, whole
@@ -76,6 +77,21 @@ def name_as_before(module: nn.Module, state: dict[str, Any], prefix: str, metada
         for slot in owner.sb_recipes[name].slots:
             state.pop(path + slot, None)
         state[path + name] = getattr(owner, name)
+
+
+def as_plain(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+    """A tensor of a checkpoint under the name that it had before it was compressed, decoded if it is packed.
+
+    Raises:
+        FormatError, DigestError: a damaged packed tensor.
+    """
+    original = original_name(name)
+    if original is None:
+        return name, tensor
+    try:
+        return original, decode(PackedTensor.from_data(tensor))
+    except SamebitsError as error:
+        raise error.at(name) from None
 
 
 def _key(full_name: str, name: str) -> str:
