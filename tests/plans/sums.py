@@ -1,4 +1,4 @@
-"""Matrix products with a chosen order of sums, as the fused kernel and cuBLAS have it (in float32, on the CPU)."""
+"""Operands, and products with a chosen order of sums, as the fused kernel and cuBLAS have it (float32, on the CPU)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from collections.abc import Iterator
 import torch
 
 STAGE, STEP = 64, 16
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Operands."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
 
 
 def split_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, split: int) -> torch.Tensor:

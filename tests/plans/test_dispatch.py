@@ -18,13 +18,9 @@ from samebits.kernels.residents import resident
 from samebits.plans import call, dispatch, key
 from samebits.plans.planner import Planner
 from tests.plans.conftest import FakeGpu
-from tests.plans.sums import split_linear
+from tests.plans.sums import normal, split_linear
 
 N, K = 64, 512
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
 
 
 WEIGHT = (normal(N, K) / 8).clone()

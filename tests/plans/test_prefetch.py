@@ -20,7 +20,7 @@ from samebits.plans import call, carry, dispatch, planner, prefetch, together
 from samebits.plans.store import GroupOutcome
 from samebits.plans.together import Together
 from tests.plans.conftest import FakeGpu, FakeProducts, decoding, is_supported
-from tests.plans.sums import split_linear
+from tests.plans.sums import normal, split_linear
 
 K = 512
 SPLIT = 3
@@ -36,10 +36,6 @@ def rows_of(number: int) -> int:
 
 def size_of(*numbers: int) -> int:
     return sum(K * rows_of(number) for number in numbers)
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
 
 
 def number_of(header: Header) -> int:

@@ -20,14 +20,10 @@ from samebits.plans import calibrate, call, dispatch, key, planner, together
 from samebits.plans.store import GroupOutcome
 from samebits.plans.together import Together
 from tests.plans.conftest import FakeGpu, FakeProducts, is_supported
-from tests.plans.sums import split_linear
+from tests.plans.sums import normal, split_linear
 
 K = 512
 SPLIT = 3
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
 
 
 class Layers:
