@@ -14,7 +14,7 @@ from samebits.format.packed import PackedTensor
 from samebits.kernels import nvrtc
 from samebits.kernels.linear import LinearPlan
 from samebits.kernels.ops import fields_of
-from samebits.kernels.residents import resident
+from samebits.kernels.residents import MAX_SHAPES, resident
 from samebits.plans import call, dispatch, key
 from samebits.plans.planner import Planner
 from tests.plans.conftest import FakeGpu
@@ -145,11 +145,11 @@ def test_what_is_known_holds_for_torchs_settings(
 
 
 def test_few_shapes_are_known(known: PackedTensor) -> None:
-    for tokens in range(1, 2 * call._MAX_SHAPES):
+    for tokens in range(1, 2 * MAX_SHAPES):
         dispatch.linear_of_module(normal(tokens, K), known, None)
     kept = resident(known.data)
     assert kept is not None
-    assert 0 < len(kept.calls) <= call._MAX_SHAPES
+    assert 0 < len(kept.calls) <= MAX_SHAPES
 
 
 def test_misaligned_bytes_are_decoded_first(gpu: FakeGpu, packed: PackedTensor) -> None:

@@ -32,7 +32,7 @@ from samebits.format.packed import PackedTensor
 from samebits.kernels import decode, linear, linear_job, nvrtc
 from samebits.kernels.linear import LinearPlan
 from samebits.kernels.repeat import Repeat
-from samebits.kernels.residents import gradients, resident, residents
+from samebits.kernels.residents import MAX_SHAPES, gradients, resident, residents
 from samebits.kernels.structures import (
     MAX_PREFETCHED,
     MAX_TOGETHER,
@@ -1151,7 +1151,7 @@ def test_no_more_shapes_than_there_is_room_for(driver: Driver) -> None:
         warm(module, driver, tokens)
     kept = resident(module._parameters[packed_module._DATA])
     assert kept is not None
-    assert 1 <= len(kept.shortcuts) <= recall._MAX_SHAPES
+    assert 1 <= len(kept.shortcuts) <= MAX_SHAPES
 
 
 GOOD = {

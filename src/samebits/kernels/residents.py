@@ -17,6 +17,9 @@ residents: dict[int, Resident] = {}  # by id of the tensor
 gradients: dict[int, Gradients] = {}  # likewise, of the same tensors
 
 
+MAX_SHAPES = 16  # of inputs of one weight, for which something is kept
+
+
 class Bytes:
     """Those of a tensor that is not an inference tensor, which would not tell when they change."""
 
@@ -145,6 +148,12 @@ def resident(tensor: torch.Tensor) -> Resident | None:
     if has_changed and known is not None:
         made.first_table = known.first_table if known.table is None else known.table
     return made
+
+
+def make_room(kept: dict[Hashable, Any], shape: Hashable) -> None:
+    """For what is to be kept by that shape: where there are too many, all that is kept goes."""
+    if shape not in kept and len(kept) >= MAX_SHAPES:
+        kept.clear()
 
 
 def _forget(key: int) -> None:

@@ -11,13 +11,11 @@ from samebits.format.packed import Header, PackedTensor
 from samebits.kernels.decode import decode_cuda
 from samebits.kernels.linear import LinearPlan, Operands, Products, is_launchable, is_supported, products_of
 from samebits.kernels.linear_launch import MAX_HOPPER_TOKENS
-from samebits.kernels.residents import ParameterBytes, resident
+from samebits.kernels.residents import ParameterBytes, make_room, resident
 from samebits.plans.environment import blas_state
 from samebits.plans.key import ALIGNMENT, PlanKey, key_of
 from samebits.plans.planner import Planner
 from samebits.plans.store import Outcome
-
-_MAX_SHAPES = 16  # of inputs of one weight, whose calls are kept
 
 
 class Call(NamedTuple):
@@ -78,8 +76,7 @@ def call_of(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) ->
     call = Call(packed.header, own, device, x.stride(), key, plan, products, outcome.fused is not None,
                 outcome.gained_us)  # fmt: skip
     if kept and not changes_unseen:
-        if len(kept.calls) >= _MAX_SHAPES:
-            kept.calls.clear()
+        make_room(kept.calls, x.shape)
         kept.calls[x.shape] = call
     return call
 

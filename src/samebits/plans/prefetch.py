@@ -18,7 +18,7 @@ import torch
 from samebits.format.packed import Header, PackedTensor
 from samebits.kernels import nvrtc
 from samebits.kernels.linear import Operands, Products, is_prefetchable
-from samebits.kernels.residents import ParameterBytes, Resident, resident, residents
+from samebits.kernels.residents import ParameterBytes, Resident, make_room, resident, residents
 from samebits.kernels.structures import MAX_PREFETCHED
 from samebits.plans.call import Call
 from samebits.plans.carry import Coming, best_way
@@ -27,7 +27,6 @@ from samebits.plans.turn import Turns
 _NOTED = 32  # products behind a launch that are noted: more than two layers of most models
 _NEVER = 1 << 62  # weights, for which no launch has room
 _FEW_TOKENS = 128  # with no more, a fused product is faster than cuBLAS's
-_MAX_SHAPES = 16  # of inputs of one weight
 _SETTLED = 3  # times in a row that a choice was the same
 _MAX_UNWANTED = 3  # launches that decoded something nobody asked for
 
@@ -243,8 +242,7 @@ class Prefetcher:
 
 
 def _carrier_of(kept: Resident, shape: torch.Size) -> Carrier:
-    if len(kept.carriers) >= _MAX_SHAPES and shape not in kept.carriers:
-        kept.carriers.clear()
+    make_room(kept.carriers, shape)
     carrier: Carrier = kept.carriers.setdefault(shape, Carrier())
     return carrier
 

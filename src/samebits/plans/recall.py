@@ -24,7 +24,7 @@ from samebits.format.packed import PackedTensor
 from samebits.kernels import decode, nvrtc
 from samebits.kernels.linear import LinearPlan, Products
 from samebits.kernels.repeat import Repeat
-from samebits.kernels.residents import ParameterBytes, Recalled, Resident, gradients, resident, residents
+from samebits.kernels.residents import ParameterBytes, Recalled, Resident, gradients, make_room, resident, residents
 from samebits.plans import environment
 from samebits.plans.call import Call, decoding
 from samebits.plans.key import is_gapless
@@ -37,7 +37,6 @@ try:
 except ImportError:
     native = None
 
-_MAX_SHAPES = 16  # of inputs of one weight
 _can_recall = native is not None and hasattr(torch._C, "_cuda_exchangeDevice")
 
 
@@ -176,8 +175,7 @@ def _has_room(kept: Recalled, x: torch.Tensor, *, is_settled: bool) -> bool:
     shortcuts = _shortcuts(kept, x)
     if is_settled and x.shape in shortcuts:
         return True
-    if x.shape not in shortcuts and len(shortcuts) >= _MAX_SHAPES:
-        shortcuts.clear()
+    make_room(shortcuts, x.shape)
     shortcuts[x.shape] = None
     return False
 
