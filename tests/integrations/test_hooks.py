@@ -93,7 +93,7 @@ assert "samebits" not in sys.modules
 def test_older_versions_are_left_alone() -> None:
     run_python("""
 from samebits.integrations import hooks
-hooks.MINIMUM["transformers"] = (99, 0)
+hooks.MINIMUM["transformers"] = "99.0"
 import transformers.modeling_utils
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 assert "samebits" not in AUTO_QUANTIZER_MAPPING

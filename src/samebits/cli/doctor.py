@@ -18,14 +18,15 @@ from samebits.cli.console import compilation_noted, print_json, print_lines
 from samebits.compiled import folder_of
 from samebits.digest import sum_words
 from samebits.errors import MismatchError, SamebitsError
+from samebits.integrations import MINIMUM
 from samebits.jobs.device import can_build_kernels
 from samebits.parallel import threads
 
 _REQUIRED = ("torch", "numpy", "numba", "safetensors", "huggingface_hub")
 _OPTIONAL = {  # by what each is installed
-    "transformers": "'transformers>=5.17'",
+    "transformers": f"'transformers>={MINIMUM['transformers']}'",
     "accelerate": "accelerate",
-    "diffusers": "'diffusers>=0.42'",
+    "diffusers": f"'diffusers>={MINIMUM['diffusers']}'",
     "cuda-core": "cuda-core",
 }
 _WORDS = 1 << 16  # every BF16 word once

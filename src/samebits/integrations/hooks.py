@@ -13,6 +13,8 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+from samebits.integrations import MINIMUM
+
 # The module that integrations extend, and these, which are imported once that is loaded.
 INTEGRATIONS = {
     "peft": ["peft"],
@@ -26,10 +28,6 @@ INTEGRATIONS = {
     "diffusers.loaders.lora_pipeline": ["diffusers_lora"],
     "diffusers.pipelines.pipeline_utils": ["diffusers_hub", "diffusers_parts"],
 }
-
-
-# Older versions are left alone.
-MINIMUM = {"transformers": (5, 17), "diffusers": (0, 42), "peft": (0, 21)}
 NEEDED = {"diffusers": "transformers"}  # by the integration, which is left out without it
 
 
@@ -61,10 +59,15 @@ def _is_supported(package: str) -> bool:
     from importlib.metadata import PackageNotFoundError, version
 
     try:
-        major, minor = version(package).split(".")[:2]
+        found = version(package)
     except PackageNotFoundError:
         return False
-    return (int(major), int(minor)) >= MINIMUM[package] and _is_supported(NEEDED.get(package, ""))
+    return _numbers(found) >= _numbers(MINIMUM[package]) and _is_supported(NEEDED.get(package, ""))
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The first two."""
+    return tuple(map(int, version.split(".")[:2]))
 
 
 class _Finder(MetaPathFinder):

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 
 from samebits.errors import DtypeError, FormatError, InputError, SamebitsError
-from samebits.integrations import INSTALL_TRANSFORMERS
+from samebits.integrations import INSTALL_TRANSFORMERS, MINIMUM
 
 try:
     from transformers.configuration_utils import PreTrainedConfig
@@ -24,7 +24,8 @@ try:
     from transformers.utils.hub import cached_file
     from transformers.utils.quantization_config import QuantizationConfigMixin
 except ImportError as error:
-    raise InputError("transformers 5.17 or newer is not installed", mend=INSTALL_TRANSFORMERS) from error
+    what = f"transformers {MINIMUM['transformers']} or newer is not installed"
+    raise InputError(what, mend=INSTALL_TRANSFORMERS) from error
 
 from samebits.format.folder import INDEX_SUFFIX, KEY, STEM, VERSION, Folder, check_version
 from samebits.format.names import MIN_WEIGHTS
