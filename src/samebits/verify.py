@@ -17,11 +17,11 @@ from samebits.errors import CHANGED, DigestError, SamebitsError
 from samebits.format.container import Checkpoint, Entry
 from samebits.format.mapping import scratch
 from samebits.format.packed import STORED_DIGEST_END, PackedTensor
+from samebits.progress import Progress, silent
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-Progress = Callable[[int, int], None]
 _COMPARE_BYTES = 16 << 20
 
 
@@ -115,7 +115,7 @@ def original_bytes(entry: Entry, device: str = "cpu") -> torch.Tensor:
         raise error.at(entry.where) from None
 
 
-def verify_digests(checkpoint: Checkpoint, device: str = "cpu", progress: Progress | None = None) -> Verdict:
+def verify_digests(checkpoint: Checkpoint, device: str = "cpu", progress: Progress = silent) -> Verdict:
     """Check every tensor against the digests stored with it: of the stored bytes, and of the decoded words.
 
     Raises:
@@ -126,15 +126,14 @@ def verify_digests(checkpoint: Checkpoint, device: str = "cpu", progress: Progre
 
 
 def _verdict(
-    checkpoint: Checkpoint, find: Callable[[Entry], Mismatch | None], progress: Progress | None, unchecked: int = 0
+    checkpoint: Checkpoint, find: Callable[[Entry], Mismatch | None], progress: Progress, unchecked: int = 0
 ) -> Verdict:
     done, total, found = 0, sum(entry.original_nbytes for entry in checkpoint), []
     for entry in checkpoint:
         if mismatch := find(entry):
             found.append(mismatch)
         done += entry.original_nbytes
-        if progress:
-            progress(done, total)
+        progress(done, total)
     return Verdict(len(checkpoint.entries), done, unchecked, found)
 
 
@@ -172,7 +171,7 @@ def _differ(entry: Entry, found: int, expected: int | None, what: str) -> Mismat
 
 
 def verify_against(
-    checkpoint: Checkpoint, original: Checkpoint, device: str = "cpu", progress: Progress | None = None
+    checkpoint: Checkpoint, original: Checkpoint, device: str = "cpu", progress: Progress = silent
 ) -> Verdict:
     """Compare every tensor of two checkpoints (either may be packed) byte by byte; of packed ones also stored digests.
 

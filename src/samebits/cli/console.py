@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from samebits.sizes import size
 
 if TYPE_CHECKING:
-    from samebits.jobs.options import Progress
+    from samebits.progress import Progress
 
 _PIPE_WIDTH = 160
 _KEPT_WIDTH = 20  # up to which a column keeps its width on any terminal

@@ -18,7 +18,7 @@ from samebits.errors import InputError, MismatchError, ResourceError
 from samebits.format.mapping import scratch
 from samebits.format.safetensors_file import FLOATS, SUFFIX
 from samebits.jobs.device import resolve_device
-from samebits.jobs.options import Progress
+from samebits.progress import Progress
 from samebits.sizes import size
 from samebits.verify import first_difference, repeatable_attention
 

@@ -18,8 +18,9 @@ from samebits.format.names import BARE, PACKED, stored_name
 from samebits.format.packed import align
 from samebits.format.safetensors_file import FLOATS, SafetensorsWriter, TensorSpec, header_bytes
 from samebits.jobs.job import Job, Shard
-from samebits.jobs.options import CompressOptions, Progress, RunOptions, silent
+from samebits.jobs.options import CompressOptions, RunOptions
 from samebits.jobs.pieces import Piece
+from samebits.progress import Progress, silent
 
 SPACE = 0.72  # of the original bytes of what is packed: more than trained weights ever took
 _ALIGNMENT = 128  # of the first packed tensor in its file

@@ -33,10 +33,11 @@ from samebits.format.safetensors_file import (
 )
 from samebits.jobs.compress import SPACE, check_config
 from samebits.jobs.job import Job, Shard, write_json
-from samebits.jobs.options import Progress, RunOptions, silent
+from samebits.jobs.options import RunOptions
 from samebits.jobs.pieces import Piece
 from samebits.jobs.summary import Sizes
 from samebits.jobs.workspace import Workspace
+from samebits.progress import Progress, silent
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -13,9 +13,10 @@ from samebits.format.container import Checkpoint, Entry
 from samebits.format.folder import KEY
 from samebits.format.safetensors_file import SafetensorsWriter, header_size
 from samebits.jobs.job import Job, Shard
-from samebits.jobs.options import Progress, RunOptions, silent
+from samebits.jobs.options import RunOptions
 from samebits.jobs.pieces import Piece
 from samebits.jobs.source import plain_names
+from samebits.progress import Progress, silent
 
 
 class Decompression(Job):

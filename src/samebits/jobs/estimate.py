@@ -14,7 +14,8 @@ from samebits.format.geometry import ROW_GROUP
 from samebits.format.mapping import scratch
 from samebits.format.packed import MAX_COMPACT_WORDS, PackedTensor
 from samebits.jobs.compress import check_source
-from samebits.jobs.options import CompressOptions, Progress, silent
+from samebits.jobs.options import CompressOptions
+from samebits.progress import Progress, silent
 from samebits.verify import original_bytes
 
 SAMPLE_WORDS = 2 * MAX_COMPACT_WORDS  # tensors up to this size are encoded whole; a sample is too large to be compact

@@ -20,12 +20,13 @@ from samebits.format.folder import CONFIG, INDEX_SUFFIX, VERSION, index_name, is
 from samebits.format.mapping import check_regular
 from samebits.format.safetensors_file import SUFFIX, SafetensorsFile
 from samebits.jobs.device import resolve_device
-from samebits.jobs.options import Progress, RunOptions
+from samebits.jobs.options import RunOptions
 from samebits.jobs.pieces import Piece, Task, work
 from samebits.jobs.source import other_files, plain_names
 from samebits.jobs.summary import Sizes
 from samebits.jobs.workers import AHEAD, Workers, worker_count
 from samebits.jobs.workspace import FILES, Workspace, out_of_space, require_space
+from samebits.progress import Progress
 
 
 @dataclass(frozen=True)

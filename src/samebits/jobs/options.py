@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from samebits.errors import InputError
 from samebits.format.container import Entry
 from samebits.format.names import MIN_WEIGHTS, is_selected
 from samebits.format.safetensors_file import FLOATS
-
-Progress = Callable[[int, int], None]  # bytes of the uncompressed checkpoint: done, total
-
-
-def silent(done: int, total: int) -> None:
-    """Progress that nobody watches."""
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ from samebits.format.packed import PackedTensor
 from samebits.nn.offload import refuse_offloaded
 from samebits.nn.packed_module import PackedModule, pack, packed_parameters, share_ties, sharers, unpack, whole
 from samebits.nn.spared import reason_to_spare, spare
+from samebits.progress import Progress
 
 Owned = tuple[str, nn.Module, str]  # full name of a parameter, the module that owns it, its name there
-Progress = Callable[[int, int], object]  # is called with what is done, and all that is to do
 
 
 # torch's attention computes otherwise if one of its parameters has a gradient: one at least is left as it is.

@@ -20,6 +20,7 @@ from samebits.plans.environment import blas_state
 from samebits.plans.key import PlanKey
 from samebits.plans.planner import Planner
 from samebits.plans.store import Outcome
+from samebits.progress import Progress
 
 OTHER_LAYOUT = "its input has gaps between rows, is transposed, or has more than three dimensions"
 LEARNING_CALLS = 2  # until products of one input are made by one launch, or are known to be faster one by one
@@ -90,7 +91,7 @@ def prepare(
     batch_sizes: Sequence[int] | None = None,
     *,
     call: Callable[[], object] | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Preparation:
     """Find the plans of every packed linear layer on a GPU, with torch's settings as they are now.
 
