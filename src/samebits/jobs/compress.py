@@ -123,7 +123,7 @@ def check_source(checkpoint: Checkpoint, options: CompressOptions) -> None:
     if checkpoint.is_packed and not isinstance(checkpoint, Df11Checkpoint):
         raise InputError("already compressed by samebits", where=where, mend="use it as it is, or decompress it")
     _check_names(checkpoint)
-    check_config(checkpoint.path / CONFIG)
+    refuse_quantized(checkpoint.path / CONFIG)
     if options.include and not any(options.matches(entry.name) for entry in checkpoint):
         raise InputError("no tensor's name matches --include", where=where, mend="see `samebits inspect` for the names")
     large = [entry for entry in checkpoint if options.is_large(entry) and entry.dtype in FLOATS]
@@ -153,7 +153,7 @@ def _check_names(checkpoint: Checkpoint) -> None:
             raise FormatError("a name reserved for packed tensors", where=entry.where, mend="rename the tensor")
 
 
-def check_config(path: Path) -> None:
+def refuse_quantized(path: Path) -> None:
     """Refuse a model that is quantized already."""
     if not path.is_file():
         return

@@ -31,7 +31,7 @@ from samebits.format.safetensors_file import (
     Stored,
     header_size,
 )
-from samebits.jobs.compress import SPACE, check_config
+from samebits.jobs.compress import SPACE, refuse_quantized
 from samebits.jobs.job import Job, Shard, write_json
 from samebits.jobs.options import RunOptions
 from samebits.jobs.pieces import Piece
@@ -207,7 +207,7 @@ def _check_source(checkpoint: Checkpoint) -> None:
     where = str(checkpoint.path)
     if checkpoint.is_packed or KEY in config_of(checkpoint):
         raise InputError("compressed already", where=where, mend="use it as it is, or decompress it")
-    check_config(checkpoint.path / CONFIG)
+    refuse_quantized(checkpoint.path / CONFIG)
     floats = [entry for entry in checkpoint if entry.dtype in FLOATS]
     other = [entry for entry in floats if entry.dtype != "BF16"]
     if 2 * sum(entry.words for entry in other) > sum(entry.words for entry in floats):
