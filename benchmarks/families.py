@@ -29,7 +29,7 @@ import samebits
 from common import PACKAGES, cpu_name, write_results
 from samebits.errors import SamebitsError
 from samebits.format.container import Checkpoint
-from samebits.integrations.transformers_cache import PackedLayer
+from samebits.integrations.transformers.cache import PackedLayer
 from samebits.jobs.compress import Compression
 from samebits.jobs.options import CompressOptions, RunOptions
 

@@ -52,7 +52,7 @@ from transformers import CompileConfig, StaticCache, StoppingCriteria, StoppingC
 import samebits
 from common import PACKAGES, Timing, add_results, cpu_name, in_own_process, kept_process, significant
 from models import MODELS, build, forget, random_prompt
-from samebits.integrations.transformers_graphs import decoding_steps
+from samebits.integrations.transformers.graphs import decoding_steps
 from samebits.verify import repeatable_attention
 
 WAYS = ("eager", "graphs", "compile", "preferred")

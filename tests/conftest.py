@@ -51,7 +51,7 @@ def _repeatable_attention(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What samebits.cuda_graphs has captured so far."""
-    from samebits.integrations import transformers_graphs
+    from samebits.integrations.transformers import graphs as transformers_graphs
 
     found, captured = [], transformers_graphs.captured
 

@@ -13,9 +13,9 @@ from samebits.integrations.hooks import register_on_import
 if TYPE_CHECKING:
     from samebits.api import decode, encode
     from samebits.format.packed import PackedTensor
-    from samebits.integrations.transformers import SamebitsConfig
-    from samebits.integrations.transformers_cache import PackedCache
-    from samebits.integrations.transformers_graphs import cuda_graphs
+    from samebits.integrations.transformers.cache import PackedCache
+    from samebits.integrations.transformers.graphs import cuda_graphs
+    from samebits.integrations.transformers.quantizer import SamebitsConfig
     from samebits.nn.convert import compress, decompress
     from samebits.nn.offload import offload, onload
     from samebits.nn.prepare import prepare
@@ -43,12 +43,12 @@ __all__ = [
 _HOMES = {
     "encode": "samebits.api",
     "decode": "samebits.api",
-    "PackedCache": "samebits.integrations.transformers_cache",
+    "PackedCache": "samebits.integrations.transformers.cache",
     "PackedTensor": "samebits.format.packed",
-    "SamebitsConfig": "samebits.integrations.transformers",
+    "SamebitsConfig": "samebits.integrations.transformers.quantizer",
     "SingleFile": "samebits.nn.single_file",
     "compress": "samebits.nn.convert",
-    "cuda_graphs": "samebits.integrations.transformers_graphs",
+    "cuda_graphs": "samebits.integrations.transformers.graphs",
     "decompress": "samebits.nn.convert",
     "load_state_dict": "samebits.nn.state",
     "offload": "samebits.nn.offload",

@@ -13,7 +13,7 @@ import longest
 import models
 import samebits
 import token_profile
-from samebits.integrations import transformers_graphs
+from samebits.integrations.transformers import graphs as transformers_graphs
 from samebits.nn import packed_states
 from samebits.verify import repeatable_attention
 

@@ -16,7 +16,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 import samebits
 from samebits.df11.unit import Unit
 from samebits.errors import DtypeError, FormatError, InputError, VersionError
-from samebits.integrations import transformers_df11
+from samebits.integrations.transformers import df11
 from samebits.nn.packed_module import packed_parameters
 from tests.df11.checkpoints import VECTORS, copy, originals, regroup, tensors_of
 from tests.integrations.models import Reference, assert_same_bits
@@ -108,7 +108,7 @@ def test_subfolder(plain: Reference, tmp_path: Path) -> None:
 def test_one_matrix_at_a_time(plain: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
     """A unit is never whole in memory: each matrix is decoded when its turn comes, and gone when the next one is."""
     decoded: list[weakref.ref[torch.Tensor]] = []
-    to = transformers_df11._Slice.to
+    to = df11._Slice.to
 
     def watched(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         assert all(weight() is None for weight in decoded)
@@ -116,7 +116,7 @@ def test_one_matrix_at_a_time(plain: Reference, monkeypatch: pytest.MonkeyPatch)
         decoded.append(weakref.ref(weight))
         return weight
 
-    monkeypatch.setattr(transformers_df11._Slice, "to", watched)
+    monkeypatch.setattr(df11._Slice, "to", watched)
     plain.assert_same(AutoModelForCausalLM.from_pretrained(FOLDER))
     assert len(decoded) == 2 + 3 * 7
 

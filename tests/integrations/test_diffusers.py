@@ -20,7 +20,7 @@ import samebits
 from samebits.cli.run import run
 from samebits.errors import DigestError, DtypeError, FormatError, InputError
 from samebits.format.container import Checkpoint
-from samebits.integrations.diffusers import convert
+from samebits.integrations.diffusers.quantizer import convert
 from samebits.nn.packed_module import PackedLinearModule
 from samebits.plans import dispatch
 from tests.integrations.diffusers_models import (

@@ -17,7 +17,7 @@ from transformers.integrations import moe
 
 import samebits
 from samebits.codecs import decode
-from samebits.integrations.transformers_experts import PackedExperts
+from samebits.integrations.transformers.experts import PackedExperts
 from samebits.nn import recipe
 from tests.integrations.models import MIN_WEIGHTS, Reference, assert_same_bits, compress_folder, make, open_reference
 

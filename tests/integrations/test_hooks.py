@@ -15,7 +15,7 @@ assert AUTO_QUANTIZATION_CONFIG_MAPPING["samebits"] is samebits.SamebitsConfig
 """
 WRAPPED = """
 from transformers import PreTrainedModel
-assert PreTrainedModel._apply.__module__ == "samebits.integrations.transformers_model"
+assert PreTrainedModel._apply.__module__ == "samebits.integrations.transformers.model"
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from samebits.nn.packed_module import packed_class
 assert "PackedExperts" in [parent.__name__ for parent in packed_class(MixtralExperts, ("down_proj",)).__mro__]

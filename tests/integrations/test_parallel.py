@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from samebits.errors import InputError
-from samebits.integrations import transformers_parallel as parallel
+from samebits.integrations.transformers import parallel
 from samebits.nn.packed_module import PackedModule
 from tests.df11.checkpoints import VECTORS
 from tests.integrations import ranks

@@ -13,7 +13,7 @@ from transformers.core_model_loading import Concatenate, MergeModulelist, Transp
 
 import samebits
 from samebits.errors import InputError
-from samebits.integrations.transformers_names import arrange
+from samebits.integrations.transformers.names import arrange
 from tests.integrations.models import Reference, files
 
 DISK = {"model.embed_tokens": "cpu", "lm_head": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}

@@ -13,9 +13,9 @@ from transformers.core_model_loading import Concatenate, MergeModulelist, Weight
 import samebits
 from samebits.errors import FormatError, InputError
 from samebits.format.container import Checkpoint
-from samebits.integrations.transformers import compute_as_plain
-from samebits.integrations.transformers_load import dtype_in_model
-from samebits.integrations.transformers_names import Names, arrange
+from samebits.integrations.transformers.load import dtype_in_model
+from samebits.integrations.transformers.names import Names, arrange
+from samebits.integrations.transformers.quantizer import compute_as_plain
 from tests.integrations.models import (
     MIN_WEIGHTS,
     Reference,

@@ -12,9 +12,9 @@ from transformers.generation import utils
 from transformers.generation.streamers import BaseStreamer
 
 import samebits
-from samebits.integrations import transformers_ahead
-from samebits.integrations.transformers_ahead import RunAhead
-from samebits.integrations.transformers_graphs import decoding_steps
+from samebits.integrations.transformers import ahead
+from samebits.integrations.transformers.ahead import RunAhead
+from samebits.integrations.transformers.graphs import decoding_steps
 
 TINY = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16,
@@ -68,7 +68,7 @@ def reports(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     done = RunAhead.finish
     event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
     monkeypatch.setattr(RunAhead, "finish", finish)
-    monkeypatch.setattr(transformers_ahead, "_WAITS", ("cpu",))
+    monkeypatch.setattr(ahead, "_WAITS", ("cpu",))
     monkeypatch.setattr(torch, "Event", lambda **_: event)
     return found
 
@@ -165,7 +165,7 @@ def test_only_where_it_was_asked(reports: list[int]) -> None:
     not; and transformers is left as it was."""
     model, before = made(), utils.DeferredStopCheck
     prompt = torch.arange(PROMPT)[None] + 1
-    transformers_ahead.ask()
+    ahead.ask()
     with decoding_steps(model, lambda run: run):
         with decoding_steps(made(), lambda run: run):
             pass
@@ -191,7 +191,7 @@ def test_the_same_on_a_gpu(lengths: list[int], sampled: bool, monkeypatch: pytes
     monkeypatch.setattr(utils.StopCheck, "__call__", waits)
     found = []
     for devices in ((), ("cuda",)):
-        monkeypatch.setattr(transformers_ahead, "_WAITS", devices)
+        monkeypatch.setattr(ahead, "_WAITS", devices)
         with samebits.cuda_graphs(model):
             tokens = written(model, lengths, do_sample=sampled, cache_implementation="static")
         found.append((tokens.tolist(), torch.rand(3, device="cuda").tolist()))

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 import samebits
 from samebits.errors import InputError
 from samebits.format.geometry import Code
-from samebits.integrations.transformers_cache import PackedLayer
+from samebits.integrations.transformers.cache import PackedLayer
 from samebits.nn import packed_states
 from samebits.nn.packed_states import LATEST_TOKENS, default_block_tokens
 

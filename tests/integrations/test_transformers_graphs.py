@@ -17,8 +17,8 @@ from transformers.cache_utils import StaticSlidingWindowLayer
 
 import samebits
 from samebits.errors import InputError
-from samebits.integrations import transformers_graphs
-from samebits.integrations.transformers_graphs import DecodingStep, decoding_steps
+from samebits.integrations.transformers import graphs as transformers_graphs
+from samebits.integrations.transformers.graphs import DecodingStep, decoding_steps
 
 TINY = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16,

@@ -153,7 +153,7 @@ def measure_models(checkpoint: Checkpoint, device: str) -> dict[str, Running]:
         MismatchError: the two generate different tokens.
     """
     import_transformers()  # or it would count as loading
-    from samebits.integrations.transformers import SamebitsConfig
+    from samebits.integrations.transformers.quantizer import SamebitsConfig
 
     path = str(checkpoint.path)
     packing = {} if checkpoint.is_packed else {"quantization_config": SamebitsConfig()}

@@ -18,15 +18,15 @@ from samebits.integrations import MINIMUM
 # The module that integrations extend, and these, which are imported once that is loaded.
 INTEGRATIONS = {
     "peft": ["peft"],
-    "transformers.integrations.moe": ["transformers_experts"],
-    "transformers.quantizers.auto": ["transformers"],
-    "transformers.modeling_utils": ["transformers_model", "transformers_df11"],
-    "diffusers.quantizers.auto": ["diffusers"],
-    "diffusers.models.modeling_utils": ["diffusers_model", "diffusers_copies", "diffusers_single_file"],
-    "diffusers.hooks.layerwise_casting": ["diffusers_casting"],
-    "diffusers.loaders.peft": ["diffusers_fuse"],
-    "diffusers.loaders.lora_pipeline": ["diffusers_lora"],
-    "diffusers.pipelines.pipeline_utils": ["diffusers_hub", "diffusers_parts"],
+    "transformers.integrations.moe": ["transformers.experts"],
+    "transformers.quantizers.auto": ["transformers.quantizer"],
+    "transformers.modeling_utils": ["transformers.model", "transformers.df11"],
+    "diffusers.quantizers.auto": ["diffusers.quantizer"],
+    "diffusers.models.modeling_utils": ["diffusers.model", "diffusers.copies", "diffusers.single_file"],
+    "diffusers.hooks.layerwise_casting": ["diffusers.casting"],
+    "diffusers.loaders.peft": ["diffusers.fuse"],
+    "diffusers.loaders.lora_pipeline": ["diffusers.lora"],
+    "diffusers.pipelines.pipeline_utils": ["diffusers.hub", "diffusers.parts"],
 }
 NEEDED = {"diffusers": "transformers"}  # by the integration, which is left out without it
 

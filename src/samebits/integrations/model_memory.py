@@ -195,7 +195,7 @@ def _packed(model: Any, names: Collection[str]) -> list[nn.Parameter]:
     """Of each packed tensor of its files, which have these names, the parameter that it is, or is a part of."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    from samebits.integrations.transformers_names import Names
+    from samebits.integrations.transformers.names import Names
 
     naming = Names(model, get_model_conversion_mapping(model))
     owned = {full_name: owned for owned in tied(list(unpacked(model))) for full_name, _, _ in owned}
@@ -211,7 +211,7 @@ def _decoded_bytes(module: nn.Module, packed: Collection[nn.Parameter]) -> int:
 
 
 def _cache_layers(model: Any, where: str) -> Iterator[CacheLayer]:
-    from samebits.integrations.transformers_cache import is_packable, states_of
+    from samebits.integrations.transformers.cache import is_packable, states_of
 
     for module in model.modules():
         if hasattr(module, "config"):

@@ -91,7 +91,7 @@ def _of_transformers(folder: Path, names: Sequence[str]) -> Mapping[str, tuple[i
 
 def shapes_in(model: Any, conversions: Sequence[Any], names: Sequence[str]) -> Mapping[str, tuple[int, ...]]:
     """Shapes of a checkpoint's weights ``names`` in a transformers model that loads them with ``conversions``."""
-    from samebits.integrations.transformers_names import Names
+    from samebits.integrations.transformers.names import Names
 
     renaming = Names(model, conversions)
     targets = {name: renaming.target(name) for name in names}

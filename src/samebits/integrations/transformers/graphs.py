@@ -14,7 +14,7 @@ from torch import nn
 from transformers.cache_utils import Cache, StaticCache, StaticSlidingWindowLayer
 
 from samebits.errors import InputError
-from samebits.integrations.transformers_ahead import ask, may_run_ahead
+from samebits.integrations.transformers.ahead import ask, may_run_ahead
 from samebits.kernels.replay import fast_replay
 from samebits.plans.environment import blas_state
 

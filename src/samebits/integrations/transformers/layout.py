@@ -24,8 +24,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from samebits.df11.checkpoint import StoredUnit, UnitEntry, open_checkpoint
 from samebits.errors import InputError, SamebitsError
 from samebits.integrations.model_shapes import shapes_in
-from samebits.integrations.transformers import SamebitsQuantizer, compute_as_plain
-from samebits.integrations.transformers_names import Names
+from samebits.integrations.transformers.names import Names
+from samebits.integrations.transformers.quantizer import SamebitsQuantizer, compute_as_plain
 from samebits.nn.df11 import DecodingMemory, attach_unit, share_unit
 
 KEEP_FORMAT = "keep_format"  # of from_pretrained

@@ -30,7 +30,7 @@ from samebits.api import decode, encode
 from samebits.errors import InputError
 from samebits.format.container import Checkpoint, Entry
 from samebits.format.packed import PackedTensor
-from samebits.integrations.transformers_experts import is_experts
+from samebits.integrations.transformers.experts import is_experts
 from samebits.nn.convert import Selection
 from samebits.nn.packed_module import PackedModule
 

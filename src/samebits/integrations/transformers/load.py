@@ -21,8 +21,8 @@ from samebits.errors import DtypeError, FormatError, InputError
 from samebits.format.container import Checkpoint, Entry
 from samebits.format.names import stored_name
 from samebits.format.safetensors_file import FLOATS
-from samebits.integrations.transformers_names import Claims, DecodingConverter, Names, arrange
-from samebits.integrations.transformers_parallel import local
+from samebits.integrations.transformers.names import Claims, DecodingConverter, Names, arrange
+from samebits.integrations.transformers.parallel import local
 from samebits.nn.convert import HOLDS_ANY
 from samebits.nn.packed_module import pack, slot_name
 from samebits.nn.recipe import Piece, Recipe

@@ -3,8 +3,8 @@
 Their config.json has a dfloat11_config and no quantization_config, and their files are named after units. So two
 functions of transformers are wrapped: the one that chooses a quantizer chooses samebits' and names a file that exists,
 and the one that reads the files gets tensors with the original names, each decoded when its turn comes. Both act as
-before on all other checkpoints, but for compressed ones that are to be split over devices (transformers_parallel). A
-model loaded so is like any that was packed while loading.
+before on all other checkpoints, but for compressed ones that are to be split over devices (parallel.py). A model loaded
+so is like any that was packed while loading.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from samebits.df11.config import KEY, Df11Config
 from samebits.errors import InputError, SamebitsError
 from samebits.format.safetensors_file import SUFFIX
 from samebits.integrations.model_shapes import shapes_in
-from samebits.integrations.transformers import SamebitsConfig, SamebitsQuantizer, hub_options, loading
-from samebits.integrations.transformers_layout import KEEP_FORMAT, LayoutConfig, LayoutQuantizer
-from samebits.integrations.transformers_parallel import plain_tensors
+from samebits.integrations.transformers.layout import KEEP_FORMAT, LayoutConfig, LayoutQuantizer
+from samebits.integrations.transformers.parallel import plain_tensors
+from samebits.integrations.transformers.quantizer import SamebitsConfig, SamebitsQuantizer, hub_options, loading
 
 _FILE = "transformers_weights"  # of a config: the file to load
 

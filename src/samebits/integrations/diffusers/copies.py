@@ -10,7 +10,7 @@ from typing import Any
 from diffusers.models.modeling_utils import ModelMixin
 from torch import nn
 
-from samebits.integrations.diffusers import forget
+from samebits.integrations.diffusers.quantizer import forget
 from samebits.nn.packed_module import packed_parameters
 from samebits.nn.state import name_as_before
 

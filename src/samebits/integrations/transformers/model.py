@@ -15,10 +15,10 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from samebits.errors import InputError, SamebitsError
-from samebits.integrations import transformers_parallel as parallel
-from samebits.integrations.transformers import SamebitsConfig, SamebitsQuantizer, loading
-from samebits.integrations.transformers_layout import KEEP_FORMAT
-from samebits.integrations.transformers_state import checkpoint_tensors
+from samebits.integrations.transformers import parallel
+from samebits.integrations.transformers.layout import KEEP_FORMAT
+from samebits.integrations.transformers.quantizer import SamebitsConfig, SamebitsQuantizer, loading
+from samebits.integrations.transformers.state import checkpoint_tensors
 from samebits.integrations.weight_files import publish, remove_packed, write_weights
 from samebits.nn.convert import counting_weights
 from samebits.nn.df11 import holds_units

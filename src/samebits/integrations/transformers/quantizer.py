@@ -31,8 +31,8 @@ from samebits.format.folder import INDEX_SUFFIX, KEY, STEM, VERSION, Folder, che
 from samebits.format.names import MIN_WEIGHTS
 from samebits.format.packed import PackedTensor
 from samebits.format.safetensors_file import SUFFIX
-from samebits.integrations import transformers_parallel as parallel
-from samebits.integrations.transformers_load import check_dtypes, dtype_in_model, find_parameter, prepare
+from samebits.integrations.transformers import parallel
+from samebits.integrations.transformers.load import check_dtypes, dtype_in_model, find_parameter, prepare
 from samebits.nn.convert import Report, Selection, decompress, encode_parameter, report
 from samebits.nn.packed_module import pack, packed_parameters, whole
 from samebits.nn.spared import spare
@@ -242,7 +242,7 @@ class SamebitsQuantizer(HfQuantizer):  # type: ignore[misc]
         return model
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor] | None, dict[str, str]]:
-        """Nothing for transformers to write if weights are packed: see transformers_model."""
+        """Nothing for transformers to write if weights are packed: see model.py."""
         adapters = getattr(model, "_hf_peft_config_loaded", False)
         return (None if adapters or next(packed_parameters(model), None) is None else {}), {}
 

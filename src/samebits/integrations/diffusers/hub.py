@@ -13,7 +13,7 @@ from torch import nn
 
 from samebits.errors import DtypeError
 from samebits.format.folder import STEM
-from samebits.integrations.diffusers_model import check_saving
+from samebits.integrations.diffusers.model import check_saving
 from samebits.nn.offload import refuse_grouped
 from samebits.nn.packed_module import packed_parameters
 

@@ -11,7 +11,7 @@ import torch
 from diffusers.loaders import single_file_model, single_file_utils
 
 from samebits.errors import SamebitsError
-from samebits.integrations.diffusers import single_file
+from samebits.integrations.diffusers.quantizer import single_file
 from samebits.nn.state import as_plain
 
 _READS = "load_single_file_checkpoint"  # a function that other modules of diffusers may have imported already

@@ -23,8 +23,8 @@ from samebits.errors import InputError, SamebitsError
 from samebits.format.folder import INDEX_SUFFIX, STEM
 from samebits.format.names import stored_name
 from samebits.format.safetensors_file import SUFFIX
-from samebits.integrations.diffusers import compressed, is_compressed
-from samebits.integrations.transformers import SamebitsConfig
+from samebits.integrations.diffusers.quantizer import compressed, is_compressed
+from samebits.integrations.transformers.quantizer import SamebitsConfig
 from samebits.integrations.weight_files import publish, remove_packed, write_weights
 from samebits.nn.convert import counting_weights
 from samebits.nn.offload import refuse_grouped

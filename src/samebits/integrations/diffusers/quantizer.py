@@ -23,8 +23,8 @@ from samebits.errors import DtypeError, FormatError, InputError
 from samebits.format.container import Checkpoint, Entry
 from samebits.format.folder import KEY
 from samebits.format.names import original_name, stored_name
-from samebits.integrations.transformers import SamebitsConfig, align
-from samebits.integrations.transformers_load import find_parameter
+from samebits.integrations.transformers.load import find_parameter
+from samebits.integrations.transformers.quantizer import SamebitsConfig, align
 from samebits.nn.convert import Report, Selection, decompress, encode_parameter, report
 from samebits.nn.packed_module import pack, packed_parameters, slot_name, whole
 from samebits.nn.recipe import Piece, Recipe
@@ -234,7 +234,7 @@ class SamebitsQuantizer(DiffusersQuantizer):  # type: ignore[misc]
     def get_state_dict_and_metadata(
         self, state_dict: dict[str, Any], safe_serialization: bool = False
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Nothing for diffusers to write: see diffusers_model."""
+        """Nothing for diffusers to write: see model.py."""
         return {}, {}
 
     def dequantize(self, model: Any) -> Any:

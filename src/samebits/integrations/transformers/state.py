@@ -37,7 +37,7 @@ def checkpoint_tensors(
     Args:
         min_weights: smaller tensors stay unpacked where a parameter is turned back into several of the checkpoint's.
         given: the model's state dict, perhaps with other values of what is not packed.
-        gathered: parameters that the model holds only a part of (transformers_parallel).
+        gathered: parameters that the model holds only a part of (parallel.py).
 
     Raises:
         InputError: ``given`` has other names than the model, or other packed tensors.

@@ -1,0 +1,1 @@
+"""diffusers: packed models and pipelines loaded, saved and given LoRAs."""

@@ -1,0 +1,1 @@
+"""transformers: packed models loaded, saved, run and split over devices."""
