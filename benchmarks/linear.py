@@ -38,8 +38,8 @@ from torch.nn import functional as F
 import samebits
 from common import DECODER_LAYERS, Timing, add_results, encode_checked, significant, synthetic_matrix
 from gpu import DISTINCT_BYTES, device_name, distinct, measure_read_rate, time_graphs
-from samebits.kernels.linear import is_supported
-from samebits.kernels.linear_launch import VARIANTS
+from samebits.kernels.linear.launch import VARIANTS
+from samebits.kernels.linear.products import is_supported
 from samebits.kernels.residents import resident
 from samebits.plans.call import plan_of
 from samebits.plans.dispatch import linear

@@ -28,8 +28,8 @@ from common import encode_checked, synthetic_matrix
 from gpu import DISTINCT_BYTES, distinct
 from linear import SHAPES, activations, counts, find_plan, shapes, timed
 from samebits.format.geometry import ROW_GROUP, STAGE
-from samebits.kernels.linear import LinearPlan, fused_linear, variants
-from samebits.kernels.linear_launch import VARIANTS
+from samebits.kernels.linear.launch import VARIANTS
+from samebits.kernels.linear.products import LinearPlan, fused_linear, variants
 from samebits.plans.call import plan_of
 
 SHOWN = 12  # places of wrong weights

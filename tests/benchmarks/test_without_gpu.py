@@ -31,8 +31,8 @@ import variants
 from samebits.bf16 import words_of
 from samebits.df11.unit import Unit
 from samebits.kernels import residents
-from samebits.kernels.linear import LinearPlan
-from samebits.kernels.linear_launch import VARIANTS
+from samebits.kernels.linear.launch import VARIANTS
+from samebits.kernels.linear.products import LinearPlan
 from samebits.plans import dispatch, together
 from samebits.plans.key import PlanKey
 

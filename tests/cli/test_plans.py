@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from samebits.kernels.linear import LinearPlan
-from samebits.kernels.linear_launch import VARIANTS
+from samebits.kernels.linear.launch import VARIANTS
+from samebits.kernels.linear.products import LinearPlan
 from samebits.plans.environment import kernels_digest
 from samebits.plans.key import PlanKey
 from samebits.plans.store import GroupOutcome, Outcome, PlanStore, folder

@@ -16,8 +16,8 @@ import families
 import samebits
 from samebits.format.packed import PackedTensor
 from samebits.kernels import nvrtc
-from samebits.kernels.linear import LinearPlan, Operands
-from samebits.kernels.linear_job import Spare
+from samebits.kernels.linear.job import Spare
+from samebits.kernels.linear.products import LinearPlan, Operands
 from samebits.plans import call, dispatch, planner, prefetch, recall, together
 from samebits.plans.planner import Planner
 from samebits.plans.store import GroupOutcome, Outcome

@@ -16,7 +16,12 @@ from samebits.codecs import plan
 from samebits.format.geometry import Code
 from samebits.format.packed import PackedTensor
 from samebits.kernels import nvrtc
-from samebits.kernels.linear import (
+from samebits.kernels.linear.clusters import MAX_CLUSTER_TOKENS, clusters
+from samebits.kernels.linear.clusters import TILES as CLUSTER_TILES
+from samebits.kernels.linear.job import Launch
+from samebits.kernels.linear.launch import MAX_TOKENS, VARIANTS, joint_launch, launch_of, nearest_launch
+from samebits.kernels.linear.pairs import MAX_WGMMA_TOKENS
+from samebits.kernels.linear.products import (
     LinearPlan,
     Operands,
     Products,
@@ -27,12 +32,7 @@ from samebits.kernels.linear import (
     launch_together,
     variants,
 )
-from samebits.kernels.linear_clusters import MAX_CLUSTER_TOKENS, clusters
-from samebits.kernels.linear_clusters import TILES as CLUSTER_TILES
-from samebits.kernels.linear_job import Launch
-from samebits.kernels.linear_launch import MAX_TOKENS, VARIANTS, joint_launch, launch_of, nearest_launch
-from samebits.kernels.linear_pairs import MAX_WGMMA_TOKENS
-from samebits.kernels.linear_relay import TILES, relay
+from samebits.kernels.linear.relay import TILES, relay
 from samebits.kernels.structures import MAX_PREFETCHED, JobStructure
 from tests.codecs.tensors import without_compact
 

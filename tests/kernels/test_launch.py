@@ -14,8 +14,10 @@ from cuda.bindings import driver
 
 import samebits
 from samebits.format.packed import PackedTensor
-from samebits.kernels import linear, linear_job, nvrtc
-from samebits.kernels.linear import LinearPlan, Operands, Products, fused_linear, fused_linears
+from samebits.kernels import nvrtc
+from samebits.kernels.linear import job as linear_job
+from samebits.kernels.linear import products as linear_products
+from samebits.kernels.linear.products import LinearPlan, Operands, Products, fused_linear, fused_linears
 from samebits.kernels.pieces import Piece, Pieces
 from samebits.kernels.residents import resident
 from samebits.kernels.structures import (
@@ -57,8 +59,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(linear, "nearest_launch", lambda *arguments: LAUNCH)
-    monkeypatch.setattr(linear, "decode_table", lambda packed: None)
+    monkeypatch.setattr(linear_products, "nearest_launch", lambda *arguments: LAUNCH)
+    monkeypatch.setattr(linear_products, "decode_table", lambda packed: None)
     return seen
 
 
@@ -131,7 +133,7 @@ def test_several_weights_in_one_launch(launches: list[Launch]) -> None:
 def test_weights_for_products_to_come(monkeypatch: pytest.MonkeyPatch, launches: list[Launch]) -> None:
     """The blocks of every product are told where they go and where their units are counted; only for that launch."""
     table = torch.zeros(1 << 13, dtype=torch.int32)
-    monkeypatch.setattr(linear, "decode_table", lambda packed: table)
+    monkeypatch.setattr(linear_products, "decode_table", lambda packed: table)
     prepared = linear_job.Arrangement(0, 1024, 8, 0, (6 + MAX_PREFETCHED, 3), (4096, 512), part_steps=4)
     jobs, spare = ((*JOB[:-1], (0,)),) * 2, linear_job.Spare(1 << 20, 1 << 13, 1000)
     launch = linear_job.Launch("f.cu", "kernel", 132, 16, 1000, jobs, prepared, None, spare)
@@ -160,12 +162,12 @@ def test_weights_for_products_to_come(monkeypatch: pytest.MonkeyPatch, launches:
 
 def test_launches_are_timed_with_what_they_have_the_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = packed_matrix(0)
-    monkeypatch.setattr(linear, "is_prefetchable", lambda packed, launch, device: True)
-    monkeypatch.setattr(linear, "Products", lambda launch, weights: weights)
+    monkeypatch.setattr(linear_products, "is_prefetchable", lambda packed, launch, device: True)
+    monkeypatch.setattr(linear_products, "Products", lambda launch, weights: weights)
     for weights, expected in ((None, None), (64 * 1024 - 1, None), (64 * 1024, [packed])):
         spare = None if weights is None else linear_job.Spare(weights, 0, 0)
         launch = linear_job.Launch("f.cu", "kernel", 132, 16, 1000, (JOB,), None, None, spare)
-        assert linear.loaded([Operands(packed, None, LinearPlan(1))], launch, 0) == expected
+        assert linear_products.loaded([Operands(packed, None, LinearPlan(1))], launch, 0) == expected
 
 
 def test_what_stays_is_told_once(monkeypatch: pytest.MonkeyPatch, launches: list[Launch]) -> None:
@@ -179,7 +181,7 @@ def test_what_stays_is_told_once(monkeypatch: pytest.MonkeyPatch, launches: list
         assert kept
         kept.has_table = True
 
-    monkeypatch.setattr(linear, "decode_table", has_table)
+    monkeypatch.setattr(linear_products, "decode_table", has_table)
     joint = linear_job.Launch("f.cu", "kernel", 132, 8, 1000, (JOB, (*reversed(JOB[:-1]), JOB[-1]), JOB))
     biases = [torch.zeros(64, dtype=torch.bfloat16) for _ in range(2)]
     operands = [Operands(packed_matrix(seed), bias, LinearPlan(2)) for seed, bias in enumerate((*biases, None), 20)]
@@ -265,7 +267,7 @@ def test_x_is_arranged_before_a_product(monkeypatch: pytest.MonkeyPatch, launche
     assert arranged.done == parts + 5120
     prepared = linear_job.Arrangement(5, 1024, 8, 1 << 14, (0,), (0,), part_steps=0)
     single = linear_job.Launch("f.cu", "kernel", 132, 8, 1000, (JOB,), prepared)
-    monkeypatch.setattr(linear, "nearest_launch", lambda *arguments: single)
+    monkeypatch.setattr(linear_products, "nearest_launch", lambda *arguments: single)
     fused_linear(x, matrices[0], None, LinearPlan(1))
     again, product = launches[2:]
     assert product.job.x == again.arrangement.arranged
@@ -275,7 +277,7 @@ def test_x_is_arranged_before_a_product(monkeypatch: pytest.MonkeyPatch, launche
 def test_x_as_it_is_with_memory_for_sums(monkeypatch: pytest.MonkeyPatch, launches: list[Launch]) -> None:
     """Few tokens of x are arranged by the product itself; what its ranges' sums need is made ready before it."""
     prepared = linear_job.Arrangement(0, 1024, 8, 0, (6,), (4096,), part_steps=0)
-    monkeypatch.setattr(linear, "nearest_launch", lambda *arguments: launch)
+    monkeypatch.setattr(linear_products, "nearest_launch", lambda *arguments: launch)
     x, matrix = torch.zeros(4, 1024, dtype=torch.bfloat16), packed_matrix(0)
     launch = linear_job.Launch("f.cu", "kernel", 132, 8, 1000, (JOB,), prepared)
     fused_linear(x, matrix, None, LinearPlan(2))

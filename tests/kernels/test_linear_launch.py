@@ -11,15 +11,15 @@ import pytest
 
 from samebits.format.geometry import STAGE, Code, Layout
 from samebits.format.packed import Header
-from samebits.kernels import linear_chains, nvrtc
+from samebits.kernels import nvrtc
 from samebits.kernels.decode import STATIC_SHARED, staging_words
-from samebits.kernels.linear import LinearPlan, is_supported, sources
-from samebits.kernels.linear_clusters import MAX_CLUSTER_TOKENS
-from samebits.kernels.linear_clusters import TILES as CLUSTER_TILES
-from samebits.kernels.linear_clusters import Tile as ClusterTile
-from samebits.kernels.linear_cuts import Tiles, words
-from samebits.kernels.linear_job import ATOM_BYTES, CHUNK_STAGES, LEFT, MAP_BYTES, Kernel, Launch, magic
-from samebits.kernels.linear_launch import (
+from samebits.kernels.linear import chains
+from samebits.kernels.linear.clusters import MAX_CLUSTER_TOKENS
+from samebits.kernels.linear.clusters import TILES as CLUSTER_TILES
+from samebits.kernels.linear.clusters import Tile as ClusterTile
+from samebits.kernels.linear.cuts import Tiles, words
+from samebits.kernels.linear.job import ATOM_BYTES, CHUNK_STAGES, LEFT, MAP_BYTES, Kernel, Launch, magic
+from samebits.kernels.linear.launch import (
     MAX_HOPPER_TOKENS,
     MAX_TOKENS,
     VARIANTS,
@@ -28,10 +28,11 @@ from samebits.kernels.linear_launch import (
     launch_of,
     max_tokens,
 )
-from samebits.kernels.linear_pairs import MAX_WGMMA_TOKENS
-from samebits.kernels.linear_ranked import CLUSTER
-from samebits.kernels.linear_relay import TILE_TOKENS, Tile, relay
-from samebits.kernels.linear_tiles import MAX_TILE_TOKENS
+from samebits.kernels.linear.pairs import MAX_WGMMA_TOKENS
+from samebits.kernels.linear.products import LinearPlan, is_supported, sources
+from samebits.kernels.linear.ranked import CLUSTER
+from samebits.kernels.linear.relay import TILE_TOKENS, Tile, relay
+from samebits.kernels.linear.tiles import MAX_TILE_TOKENS
 from samebits.kernels.structures import MAX_PREFETCHED, JobStructure
 
 SHARED_MEMORY = 232448
@@ -349,7 +350,7 @@ def test_cuts_are_moved_to_where_less_is_decoded_twice(hopper: bool, monkeypatch
     header = header_of((10240, 8192), 470)
     number = next(i for i, variant in enumerate(VARIANTS) if variant.kernel is Kernel.CHAINS)
     moved = decoded()
-    monkeypatch.setattr(linear_chains._Planner, "_with_fewer_borders", lambda self, cuts: cuts)
+    monkeypatch.setattr(chains._Planner, "_with_fewer_borders", lambda self, cuts: cuts)
     assert 10 * 128 <= moved < decoded() or not hopper  # fewer warps have fewer cuts
     joint_launch.cache_clear()
 

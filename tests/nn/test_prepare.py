@@ -8,8 +8,8 @@ from torch import nn
 
 import samebits
 from samebits.errors import InputError
-from samebits.kernels.linear import LinearPlan
-from samebits.kernels.linear_launch import VARIANTS
+from samebits.kernels.linear.launch import VARIANTS
+from samebits.kernels.linear.products import LinearPlan
 from samebits.nn import prepare as module
 from samebits.plans.calibrate import UNSUPPORTED
 from samebits.plans.key import PlanKey

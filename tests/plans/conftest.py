@@ -15,7 +15,7 @@ import torch
 import samebits
 from samebits.format.packed import Header, PackedTensor
 from samebits.kernels import nvrtc
-from samebits.kernels.linear import LinearPlan, Operands
+from samebits.kernels.linear.products import LinearPlan, Operands
 from samebits.plans import calibrate, call, dispatch, planner, recall
 from samebits.plans.environment import Environment
 from samebits.plans.planner import Planner

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from samebits.kernels.linear import LinearPlan, Operands
+from samebits.kernels.linear.products import LinearPlan, Operands
 from samebits.plans import calibrate
 from samebits.plans.calibrate import UNSUPPORTED, candidate_splits, confirm
 from samebits.plans.key import PlanKey

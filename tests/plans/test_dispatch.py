@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import samebits
 from samebits.format.packed import PackedTensor
 from samebits.kernels import nvrtc
-from samebits.kernels.linear import LinearPlan
+from samebits.kernels.linear.products import LinearPlan
 from samebits.kernels.ops import fields_of
 from samebits.kernels.residents import MAX_SHAPES, resident
 from samebits.plans import call, dispatch, key

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 import identity
 import samebits
-from samebits.kernels.linear import Operands, Products, is_supported
-from samebits.kernels.linear_launch import MAX_HOPPER_TOKENS
+from samebits.kernels.linear.launch import MAX_HOPPER_TOKENS
+from samebits.kernels.linear.products import Operands, Products, is_supported
 from samebits.kernels.ops import fields_of
 from samebits.kernels.residents import resident
 from samebits.plans import carry, dispatch, planner, recall, together

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from samebits.kernels.linear_launch import MAX_HOPPER_TOKENS
+from samebits.kernels.linear.launch import MAX_HOPPER_TOKENS
 from samebits.plans import environment
 from samebits.plans.environment import Environment, blas_state
 from samebits.plans.key import PlanKey, is_gapless, key_of
@@ -180,7 +180,7 @@ def test_the_digest_of_the_kernels_is_that_of_their_sources(tmp_path: Path, monk
     before = environment.kernels_digest()
     monkeypatch.setattr(environment, "files", lambda package: tmp_path / "kernels")
     assert environment.kernels_digest() == before
-    for name in ("linear.py", "linear_launch.py", "linear_job.py", "linear_pairs.py", "csrc/common.cuh"):
+    for name in ("linear/products.py", "linear/launch.py", "linear/job.py", "linear/pairs.py", "csrc/common.cuh"):
         with open(tmp_path / "kernels" / name, "a", encoding="utf-8") as file:
             file.write("\n")
         assert environment.kernels_digest() != before

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from samebits.errors import DeviceError, InputError
-from samebits.kernels.linear import LinearPlan
-from samebits.kernels.linear_launch import VARIANTS
+from samebits.kernels.linear.launch import VARIANTS
+from samebits.kernels.linear.products import LinearPlan
 from samebits.plans import planner
 from samebits.plans.environment import Environment
 from samebits.plans.key import PlanKey

@@ -12,8 +12,8 @@ import torch
 
 import samebits
 from samebits.format.packed import Header, PackedTensor
-from samebits.kernels.linear import LinearPlan, Operands
-from samebits.kernels.linear_job import Spare
+from samebits.kernels.linear.job import Spare
+from samebits.kernels.linear.products import LinearPlan, Operands
 from samebits.kernels.residents import resident
 from samebits.kernels.structures import MAX_PREFETCHED
 from samebits.plans import call, carry, dispatch, planner, prefetch, together

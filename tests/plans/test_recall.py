@@ -29,8 +29,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import samebits
 from samebits.errors import DeviceError
 from samebits.format.packed import PackedTensor
-from samebits.kernels import decode, linear, linear_job, nvrtc
-from samebits.kernels.linear import LinearPlan
+from samebits.kernels import decode, nvrtc
+from samebits.kernels.linear import job as linear_job
+from samebits.kernels.linear import products as linear_products
+from samebits.kernels.linear.products import LinearPlan, Products
 from samebits.kernels.repeat import Repeat
 from samebits.kernels.residents import MAX_SHAPES, gradients, resident, residents
 from samebits.kernels.structures import (
@@ -150,8 +152,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
         (nvrtc, "check_code", _refuse),
         (nvrtc, "multiprocessors", lambda device: 132),
         (nvrtc, "shared_memory", lambda device: 232448),
-        (linear, "nearest_launch", lambda *arguments: LAUNCH),
-        (linear, "decode_table", _no_table),
+        (linear_products, "nearest_launch", lambda *arguments: LAUNCH),
+        (linear_products, "decode_table", _no_table),
         (decode, "decode_table", _no_table),
         (together, "launch_together", lambda operands, *others: joint(len(operands))),
         (together, "same_words", lambda left, right: True),
@@ -264,7 +266,7 @@ def test_the_driver_is_handed_the_same(driver: Driver, shape: tuple[int, ...], b
 
 def test_an_arranged_input(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     launch = linear_job.Launch("f.cu", "kernel", 132, 8, 1000, (JOB,), ARRANGEMENT)
-    monkeypatch.setattr(linear, "nearest_launch", lambda *arguments: launch)
+    monkeypatch.setattr(linear_products, "nearest_launch", lambda *arguments: launch)
     module = layer(0)
     warm(module, driver, 5)
     x = x_of(5)
@@ -287,11 +289,13 @@ def carrying(driver: Driver, monkeypatch: pytest.MonkeyPatch, steps: int = 12) -
     memory = linear_job.Arrangement(0, K, 8, 0, (6 + MAX_PREFETCHED,), (4096,), part_steps=4)
     carrier = linear_job.Launch("f.cu", "kernel", 132, 16, 1000, jobs, memory, None, spare)
     monkeypatch.setattr(
-        linear, "nearest_launch", lambda header, *others: carrier if header.shape[0] == CARRIER_ROWS else LAUNCH
+        linear_products,
+        "nearest_launch",
+        lambda header, *others: carrier if header.shape[0] == CARRIER_ROWS else LAUNCH,
     )
     monkeypatch.setattr(prefetch, "is_prefetchable", lambda packed, launch, device: True)
     monkeypatch.setattr(
-        linear, "_without_addresses", lambda packed: PrefetchedStructure(row_groups=packed.shape[0] // 8)
+        linear_products, "_without_addresses", lambda packed: PrefetchedStructure(row_groups=packed.shape[0] // 8)
     )
     monkeypatch.setattr(prefetch, "_FEW_TOKENS", 0)
     modules = [layer(0, rows=CARRIER_ROWS), layer(1), layer(2, bias=True)]
@@ -688,13 +692,13 @@ def test_products_of_one_input_that_are_decoded_first_alone(
 
 def test_too_little_memory_for_what_is_remembered(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then it is made in the usual way, which says so or knows another one."""
-    repeat = linear.Products.repeat
+    repeat = Products.repeat
 
-    def repeat_with_much_memory(self: linear.Products, x: torch.Tensor, bias: torch.Tensor | None) -> Repeat | None:
+    def repeat_with_much_memory(self: Products, x: torch.Tensor, bias: torch.Tensor | None) -> Repeat | None:
         found = repeat(self, x, bias)
         return found and found._replace(scratch=1 << 60)
 
-    monkeypatch.setattr(linear.Products, "repeat", repeat_with_much_memory)
+    monkeypatch.setattr(Products, "repeat", repeat_with_much_memory)
     module = layer(0)
     for _ in range(6):
         module(x_of(1, 1))

@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import pytest
 from filelock import FileLock
 
-from samebits.kernels.linear import LinearPlan
+from samebits.kernels.linear.products import LinearPlan
 from samebits.plans import store
 from samebits.plans.environment import Environment
 from samebits.plans.key import PlanKey

@@ -14,8 +14,8 @@ import torch
 import samebits
 from samebits.format.packed import PackedTensor
 from samebits.kernels import residents
-from samebits.kernels.linear import Operands
-from samebits.kernels.linear_job import Launch, Spare
+from samebits.kernels.linear.job import Launch, Spare
+from samebits.kernels.linear.products import Operands
 from samebits.plans import calibrate, call, dispatch, key, planner, together
 from samebits.plans.store import GroupOutcome
 from samebits.plans.together import Together

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from samebits.cli.console import print_json, print_lines, print_table
-from samebits.kernels.linear_launch import VARIANTS
+from samebits.kernels.linear.launch import VARIANTS
 from samebits.plans import store
 from samebits.plans.environment import kernels_digest
 from samebits.plans.key import PlanKey

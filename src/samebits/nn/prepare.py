@@ -12,7 +12,7 @@ from torch import nn
 
 from samebits.errors import InputError
 from samebits.format.packed import Header
-from samebits.kernels.linear import is_supported
+from samebits.kernels.linear.products import is_supported
 from samebits.nn.offload import streaming_device
 from samebits.nn.packed_module import PackedLinearModule
 from samebits.plans.calibrate import UNSUPPORTED

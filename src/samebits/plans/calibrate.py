@@ -18,7 +18,9 @@ from samebits.api import decode, encode
 from samebits.bf16 import same_words
 from samebits.format.geometry import STAGE
 from samebits.format.packed import PackedTensor
-from samebits.kernels.linear import (
+from samebits.kernels.linear.job import Launch
+from samebits.kernels.linear.launch import VARIANTS, different, launch_of
+from samebits.kernels.linear.products import (
     LinearPlan,
     Operands,
     first_variant,
@@ -30,8 +32,6 @@ from samebits.kernels.linear import (
     sources,
     variants,
 )
-from samebits.kernels.linear_job import Launch
-from samebits.kernels.linear_launch import VARIANTS, different, launch_of
 from samebits.kernels.nvrtc import compile_all
 from samebits.plans.key import PlanKey
 from samebits.plans.probe import Probe

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from samebits.format.packed import Header, PackedTensor
 from samebits.kernels.decode import decode_cuda
-from samebits.kernels.linear import LinearPlan, Operands, Products, is_launchable, is_supported, products_of
-from samebits.kernels.linear_launch import MAX_HOPPER_TOKENS
+from samebits.kernels.linear.launch import MAX_HOPPER_TOKENS
+from samebits.kernels.linear.products import LinearPlan, Operands, Products, is_launchable, is_supported, products_of
 from samebits.kernels.residents import ParameterBytes, make_room, resident
 from samebits.plans.environment import blas_state
 from samebits.plans.key import ALIGNMENT, PlanKey, key_of

@@ -164,9 +164,9 @@ def _cublas() -> str:
 
 def kernels_digest() -> str:
     """Of what a plan's split and variant mean."""
-    folder = files("samebits.kernels")
-    planning = (source for source in folder.iterdir() if source.name.startswith("linear"))
+    folders = (files("samebits.kernels").joinpath(name) for name in ("csrc", "linear"))
+    sources = (source for folder in folders for source in folder.iterdir() if source.is_file())
     digest = hashlib.sha256()
-    for source in sorted((*planning, *folder.joinpath("csrc").iterdir()), key=lambda source: source.name):
+    for source in sorted(sources, key=lambda source: source.name):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:16]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from samebits.kernels.linear_launch import MAX_HOPPER_TOKENS
+from samebits.kernels.linear.launch import MAX_HOPPER_TOKENS
 from samebits.plans.environment import blas_state
 
 ALIGNMENT = 16  # bytes; operands at other addresses make cuBLAS choose other algorithms

@@ -14,8 +14,8 @@ from threading import Lock
 import torch
 
 from samebits.errors import DeviceError, InputError
-from samebits.kernels.linear import Operands
-from samebits.kernels.linear_launch import VARIANTS
+from samebits.kernels.linear.launch import VARIANTS
+from samebits.kernels.linear.products import Operands
 from samebits.plans.calibrate import calibrate, confirm, fastest_together
 from samebits.plans.environment import Environment
 from samebits.plans.key import PlanKey

@@ -17,7 +17,7 @@ import torch
 
 from samebits.format.packed import Header, PackedTensor
 from samebits.kernels import nvrtc
-from samebits.kernels.linear import Operands, Products, is_prefetchable
+from samebits.kernels.linear.products import Operands, Products, is_prefetchable
 from samebits.kernels.residents import ParameterBytes, Resident, make_room, resident, residents
 from samebits.kernels.structures import MAX_PREFETCHED
 from samebits.plans.call import Call

@@ -1,7 +1,7 @@
 /* Products of modules that were made before, made once more: see recall.py, which says what is remembered and when.
 
    Everything is asked of torch again by the means of Python, in the order of packed_module.py, together.py, call.py and
-   linear.py, and nothing is decided here: where anything is not as remembered, the answer is None and those do it. */
+   products.py, and nothing is decided here: where anything is not as remembered, the answer is None and those do it. */
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>

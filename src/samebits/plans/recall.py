@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from samebits.format.packed import PackedTensor
 from samebits.kernels import decode, nvrtc
-from samebits.kernels.linear import LinearPlan, Products
+from samebits.kernels.linear.products import LinearPlan, Products
 from samebits.kernels.repeat import Repeat
 from samebits.kernels.residents import ParameterBytes, Recalled, Resident, gradients, make_room, resident, residents
 from samebits.plans import environment

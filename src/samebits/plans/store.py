@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from filelock import FileLock, Timeout
 
-from samebits.kernels.linear import LinearPlan
+from samebits.kernels.linear.products import LinearPlan
 from samebits.plans.environment import Environment
 from samebits.plans.key import PlanKey
 

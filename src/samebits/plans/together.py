@@ -19,7 +19,7 @@ import torch
 from samebits.bf16 import same_words
 from samebits.format.packed import Header, PackedTensor
 from samebits.kernels import nvrtc
-from samebits.kernels.linear import (
+from samebits.kernels.linear.products import (
     LinearPlan,
     Operands,
     Products,

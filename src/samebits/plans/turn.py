@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from samebits.kernels import nvrtc
-from samebits.kernels.linear import LinearPlan
+from samebits.kernels.linear.products import LinearPlan
 from samebits.kernels.residents import Bytes
 
 Made = tuple[Any, Any, LinearPlan, torch.Tensor]  # a product with its group and weight, see together.py; for recall.c

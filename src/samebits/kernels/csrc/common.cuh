@@ -198,7 +198,7 @@ __device__ __forceinline__ int sum_before(int value, int lane, int& total) {
     return sum - value;
 }
 
-// n / divisor for the small numbers that kernels divide, by what the host has worked out of the divisor (linear_job.py: magic): the compiler's
+// n / divisor for the small numbers that kernels divide, by what the host has worked out of the divisor (linear/job.py: magic): the compiler's
 // own division takes a hundred cycles, and where work starts is found by many of them.
 __device__ __forceinline__ int divide(int n, u32 magic) { return magic ? int(__umulhi(u32(n), magic)) : n; }
 

@@ -4,7 +4,7 @@
 //
 // Where a walk ends inside a chain, the walk behind goes on with its sums. So a warp starts with its last chain, goes on with whole ones, and
 // ends with its first: what it takes over there has long been left for it. A chunk in which a chain ends and another begins is decoded once, unless
-// walks or their parts meet in it. linear_chains.py has worked out the walks.
+// walks or their parts meet in it. linear/chains.py has worked out the walks.
 #pragma once
 #include "walk.cuh"
 

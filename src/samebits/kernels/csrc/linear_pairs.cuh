@@ -5,7 +5,7 @@
 // bring slabs and x to rings in shared memory, where x is as arrange.cu arranges it, and open chunks. Sums of several ranges meet in memory. There are two
 // ways to multiply: each warp for itself with mma, and for more tokens four warps together with wgmma, which wait for each other at every stage.
 //
-// With mma each block has a share of all stages, which linear_pairs.py has cut. Where a cut lies inside a range, the block behind goes on with the sums. So a
+// With mma each block has a share of all stages, which linear/pairs.py has cut. Where a cut lies inside a range, the block behind goes on with the sums. So a
 // block starts with its last unit and goes back to its first: what it takes over there has long been left for it.
 #pragma once
 #include "hopper.cuh"
@@ -13,7 +13,7 @@
 
 constexpr int kOthers = 4;                // warps that bring slabs, bring x, or open chunks
 
-// For so many tokens at once. Numbers that linear_pairs.py knows too: kOthers, wide, multipliers, pairs, cluster, x_parts, arranged.
+// For so many tokens at once. Numbers that linear/pairs.py knows too: kOthers, wide, multipliers, pairs, cluster, x_parts, arranged.
 template <int tokens, int row_groups>
 struct WithMma {
     static constexpr bool wgmma = false;

@@ -22,7 +22,7 @@ constexpr int kLeftTokens = 64;           // of a warpgroup, where tokens are th
 // Leaves 96 registers to each, or 80.
 __host__ __device__ constexpr int max_threads(int warpgroups) { return 32 * (warpgroups == 1 ? 20 : 21); }
 
-// A slot of the ring of x is there, and given back, as a whole or stage by stage, which are as many parts (linear_tiles.py: x_parts).
+// A slot of the ring of x is there, and given back, as a whole or stage by stage, which are as many parts (linear/tiles.py: x_parts).
 __host__ __device__ constexpr int x_parts(int wide) { return wide <= 32 ? 1 : 2; }
 __host__ __device__ constexpr int x_bytes(int wide) { return 2 * wide * 128; }   // of a slot
 

@@ -24,7 +24,7 @@ constexpr int kBorderBit = 20;                         // four bits: in front of
 constexpr int kRangeBit = 24;                          // from here on the number of its first stage's range
 // Behind the pieces of a list: the shifts of their rows; of the staged piece where its streams are, and how many words.
 constexpr u32 kShifts = kListed * sizeof(Piece), kStaged = kShifts + 8 * kListed, kListBytes = kStaged + 16;
-static_assert(kListBytes == 400, "linear_walk.py: _LIST_WORDS");
+static_assert(kListBytes == 400, "linear/walk.py: _LIST_WORDS");
 
 // A piece: in which of the block's row groups it is, of which chunk it has stages [begin, end), and whether it is the first or the last of those of a
 // walk that lie behind each other.

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from samebits.format.geometry import ROW_GROUP, STAGE
 from samebits.format.packed import Header
 from samebits.kernels import nvrtc
-from samebits.kernels.linear_job import ATOM_BYTES, MAP_BYTES, Arrangement, Boxes, JobFields, Launch
-from samebits.kernels.linear_ranked import CLUSTER, Ranked, TilePlanner, ranked
+from samebits.kernels.linear.job import ATOM_BYTES, MAP_BYTES, Arrangement, Boxes, JobFields, Launch
+from samebits.kernels.linear.ranked import CLUSTER, Ranked, TilePlanner, ranked
 
 MAX_CLUSTER_TOKENS = 1024  # with more, a weight is decoded too often
 WARPS = 16  # kWarps

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
 
-from samebits.kernels.linear_job import CHUNK_STAGES
+from samebits.kernels.linear.job import CHUNK_STAGES
 
 _IN_RANGE_BITS = 12  # csrc: kInRangeBits
 _UNIT_COST = 2.0  # of a unit's start and end, where a stage costs 1
@@ -103,10 +103,10 @@ def cuts_anywhere(tensors: tuple[Tiles, ...], blocks: int) -> tuple[tuple[Cut, .
     if place == len(possible):
         return None
     found = tuple(each.anywhere(possible[place]) for each in tensors)
-    return found if any(map(hand_on, found)) else None
+    return found if any(map(hands_on, found)) else None
 
 
-def hand_on(cuts: tuple[Cut, ...]) -> bool:
+def hands_on(cuts: tuple[Cut, ...]) -> bool:
     """Whether some lie inside units, so that blocks hand sums on."""
     return any(stage for _, stage in cuts)
 

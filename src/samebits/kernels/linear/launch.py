@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from samebits.format.packed import Header
-from samebits.kernels import linear_pairs, nvrtc
-from samebits.kernels.linear_ahead import ahead
-from samebits.kernels.linear_chains import chains
-from samebits.kernels.linear_clusters import WARPS, clusters
-from samebits.kernels.linear_job import MAX_TOKENS, Kernel, Launch
-from samebits.kernels.linear_relay import TILES, relay
-from samebits.kernels.linear_rounds import rounds
-from samebits.kernels.linear_tiles import TILE_WARPS, tiles
+from samebits.kernels import nvrtc
+from samebits.kernels.linear.ahead import ahead
+from samebits.kernels.linear.chains import chains
+from samebits.kernels.linear.clusters import WARPS, clusters
+from samebits.kernels.linear.job import MAX_TOKENS, Kernel, Launch
+from samebits.kernels.linear.pairs import MULTIPLIERS, pairs, warpgroups
+from samebits.kernels.linear.relay import TILES, relay
+from samebits.kernels.linear.rounds import rounds
+from samebits.kernels.linear.tiles import TILE_WARPS, tiles
 
 _WARPGROUP = 4  # warps
 _RANKS = 3  # linear_relay.cuh, linear_clusters.cuh: tiles of which the fastest is found by trying
@@ -59,10 +60,10 @@ VARIANTS = (
     Variant(Kernel.CHAINS, warps=20, shared_x=False),
     Variant(Kernel.CHAINS, warps=16),
     Variant(Kernel.TILES, warps=TILE_WARPS),
-    Variant(Kernel.PAIRS, warps=max(linear_pairs.MULTIPLIERS[2].values())),
+    Variant(Kernel.PAIRS, warps=max(MULTIPLIERS[2].values())),
     Variant(Kernel.WARPGROUPS, warps=_WARPGROUP),
     Variant(Kernel.WARPGROUPS, warps=2 * _WARPGROUP),
-    Variant(Kernel.SINGLES, warps=max(linear_pairs.MULTIPLIERS[1].values())),
+    Variant(Kernel.SINGLES, warps=max(MULTIPLIERS[1].values())),
     Variant(Kernel.PAIRS, warps=8),
     *(Variant(Kernel.RELAY, max(tile.warps for tile in TILES), rank=rank) for rank in range(_RANKS)),
     Variant(Kernel.CHAINS, warps=12),
@@ -109,7 +110,7 @@ def joint_launch(
     """
     kind = VARIANTS[variant]
     if kind.kernel in (Kernel.SINGLES, Kernel.PAIRS):
-        return linear_pairs.pairs(headers, m, splits, device, kind.kernel, kind.warps, hand_on=kind.hand_on)
+        return pairs(headers, m, splits, device, kind.kernel, kind.warps, hand_on=kind.hand_on)
     if kind.kernel is Kernel.AHEAD:
         return ahead(headers, m, splits, device, kind.warps, kind.sharing)
     if kind.kernel is Kernel.CHAINS:
@@ -119,7 +120,7 @@ def joint_launch(
     if kind.kernel in _RANKED:
         return _RANKED[kind.kernel](headers, m, splits, device, kind.rank)
     if kind.kernel is Kernel.WARPGROUPS and len(headers) == 1:
-        return linear_pairs.warpgroups(headers[0], m, splits[0], device, kind.warps)
+        return warpgroups(headers[0], m, splits[0], device, kind.warps)
     if kind.kernel is Kernel.TILES:
         return tiles(headers, m, splits, device, kind.warps)
     return None

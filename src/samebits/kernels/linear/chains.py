@@ -11,8 +11,8 @@ from itertools import accumulate, pairwise, product
 
 from samebits.format.packed import Header
 from samebits.kernels import nvrtc
-from samebits.kernels.linear_job import CHUNK_STAGES, MAX_TOKENS, OCTET, JobFields, Launch, shares
-from samebits.kernels.linear_walk import IDLE, MAX_RANGES, OPENING, TURN, WalkPlanner, turns
+from samebits.kernels.linear.job import CHUNK_STAGES, MAX_TOKENS, OCTET, JobFields, Launch, shares
+from samebits.kernels.linear.walk import IDLE, MAX_RANGES, OPENING, TURN, WalkPlanner, turns
 from samebits.kernels.structures import WALKS
 
 _MAX_WARPS = {1: WALKS, 2: 16}  # kMaxWarps, kFewWarps: by OCTETs of tokens

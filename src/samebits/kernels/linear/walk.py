@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from samebits.format.geometry import SLAB_BYTES
 from samebits.format.packed import Header
-from samebits.kernels.linear_job import CHUNK_STAGES, Planner
+from samebits.kernels.linear.job import CHUNK_STAGES, Planner
 
 MAX_RANGES = 255  # csrc: kRangeBit
 OPENING = 4  # stages in whose time a chunk is opened, about

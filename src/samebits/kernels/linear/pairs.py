@@ -9,9 +9,9 @@ from itertools import accumulate
 
 from samebits.format.geometry import SLAB_BYTES, STAGE, STEPS
 from samebits.format.packed import Header
-from samebits.kernels import linear_cuts, nvrtc
-from samebits.kernels.linear_cuts import Cut, Tiles
-from samebits.kernels.linear_job import ATOM_BYTES, LANES, OCTET, RIGHT, Arrangement, JobFields, Kernel, Launch, Planner
+from samebits.kernels import nvrtc
+from samebits.kernels.linear.cuts import Cut, Tiles, cuts_anywhere, hands_on, words
+from samebits.kernels.linear.job import ATOM_BYTES, LANES, OCTET, RIGHT, Arrangement, JobFields, Kernel, Launch, Planner
 from samebits.kernels.structures import DIVISION_WORDS
 
 WGMMA_WIDTHS = (64, 128, 256)  # tokens of a tile
@@ -142,7 +142,7 @@ def pairs(
         return None
     if hand_on:
         warps = fitting[-1]
-        cuts = linear_cuts.cuts_anywhere(tuple(each.tiles(way, warps) for each in planners), multiprocessors)
+        cuts = cuts_anywhere(tuple(each.tiles(way, warps) for each in planners), multiprocessors)
     else:
         found = [(*_shares(planners, way, warps, multiprocessors), warps) for warps in fitting]
         _, shares, warps = min(found, key=lambda each: each[0] * (1 + _WARP_COST * (each[2] - 1)))
@@ -182,7 +182,7 @@ def _launch(
     meetings = [each.meetings(way, warps) for each in planners]
     sums = [number * each.ranges for number, each in zip(meetings, planners, strict=True)]
     for i in range(len(planners)):
-        if linear_cuts.hand_on(cuts[i]):
+        if hands_on(cuts[i]):
             meetings[i] += shares[i] * warps  # of each warp a flag
             sums[i] += shares[i] * warps
     part_steps = STEPS // way.x_parts if way.wgmma else RIGHT
@@ -223,7 +223,7 @@ class _Planner(Planner):
         """JobStructure's fields behind the pointers."""
         return self.job_fields(1, 1, warps, x=x, ring=ring, first_block=first_block, blocks=blocks,
                          token_tiles=self.token_tiles(way), units=self.units(way, warps),
-                         division=linear_cuts.words(cuts))  # fmt: skip
+                         division=words(cuts))  # fmt: skip
 
     def meetings(self, way: _Way, warps: int) -> int:
         """Of ranges' sums, where there are several: one for each warp's row groups and tile of tokens."""

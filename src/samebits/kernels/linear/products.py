@@ -21,8 +21,8 @@ from samebits.format.geometry import ROW_GROUP, SLAB_BYTES, STAGE, Code, Layout
 from samebits.format.packed import Header, PackedTensor
 from samebits.kernels import nvrtc
 from samebits.kernels.decode import decode_source
-from samebits.kernels.linear_job import CHUNK_STAGES, Arrangement, Launch
-from samebits.kernels.linear_launch import VARIANTS, different, joint_launch, launch_of, max_tokens, nearest_launch
+from samebits.kernels.linear.job import CHUNK_STAGES, Arrangement, Launch
+from samebits.kernels.linear.launch import VARIANTS, different, joint_launch, launch_of, max_tokens, nearest_launch
 from samebits.kernels.repeat import Patch, Repeat, Step, X
 from samebits.kernels.residents import resident
 from samebits.kernels.structures import (
@@ -46,7 +46,7 @@ class LinearPlan:
 
     Attributes:
         split: ranges that K is asked to be cut into; ceil(ceil(K / 64) / split) stages each.
-        variant: index into linear_launch.VARIANTS; changes the speed and never the bits.
+        variant: index into launch.VARIANTS; changes the speed and never the bits.
     """
 
     split: int

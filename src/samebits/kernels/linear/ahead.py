@@ -8,7 +8,7 @@ from itertools import accumulate
 from samebits.format.geometry import SIGN_BYTES, STAGE, STAGE_WORDS
 from samebits.format.packed import Header
 from samebits.kernels import nvrtc
-from samebits.kernels.linear_job import (
+from samebits.kernels.linear.job import (
     CHUNK_STAGES,
     LANES,
     MAX_TOKENS,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from samebits.format.geometry import ROW_GROUP, STAGE
 from samebits.format.packed import Header, align
 from samebits.kernels import nvrtc
-from samebits.kernels.linear_job import (
+from samebits.kernels.linear.job import (
     ATOM_BYTES,
     CHUNK_STAGES,
     MAP_BYTES,

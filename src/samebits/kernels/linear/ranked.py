@@ -11,7 +11,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from samebits.format.packed import Header
 from samebits.kernels import nvrtc
-from samebits.kernels.linear_job import JobFields, Planner
+from samebits.kernels.linear.job import JobFields, Planner
 
 CLUSTER = 2  # kCluster: blocks
 

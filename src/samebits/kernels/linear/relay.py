@@ -8,8 +8,8 @@ from typing import NamedTuple
 from samebits.format.geometry import ROW_GROUP, STAGE
 from samebits.format.packed import Header
 from samebits.kernels import nvrtc
-from samebits.kernels.linear_job import ATOM_BYTES, LANES, MAP_BYTES, Arrangement, Boxes, JobFields, Launch, Spare
-from samebits.kernels.linear_ranked import CLUSTER, Ranked, TilePlanner, ranked
+from samebits.kernels.linear.job import ATOM_BYTES, LANES, MAP_BYTES, Arrangement, Boxes, JobFields, Launch, Spare
+from samebits.kernels.linear.ranked import CLUSTER, Ranked, TilePlanner, ranked
 from samebits.kernels.structures import MAX_PREFETCHED
 
 TILE_TOKENS = 128  # kTileTokens

@@ -10,7 +10,7 @@ from itertools import accumulate
 from samebits.format.geometry import STAGE
 from samebits.format.packed import Header
 from samebits.kernels import nvrtc
-from samebits.kernels.linear_job import (
+from samebits.kernels.linear.job import (
     CHUNK_STAGES,
     LANES,
     MAX_TOKENS,
@@ -22,7 +22,7 @@ from samebits.kernels.linear_job import (
     arranged_left,
     shares,
 )
-from samebits.kernels.linear_walk import IDLE, MAX_RANGES, OPENING, TURN, WalkPlanner, turns
+from samebits.kernels.linear.walk import IDLE, MAX_RANGES, OPENING, TURN, WalkPlanner, turns
 
 _MAX_WARPS = {1: 19, 2: 14}  # kMaxWarps, kFewWarps: by OCTETs of tokens
 _COLUMN_WORDS = 2 * TURN * STAGE // 4  # kColumnBytes
