@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from samebits.format.geometry import SIGN_BYTES, STAGE, STAGE_WORDS
+from samebits.format.geometry import LANES, SIGN_BYTES, STAGE, STAGE_WORDS
 from samebits.format.packed import Header
 from samebits.kernels import nvrtc
 from samebits.kernels.linear.job import (
     CHUNK_STAGES,
-    LANES,
     MAX_TOKENS,
     OCTET,
     JobFields,

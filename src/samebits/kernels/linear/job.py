@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-from samebits.format.geometry import STAGE, STEPS
+from samebits.format.geometry import LANES, STAGE, STEPS
 from samebits.format.packed import Header, align
 from samebits.kernels import nvrtc
 from samebits.kernels.decode import STATIC_SHARED, staging_words
@@ -20,7 +20,6 @@ from samebits.kernels.tables import table_words
 CHUNK_STAGES = 16  # csrc: kChunkStages
 OCTET = 8  # tokens that mma's right matrix has
 MAX_TOKENS = 16  # of the kernels in which each row group, or two of them, have one mma for all tokens
-LANES = 32
 ATOM_BYTES = 1024  # atoms.cuh: kAtomBytes
 MAP_BYTES = 128  # hopper.cuh: kMapBytes
 RIGHT, LEFT = 0, 1  # arrange.cu: kRight, kLeft
@@ -222,9 +221,9 @@ class Planner:
         batches: int,
         decoders: int,
         *,
+        first_block: int,
         x: int = 0,
         ring: int = 0,
-        first_block: int = 0,
         blocks: int | None = None,
         token_tiles: int = 0,
         units: int = 0,

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from samebits.format.geometry import SLAB_BYTES, STAGE, STEPS
+from samebits.format.geometry import LANES, SLAB_BYTES, STAGE, STEPS
 from samebits.format.packed import Header
 from samebits.kernels import nvrtc
 from samebits.kernels.linear.cuts import Cut, Tiles, cuts_anywhere, hands_on, words
-from samebits.kernels.linear.job import ATOM_BYTES, LANES, OCTET, RIGHT, Arrangement, JobFields, Kernel, Launch, Planner
+from samebits.kernels.linear.job import ATOM_BYTES, OCTET, RIGHT, Arrangement, JobFields, Kernel, Launch, Planner
 from samebits.kernels.structures import DIVISION_WORDS
 
 WGMMA_WIDTHS = (64, 128, 256)  # tokens of a tile

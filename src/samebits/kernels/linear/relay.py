@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from samebits.format.geometry import ROW_GROUP, STAGE
+from samebits.format.geometry import LANES, ROW_GROUP, STAGE
 from samebits.format.packed import Header
 from samebits.kernels import nvrtc
-from samebits.kernels.linear.job import ATOM_BYTES, LANES, MAP_BYTES, Arrangement, Boxes, JobFields, Launch, Spare
+from samebits.kernels.linear.job import ATOM_BYTES, MAP_BYTES, Arrangement, Boxes, JobFields, Launch, Spare
 from samebits.kernels.linear.ranked import CLUSTER, Ranked, TilePlanner, ranked
 from samebits.kernels.structures import MAX_PREFETCHED
 

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from samebits.format.geometry import STAGE
+from samebits.format.geometry import LANES, STAGE
 from samebits.format.packed import Header
 from samebits.kernels import nvrtc
 from samebits.kernels.linear.job import (
     CHUNK_STAGES,
-    LANES,
     MAX_TOKENS,
     OCTET,
     RIGHT,
