@@ -26,9 +26,15 @@ from samebits.df11.config import KEY, Df11Config
 from samebits.errors import InputError, SamebitsError
 from samebits.format.safetensors_file import SUFFIX
 from samebits.integrations.model_shapes import shapes_in
-from samebits.integrations.transformers.layout import KEEP_FORMAT, LayoutConfig, LayoutQuantizer
+from samebits.integrations.transformers import layout
 from samebits.integrations.transformers.parallel import plain_tensors
-from samebits.integrations.transformers.quantizer import SamebitsConfig, SamebitsQuantizer, hub_options, loading
+from samebits.integrations.transformers.quantizer import (
+    KEEP_FORMAT,
+    SamebitsConfig,
+    SamebitsQuantizer,
+    hub_options,
+    loading,
+)
 
 _FILE = "transformers_weights"  # of a config: the file to load
 
@@ -62,7 +68,7 @@ def _settled(quantization_config: Any) -> Any:
     if quantization_config is not None:
         mend = f"leave out {KEEP_FORMAT} or quantization_config"
         raise InputError(f"with {KEEP_FORMAT}, nothing is packed that quantization_config could choose", mend=mend)
-    return LayoutConfig()
+    return layout.LayoutConfig()
 
 
 def _is_df11(config: Any) -> bool:
@@ -97,7 +103,7 @@ def _reading(original: Callable[..., Any]) -> Callable[..., Any]:
         quantizer = load_config.hf_quantizer
         folder = Path(checkpoint_files[0]).parent if checkpoint_files else Path()
         with ExitStack() as files:
-            if isinstance(quantizer, LayoutQuantizer):
+            if isinstance(quantizer, layout.LayoutQuantizer):
                 vars(model.config).pop(_FILE, None)
                 state_dict = quantizer.tensors(load_config.device_map, files)
             elif isinstance(quantizer, SamebitsQuantizer) and quantizer.reads_parts:

@@ -25,10 +25,9 @@ from samebits.df11.checkpoint import StoredUnit, UnitEntry, open_checkpoint
 from samebits.errors import InputError, SamebitsError
 from samebits.integrations.model_shapes import shapes_in
 from samebits.integrations.transformers.names import Names
-from samebits.integrations.transformers.quantizer import SamebitsQuantizer, compute_as_plain
+from samebits.integrations.transformers.quantizer import KEEP_FORMAT, SamebitsQuantizer, compute_as_plain
 from samebits.nn.df11 import DecodingMemory, attach_unit, share_unit
 
-KEEP_FORMAT = "keep_format"  # of from_pretrained
 _METHOD = "dfloat11"
 _WEIGHT = ".weight"
 _MEND = f"load it without {KEEP_FORMAT}"

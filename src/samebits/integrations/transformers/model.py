@@ -15,10 +15,8 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from samebits.errors import InputError, SamebitsError
-from samebits.integrations.transformers import parallel
-from samebits.integrations.transformers.layout import KEEP_FORMAT
-from samebits.integrations.transformers.quantizer import SamebitsConfig, SamebitsQuantizer, loading
-from samebits.integrations.transformers.state import checkpoint_tensors
+from samebits.integrations.transformers import parallel, state
+from samebits.integrations.transformers.quantizer import KEEP_FORMAT, SamebitsConfig, SamebitsQuantizer, loading
 from samebits.integrations.weight_files import publish, remove_packed, write_weights
 from samebits.nn.convert import counting_weights
 from samebits.nn.df11 import holds_units
@@ -134,7 +132,7 @@ def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
                 call.apply_defaults()
                 (Path(staging) / SAFE_WEIGHTS_NAME).unlink(missing_ok=True)  # an empty one
                 min_weights = self.hf_quantizer.quantization_config.min_weights
-                tensors = checkpoint_tensors(self, min_weights, call.arguments["state_dict"], gathered)
+                tensors = state.checkpoint_tensors(self, min_weights, call.arguments["state_dict"], gathered)
                 write_weights(tensors, Path(staging), call.arguments["max_shard_size"])
                 publish(Path(staging), destination)
         if is_split:

@@ -39,6 +39,7 @@ from samebits.nn.spared import spare
 
 # What from_pretrained was called with: the folder or hub id, and its keyword arguments.
 loading: ContextVar[tuple[str, Mapping[str, Any]]] = ContextVar("samebits_loading", default=("", {}))
+KEEP_FORMAT = "keep_format"  # one of these: see layout.py
 
 _HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "token", "revision")
 _ALIGNMENT = 16  # of packed tensors in memory, in bytes
