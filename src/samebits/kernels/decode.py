@@ -132,7 +132,7 @@ class _Prepared(NamedTuple):
         if max(geometry.rows, geometry.columns, geometry.chunks) >= 1 << 31:
             what = f"a tensor of shape {tuple(packed.shape)} is too large for the CUDA kernels"
             raise DeviceError(what, mend="decode it on the CPU")
-        block = Block.of_any([header], device)
+        block = ThreadBlock.of_any([header], device)
         structure = PackedStructure.of(packed, decode_table(packed))
         grid, warps, parts = nvrtc.multiprocessors(device), block.warps, 1
         if everything:
@@ -186,14 +186,14 @@ def staging_words(header: Header) -> int:
 
 
 @dataclass(frozen=True)
-class Block:
+class ThreadBlock:
     """The blocks in which tensors are decoded."""
 
     warps: int
     division: DivisionStructure
 
     @classmethod
-    def of_any(cls, headers: Sequence[Header], device: int) -> Block:
+    def of_any(cls, headers: Sequence[Header], device: int) -> ThreadBlock:
         """For each of several, with as many warps as fit.
 
         Raises:

@@ -12,7 +12,7 @@ import torch
 from samebits.format.geometry import Code
 from samebits.format.packed import PackedTensor
 from samebits.kernels import nvrtc
-from samebits.kernels.decode import ALIGNMENT, Block, is_whole
+from samebits.kernels.decode import ALIGNMENT, ThreadBlock, is_whole
 from samebits.kernels.structures import GeometryStructure, PackedStructure, PieceStructure
 
 STORED = 4  # words that a lane stores at once
@@ -58,7 +58,7 @@ class Pieces:
         self._device = pieces[0].packed.data.get_device()
         headers = [piece.packed.header for piece in pieces]
         ends = [0, *accumulate(header.geometry.chunks for header in headers)]
-        block = Block.of_any(headers, self._device)
+        block = ThreadBlock.of_any(headers, self._device)
         structures = (PieceStructure * len(pieces))(*map(_structure, pieces, ends))
         told = torch.frombuffer(bytearray(structures), dtype=torch.uint8)
         with nvrtc.on_device(self._device):

@@ -35,7 +35,7 @@ _ALIGNMENT = 256
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
-class Block(NamedTuple):
+class TokenBlock(NamedTuple):
     """Some tokens' states, packed.
 
     Attributes:
@@ -48,7 +48,7 @@ class Block(NamedTuple):
     order: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, states: torch.Tensor, arena: Arena, beside: int) -> Block:
+    def of(cls, states: torch.Tensor, arena: Arena, beside: int) -> TokenBlock:
         """
         Args:
             states: [sequences, heads, tokens, channels], bfloat16.
@@ -72,10 +72,10 @@ class Block(NamedTuple):
         states = decode(self.packed).view(self.shape)
         return states if self.order is None else states.index_select(0, self.order)
 
-    def select(self, indices: torch.Tensor) -> Block:
+    def select(self, indices: torch.Tensor) -> TokenBlock:
         return self._replace(order=indices if self.order is None else self.order[indices])
 
-    def to(self, device: torch.device) -> Block:
+    def to(self, device: torch.device) -> TokenBlock:
         order = None if self.order is None else self.order.to(device, non_blocking=True)
         return self._replace(packed=self.packed.to(device, non_blocking=True), order=order)
 
@@ -187,10 +187,10 @@ class Decoding(NamedTuple):
     """
 
     pieces: Pieces | None
-    others: list[tuple[int, Block]]
+    others: list[tuple[int, TokenBlock]]
 
     @classmethod
-    def of(cls, blocks: list[Block]) -> Decoding:
+    def of(cls, blocks: list[TokenBlock]) -> Decoding:
         pieces, others, start = [], [], 0
         for block in blocks:
             piece = block.piece(start) if block.packed.data.is_cuda else None
@@ -221,7 +221,7 @@ class PackedStates:
 
     def __init__(self, arena: Arena, block_tokens: int | None) -> None:
         self._arena, self._block_tokens, self._phase = arena, block_tokens, arena.phase()
-        self._blocks: list[Block] = []
+        self._blocks: list[TokenBlock] = []
         self._packed_tokens = 0  # in them
         self._others: torch.Tensor | None = None  # the latest tokens, behind all blocks, if they have no room
         self._room: torch.Tensor | None = None  # for them and the next ones, if there are blocks; they are the first
@@ -367,19 +367,21 @@ class PackedStates:
         blocks = (latest.shape[2] - LATEST_TOKENS - ahead) // unit
         return blocks * unit + ahead if blocks > 0 else 0
 
-    def _packed(self, states: torch.Tensor, beside: int) -> list[Block]:
+    def _packed(self, states: torch.Tensor, beside: int) -> list[TokenBlock]:
         """Such whole blocks; many are fewer, larger ones."""
         sequences, heads, tokens, channels = states.shape
         unit, _ = self._rhythm(states)
         most = max(1, MOST_WORDS // (sequences * heads * channels * unit)) * unit
         starts = [0, *range(tokens % unit + most, tokens, most)]
-        return [Block.of(states[:, :, start:stop], self._arena, beside) for start, stop in pairwise((*starts, tokens))]
+        return [
+            TokenBlock.of(states[:, :, start:stop], self._arena, beside) for start, stop in pairwise((*starts, tokens))
+        ]
 
-    def _set(self, blocks: list[Block], latest: torch.Tensor | None) -> None:
+    def _set(self, blocks: list[TokenBlock], latest: torch.Tensor | None) -> None:
         self._keep(blocks)
         self._others, self._room, self._held = latest, None, 0
 
-    def _keep(self, blocks: list[Block]) -> None:
+    def _keep(self, blocks: list[TokenBlock]) -> None:
         self._blocks, self._packed_tokens, self._decoding = blocks, sum(block.tokens for block in blocks), None
 
 

@@ -24,7 +24,7 @@ from samebits.format.container import Checkpoint, Entry
 from samebits.format.folder import KEY
 from samebits.format.names import original_name, stored_name
 from samebits.integrations.transformers.load import find_parameter
-from samebits.integrations.transformers.quantizer import SamebitsConfig, align
+from samebits.integrations.transformers.quantizer import SamebitsConfig, align_packed
 from samebits.nn.convert import Report, Selection, decompress, encode_parameter, report
 from samebits.nn.packed_module import pack, packed_parameters, slot_name, whole
 from samebits.nn.recipe import Piece, Recipe
@@ -228,7 +228,7 @@ class SamebitsQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         self._files, self._keys, self._slots, self._rounded = [], [], {}, {}
         if single_file.get():
             convert(model, self._dtype)
-        align(model)
+        align_packed(model)
         return model
 
     def get_state_dict_and_metadata(

@@ -39,7 +39,7 @@ class Source(NamedTuple):
         return stored_name(self.entry.name) if self.entry.is_packed else self.entry.name
 
 
-def prepare(model: Any, conversions: Sequence[Any], files: Sequence[Path], takes_other_shapes: bool) -> list[Any]:
+def place_packed(model: Any, conversions: Sequence[Any], files: Sequence[Path], takes_other_shapes: bool) -> list[Any]:
     """Make the model's parameters, still on the meta device, packed as the checkpoint has them.
 
     Args:
@@ -55,11 +55,11 @@ def prepare(model: Any, conversions: Sequence[Any], files: Sequence[Path], takes
     if not files:
         mend = "name their folder, or load them into a plain model with samebits.load_state_dict"
         raise InputError("packed weights that are in no files cannot be loaded here", mend=mend)
-    preparation = _Preparation(model, Names(model, conversions), takes_other_shapes)
-    return preparation.run(Checkpoint.open(files[0].parent))
+    placement = _Placement(model, Names(model, conversions), takes_other_shapes)
+    return placement.run(Checkpoint.open(files[0].parent))
 
 
-class _Preparation:
+class _Placement:
     def __init__(self, model: Any, names: Names, takes_other_shapes: bool) -> None:
         self.model, self.names, self.claims = model, names, Claims()
         self.takes_other_shapes = takes_other_shapes

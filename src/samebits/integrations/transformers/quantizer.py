@@ -32,7 +32,7 @@ from samebits.format.names import MIN_WEIGHTS
 from samebits.format.packed import PackedTensor
 from samebits.format.safetensors_file import SUFFIX
 from samebits.integrations.transformers import parallel
-from samebits.integrations.transformers.load import check_dtypes, dtype_in_model, find_parameter, prepare
+from samebits.integrations.transformers.load import check_dtypes, dtype_in_model, find_parameter, place_packed
 from samebits.nn.convert import Report, Selection, decompress, encode_parameter, report
 from samebits.nn.packed_module import pack, packed_parameters, whole
 from samebits.nn.spared import spare
@@ -185,7 +185,7 @@ class SamebitsQuantizer(HfQuantizer):  # type: ignore[misc]
         if self.pre_quantized:
             _, options = loading.get()
             takes_other_shapes = bool(options.get("ignore_mismatched_sizes"))
-            return prepare(model, weight_conversions, [Path(file) for file in self._files], takes_other_shapes)
+            return place_packed(model, weight_conversions, [Path(file) for file in self._files], takes_other_shapes)
         check_dtypes(model, weight_conversions, self._files, self.selects)
         return weight_conversions
 
@@ -239,7 +239,7 @@ class SamebitsQuantizer(HfQuantizer):  # type: ignore[misc]
         compute_as_plain(model)
         parallel.unbind(model)
         self.report = report(model, self._selection)
-        align(model)
+        align_packed(model)
         return model
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor] | None, dict[str, str]]:
@@ -331,7 +331,7 @@ def _weights_file() -> str:
     return (found.index or found.files[0]).name
 
 
-def align(model: torch.nn.Module) -> None:
+def align_packed(model: torch.nn.Module) -> None:
     """Packed weights that were mapped from a file lie where the file has them, not where decoders want them."""
     for _, module, name in packed_parameters(model):
         for slot in module.sb_recipes[name].slots:

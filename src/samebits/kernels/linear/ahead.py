@@ -14,7 +14,7 @@ from samebits.kernels.linear.job import (
     OCTET,
     JobFields,
     Launch,
-    Planner,
+    TensorPlanner,
     arranged_left,
     shares,
 )
@@ -72,7 +72,7 @@ def _launch(planners: Sequence[_Planner], blocks: Sequence[int], warps: int, rin
                   arranged_left(one.m, one.stages, nothing, nothing) if one.octets > 1 else None)  # fmt: skip
 
 
-class _Planner(Planner):
+class _Planner(TensorPlanner):
     """Of one tensor."""
 
     def __init__(self, header: Header, split: int, blocks: int, m: int, device: int, sharing: int) -> None:

@@ -194,7 +194,7 @@ def magic(divisor: int) -> int:
     return -(-(1 << 32) // divisor) % (1 << 32)
 
 
-class Planner:
+class TensorPlanner:
     """What the kernels' launches have in common, for a tensor that has ``blocks`` blocks; memory in 32-bit words."""
 
     def __init__(self, header: Header, m: int, split: int, device: int, blocks: int) -> None:

@@ -11,7 +11,7 @@ from samebits.format.geometry import LANES, SLAB_BYTES, STAGE, STEPS
 from samebits.format.packed import Header
 from samebits.kernels import nvrtc
 from samebits.kernels.linear.cuts import Cut, Tiles, cuts_anywhere, hands_on, words
-from samebits.kernels.linear.job import ATOM_BYTES, OCTET, RIGHT, Arrangement, JobFields, Kernel, Launch, Planner
+from samebits.kernels.linear.job import ATOM_BYTES, OCTET, RIGHT, Arrangement, JobFields, Kernel, Launch, TensorPlanner
 from samebits.kernels.structures import DIVISION_WORDS
 
 WGMMA_WIDTHS = (64, 128, 256)  # tokens of a tile
@@ -200,7 +200,7 @@ def _launch(
                   if tokens or any(meetings) else None)  # fmt: skip
 
 
-class _Planner(Planner):
+class _Planner(TensorPlanner):
     """Of one tensor; how many blocks it has is found for all tensors of a launch."""
 
     def __init__(self, header: Header, m: int, split: int, device: int) -> None:

@@ -11,14 +11,14 @@ from typing import Generic, NamedTuple, TypeVar
 
 from samebits.format.packed import Header
 from samebits.kernels import nvrtc
-from samebits.kernels.linear.job import JobFields, Planner
+from samebits.kernels.linear.job import JobFields, TensorPlanner
 
 CLUSTER = 2  # kCluster: blocks
 
 TileT = TypeVar("TileT")
 
 
-class TilePlanner(Planner, Generic[TileT]):
+class TilePlanner(TensorPlanner, Generic[TileT]):
     """Of one tensor; how many clusters it has is found for all tensors of a launch."""
 
     def __init__(self, header: Header, m: int, device: int) -> None:

@@ -18,7 +18,7 @@ from samebits.kernels.linear.job import (
     Boxes,
     JobFields,
     Launch,
-    Planner,
+    TensorPlanner,
     shares,
 )
 
@@ -183,7 +183,7 @@ def _launch(each: Sequence[_Batch], groups: int, multipliers: int, decoders: int
                   Arrangement(0, columns, wide, 0, counted, memory, 0), Boxes(m, columns, wide, STAGE))  # fmt: skip
 
 
-class _Planner(Planner):
+class _Planner(TensorPlanner):
     """Of one tensor, of whose segments each has ``blocks`` blocks."""
 
     def __init__(self, header: Header, split: int, blocks: int, m: int, device: int, is_cut: bool) -> None:

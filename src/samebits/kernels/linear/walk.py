@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from samebits.format.geometry import SLAB_BYTES
 from samebits.format.packed import Header
-from samebits.kernels.linear.job import CHUNK_STAGES, Planner
+from samebits.kernels.linear.job import CHUNK_STAGES, TensorPlanner
 
 MAX_RANGES = 255  # csrc: kRangeBit
 OPENING = 4  # stages in whose time a chunk is opened, about
@@ -19,7 +19,7 @@ def turns(stages: int) -> int:
     return -(-stages // TURN) * TURN
 
 
-class WalkPlanner(Planner):
+class WalkPlanner(TensorPlanner):
     """Of one tensor, whose K is cut into so many segments, if it has as many ranges.
 
     Attributes:
