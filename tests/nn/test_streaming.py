@@ -192,7 +192,7 @@ def test_what_was_written_is_copied_again(lane: Lane) -> None:
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_staged_bytes_are_never_settled(lane: Lane, mode: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel must not read them before the kernels and copies in front of it have ended (kernels/overlap.py)."""
+    """A kernel must not read them before the kernels and copies in front of it have ended (kernels/residents.py)."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     blocks, modules, _ = make_blocks(3, lane)
     streamer = Streamer(blocks, CPU, 2, lane)
