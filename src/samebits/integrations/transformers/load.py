@@ -136,12 +136,15 @@ class _Placement:
             return True
         if self.takes_other_shapes:
             return False
-        what = f"shape {list(shape)} where the model has {list(parameter.shape)}"
-        mend = "these weights do not belong to this config.json; ignore_mismatched_sizes=True initialises others"
-        raise FormatError(what, where=entry.where, mend=mend)
+        raise another_shape(shape, parameter.shape, entry.where, "ignore_mismatched_sizes=True initialises others")
 
     def _dtype(self, target: str) -> torch.dtype:
         return dtype_in_model(self.model, target, self.names.parameters[target])
+
+
+def another_shape(shape: Sequence[int], expected: Sequence[int], where: str, mend: str) -> FormatError:
+    what = f"shape {list(shape)} where the model has {list(expected)}"
+    return FormatError(what, where=where, mend=f"these weights do not belong to this config.json; {mend}")
 
 
 def find_parameter(model: Any, name: str) -> tuple[nn.Module, str, nn.Parameter] | None:

@@ -32,7 +32,13 @@ from samebits.format.names import MIN_WEIGHTS
 from samebits.format.packed import PackedTensor
 from samebits.format.safetensors_file import SUFFIX
 from samebits.integrations.transformers import parallel
-from samebits.integrations.transformers.load import check_dtypes, dtype_in_model, find_parameter, place_packed
+from samebits.integrations.transformers.load import (
+    another_shape,
+    check_dtypes,
+    dtype_in_model,
+    find_parameter,
+    place_packed,
+)
 from samebits.nn.convert import Report, Selection, decompress, encode_parameter, report
 from samebits.nn.packed_module import pack, packed_parameters, whole
 from samebits.nn.spared import spare
@@ -135,6 +141,7 @@ class SamebitsQuantizer(HfQuantizer):  # type: ignore[misc]
         self.reads_parts = False
         self._model: Any = None  # only while loading
         self._files: list[str] = []
+        self._shapes: dict[str, torch.Size] = {}
         self._selection: Selection = quantization_config.selection
         self._settled: set[str] = set()
         self._failure: SamebitsError | None = None
@@ -172,6 +179,7 @@ class SamebitsQuantizer(HfQuantizer):  # type: ignore[misc]
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
         self._model, self._files = model, checkpoint_files or []
+        self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         spare(model)
         if parallel.is_split(model.config):
             parallel.bind_late(model)
@@ -233,9 +241,11 @@ class SamebitsQuantizer(HfQuantizer):  # type: ignore[misc]
     # After loading
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        self._model, self._settled = None, set()
+        shapes = {} if parallel.is_split(model.config) else self._shapes
+        self._model, self._settled, self._shapes = None, set(), {}
         if self._failure:
             raise self._failure
+        _check_shapes(model, shapes)
         compute_as_plain(model)
         parallel.unbind(model)
         self.report = report(model, self._selection)
@@ -291,6 +301,18 @@ def _owned(model: Any, name: str) -> list[tuple[str, torch.nn.Module, str]]:
     others = {source, *(target for target, its_source in ties.items() if its_source == source)} - {name}
     found = ((each, find_parameter(model, each)) for each in (name, *sorted(others)))
     return [(each, parameter[0], parameter[1]) for each, parameter in found if parameter is not None]
+
+
+def _check_shapes(model: Any, expected: Mapping[str, torch.Size]) -> None:
+    """transformers up to 5.20 takes weights of any shape for a quantized model, and initialises none.
+
+    Raises:
+        FormatError: one has not the shape that the model had for it before.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.shape != expected.get(name, parameter.shape):
+            mend = "transformers 5.21 and later initialise others, with ignore_mismatched_sizes=True"
+            raise another_shape(parameter.shape, expected[name], name, mend)
 
 
 def compute_as_plain(model: Any) -> None:
