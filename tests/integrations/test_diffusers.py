@@ -200,6 +200,14 @@ def test_a_changed_config(make_once, config: samebits.SamebitsConfig, way: str, 
         assert of_both[0] == {key: value for key, value in of_both[1].items() if key != "_pre_quantization_dtype"}
 
 
+def test_a_plain_model_of_a_compressed_ones_config(make_once, config: samebits.SamebitsConfig, tmp_path: Path) -> None:
+    packed = make_once("flux").load(quantization_config=config)
+    plain = type(packed).from_config(packed.config)
+    plain.save_pretrained(tmp_path)
+    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
+    assert "quantization_config" in packed.config
+
+
 def test_products_that_may_have_plans(any_model: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, as which this CPU is taken: of all linear layers but those whose inputs are transposed."""
     model = any_model.load()

@@ -53,6 +53,39 @@ for method in (BaseTuner.inject_adapter, BaseTuner._check_merge_allowed, Linear.
     run_python(imports + wrapped)
 
 
+INTERRUPTED = """
+import importlib, sys, samebits
+victim, extended, check = sys.argv[1:]
+class Once:
+    def find_spec(self, name, path, target=None):
+        if name == victim:
+            sys.meta_path.remove(self)
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Once())
+try:
+    importlib.import_module(extended)
+except KeyboardInterrupt:
+    importlib.import_module(extended)
+    exec(check)
+else:
+    raise AssertionError("it was not interrupted")
+"""
+
+
+@pytest.mark.parametrize(
+    ("victim", "extended", "wrapped"),
+    [
+        ("transformers.df11", "transformers.modeling_utils", "PreTrainedModel.save_pretrained"),
+        ("diffusers.copies", "diffusers.models.modeling_utils", "ModelMixin.save_pretrained"),
+        ("diffusers.parts", "diffusers.pipelines.pipeline_utils", "DiffusionPipeline.save_pretrained"),
+    ],
+)
+def test_an_import_that_was_interrupted_is_tried_again(victim: str, extended: str, wrapped: str) -> None:
+    """The other library's module is another one then."""
+    check = f"import {extended} as module; assert hasattr(module.{wrapped}, '__wrapped__')"
+    run_python(INTERRUPTED, f"samebits.integrations.{victim}", extended, check)
+
+
 def test_samebits_loads_nothing_of_transformers() -> None:
     run_python("import sys, samebits; assert not {'torch', 'transformers', 'peft'} & set(sys.modules)")
 

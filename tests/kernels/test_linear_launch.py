@@ -362,7 +362,13 @@ def check_lines(header: Header, launch: Launch, number: int = 0) -> None:
     assert per_segment % job["stages_per_range"] == 0
     assert (segments - 1) * per_segment < stages <= segments * per_segment
     sharing, most_warps = (2, 16) if "_two" in launch.name or octets == 2 else (1, 20)
-    multipliers = -(-job["slots"] // sharing) * segments
+    sharers = -(-job["slots"] // sharing)
+    for own in {job["slots"], max(job["slots"] - 1, 1)}:  # blocks have so many lines of a segment
+        alone = own if sharing == 1 else 2 * sharers - own
+        firsts = [number if number < alone else 2 * number - alone for number in range(sharers)]
+        shared = [line for number, first in enumerate(firsts) for line in range(first, first + 1 + (number >= alone))]
+        assert [line for line in shared if sharing == 2 or line < own] == list(range(own))
+    multipliers = sharers * segments
     decoders = launch.warps - multipliers - segments
     assert min(sharing, job["slots"]) <= decoders  # or lines of a warp wait for each other
     assert launch.warps <= most_warps

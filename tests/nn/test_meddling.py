@@ -12,6 +12,7 @@ import torch
 from accelerate import cpu_offload
 from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, stack_module_state
 from torch.nn.utils import prune
 from torch.nn.utils.parametrize import register_parametrization
@@ -172,9 +173,8 @@ ASK = {
 }
 
 
-@pytest.mark.parametrize("ask", ASK)
-def test_as_many_packed_bytes_of_another_layer(ask: str) -> None:
-    """Which decode with other tables, though they have the same length."""
+def two_of_a_length() -> tuple[nn.Linear, nn.Linear]:
+    """Compressed layers with as many packed bytes, which decode with other tables."""
     layers = []
     for seed in range(1, 9):
         torch.manual_seed(seed)
@@ -187,10 +187,50 @@ def test_as_many_packed_bytes_of_another_layer(ask: str) -> None:
         if headers[here].nbytes == headers[there].nbytes
         and packed_module._form(headers[here]) != packed_module._form(headers[there])
     )
-    layer, other = layers[here], layers[there]
+    return layers[here], layers[there]
+
+
+@pytest.mark.parametrize("ask", ASK)
+def test_as_many_packed_bytes_of_another_layer(ask: str) -> None:
+    layer, other = two_of_a_length()
     assert same_bits(functional_call(layer, dict(layer.named_parameters()), (INPUT,)), layer(INPUT))
     with pytest.raises(InputError, match=r"^Linear\.weight: packed bytes of other modules.*samebits\.decompress"):
         ASK[ask](layer, dict(other.named_parameters()), other)
+
+
+def test_bytes_for_one_call() -> None:
+    """Others may be where they were, with the same id."""
+    layer, other = two_of_a_length()
+    expected = layer(INPUT)
+    for _ in range(20):
+        assert same_bits(functional_call(layer, {"sb_packed": layer.sb_packed.detach().clone()}, (INPUT,)), expected)
+        with pytest.raises(InputError, match="packed bytes of other modules"):
+            functional_call(layer, {"sb_packed": other.sb_packed.detach().clone()}, (INPUT,))
+
+
+def test_bytes_in_two_dimensions_are_refused() -> None:
+    layer, _ = packed_linear()
+    with pytest.raises(DigestError, match=r"in the place of \d+ packed bytes; load it again"):
+        functional_call(layer, {"sb_packed": layer.sb_packed.view(1, -1)}, (INPUT,))
+
+
+def test_gradients_of_a_functional_call_that_is_the_first() -> None:
+    layer, _ = packed_linear()
+    bytes_, bias = layer.sb_packed.detach().clone(), layer.bias.detach()
+
+    def total(bias: torch.Tensor) -> torch.Tensor:
+        return functional_call(layer, {"sb_packed": bytes_, "bias": bias}, (INPUT,)).float().sum()
+
+    expected = torch.full_like(bias, INPUT.numel() // INPUT.shape[-1])
+    assert same_bits(torch.func.grad(total)(bias), expected)
+
+
+def test_fake_tensors() -> None:
+    layer, expected = packed_linear()
+    bytes_ = layer.sb_packed.detach()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        found = functional_call(layer, {"sb_packed": bytes_}, (torch.empty(INPUT.shape).bfloat16(),))
+    assert found.shape == expected.shape
 
 
 def test_stacked_modules_are_refused() -> None:

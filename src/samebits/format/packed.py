@@ -142,7 +142,7 @@ class Header:
 
     def fits(self, data: torch.Tensor) -> bool:
         """Whether a tensor can be the packed bytes: so many, one after another."""
-        return data.numel() == self.nbytes and data.dtype is torch.uint8 and data.is_contiguous()
+        return data.shape == (self.nbytes,) and data.dtype is torch.uint8 and data.is_contiguous()
 
     def to_bytes(self) -> bytes:
         """The header and shape sections."""

@@ -47,10 +47,19 @@ def _is_loaded(name: str) -> bool:
 
 
 def _register(name: str) -> None:
-    """An integration registers at its own end: it may be half loaded now, if it is what imports the other library."""
+    """An integration registers at its own end: it may be half loaded now, if it is what imports the other library.
+
+    If one cannot be imported, neither can what it extends, and who tries again gets another one: all register anew.
+    """
     if _is_supported(name.partition(".")[0]):
-        for integration in INTEGRATIONS[name]:
-            import_module(f"samebits.integrations.{integration}")
+        integrations = [f"samebits.integrations.{integration}" for integration in INTEGRATIONS[name]]
+        try:
+            for integration in integrations:
+                import_module(integration)
+        except BaseException:
+            for integration in integrations:
+                sys.modules.pop(integration, None)
+            raise
 
 
 def _is_supported(package: str) -> bool:
@@ -99,4 +108,7 @@ class _Loader(Loader):
         assert module.__spec__ is not None
         module.__spec__.loader = module.__loader__ = self.loader  # what inspect and pkgutil ask for
         self.loader.exec_module(module)
+        package, _, name = module.__name__.rpartition(".")
+        if package:  # as Python does next: integrations ask it, and it may know one whose import was interrupted
+            setattr(sys.modules[package], name, module)
         _register(module.__name__)

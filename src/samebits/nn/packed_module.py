@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
 from samebits.errors import DigestError, DtypeError, FormatError, InputError, SamebitsError
@@ -69,7 +70,7 @@ class PackedModule(nn.Module):
 
     sb_base: type[nn.Module]
     sb_recipes: dict[str, Recipe]
-    sb_versions: dict[str, tuple[int, int]]  # of a slot: the parameter in it, how often it had been written to
+    sb_versions: dict[str, _Mark]  # by slot, as it was when it was last looked at
 
     def __new__(cls, *args: Any, **kwargs: Any) -> PackedModule:
         """One that is filled by a class that copies itself: it is known from here on."""
@@ -156,26 +157,27 @@ class PackedModule(nn.Module):
         data: list[Any] = [self._parameters[piece.slot] for piece in pieces]
         if not torch.compiler.is_compiling():
             for piece, stored in zip(pieces, data, strict=True):
-                known, now = self.sb_versions.get(piece.slot), _mark(stored)
-                if known != now and known is not None and known[0] == now[0] and not _is_accepted(stored):
+                known = self.sb_versions.get(piece.slot)
+                is_known = known is not None and known.holds(stored)
+                if not is_known and known is not None and known.is_of(stored) and not _is_accepted(stored):
                     _refuse_other_bytes(piece, stored, f"{self.sb_base.__name__}.{name}")
-                if known != now or (piece.header and not piece.header.fits(stored)):
-                    is_placed = _ACCELERATE in self.__dict__  # anew in each pass, and to read would be to wait for it
+                if not is_known or (piece.header and not piece.header.fits(stored)):
+                    is_placed = _ACCELERATE in self.__dict__  # anew in each pass: to read it would be to wait for it
                     _refuse_another(piece, stored, f"{self.sb_base.__name__}.{name}", is_placed)
-                    self.sb_versions[piece.slot] = now
+                    self.sb_versions[piece.slot] = _Mark.of(stored)
         return data
 
     def sb_is_unchanged(self, slot: str) -> bool:
         """Whether nothing has written to the bytes in a slot since they were last looked at."""
-        stored = self._parameters[slot]
-        return stored is not None and self.sb_versions.get(slot) == _mark(stored)
+        stored, known = self._parameters[slot], self.sb_versions.get(slot)
+        return stored is not None and known is not None and known.holds(stored)
 
     def sb_accept(self, slots: Iterable[str]) -> None:
         """That the bytes in these slots are those that are meant to be there."""
         for slot in slots:
             stored = self._parameters[slot]
             if stored is not None:
-                self.sb_versions[slot] = _mark(stored)
+                self.sb_versions[slot] = _Mark.of(stored)
                 _accepted[stored] = version_of(stored)
 
     def sb_decode(self, name: str) -> torch.Tensor:
@@ -272,7 +274,9 @@ class PackedModule(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """For pickle and deepcopy: the class is made, not found."""
-        return _new, (self.sb_base, tuple(self.sb_recipes)), self.__getstate__()  # type: ignore[no-untyped-call]
+        state = self.__getstate__()  # type: ignore[no-untyped-call]
+        kept = {name: value for name, value in state.items() if name != "sb_versions"}  # of these parameters
+        return _new, (self.sb_base, tuple(self.sb_recipes)), kept
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -366,9 +370,22 @@ def _is_accepted(stored: torch.Tensor) -> bool:
     return bool(_accepted.get(stored) == version_of(stored))
 
 
-def _mark(stored: torch.Tensor) -> tuple[int, int]:
-    """Another one where a slot gets another parameter, or its parameter other bytes."""
-    return id(stored), version_of(stored)
+class _Mark(NamedTuple):
+    """A parameter that was in a slot, and how often it had been written to."""
+
+    tensor: weakref.ref[torch.Tensor]  # its id may be another one's later
+    version: int
+
+    @classmethod
+    def of(cls, stored: torch.Tensor) -> _Mark:
+        return cls(weakref.ref(stored), version_of(stored))
+
+    def is_of(self, stored: torch.Tensor) -> bool:
+        return self.tensor() is stored
+
+    def holds(self, stored: torch.Tensor) -> bool:
+        """Whether the slot has neither another parameter now, nor its parameter other bytes."""
+        return self.is_of(stored) and self.version == version_of(stored)
 
 
 def _refuse_other_bytes(piece: Piece, stored: torch.Tensor, where: str) -> None:
@@ -423,8 +440,10 @@ def _has_form(header: Header, stored: torch.Tensor) -> bool:
     is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(stored)
     if not is_usual or is_wrapped or (stored.is_cuda and torch.cuda.is_current_stream_capturing()):
         return True
+    with torch._C._DisableFuncTorch(), _disable_current_modes():  # which would have other tensors made of these bytes
+        start = stored.detach()[: HEADER_BYTES + 8 * MAX_DIMENSIONS].cpu().numpy().tobytes()
     try:
-        found = Header.parse(stored.detach()[: HEADER_BYTES + 8 * MAX_DIMENSIONS].cpu().numpy().tobytes())
+        found = Header.parse(start)
     except SamebitsError:
         return False
     return _form(found) == _form(header)

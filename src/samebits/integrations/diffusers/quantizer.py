@@ -273,6 +273,8 @@ def is_compressed(model: Any) -> bool:
     if next(packed_parameters(model), None) is None:
         if isinstance(quantizer, SamebitsQuantizer):
             quantizer.sb_decompressed(model)
+        elif isinstance(model.config.get(_KEY), SamebitsConfig):  # made from a compressed one's config
+            forget(model)
         return False
     if quantizer is None:  # compressed by samebits.compress
         model.hf_quantizer = SamebitsQuantizer(SamebitsConfig(), pre_quantized=False)

@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -183,8 +183,8 @@ def _mark_loaded(module: torch.nn.Module) -> None:
 
 def register() -> None:
     """Make the quantizer known to transformers."""
-    register_quantizer(_METHOD)(LayoutQuantizer)
-    register_quantization_config(_METHOD)(LayoutConfig)
+    AUTO_QUANTIZER_MAPPING[_METHOD] = LayoutQuantizer
+    AUTO_QUANTIZATION_CONFIG_MAPPING[_METHOD] = LayoutConfig
 
 
 register()

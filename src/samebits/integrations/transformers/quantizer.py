@@ -19,7 +19,7 @@ from samebits.integrations import INSTALL_TRANSFORMERS, MINIMUM
 try:
     from transformers.configuration_utils import PreTrainedConfig
     from transformers.core_model_loading import ConversionOps
-    from transformers.quantizers.auto import register_quantization_config, register_quantizer
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
     from transformers.quantizers.base import HfQuantizer
     from transformers.utils.hub import cached_file
     from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -324,8 +324,8 @@ def compute_as_plain(model: Any) -> None:
 
 def register() -> None:
     """Make the quantizer known to transformers."""
-    register_quantizer(KEY)(SamebitsQuantizer)
-    register_quantization_config(KEY)(SamebitsConfig)
+    AUTO_QUANTIZER_MAPPING[KEY] = SamebitsQuantizer
+    AUTO_QUANTIZATION_CONFIG_MAPPING[KEY] = SamebitsConfig
 
 
 def hub_options() -> dict[str, Any]:
