@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import wraps
 from itertools import accumulate
+from operator import index
 from typing import cast
 
 import torch
@@ -53,8 +54,9 @@ class Selection:
     exclude: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        if not hasattr(self.min_weights, "__index__"):
+        if isinstance(self.min_weights, bool) or not hasattr(self.min_weights, "__index__"):
             raise InputError(f"min_weights is {self.min_weights!r}, which is no whole number", mend="give one")
+        object.__setattr__(self, "min_weights", index(self.min_weights))
         for name in ("include", "exclude"):
             patterns = getattr(self, name)
             if not isinstance(patterns, str) and isinstance(patterns, Iterable):

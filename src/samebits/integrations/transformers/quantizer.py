@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, cast
@@ -65,23 +66,16 @@ class SamebitsConfig(QuantizationConfigMixin):  # type: ignore[misc]
         min_weights: smaller parameters stay as they are.
         include: shell patterns of full parameter names; empty: all.
         exclude: shell patterns of parameters to leave alone.
+
+    Raises:
+        InputError: as Selection.
     """
 
     def __init__(
         self, min_weights: int = MIN_WEIGHTS, include: Sequence[str] = (), exclude: Sequence[str] = ()
     ) -> None:
-        if not isinstance(min_weights, int) or isinstance(min_weights, bool):
-            raise InputError(f"min_weights={min_weights!r} is no number of weights", mend="give an integer")
-        for patterns in (include, exclude):
-            if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
-                raise InputError(f"{patterns!r} is no list of patterns", mend="give a list of strings")
-        self.__dict__.update(
-            quant_method=Method.SAMEBITS,
-            version=VERSION,
-            min_weights=min_weights,
-            include=tuple(include),
-            exclude=tuple(exclude),
-        )
+        selection = asdict(Selection(min_weights, include, exclude))
+        self.__dict__.update(quant_method=Method.SAMEBITS, version=VERSION, **selection)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise InputError(f"a SamebitsConfig cannot be changed ({name})", mend="make a new one")
