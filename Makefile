@@ -14,7 +14,8 @@ TEST_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.samebits-ready
-IN_PLACE := PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON)
+SOURCE := PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}"
+IN_PLACE := $(SOURCE) $(PYTHON)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check test-gpu sanitize native bench bench-gpu bench-models tables clean
@@ -51,7 +52,7 @@ test-gpu: native  ## the GPU's tests, with PYTHON as it is: installs nothing, ne
 
 # Without torch's cache, in which a tensor's end is seldom that of its memory. No CUDA graphs: they need the cache.
 sanitize: native  ## some of the GPU's tests under memcheck, of the CUDA toolkit's compute-sanitizer, with PYTHON as it is
-	PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" compute-sanitizer --tool memcheck \
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SOURCE) compute-sanitizer --tool memcheck \
 	  --report-api-errors no --error-exitcode 1 $(PYTHON) -m pytest -m gpu tests/kernels \
 	  -k "zoo or golden or original or ranges_that_begin or many_tokens or hostile_weights"
 

@@ -148,7 +148,7 @@ def test_something_else_in_their_place(other: torch.Tensor) -> None:
     layer(INPUT)
     layer.sb_packed.data = other
     with pytest.raises(
-        DigestError, match=rf"Linear\.weight: {other.numel()} of {other.dtype} in the place of \d+ packed"
+        DigestError, match=rf"Linear\.weight: \[{other.numel()}\] of {other.dtype} in the place of \d+ packed"
     ):
         layer(INPUT)
 

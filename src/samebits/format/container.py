@@ -17,7 +17,7 @@ from samebits.digest import digest
 from samebits.errors import CHANGED, DAMAGED, DigestError, FormatError, SamebitsError
 from samebits.format.folder import KEY, VERSION, Folder, check_version, file_name_of, single_file
 from samebits.format.names import original_name
-from samebits.format.packed import HEADER_BYTES, MAX_DIMENSIONS, STORED_DIGEST_END, Header, PackedTensor
+from samebits.format.packed import STORED_DIGEST_END, Header, PackedTensor
 from samebits.format.safetensors_file import SafetensorsFile, TensorSpec
 
 _FIELDS = {"version", "file", "digests", "digest"}  # of a file's samebits metadata
@@ -189,7 +189,7 @@ def _packed_header(file: SafetensorsFile, spec: TensorSpec) -> Header:
     if spec.dtype != "U8" or len(spec.shape) != 1:
         mend = "its name is reserved for packed tensors (FORMAT.md 7.2): rename it"
         raise FormatError(f"stored as {spec.dtype} {list(spec.shape)}, not as one-dimensional U8", mend=mend)
-    header = Header.parse(file.data(spec)[: HEADER_BYTES + 8 * MAX_DIMENSIONS].numpy().tobytes())
+    header = Header.of(file.data(spec))
     if header.nbytes != spec.nbytes:
         raise FormatError(f"{spec.nbytes} bytes where the header asks for {header.nbytes}", mend=DAMAGED)
     return header

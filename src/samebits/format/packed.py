@@ -144,6 +144,10 @@ class Header:
         """Whether a tensor can be the packed bytes: so many, one after another."""
         return data.shape == (self.nbytes,) and data.dtype is torch.uint8 and data.is_contiguous()
 
+    def misfit(self, data: torch.Tensor) -> str:
+        """What an error says of a tensor that cannot."""
+        return f"{list(data.shape)} of {data.dtype} in the place of {self.nbytes} packed bytes"
+
     def to_bytes(self) -> bytes:
         """The header and shape sections."""
         rows, columns = self._rows_and_columns()
@@ -172,6 +176,15 @@ class Header:
 
     def _rows_and_columns(self) -> tuple[int, int]:
         return (0, 0) if self.code is Code.COMPACT else (self.geometry.rows, self.geometry.columns)
+
+    @classmethod
+    def of(cls, data: torch.Tensor) -> Header:
+        """Of packed bytes, uint8 [bytes], any device.
+
+        Raises:
+            FormatError, VersionError: as parse.
+        """
+        return cls.parse(data[: HEADER_BYTES + 8 * MAX_DIMENSIONS].cpu().numpy().tobytes())
 
     @classmethod
     def parse(cls, data: bytes) -> Header:
@@ -323,7 +336,7 @@ class PackedTensor:
         if data.dtype != torch.uint8 or data.dim() != 1:
             raise DtypeError(f"a packed tensor is one-dimensional uint8, not {tuple(data.shape)} of {data.dtype}")
         check_in_memory(data)
-        known = header or Header.parse(bytes(data[: HEADER_BYTES + 8 * MAX_DIMENSIONS].cpu().numpy()))
+        known = header or Header.of(data)
         packed = cls(known, data.contiguous())
         packed.validate()
         if header is None and digest(packed.data[STORED_DIGEST_END:].cpu()) != known.stored_digest:

@@ -81,8 +81,7 @@ def packed_of(data: torch.Tensor, shape: list[int], fields: list[int]) -> Packed
     """
     header = header_of(tuple(shape), tuple(fields))
     if not header.fits(data):
-        what = f"{tuple(data.shape)} of {data.dtype} in the place of {header.nbytes} packed bytes"
-        raise InputError(what, mend="give the bytes that the shape and the fields are of")
+        raise InputError(header.misfit(data), mend="give the bytes that the shape and the fields are of")
     return PackedTensor(header, data)
 
 

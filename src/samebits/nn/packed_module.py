@@ -24,7 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from samebits.errors import DigestError, DtypeError, FormatError, InputError, SamebitsError
 from samebits.format.names import BARE, PACKED, WEIGHT
-from samebits.format.packed import HEADER_BYTES, MAX_DIMENSIONS, Header, PackedTensor
+from samebits.format.packed import Header, PackedTensor
 from samebits.nn.lazy import LazyTensor, LazyWeight
 from samebits.nn.product import FrozenProduct, check_unchanged, is_frozen, is_fusible, is_matrix, is_trained, version_of
 from samebits.nn.recipe import Piece, Recipe
@@ -159,13 +159,26 @@ class PackedModule(nn.Module):
             for piece, stored in zip(pieces, data, strict=True):
                 known = self.sb_versions.get(piece.slot)
                 is_known = known is not None and known.holds(stored)
-                if not is_known and known is not None and known.is_of(stored) and not _is_accepted(stored):
-                    _refuse_other_bytes(piece, stored, f"{self.sb_base.__name__}.{name}")
                 if not is_known or (piece.header and not piece.header.fits(stored)):
-                    is_placed = _ACCELERATE in self.__dict__  # anew in each pass: to read it would be to wait for it
-                    _refuse_another(piece, stored, f"{self.sb_base.__name__}.{name}", is_placed)
+                    self._check(piece, stored, f"{self.sb_base.__name__}.{name}")
                     self.sb_versions[piece.slot] = _Mark.of(stored)
         return data
+
+    def _check(self, piece: Piece, stored: torch.Tensor, where: str) -> None:
+        """That what is in a piece's slot, and was not looked at before, can be decoded as the piece.
+
+        Raises:
+            DigestError, InputError: as the functions that it calls.
+        """
+        if piece.header is None:
+            return
+        known = self.sb_versions.get(piece.slot)
+        was_written_to = known is not None and known.is_of(stored) and not known.holds(stored)
+        if was_written_to and not _is_accepted(stored):
+            _refuse_other_bytes(piece.header, stored, where)
+        _refuse_other_length(piece.header, stored, where)
+        if _ACCELERATE not in self.__dict__:  # what it places anew in each pass would have to be waited for
+            _refuse_other_form(piece.header, stored, where)
 
     def sb_is_unchanged(self, slot: str) -> bool:
         """Whether nothing has written to the bytes in a slot since they were last looked at."""
@@ -388,13 +401,13 @@ class _Mark(NamedTuple):
         return self.is_of(stored) and self.version == version_of(stored)
 
 
-def _refuse_other_bytes(piece: Piece, stored: torch.Tensor, where: str) -> None:
+def _refuse_other_bytes(header: Header, stored: torch.Tensor, where: str) -> None:
     """
     Raises:
         DigestError: packed bytes are others than they were, and not those of another tensor of the same form.
         InputError: they are others, and cannot be read now.
     """
-    if piece.header is None or stored.is_meta:
+    if stored.is_meta:
         return
     if stored.is_cuda and torch.cuda.is_current_stream_capturing():
         what = "its packed bytes were written to, and a graph is being captured"
@@ -403,7 +416,7 @@ def _refuse_other_bytes(piece: Piece, stored: torch.Tensor, where: str) -> None:
         packed = PackedTensor.from_data(stored.detach().cpu())
     except SamebitsError:
         packed = None
-    if packed and _form(packed.header) == _form(piece.header):  # or a decoder would err
+    if packed and _form(packed.header) == _form(header):  # or a decoder would err
         return
     what = "its packed bytes were changed, by what takes all parameters for numbers"
     mend = "load it again; call samebits.decompress before weights are averaged or trained"
@@ -415,19 +428,21 @@ def _form(header: Header) -> Header:
     return replace(header, original_digest=0, stored_digest=0)
 
 
-def _refuse_another(piece: Piece, stored: torch.Tensor, where: str, is_placed: bool) -> None:
+def _refuse_other_length(header: Header, stored: torch.Tensor, where: str) -> None:
     """
-    Args:
-        is_placed: accelerate has put them there.
-
     Raises:
         DigestError: somebody put something else in the place of packed bytes, beyond whose end a decoder would read.
-        InputError: they are packed bytes of another form, which would be decoded as these.
     """
-    if piece.header and not piece.header.fits(stored):
-        what = f"{stored.numel()} of {stored.dtype} in the place of {piece.header.nbytes} packed bytes"
-        raise DigestError(what, where=where, mend="load it again")
-    if piece.header and not is_placed and not _has_form(piece.header, stored):
+    if not header.fits(stored):
+        raise DigestError(header.misfit(stored), where=where, mend="load it again")
+
+
+def _refuse_other_form(header: Header, stored: torch.Tensor, where: str) -> None:
+    """
+    Raises:
+        InputError: packed bytes of another form, which would be decoded as these.
+    """
+    if not _has_form(header, stored):
         mend = "load them with load_state_dict, or call samebits.decompress first"
         raise InputError("packed bytes of other modules in the place of its own", where=where, mend=mend)
 
@@ -441,12 +456,10 @@ def _has_form(header: Header, stored: torch.Tensor) -> bool:
     if not is_usual or is_wrapped or (stored.is_cuda and torch.cuda.is_current_stream_capturing()):
         return True
     with torch._C._DisableFuncTorch(), _disable_current_modes():  # which would have other tensors made of these bytes
-        start = stored.detach()[: HEADER_BYTES + 8 * MAX_DIMENSIONS].cpu().numpy().tobytes()
-    try:
-        found = Header.parse(start)
-    except SamebitsError:
-        return False
-    return _form(found) == _form(header)
+        try:
+            return _form(Header.of(stored.detach())) == _form(header)
+        except SamebitsError:
+            return False
 
 
 class _EmbeddingRows(nn.Embedding):

@@ -52,8 +52,10 @@ def _saving(original: Callable[..., None]) -> Callable[..., None]:
     @wraps(original)
     def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> None:
         """What one part refuses is refused before another one is written."""
-        for part in _packed_parts(self):
+        packed = _packed_parts(self)
+        if packed:
             check_saving(signature.bind(self, *args, **kwargs).arguments)
+        for part in packed:
             refuse_grouped(part, on_disk=True)
         original(self, *args, **kwargs)
 
