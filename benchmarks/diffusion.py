@@ -1,12 +1,12 @@
-"""One denoising step of diffusion transformers: compressed beside BF16 in one run, the outputs compared as bytes.
+"""One denoising step of diffusion models: compressed beside BF16 in one run, the outputs compared as bytes.
 
     python benchmarks/diffusion.py                                       all of it on a GPU, to results/diffusion.json
     python benchmarks/diffusion.py --models FLUX.1-dev --ways eager
     python benchmarks/diffusion.py --models tiny --device cpu --ways eager --name trial
 
-The transformers' real configurations, synthetic weights (common.synthetic_matrix), random latents and texts, batch 1,
-or 2 with guidance. On a GPU BF16 and compressed have a process each; text encoders and autoencoders are not there. Ways
-to run:
+Transformers and UNets in their real configurations, synthetic weights (common.synthetic_matrix), random latents and
+texts, batch 1, or 2 with guidance. On a GPU BF16 and compressed have a process each; text encoders and autoencoders are
+not there. Ways to run:
 
     eager      as a pipeline calls the model
     graphs     the whole step as one CUDA graph
@@ -38,7 +38,7 @@ from common import PACKAGES, Timing, add_results, cpu_name, runner, significant,
 from gpu import captured, time_turns
 from samebits.kernels.replay import fast_replay
 
-Inputs = dict[str, Any]  # tensors, but for sizes
+Inputs = dict[str, Any]  # tensors, and dicts of them; but for sizes
 WAYS = ("eager", "graphs")
 REPEATS = 9
 WARM_SECONDS = 1.5
@@ -79,6 +79,32 @@ def qwen_inputs(config: Any, height: int, width: int, text: int) -> Inputs:
         "encoder_hidden_states": torch.randn(1, text, config.joint_attention_dim),
         "timestep": torch.tensor([0.5]),
         "img_shapes": [[(1, rows, columns)]],
+    }
+
+
+def hidream_inputs(config: Any, height: int, width: int, text: int) -> Inputs:
+    """Two texts of ``text`` tokens each, one of them by layer of the language model that read it."""
+    t5, llama = config.caption_channels
+    return {
+        "hidden_states": torch.randn(1, config.in_channels, height // 8, width // 8),
+        "encoder_hidden_states_t5": torch.randn(1, text, t5),
+        "encoder_hidden_states_llama3": torch.randn(len(config.llama_layers), 1, text, llama),
+        "pooled_embeds": torch.randn(1, config.text_emb_dim),
+        "timesteps": torch.tensor([500.0]),
+    }
+
+
+def sdxl_inputs(config: Any, height: int, width: int, text: int, batch: int) -> Inputs:
+    """With guidance, as sd3_inputs; six numbers say which size and part of an image is meant."""
+    pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
+    return {
+        "sample": torch.randn(1, config.in_channels, height // 8, width // 8).repeat(batch, 1, 1, 1),
+        "encoder_hidden_states": torch.randn(batch, text, config.cross_attention_dim),
+        "added_cond_kwargs": {
+            "text_embeds": torch.randn(batch, pooled),
+            "time_ids": torch.tensor([height, width, 0.0, 0.0, height, width]).repeat(batch, 1),
+        },
+        "timestep": torch.tensor(500.0),
     }
 
 
@@ -142,7 +168,26 @@ MODELS = {
         "FluxTransformer2DModel", {"guidance_embeds": True}, flux_inputs, {"height": 1024, "width": 1024, "text": 512}
     ),
     "FLUX.2-dev": Model("Flux2Transformer2DModel", {}, flux2_inputs, {"height": 1024, "width": 1024, "text": 512}),
+    "HiDream-I1": Model(
+        "HiDreamImageTransformer2DModel",
+        {"patch_size": 2, "in_channels": 16, "out_channels": 16, "caption_channels": [4096, 4096],
+         "axes_dims_rope": (64, 32, 32), "llama_layers": [min(layer, 31) for layer in range(48)]},
+        hidream_inputs,
+        {"height": 1024, "width": 1024, "text": 128},
+        ("eager",),  # it asks for the number of tokens of each expert
+    ),
     "Qwen-Image": Model("QwenImageTransformer2DModel", {}, qwen_inputs, {"height": 1024, "width": 1024, "text": 512}),
+    "Stable Diffusion XL, with guidance": Model(
+        "UNet2DConditionModel",
+        {"sample_size": 128, "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+         "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+         "block_out_channels": (320, 640, 1280), "cross_attention_dim": 2048,
+         "transformer_layers_per_block": (1, 2, 10), "attention_head_dim": (5, 10, 20), "use_linear_projection": True,
+         "addition_embed_type": "text_time", "addition_time_embed_dim": 256,
+         "projection_class_embeddings_input_dim": 2816},
+        sdxl_inputs,
+        {"height": 1024, "width": 1024, "text": 77, "batch": 2},
+    ),
     "Stable Diffusion 3.5 large": SD35_LARGE,
     "Stable Diffusion 3.5 large, with guidance": replace(SD35_LARGE, shape={**SD35_LARGE.shape, "batch": 2}),
     "Wan 2.1 14B, an image": Model(
@@ -166,6 +211,14 @@ MODELS = {
         flux2_inputs,
         {"height": 64, "width": 64, "text": 8},
     ),
+    "tiny HiDream": Model(
+        "HiDreamImageTransformer2DModel",
+        {"num_layers": 1, "num_single_layers": 1, "num_attention_heads": 4, "attention_head_dim": 16, "patch_size": 2,
+         "in_channels": 4, "out_channels": 4, "caption_channels": [64, 64], "text_emb_dim": 64,
+         "axes_dims_rope": (4, 6, 6), "max_resolution": (8, 8), "llama_layers": [0, 1]},
+        hidream_inputs,
+        {"height": 64, "width": 64, "text": 8},
+    ),
     "tiny Qwen-Image": Model(
         "QwenImageTransformer2DModel",
         {"num_layers": 1, "num_attention_heads": 4, "attention_head_dim": 16, "in_channels": 16, "out_channels": 4,
@@ -181,6 +234,17 @@ MODELS = {
         sd3_inputs,
         {"height": 64, "width": 64, "text": 8, "batch": 2},
     ),
+    "tiny Stable Diffusion XL, with guidance": Model(
+        "UNet2DConditionModel",
+        {"sample_size": 8, "layers_per_block": 1, "block_out_channels": (32, 64), "norm_num_groups": 8,
+         "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+         "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"), "attention_head_dim": (2, 4),
+         "cross_attention_dim": 64, "transformer_layers_per_block": (1, 2), "use_linear_projection": True,
+         "addition_embed_type": "text_time", "addition_time_embed_dim": 8,
+         "projection_class_embeddings_input_dim": 112},
+        sdxl_inputs,
+        {"height": 64, "width": 64, "text": 8, "batch": 2},
+    ),
     "tiny Wan": Model(
         "WanTransformer3DModel",
         {"num_attention_heads": 4, "attention_head_dim": 16, "in_channels": 4, "out_channels": 4, "text_dim": 64,
@@ -192,7 +256,9 @@ MODELS = {
 DEFAULT_MODELS = (
     "FLUX.1-dev",
     "FLUX.2-dev",
+    "HiDream-I1",
     "Qwen-Image",
+    "Stable Diffusion XL, with guidance",
     "Stable Diffusion 3.5 large",
     "Stable Diffusion 3.5 large, with guidance",
     "Wan 2.1 14B, an image",
@@ -228,6 +294,8 @@ def inputs_of(model: Model, config: Any, device: str) -> Inputs:
     made = model.inputs(config, **model.shape)
 
     def placed(name: str, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: placed(key, each) for key, each in value.items()}
         if not isinstance(value, torch.Tensor):
             return value
         is_exact = name.endswith("ids") or not value.is_floating_point()

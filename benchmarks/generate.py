@@ -29,7 +29,7 @@ the model does (emulate_precision_casts) and divide sums alike in both forms (de
 Inductor makes one kernel of, and on what was faster when it tried.
 
 Cases are taken by their number of tokens, small ones first, until each model's share of --seconds is spent; what is
-left out is said. Rows are written after each model. A row that the file has already of the same case, device and
+left out is said. Each row is written as it is measured. A row that the file has already of the same case, device and
 versions is replaced; all other rows of that device and these versions stay.
 """
 
@@ -50,7 +50,7 @@ import torch._inductor.config
 from transformers import CompileConfig, StaticCache, StoppingCriteria, StoppingCriteriaList
 
 import samebits
-from common import PACKAGES, Timing, add_results, cpu_name, in_own_process, kept_process, significant
+from common import PACKAGES, Timing, add_results, cpu_name, kept_process, significant
 from models import MODELS, build, forget, random_prompt
 from samebits.integrations.transformers.graphs import decoding_steps
 from samebits.verify import repeatable_attention
@@ -252,15 +252,6 @@ def measure_said(name: str, model: Any, setting: Setting, device: str, packed: b
     return figures
 
 
-def measure_all(name: str, settings: list[Setting], device: str, packed: bool, deadline: float) -> list[Figures]:
-    """As many settings as there is time for, on one model, which is gone afterwards."""
-    model = ready(name, settings, device, packed)
-    found = [measure_said(name, model, setting, device, packed) for setting in until(deadline, name, settings)]
-    del model
-    forget(device)
-    return found
-
-
 def until(deadline: float, name: str, settings: list[Setting]) -> Iterator[Setting]:
     """Those that can be begun before; says which are left."""
     for number, setting in enumerate(settings):
@@ -279,6 +270,18 @@ def hold(name: str, settings: list[Setting], device: str, packed: bool) -> None:
 
 def measure_held(name: str, setting: Setting, device: str, packed: bool) -> Figures:
     return measure_said(name, _held[packed], setting, device, packed)
+
+
+def measure_each(
+    name: str, settings: list[Setting], device: str, packed: bool, deadline: float, separate: bool
+) -> Iterator[Figures]:
+    """One form, of as many settings as there is time for, on a model that is gone afterwards."""
+    with kept_process(separate) as call, ExitStack() as stack:
+        stack.callback(forget, device)
+        stack.callback(_held.clear)
+        call(hold, name, settings, device, packed)
+        for setting in until(deadline, name, settings):
+            yield call(measure_held, name, setting, device, packed)
 
 
 def measure_in_turns(
@@ -308,12 +311,11 @@ def rows(
             yield row_of(name, *found)
         forget(device)
     if others := [setting for setting in settings if setting.way != "eager"]:
-        run = in_own_process if separate else partial
         middle = time.monotonic() + BF16_SHARE * (deadline - time.monotonic())
-        plain = run(measure_all, name, others, device, packed=False, deadline=middle)()
-        others = others[: len(plain)]
-        packed = run(measure_all, name, others, device, packed=True, deadline=float("inf"))()
-        yield from (row_of(name, *found) for found in zip(others, plain, packed, strict=True))
+        plain = list(measure_each(name, others, device, False, middle, separate))
+        packed = measure_each(name, others[: len(plain)], device, True, deadline, separate)
+        for ours, bf16, setting in zip(packed, plain, others, strict=False):
+            yield row_of(name, setting, bf16, ours)
 
 
 def row_of(name: str, setting: Setting, bf16: Figures, ours: Figures) -> dict[str, Any]:
@@ -354,9 +356,9 @@ def main() -> int:
     start, all_same = time.monotonic(), True
     for number, name in enumerate(options.models):
         left = options.seconds - (time.monotonic() - start)
-        found = list(rows(name, settings, options.device, left / (len(options.models) - number), separate))
-        all_same &= all(row["same_tokens"] for row in found if row["table"] != "preferred")
-        print(add_results(options.name, device, found, KEYS, (*PACKAGES, "transformers")), flush=True)
+        for row in rows(name, settings, options.device, left / (len(options.models) - number), separate):
+            all_same &= row["same_tokens"] or row["table"] == "preferred"
+            print(add_results(options.name, device, [row], KEYS, (*PACKAGES, "transformers")), flush=True)
     return int(not all_same)
 
 

@@ -14,7 +14,7 @@ pytest.importorskip("diffusers")
 import diffusion
 from samebits.nn.packed_module import packed_parameters
 
-TINY = ["tiny", "tiny FLUX.2", "tiny Qwen-Image", "tiny Stable Diffusion 3.5, with guidance", "tiny Wan"]
+TINY = [name for name in diffusion.MODELS if name.startswith("tiny")]
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -110,6 +110,9 @@ def test_real_configurations(name: str) -> None:
     model = diffusion.MODELS[name]
     with torch.device("meta"):
         made = getattr(diffusion.diffusers, model.kind)(**model.config)
-    billions = {"FLUX.1-dev": 11.9, "FLUX.2-dev": 32.22, "Qwen-Image": 20.43, "Stable Diffusion 3.5 large": 8.06}
+    billions = {
+        "FLUX.1-dev": 11.9, "FLUX.2-dev": 32.22, "HiDream-I1": 17.11, "Qwen-Image": 20.43,
+        "Stable Diffusion 3.5 large": 8.06, "Stable Diffusion XL": 2.57, "Wan 2.1 14B": 14.29,
+    }  # fmt: skip
     count = sum(parameter.numel() for parameter in made.parameters())
-    assert count / 1e9 == pytest.approx(billions.get(name.removesuffix(", with guidance"), 14.29), abs=0.05)
+    assert count / 1e9 == pytest.approx(billions[name.partition(",")[0]], abs=0.05)

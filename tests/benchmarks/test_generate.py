@@ -72,7 +72,7 @@ def test_only_one_way_has_the_attention_that_torch_prefers(monkeypatch: pytest.M
     monkeypatch.setattr(generate, "_timed", noted)
     before = torch.backends.cuda.cudnn_sdp_enabled()
     for way in generate.WAYS:
-        generate.measure_all("tiny", [generate.Setting(way, 1, 3, 2)], "cpu", packed=False, deadline=float("inf"))
+        list(generate.measure_each("tiny", [generate.Setting(way, 1, 3, 2)], "cpu", False, float("inf"), False))
     assert [way for way, has_cudnn in seen.items() if has_cudnn] == ["preferred"]
     assert seen.keys() == set(generate.WAYS)
     assert torch.backends.cuda.cudnn_sdp_enabled() == before
@@ -115,8 +115,24 @@ def _timed_tokens(options: dict[str, Any], number: int) -> torch.Tensor:
 
 def test_no_case_is_taken_after_the_deadline(capsys: pytest.CaptureFixture[str]) -> None:
     settings = [generate.Setting("eager", 1, 3, 2)]
-    assert generate.measure_all("tiny", settings, "cpu", packed=False, deadline=time.monotonic()) == []
+    assert list(generate.measure_each("tiny", settings, "cpu", False, time.monotonic(), False)) == []
     assert f"no time left for\n  {settings[0]}" in capsys.readouterr().out
+
+
+def test_rows_stay_if_a_later_case_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(name: str, model: Any, setting: generate.Setting, device: str, packed: bool) -> generate.Figures:
+        if packed and setting.batch > 1:
+            raise torch.OutOfMemoryError
+        return generate.Figures([1.0], [1.0], 1, None, [[1]])
+
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    monkeypatch.setattr(generate, "measure_said", measured)
+    options = "--models tiny --device cpu --ways graphs --batches 1,2 --prompts 3 --tokens 4 --name trial"
+    monkeypatch.setattr("sys.argv", ["generate.py", *options.split()])
+    with pytest.raises(torch.OutOfMemoryError):
+        generate.main()
+    assert [row["batch"] for row in common.read_results("trial")["rows"]] == [1]
+    assert not generate._held
 
 
 def test_a_prompt_is_the_same_each_time() -> None:
