@@ -91,6 +91,26 @@ def test_numbers_of_tokens_from_a_call(planner: FakePlanner, monkeypatch: pytest
     assert len(seen) == 2 * (1 + module.LEARNING_CALLS)
 
 
+def test_routed_experts_with_many_tokens(planner: FakePlanner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No plans for numbers of tokens that no other call has, but those asked for, and those of other layers."""
+    layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(20)).to(torch.bfloat16)
+    samebits.compress(layers)
+    many = range(module.MANY_TOKENS + 1, module.MANY_TOKENS + 11)
+
+    def call() -> None:
+        with monkeypatch.context() as on_cpu:
+            on_cpu.setattr(torch.Tensor, "is_cuda", False)
+            for layer, tokens in zip(layers, (*many, *[4096] * 5, *range(1, 6)), strict=True):
+                layer(torch.zeros(tokens, 64, dtype=torch.bfloat16))
+
+    monkeypatch.setattr(module, "is_supported", lambda header, m, device: True)
+    report = samebits.prepare(layers, (many[0],), call=call)
+    planned = [*range(1, 6), many[0], 4096]
+    assert [key.tokens for key in planner.keys] == planned
+    assert [each.tokens for each in report.products if each.outcome.reason == module.CHANGING] == list(many[1:])
+    assert {each.tokens for each in report.products} == {*planned, *many}
+
+
 def test_what_a_call_leaves_to_torch(planner: FakePlanner, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its inputs lie otherwise in memory than those that plans are made for."""
     layers = model()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,11 +19,13 @@ from samebits.nn.packed_module import PackedLinearModule
 from samebits.plans.calibrate import UNSUPPORTED
 from samebits.plans.environment import blas_state
 from samebits.plans.key import PlanKey
-from samebits.plans.planner import Planner
+from samebits.plans.planner import MANY_TOKENS, Planner
 from samebits.plans.store import Outcome
 from samebits.progress import Progress
 
 OTHER_LAYOUT = "its input has gaps between rows, is transposed, or has more than three dimensions"
+CHANGING = "routed experts get other numbers of tokens in each call"
+MAX_NUMBERS = 8  # of many tokens that a kind of weight gets, unless they change from call to call
 LEARNING_CALLS = 2  # until products of one input are made by one launch, or are known to be faster one by one
 _Sizes = dict[PackedLinearModule, set[int]]  # numbers of tokens
 
@@ -102,8 +105,9 @@ def prepare(
         batch_sizes: numbers of tokens in one call of a layer. When text is generated: sequences in the batch. One if
             there is no ``call`` either.
         call: runs the model, if there is something to prepare: once, and each layer is prepared for as many tokens as
-            it gets; then twice more, and layers that share an input are learned, and which weights to decode ahead. For
-            models whose layers get different numbers of tokens, as those of diffusion models do.
+            it gets, but for routed experts with many, whose numbers no other call has; then twice more, and layers that
+            share an input are learned, and which weights to decode ahead. For models whose layers get different numbers
+            of tokens, as those of diffusion models do.
         progress: is called with the number of plans found and their total.
 
     Raises:
@@ -120,9 +124,14 @@ def prepare(
         _note_tokens(call, sizes, left)
     wanted = list(_products(kinds, sizes))
     products = []
+    changing = {kind: _changing(weights, sizes, batch_sizes) for kind, weights in kinds.items()}
     for kind, users, tokens in wanted:
-        supported = any(is_supported(weight.header, tokens, kind.device) for weight in users)
-        outcome = _outcome(kind, tokens) if supported else Outcome(None, UNSUPPORTED)
+        if tokens in changing[kind]:
+            outcome = Outcome(None, CHANGING)
+        elif any(is_supported(weight.header, tokens, kind.device) for weight in users):
+            outcome = _outcome(kind, tokens)
+        else:
+            outcome = Outcome(None, UNSUPPORTED)
         products.append(Prepared(kind.rows, kind.columns, tokens, kind.has_bias, len(users), outcome))
         if progress:
             progress(len(products), len(wanted))
@@ -148,6 +157,13 @@ def _note_tokens(call: Callable[[], object], sizes: _Sizes, left: _Sizes) -> Non
         for module in sizes:
             hooks.enter_context(module.register_forward_pre_hook(note, with_kwargs=True))
         call()
+
+
+def _changing(weights: Sequence[_Weight], sizes: _Sizes, asked: Sequence[int]) -> set[int]:
+    """Of the numbers of tokens that weights of a kind got in a call: those that no other call will have."""
+    got = Counter(tokens for weight in weights for tokens in sizes[weight.module] if tokens > MANY_TOKENS)
+    few = {tokens for tokens, users in got.items() if users * MAX_NUMBERS < len(weights)}
+    return few.difference(asked) if len(got) > MAX_NUMBERS else set()
 
 
 def _products(kinds: dict[_Kind, list[_Weight]], sizes: _Sizes) -> Iterator[tuple[_Kind, list[_Weight], int]]:
