@@ -32,8 +32,8 @@ CHUNK_BITS = 80  # a chunk's first word, its offset and the rounding to whole wo
 CLASSES = 8
 SAMPLE_WORDS = 1 << 22  # words whose quads are counted
 OUTSIDE_BITS = 44  # what a word outside the window is charged while the target is sought
-QUAD_PREMIUM = 0.10  # bits per weight a quad code may cost beyond the single code, for its speed
-QUAD_OVERHEAD = 0.21  # and beyond the entropy, estimated: counted 0.20, for short chunks take less than STREAM_BITS
+QUAD_PREMIUM = 0.11  # bits per weight a quad code may cost beyond the single code, for its speed
+QUAD_OVERHEAD = 0.24  # and beyond the entropy, of which it mostly takes 0.20; more where rows end in short chunks
 COMPACT_WORDS = 1 << 16  # smaller tensors take the compact code wherever it is the smallest
 COMPACT_EXCESS = 0.25  # larger ones where the others take so many bits more than 8 and the entropy
 
