@@ -4,9 +4,9 @@
                                 [--groups 1,8,...]
 
 It writes results/<name>.json: a row that the file has already of the same case, device and versions is replaced, the
-others of that device and these versions stay. Every shape is measured with few tokens, a row of the table "few", or of
-"more" for MORE_SHAPES, and MANY_SHAPES also with many, each a row of the table "many"; with ``--tokens`` every shape
-has rows of "many" alone, for these numbers. An empty "" leaves shapes, prefill or groups out.
+others of that device and these versions stay. Every shape is measured with FEW_TOKENS, all in a row of the table "few",
+or of "more" for MORE_SHAPES, and with MANY_TOKENS, each in a row of the table "many"; ``--tokens`` chooses among them,
+or others. An empty "" leaves shapes, prefill or groups out.
 
 Every product is compared with F.linear's as 16-bit words first. Times are medians of CUDA graph replays over more than
 900 MB of distinct weights, BF16's and packed ones' in turns, from WARM_TOKENS tokens on after WARM_SECONDS of replays,
@@ -94,7 +94,6 @@ MORE_SHAPES = {
 FEW_TOKENS = (1, 2, 4, 8, 16)
 GROUP_TOKENS = (*FEW_TOKENS, 64)
 MANY_TOKENS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
-MANY_SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (28672, 8192))  # of these, also with many tokens
 PREFILL_TOKENS = (128, 256, 512, 1024, 2048, 4096)
 BLOCK = "Llama 3.1 8B"
 
@@ -146,7 +145,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--name", default="linear")
     parser.add_argument("--shapes", type=shapes, default=[*SHAPES, *MORE_SHAPES])
-    parser.add_argument("--tokens", type=counts, default=())
+    parser.add_argument("--tokens", type=counts, default=FEW_TOKENS + MANY_TOKENS)
     parser.add_argument("--prefill", type=counts, default=PREFILL_TOKENS)
     parser.add_argument("--groups", type=counts, default=GROUP_TOKENS)
     arguments = parser.parse_args()
@@ -162,9 +161,9 @@ def main() -> int:
 
 def measured(arguments: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
     """The rows of one weight, of a block, of one group: what is kept if the next takes too long."""
+    few = FEW_TOKENS if set(FEW_TOKENS) <= set(arguments.tokens) else ()
+    many = tuple(tokens for tokens in arguments.tokens if tokens not in few)
     for shape in arguments.shapes:
-        few = () if arguments.tokens else FEW_TOKENS
-        many = arguments.tokens or (MANY_TOKENS if shape in MANY_SHAPES else ())
         yield measure(synthetic_matrix(*shape, device="cuda"), few, many)
     if arguments.prefill:
         yield list(printed(measure_block(DECODER_LAYERS[BLOCK], arguments.prefill, "cuda")))

@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -46,6 +48,12 @@ STYLE = {
 }
 
 Row = dict[str, Any]
+MILLION = 1_000_000
+WEIGHT_CLASSES = {
+    "48 million or more": (48 * MILLION, math.inf),
+    "16 to 48 million": (16 * MILLION, 48 * MILLION),
+    "less than 16 million": (0, 16 * MILLION),
+}
 
 
 @dataclass(frozen=True)
@@ -70,7 +78,7 @@ def rows_of(name: str, table: str, *needed: str) -> list[Row]:
 def speed_by_tokens() -> list[Panel]:
     many = rows_of("linear", "many")
     matrices = {row["matrix"] for row in many}
-    few = [row for row in rows_of("linear", "few") if row["matrix"] in matrices]
+    few = [row for table in ("few", "more") for row in rows_of("linear", table) if row["matrix"] in matrices]
     return [
         Panel(draw_speeds, [*chain.from_iterable(map(few_as_many, few)), *many]),
         Panel(draw_overhead, rows_of("linear", "prefill")),
@@ -84,14 +92,27 @@ def few_as_many(row: Row) -> list[Row]:
 
 
 def draw_speeds(axes: Axes, rows: list[Row]) -> None:
-    for matrix in dict.fromkeys(row["matrix"] for row in rows):
-        points = sorted((row["tokens"], row["speed"]) for row in rows if row["matrix"] == matrix)
-        axes.plot(*zip(*points, strict=True), marker="o", markersize=3.5, label=matrix)
+    """The median of the weights of each class of sizes, and from the slowest to the fastest."""
+    for name, (least, most) in WEIGHT_CLASSES.items():
+        speeds: dict[int, list[float]] = {}
+        for row in sorted(rows, key=lambda row: row["tokens"]):
+            if least <= weights_of(row["matrix"]) < most:
+                speeds.setdefault(row["tokens"], []).append(row["speed"])
+        if not speeds:
+            continue
+        medians = [statistics.median(each) for each in speeds.values()]
+        (line,) = axes.plot(list(speeds), medians, marker="o", markersize=3.5, label=name)
+        lowest, highest = ([pick(each) for each in speeds.values()] for pick in (min, max))
+        axes.fill_between(list(speeds), lowest, highest, color=line.get_color(), alpha=0.15, linewidth=0)
     axes.axhline(1, color=INK, linewidth=1.2)
     axes.set_ylim(0, 1.08 * max(1, *(row["speed"] for row in rows)))
-    axes.legend(loc="lower right", title="weight")
+    axes.legend(loc="lower left", title="weights: median, slowest to fastest shape")
     label(axes, "Linear layer: speed of BF16 cuBLAS (1 = equal)", "tokens", "times as fast")
     token_axis(axes, [row["tokens"] for row in rows])
+
+
+def weights_of(matrix: str) -> int:
+    return math.prod(map(int, matrix.split(" x ")))
 
 
 def draw_overhead(axes: Axes, rows: list[Row]) -> None:

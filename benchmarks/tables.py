@@ -45,6 +45,12 @@ def decimals(key: str, count: int) -> Callable[[Row], str]:
     return lambda row: "" if row[key] is None else f"{row[key]:,.{count}f}"
 
 
+def speed_at(tokens: int) -> Callable[[Row], str]:
+    """Of a row that not all numbers of tokens have."""
+    key = f"speed_at_{tokens}"
+    return lambda row: f"{row[key]:.2f}" if key in row else ""
+
+
 def with_spread(key: str, count: int) -> Callable[[Row], str]:
     """The median, and from slowest to fastest."""
     return lambda row: f"{row[key]:.{count}f} ({row[f'{key}_slowest']:.{count}f} to {row[f'{key}_fastest']:.{count}f})"
@@ -168,12 +174,10 @@ COLUMNS: dict[str, dict[str, Cell]] = {
     },
     "linear.few": FEW_COLUMNS,
     "linear.more": FEW_COLUMNS,
-    "linear.many": {
-        "matrix": "matrix",
-        "tokens": "tokens",
-        "BF16, µs": with_spread("bf16_microseconds", 1),
-        "samebits, µs": with_spread("samebits_microseconds", 1),
-        "speed of BF16": decimals("speed", 2),
+    "linear.many": {"matrix": "matrix"}
+    | {
+        f"{'speed of BF16, ' * (tokens == 32)}{tokens:,} tokens": speed_at(tokens)
+        for tokens in (32, 64, 128, 256, 512, 1024, 2048, 4096)
     },
     "linear.prefill": {
         "tokens": "tokens",
@@ -401,6 +405,14 @@ PLOTS = {
 }
 
 
+def joined(rows: list[Row]) -> list[Row]:
+    """Of rows of a matrix and a number of tokens: one for each matrix, with ``speed_at_<tokens>``."""
+    found: dict[str, Row] = {}
+    for row in rows:
+        found.setdefault(row["matrix"], {"matrix": row["matrix"]})[f"speed_at_{row['tokens']}"] = row["speed"]
+    return list(found.values())
+
+
 def cell_text(cell: Cell, row: Row) -> str:
     if callable(cell):
         return cell(row)
@@ -417,6 +429,9 @@ def table_text(name: str, table: str, root: str = "") -> str:
     rows = [row for row in results["rows"] if row["table"] == table]
     if not rows:
         return ""
+    dates = [row["date"] for row in rows]
+    if table == "many":
+        rows = joined(rows)
     every_key, like = [key for key in rows[0] if key not in ("table", "date")], LIKE.get(name, name)
     columns = COLUMNS.get(f"{like}.{table}") or {key.replace("_", " "): key for key in every_key}
     lines = [list(columns), ["---", *["---:"] * (len(columns) - 1)]]
@@ -424,7 +439,6 @@ def table_text(name: str, table: str, root: str = "") -> str:
     versions = ", ".join(f"{package} {number}" for package, number in results["versions"].items())
     file = f"benchmarks/results/{name}.json"
     made = f"`python benchmarks/{SCRIPTS.get(like, like)}.py`"
-    dates = [row["date"] for row in rows]
     measured = " to ".join(sorted({min(dates), max(dates)}))
     source = f"<sub>[{file}]({root}{file}), made by {made}: {results['device']}; {versions}; {measured}</sub>"
     caption = CAPTIONS.get(f"{like}.{table}")
