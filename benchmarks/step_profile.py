@@ -46,9 +46,11 @@ def main() -> int:
 
 
 def shortened(model: Model, layers: int) -> Model:
-    """With so many layers, and twice as many single ones where there are such."""
+    """With so many layers, and twice as many single ones where there are such; a UNet as it is."""
     known = signature(getattr(diffusers, model.kind)).parameters
-    few = {option: layers * times for option, times in LAYER_OPTIONS.items() if option in known}
+    few: dict[str, Any] = {option: layers * times for option, times in LAYER_OPTIONS.items() if option in known}
+    if "llama_layers" in model.config:  # one for each layer
+        few["llama_layers"] = model.config["llama_layers"][: sum(few.values())]
     return replace(model, config={**model.config, **few})
 
 

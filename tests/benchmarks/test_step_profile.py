@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("diffusers")
 
@@ -24,9 +25,19 @@ def in_a_row(*names: str) -> list[tuple[str, float, float]]:
 
 @pytest.mark.parametrize("name", diffusion.DEFAULT_MODELS)
 def test_shortened(name: str) -> None:
-    config = step_profile.shortened(diffusion.MODELS[name], 3).config
-    singles = {"num_single_layers": 6} if name.startswith("FLUX") else {}
-    assert config == diffusion.MODELS[name].config | {"num_layers": 3} | singles
+    """Every class takes the options, and its inputs are those of as many layers."""
+    whole, model = diffusion.MODELS[name], step_profile.shortened(diffusion.MODELS[name], 1)
+    with torch.device("meta"):
+        made = getattr(diffusion.diffusers, model.kind)(**model.config)
+    blocks = {leaf: len(each) for leaf, each in made.named_children() if leaf.endswith("blocks")}
+    if name.startswith("Stable Diffusion XL"):
+        assert model == whole
+        return
+    assert set(blocks.values()) <= {1, 2}
+    assert 1 in blocks.values()
+    if name == "HiDream-I1":
+        inputs = diffusion.inputs_of(model, made.config, "cpu")
+        assert len(inputs["encoder_hidden_states_llama3"]) == sum(blocks.values()) == len(made.caption_projection) - 1
 
 
 def test_the_middle_of_a_step() -> None:
