@@ -147,7 +147,7 @@ def test_a_tie_to_a_weight_that_changes() -> None:
 
 
 def test_torchscript_is_left_alone() -> None:
-    with pytest.warns(DeprecationWarning, match=r"torch\.jit\.script"):
+    with pytest.warns((DeprecationWarning, FutureWarning), match=r"torch\.jit\.script"):
         script = torch.jit.script(nn.Linear(64, 64).to(torch.bfloat16))
     module = nn.Sequential(nn.Linear(64, 64).to(torch.bfloat16), script)
     expected = module(INPUT)
