@@ -24,6 +24,14 @@ settings.register_profile(
 settings.load_profile("samebits")
 
 
+def pytest_report_header() -> str:
+    import torch
+
+    if torch.version.cuda and not torch.cuda.is_available():
+        return "torch is built for CUDA and finds no GPU: tests that play one will fail; CONTRIBUTING.md has the mend"
+    return f"torch {torch.__version__}"
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip GPU tests without a GPU, unless they were asked for by ``-m gpu``: then they must not pass unseen."""
     if config.getoption("markexpr") == "gpu" or not any(item.get_closest_marker("gpu") for item in items):
