@@ -386,8 +386,8 @@ every token compared; a static cache, each decoding step replayed as one CUDA gr
 Tokens in the key-value cache when memory runs out, on cards emulated in memory alone; BF16 counts where at least 1 GiB
 is left beside its weights. With `samebits.PackedCache` the cache is packed as well, at no bit's cost:""",
     "diffusion.steps": """\
-One denoising step of diffusion transformers in their real configurations, with synthetic weights, at batch 1, or 2
-with guidance; the memory is that of the transformer alone, with its activations:""",
+One denoising step of diffusion models in their real configurations, with synthetic weights, at batch 1, or 2
+with guidance; the memory is that of the transformer or UNet alone, with its activations:""",
     "training.steps": """\
 A training step of LoRA (PEFT, rank 16, all layers but the head, AdamW) on Llama 3.1 8B's configuration with synthetic
 weights, with torch told to compute deterministically:""",
