@@ -26,7 +26,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def stored() -> PlanStore:
     plans = PlanStore(ENVIRONMENT)
-    plans.add(KEY, Outcome(LinearPlan(3, 1), "", 12.34, 30.0))
+    plans.add(KEY, Outcome(LinearPlan(3, 1), "", 12.34, 30.0, 0.3456e-6))
     plans.add(KEY._replace(tokens=16), Outcome(None, "decoding first is faster", 31.0, 30.0))
     plans.add(KEY._replace(state="blas=Cublaslt"), Outcome(None, "no split gives cuBLAS's bits"))
     plans.add_group((KEY, KEY._replace(rows=512)), GroupOutcome(2, 1.5))
@@ -44,10 +44,10 @@ def test_list(samebits: Command, stored: PlanStore) -> None:
     assert "  cublas: 13.1.0\n" in text
     rows = [[cell.strip() for cell in line.strip("│\n").split("│")] for line in text.splitlines() if "4096" in line]
     assert rows == [
-        ["4096 x 1024", "8", "yes", "split 3, variant 1", "12.3", "30.0"],
-        ["4096 x 1024", "16", "yes", "decoding first is faster", "31.0", "30.0"],
+        ["4096 x 1024", "8", "yes", "split 3, variant 1", "12.3", "30.0", "0.35"],
+        ["4096 x 1024", "16", "yes", "decoding first is faster", "31.0", "30.0", ""],
         ["4096 + 512 x 1024", "8", "variant 2"],
-        ["4096 x 1024", "8", "yes", "no split gives cuBLAS's bits", "", ""],
+        ["4096 x 1024", "8", "yes", "no split gives cuBLAS's bits", "", "", ""],
     ]
     assert 0 < text.index("blas=Cublas ") < text.index("blas=Cublaslt ")
 
@@ -76,7 +76,7 @@ def test_list_as_json(samebits: Command, stored: PlanStore) -> None:
     assert file["environment"] == vars(ENVIRONMENT)
     assert file["plans"][0] == {
         "rows": 4096, "columns": 1024, "tokens": 8, "has_bias": True, "state": "blas=Cublas",
-        "plan": {"split": 3, "variant": 1}, "reason": "", "fused_us": 12.34, "decode_us": 30.0,
+        "plan": {"split": 3, "variant": 1}, "reason": "", "fused_us": 12.34, "decode_us": 30.0, "carried_us": 0.3456e-6,
     }  # fmt: skip
     assert [plan["plan"] for plan in file["plans"][1:]] == [None, None]
     assert [(len(group["products"]), group["variant"], group["gained_us"]) for group in file["groups"]] == [(2, 2, 1.5)]

@@ -204,6 +204,10 @@ ZOO = [
     case("longest_quads", normal((16, 256)), lambda words: longest_codewords(quad_matrix(words))),
     case("longest_singles", few_exponents((16, 256)), lambda words: longest_codewords(single_matrix(words))),
     case("one_stage_chunks", scattered((17, 130)), quad_matrix, chunk_stages=1),
+    case(
+        "short_chunks_end_row_groups", scattered((48, 64 * 5)), quad_matrix, chunk_stages=2, raw_chunks=frozenset({5})
+    ),
+    case("short_single_chunks_end_row_groups", normal((56, 64 * 7)), single_matrix, chunk_stages=3),
     case("longest_chunks", normal((8, 64 * 66)), quad_matrix, chunk_stages=64),
     case("longest_single_chunks", normal((8, 64 * 66)), single_matrix, chunk_stages=64),
     case("chunks_of_many_patches", scattered((16, 2048), 19), quad_matrix, raw_chunks=frozenset({2})),
@@ -272,6 +276,7 @@ LARGE: dict[str, Callable[[], Words]] = {
     "matrix": lambda: normal((1024, 1024)),
     "larger matrix": lambda: normal((2048, 2048)),
     "odd stages": lambda: normal((1536, 64 * 11)),
+    "short chunks end row groups": lambda: normal((20_000, 64 * 18)),
     "short rows": lambda: normal((16384, 64)),
     "long rows": lambda: normal((8, 131072)),
     "flat": lambda: normal((1_000_003,)),

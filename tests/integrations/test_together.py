@@ -16,9 +16,11 @@ import families
 import samebits
 from samebits.format.packed import PackedTensor
 from samebits.kernels import nvrtc
+from samebits.kernels.decode_together import DecodeTogether
 from samebits.kernels.linear.job import Spare
 from samebits.kernels.linear.products import LinearPlan, Operands
-from samebits.plans import call, dispatch, planner, prefetch, recall, together
+from samebits.kernels.structures import MAX_PREFETCHED
+from samebits.plans import call, carry, dispatch, planner, prefetch, recall, together
 from samebits.plans.planner import Planner
 from samebits.plans.store import GroupOutcome, Outcome
 from samebits.plans.together import Together
@@ -74,7 +76,8 @@ def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ahead: list[int]) 
         monkeypatch.setattr(together, name, lambda *arguments, result=result: result)
     monkeypatch.setattr(call, "_outcome", lambda key, packed, device: Outcome(PLAN, ""))
     monkeypatch.setattr(call, "products_of", plain)
-    monkeypatch.setattr(recall.decode, "decode_cuda", samebits.decode)
+    for module in (prefetch, recall.decode):
+        monkeypatch.setattr(module, "decode_cuda", samebits.decode)
     monkeypatch.setattr(dispatch, "together", Together())
     monkeypatch.setattr(planner, "fastest_together", lambda x, operands, are_fused: GroupOutcome(1))
     monkeypatch.setenv("SAMEBITS_CACHE", str(tmp_path))
@@ -123,3 +126,25 @@ def test_the_same_bits_with_weights_decoded_ahead(
     check(name, 3)
     assert ahead
     assert max(ahead) > 1 or room == 1 << 12
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma3_text", "t5", "bart", "qwen2_moe", "deepseek_v2"])
+@pytest.mark.parametrize("room", [1 << 12, 1 << 14, 1 << 40])
+def test_the_same_bits_with_weights_decoded_together(
+    name: str, room: int, launches: list[int], ahead: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no product has a plan."""
+
+    class Played(DecodeTogether):
+        def __call__(self, *every: torch.Tensor) -> list[torch.Tensor]:
+            ahead.append(len(every) - 1)
+            return [samebits.decode(PackedTensor(*each)) for each in zip(self._headers, every, strict=True)]
+
+    monkeypatch.setattr(call, "_outcome", lambda key, packed, device: Outcome(None, "none"))
+    monkeypatch.setattr(prefetch, "_FEW_TOKENS", 0)
+    monkeypatch.setattr(prefetch, "DecodeTogether", Played)
+    monkeypatch.setattr(prefetch, "suits", lambda packed: True)
+    monkeypatch.setattr(carry, "_TOGETHER_WEIGHTS", room)
+    check(name, 3)
+    assert not launches
+    assert max(ahead) == MAX_PREFETCHED or room < 1 << 40

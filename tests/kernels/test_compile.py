@@ -47,6 +47,7 @@ INSTANCES = {
 WHOLE = {
     "arrange.cu": ["arrange"],
     "compact.cu": ["decode_compact"],
+    "decode_together.cu": ["decode_together"],
     "df11.cu": ["decode_df11"],
     "encode.cu": [
         "row_statistics", "histogram", "quad_counts", "digest",

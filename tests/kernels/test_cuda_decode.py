@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -13,7 +14,9 @@ from hypothesis import strategies as st
 import samebits
 from samebits.format.geometry import Code
 from samebits.format.packed import PackedTensor, Section
+from samebits.kernels.decode_together import DecodeTogether, suits
 from samebits.kernels.ops import fields_of
+from samebits.kernels.structures import MAX_DECODED
 from tests.codecs.malformed import MALFORMED, Malformed
 from tests.codecs.slow_encoder import slow_encode
 from tests.codecs.strategies import all_choices, words_of_any_shape
@@ -73,9 +76,70 @@ def test_bytes_at_any_address(offset: int) -> None:
         assert decoded(PackedTensor.from_data(room[offset:])) == case.words.tobytes()
 
 
+def decoded_together(every: Sequence[PackedTensor]) -> list[bytes]:
+    made = DecodeTogether([packed.header for packed in every])(*(packed.data for packed in every))
+    assert [result.shape for result in made] == [packed.shape for packed in every]
+    return [words_of(result).tobytes() for result in made]
+
+
+SUITED = [case for case in ZOO if suits(packed_of(case.packed))]
+
+
+@pytest.mark.parametrize("first", range(len(SUITED)), ids=lambda number: SUITED[number].name)
+def test_decodes_the_zoo_together(first: int) -> None:
+    """Each of it with those behind it, of both codes."""
+    cases = [SUITED[(first + i) % len(SUITED)] for i in range(2 + first % (MAX_DECODED - 1))]
+    assert decoded_together([on_gpu(case.packed) for case in cases]) == [case.words.tobytes() for case in cases]
+
+
+def test_decodes_large_tensors_together() -> None:
+    """More chunks than warps, and one that has but one."""
+    names = ["matrix", "short chunks end row groups", "short rows", "long rows", "rows of every scale", "bimodal rows"]
+    cases = [*(large(name) for name in names), CASES["quad_matrix"].words]
+    with without_compact():
+        every = [samebits.encode(tensor_of(words)).to("cuda") for words in cases[:-1]]
+    every.append(on_gpu(CASES["quad_matrix"].packed))
+    assert all(map(suits, every))
+    assert decoded_together(every) == [words.tobytes() for words in cases]
+    assert decoded_together(every[::-1]) == [words.tobytes() for words in cases[::-1]]
+
+
+def test_is_told_once_what_to_decode_together() -> None:
+    """Again, on another stream, in a graph, and of other bytes."""
+    words = [normal((512, 1024), seed) for seed in range(3)]
+    every = [samebits.encode(tensor_of(each)).to("cuda") for each in words]
+    launch = DecodeTogether([packed.header for packed in every])
+    data = [packed.data for packed in every]
+
+    def check() -> None:
+        assert [words_of(result).tobytes() for result in launch(*data)] == [each.tobytes() for each in words]
+
+    for _ in range(3):
+        check()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            check()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = launch(*data)
+    for _ in range(2):
+        for result in made:
+            result.zero_()
+        graph.replay()
+        assert [words_of(result).tobytes() for result in made] == [each.tobytes() for each in words]
+
+
 def survives(data: bytes) -> None:
     """Any words, but no fault: and the next decode is right again."""
-    samebits.decode(on_gpu(data))
+    packed = on_gpu(data)
+    samebits.decode(packed)
+    if suits(packed):
+        neighbour = on_gpu(SUITED[0].packed)
+        together = DecodeTogether([packed.header, neighbour.header])(packed.data, neighbour.data)
+        assert words_of(together[1]).tobytes() == SUITED[0].words.tobytes()
     torch.cuda.synchronize()
     assert decoded(on_gpu(ZOO[0].packed)) == ZOO[0].words.tobytes()
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import samebits
 from samebits.format.geometry import Code, Layout
 from samebits.format.packed import Header, PackedTensor
 from samebits.kernels import decode, nvrtc
 from samebits.kernels.decode import MAX_WARPS, decode_source, even_warps
+from samebits.kernels.decode_together import divided, suits
 from samebits.kernels.residents import resident
+from samebits.kernels.structures import MAX_DECODED
 from tests.codecs.tensors import packed_of
 from tests.codecs.zoo import ZOO, quad_matrix
 
@@ -89,3 +95,35 @@ def test_what_stays_is_prepared_once_for_each_stream(monkeypatch: pytest.MonkeyP
         decode.launch("decode.cu", "decode", packed, output, None, True)
     assert asked == [7, 8]
     assert started == [7, 7, 8, 7, 8]
+
+
+@given(st.integers(2, 300), st.lists(st.integers(1, 5000), min_size=2, max_size=MAX_DECODED))
+def test_tensors_of_one_launch_share_its_blocks(blocks: int, chunks: list[int]) -> None:
+    """No other way leaves the block that has most with fewer chunks."""
+    blocks = max(blocks, len(chunks))
+    own = divided(blocks, chunks)
+    assert min(own) >= 1
+    assert sum(own) <= blocks
+    assert all(count <= max(chunk, 1) for count, chunk in zip(own, chunks, strict=True))
+    most = max(chunk / count for chunk, count in zip(chunks, own, strict=True))
+    fewer = most * (1 - 1e-9)  # a load below that needs
+    needed = sum(max(1, math.ceil(chunk / fewer)) for chunk in chunks) if most > 1 else blocks + 1
+    assert needed > blocks
+
+
+def test_blocks_of_one_launch() -> None:
+    """Stable Diffusion XL's: as many chunks each, and one with eight times as many."""
+    assert divided(132, [320] * 4) == (33, 33, 33, 33)
+    assert divided(132, [2560, 320, 320]) == (105, 14, 13)
+    assert divided(132, [3, 1]) == (3, 1)
+
+
+def test_what_can_be_decoded_together() -> None:
+    suited = {case.name for case in ZOO if suits(packed_of(case.packed))}
+    assert {"quad_matrix", "single_matrix", "quad_patches", "all_words_matrix", "short_chunks_end_row_groups"} <= suited
+    assert suited.isdisjoint({"quad_flat", "quad_odd_stages", "compact_normal", "one_word_quad", "experts"})
+    packed = packed_of(next(case.packed for case in ZOO if case.name == "quad_matrix"))
+    room = torch.zeros(1 + packed.data.numel(), dtype=torch.uint8)
+    room[1:] = packed.data
+    assert not suits(PackedTensor(packed.header, room[1:]))
+    assert not suits(samebits.encode(torch.ones(3, dtype=torch.bfloat16)))

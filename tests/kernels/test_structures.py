@@ -12,6 +12,7 @@ from samebits.kernels import nvrtc, structures
 
 STRUCTURES = {
     "linear.cuh": ("Geometry", "Packed", "Prefetched", "Job", "Product", "Together"),
+    "decode_together.cu": ("Decoded", "DecodedTogether"),
     "decoder.cuh": ("Division",),
     "arrange.cu": ("Arrangement",),
     "compact.cu": ("Compact",),
@@ -50,16 +51,17 @@ def test_every_structure_is_compared() -> None:
 
 
 @pytest.mark.parametrize(
-    ("constant", "value"),
+    ("file", "constant", "value"),
     [
-        ("kMaxTogether", structures.MAX_TOGETHER),
-        ("kMaxPrefetched", structures.MAX_PREFETCHED),
-        ("kWalks", structures.WALKS),
-        ("kCuts", structures.DIVISION_WORDS),
+        ("decode_together.cu", "kMaxDecoded", structures.MAX_DECODED),
+        ("linear.cuh", "kMaxTogether", structures.MAX_TOGETHER),
+        ("linear.cuh", "kMaxPrefetched", structures.MAX_PREFETCHED),
+        ("linear.cuh", "kWalks", structures.WALKS),
+        ("linear.cuh", "kCuts", structures.DIVISION_WORDS),
     ],
 )
-def test_constants_are_those_of_the_kernels(constant: str, value: int) -> None:
-    check("linear.cuh", f'static_assert({constant} == {value}, "{constant}");')
+def test_constants_are_those_of_the_kernels(file: str, constant: str, value: int) -> None:
+    check(file, f'static_assert({constant} == {value}, "{constant}");')
 
 
 def test_what_differs_is_found() -> None:

@@ -16,7 +16,7 @@ import samebits
 from samebits.format.packed import Header, PackedTensor
 from samebits.kernels import nvrtc
 from samebits.kernels.linear.products import LinearPlan, Operands
-from samebits.plans import calibrate, call, dispatch, planner, recall
+from samebits.plans import calibrate, call, carry, dispatch, planner, prefetch, recall, together
 from samebits.plans.environment import Environment
 from samebits.plans.planner import Planner
 from tests.plans.sums import split_linear
@@ -96,7 +96,7 @@ def is_supported(header: Header, m: int, device: int) -> bool:
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeGpu:
     """The fake, in place; plans are stored in an empty folder."""
     fake = FakeGpu()
-    for module in (calibrate, call, dispatch, recall):
+    for module in (calibrate, call, dispatch, recall, together):
         monkeypatch.setattr(module, "F", SimpleNamespace(linear=lambda *arguments: fake.linear(*arguments)))
     for module in (calibrate, call):
         monkeypatch.setattr(module, "is_supported", is_supported)
@@ -109,7 +109,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeGpu:
     monkeypatch.setattr(calibrate, "compile_all", lambda sources, device: fake.compiled.append({*sources}))
     monkeypatch.setattr(calibrate, "microseconds", fake.microseconds)
     monkeypatch.setattr(calibrate, "launch_of", lambda header, m, split, variant, device: None)
-    for module in (call, dispatch, recall.decode):
+    for module in (call, dispatch, prefetch, recall.decode):
         monkeypatch.setattr(module, "decode_cuda", samebits.decode)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # as tensors in main memory say
@@ -120,6 +120,12 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeGpu:
     monkeypatch.setattr(Planner, "of", new_planner())
     yield fake
     planner.mode.cache_clear()
+
+
+def decode_beside_products_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever launches gain themselves is less than what they gain by that."""
+    for name, value in (("_FIRST_US", 1.0), ("_UNMEASURED_US", 0.0), ("_TOGETHER_WEIGHTS", 0)):
+        monkeypatch.setattr(carry, name, value)
 
 
 @pytest.fixture

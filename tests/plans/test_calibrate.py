@@ -199,7 +199,12 @@ def test_launches_that_may_decode_other_weights(
     monkeypatch.setattr(calibrate, "launch_of", lambda header, m, split, variant, device: variant)
     monkeypatch.setattr(calibrate, "loaded", loaded_products)
     monkeypatch.setattr(calibrate, "microseconds", microseconds)
-    assert found(key()) == Outcome(LinearPlan(3, best), "", alone[best], 9.0)
+    outcome = found(key())
+    assert outcome == Outcome(LinearPlan(3, best), "", alone[best], 9.0, outcome.carried_us)
+    if best in loaded:
+        assert outcome.carried_us == (loaded[best] - alone[best]) / (key().rows * key().columns)
+    else:
+        assert outcome.carried_us is None
     assert calls == [(launch, None) for launch in loaded]
 
 

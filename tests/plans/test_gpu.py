@@ -14,16 +14,18 @@ from torch.nn import functional as F
 
 import identity
 import samebits
+from samebits.kernels.decode_together import DecodeTogether
 from samebits.kernels.linear.launch import MAX_HOPPER_TOKENS
 from samebits.kernels.linear.products import Operands, Products, is_supported
 from samebits.kernels.ops import fields_of
 from samebits.kernels.residents import resident
-from samebits.plans import carry, dispatch, planner, recall, together
+from samebits.plans import dispatch, planner, recall, together
 from samebits.plans.call import plan_of
 from samebits.plans.environment import Environment
 from samebits.plans.key import key_of
 from samebits.plans.planner import Planner
 from samebits.plans.probe import Probe
+from tests.plans.conftest import decode_beside_products_alone
 
 pytestmark = pytest.mark.gpu
 COMBINATIONS = int(os.environ.get("SAMEBITS_FUZZ", "60"))
@@ -399,9 +401,62 @@ def test_products_made_again(tokens: int, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("plans", ["on", "off"])
+def test_small_weights_are_decoded_together(plans: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a plan or without, in eager mode, in a graph, on another stream, and with other bytes."""
+    monkeypatch.setenv(planner.MODE_VARIABLE, plans)
+    planner.mode.cache_clear()
+    shapes, tokens = ((1280, 640), (640, 1280), (1024, 640), (1280, 1024), (640, 1280)), 2048
+    generator = torch.Generator("cuda").manual_seed(0)
+    weights = [torch.randn(shape, device="cuda", generator=generator).mul_(0.02).bfloat16() for shape in shapes]
+    layers = nn.Sequential(*map(_layer, weights))
+    bytes_ = [layer.get_parameter("sb_packed") for layer in layers]
+
+    def x_of(seed: int) -> torch.Tensor:
+        generator = torch.Generator("cuda").manual_seed(seed)
+        return torch.randn(tokens, shapes[0][1], device="cuda", generator=generator).bfloat16()
+
+    def dense(x: torch.Tensor) -> torch.Tensor:
+        for weight in weights:
+            x = F.linear(x, weight)
+        return x
+
+    def check(steps: int) -> None:
+        for seed in range(steps):
+            x = x_of(seed)
+            assert_same(layers(x), dense(x))
+
+    if plans == "on":
+        samebits.prepare(layers, batch_sizes=(tokens,))
+    check(_LEARNED)
+    carriers = [each for data in bytes_ if (kept := resident(data)) for each in kept.carriers.values()]
+    found = [each.choice for each in carriers if each.choice and isinstance(each.choice.launch, DecodeTogether)]
+    assert found
+    assert max(len(choice.weights) for choice in found) >= 2
+    graph, static = torch.cuda.CUDAGraph(), x_of(0)
+    with torch.cuda.graph(graph):
+        y = layers(static)
+    for seed in (8, 9):
+        static.copy_(x_of(seed))
+        graph.replay()
+        assert_same(y, dense(static))
+    check(4)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        check(4)
+    torch.cuda.current_stream().wait_stream(stream)
+    for number, weight in enumerate(weights):
+        layers[0](x_of(1))  # which may decode what changes now
+        bytes_[number].copy_(samebits.encode(-weight).data)
+        weights[number] = -weight
+        check(3)
+
+
+@torch.no_grad()
 def test_weights_of_products_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decoded on the way, in eager mode, in a graph, on another stream, and with other bytes."""
-    monkeypatch.setattr(carry, "_SAVED_US", 1.0)  # whoever has room for others' weights decodes them
+    decode_beside_products_alone(monkeypatch)  # whoever has room for others' weights decodes them
     shapes, tokens = ((12288, 3072), (3072, 12288), (1024, 3072), (3072, 1024)), 4096
     generator = torch.Generator("cuda").manual_seed(0)
     weights = [torch.randn(shape, device="cuda", generator=generator).mul_(0.02).bfloat16() for shape in shapes]

@@ -6,12 +6,14 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import pytest
 import torch
 
 import samebits
 from samebits.format.packed import Header, PackedTensor
+from samebits.kernels.decode_together import DecodeTogether
 from samebits.kernels.linear.job import Spare
 from samebits.kernels.linear.products import LinearPlan, Operands
 from samebits.kernels.residents import resident
@@ -19,12 +21,13 @@ from samebits.kernels.structures import MAX_PREFETCHED
 from samebits.plans import call, carry, dispatch, planner, prefetch, together
 from samebits.plans.store import GroupOutcome
 from samebits.plans.together import Together
-from tests.plans.conftest import FakeGpu, FakeProducts, decoding, is_supported
+from tests.plans.conftest import FakeGpu, FakeProducts, decode_beside_products_alone, decoding, is_supported
 from tests.plans.sums import normal, split_linear
 
 K = 512
 SPLIT = 3
 LAYERS = 12
+UNSUITED = 11  # cannot be decoded with others
 MANY, FEW = 4, 1  # tokens
 EVERYTHING = 1 << 40  # weights
 
@@ -47,13 +50,15 @@ class Launches:
 
     Attributes:
         room: of a layer's launch for others' weights, by its number.
-        ahead: launches that decoded others' weights: whose, and which.
-        memory: how many such launches there is memory for.
+        ahead: launches that decoded others' weights beside products: whose, and which.
+        first: launches that decoded weights first: which.
+        memory: how many launches there is memory for that decode others' weights.
     """
 
     def __init__(self, gpu: FakeGpu) -> None:
         self.gpu, self.room, self.memory = gpu, dict[int, int](), 1000
         self.ahead: list[tuple[int, list[int]]] = []
+        self.first: list[list[int]] = []
 
     def plain(self, header: Header, m: int, plan: LinearPlan, device: int) -> FakeProducts:
         room = self.room.get(number_of(header))
@@ -73,13 +78,26 @@ class Launches:
 
         return products
 
+    def together(self) -> type[DecodeTogether]:
+        launches = self
+
+        class Played(DecodeTogether):
+            def __call__(self, *every: torch.Tensor) -> list[torch.Tensor]:
+                launches.first.append([number_of(header) for header in self._headers])
+                if len(launches.first) > launches.memory:
+                    raise torch.OutOfMemoryError
+                packed = map(PackedTensor, self._headers, every)
+                return [samebits.decode(each) for each in packed]
+
+        return Played
+
 
 class Model:
     """Layers one behind the other."""
 
     def __init__(self, gpu: FakeGpu) -> None:
         self.gpu, self.launches = gpu, Launches(gpu)
-        self.room, self.ahead = self.launches.room, self.launches.ahead
+        self.room, self.ahead, self.first = self.launches.room, self.launches.ahead, self.launches.first
         self.weights = [(normal(rows_of(number), K, seed=number) / 8).clone() for number in range(LAYERS)]
         self.packed = [samebits.encode(weight) for weight in self.weights]
         self.seed = 0
@@ -118,9 +136,10 @@ def model(gpu: FakeGpu, where: list[int], monkeypatch: pytest.MonkeyPatch) -> Mo
     monkeypatch.setattr(together, "fused_linear", gpu.fused_linear)
     monkeypatch.setattr(together, "is_supported", is_supported)
     monkeypatch.setattr(prefetch, "Products", made.launches.prefetching)
+    monkeypatch.setattr(prefetch, "DecodeTogether", made.launches.together())
     monkeypatch.setattr(prefetch, "is_prefetchable", lambda packed, launch, device: True)
     monkeypatch.setattr(prefetch, "_FEW_TOKENS", FEW)
-    monkeypatch.setattr(carry, "_SAVED_US", 1.0)  # whatever launches gain is less
+    decode_beside_products_alone(monkeypatch)
     monkeypatch.setattr(dispatch, "together", Together())
     return made
 
@@ -432,3 +451,124 @@ def test_threads(model: Model) -> None:
         thread.join()
     assert not failed
     assert model.ahead
+
+
+@pytest.fixture
+def small(model: Model, monkeypatch: pytest.MonkeyPatch) -> Model:
+    """Layers whose weights are decoded first, as that is faster; four others' fit into a launch."""
+    model.room.clear()
+    model.gpu.times = [12.0, 11.0, 9.0]
+    monkeypatch.setattr(prefetch, "suits", lambda packed: packed.header.shape[0] != rows_of(UNSUITED))
+    monkeypatch.setattr(carry, "_FIRST_US", 0.0)
+    monkeypatch.setattr(carry, "_TOGETHER_WEIGHTS", size_of(1, 2, 3, 4))
+    return model
+
+
+def first_of(model: Model, *numbers: int, steps: int = 2) -> list[list[int]]:
+    """What launches decoded, with others' weights, in the last of some steps."""
+    for _ in range(steps):
+        model.first.clear()
+        model.ask(*numbers)
+    assert not model.ahead
+    return list(model.first)
+
+
+def test_small_weights_are_decoded_with_the_first_one(small: Model) -> None:
+    assert first_of(small, 0, 1, 2, 3, steps=1) == []
+    assert first_of(small, 0, 1, 2, 3) == [[0, 1, 2, 3]]
+    small.gpu.fused_calls.clear()
+    assert first_of(small, 0, 1, 2, 3, steps=6) == [[0, 1, 2, 3]]
+    assert not small.gpu.fused_calls
+
+
+def test_as_many_together_as_there_is_room_for(small: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next launch decodes what comes behind, and the last one what comes first in the next round."""
+    monkeypatch.setattr(carry, "_TOGETHER_WEIGHTS", size_of(4, 5))
+    found = first_of(small, *range(6))
+    assert {len(each) for each in found} <= {2, 3}
+    assert found[:2] == [[0, 1, 2], [3, 4, 5]]
+    for _ in range(20):
+        [found] = [first_of(small, *range(6), steps=1)]
+        assert all((left + 1) % 6 == right for each in found for left, right in pairwise(each))
+
+
+def test_no_more_together_than_the_kernel_takes(small: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(carry, "_TOGETHER_WEIGHTS", EVERYTHING)
+    found = first_of(small, *range(UNSUITED))
+    assert max(map(len, found)) == 1 + MAX_PREFETCHED
+    assert set().union(*found) == set(range(UNSUITED))
+
+
+@pytest.mark.parametrize(("times", "together"), [((8.5, 8.0, 9.0), True), ((8.0, 4.5, 9.0), False)])
+def test_products_that_gain_less_than_a_launch(times: tuple[float, ...], together: bool, small: Model) -> None:
+    """Are made by cuBLAS, once the weight is there."""
+    small.gpu.times = list(times)
+    found = first_of(small, 0, 1, 2)
+    assert found == ([[0, 1, 2]] if together else [])
+
+
+def test_products_without_a_plan(small: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call, "is_supported", lambda header, m, device: False)
+    assert first_of(small, 0, 1, 2) == [[0, 1, 2]]
+
+
+@pytest.mark.parametrize(("gained_us", "together"), [(3.0, True), (9.0, False)])
+def test_products_of_one_input_are_decoded_together(
+    gained_us: float, together: bool, small: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where that takes less time than one launch that makes them."""
+    in_one_launch(small, monkeypatch, 7, gained_us=gained_us)
+    for _ in range(6):
+        small.first.clear()
+        small.ask_together(0, 1, 2)
+    assert small.first == ([[0, 1, 2]] if together else [])
+
+
+def test_a_weight_that_cannot_be_decoded_with_others(small: Model) -> None:
+    found = first_of(small, 0, UNSUITED, 1, 2)
+    assert found == [[0, 1, 2]]
+
+
+def test_a_weight_that_cannot_be_decoded_with_others_comes_first(small: Model) -> None:
+    assert first_of(small, UNSUITED, 2, 3) == [[2, 3]]
+
+
+def test_few_tokens_are_decoded_one_by_one(small: Model) -> None:
+    for _ in range(4):
+        small.ask(0, 1, 2, tokens=FEW)
+    assert not small.first
+
+
+def test_gradients(small: Model) -> None:
+    """Weights would be kept for the backward pass."""
+    for _ in range(4):
+        for number in range(3):
+            x = normal(MANY, K, seed=number).requires_grad_()
+            dispatch.linear_of_module(x, small.packed[number], None)
+    assert not small.first
+
+
+def test_too_little_memory_for_several(small: Model) -> None:
+    """From then on one by one."""
+    small.launches.memory = 0
+    tried = first_of(small, 0, 1, 2)
+    assert [each[0] for each in tried] == [0, 1, 2]
+    assert first_of(small, 0, 1, 2) == []
+
+
+def test_a_weight_decoded_with_others_that_changes(small: Model) -> None:
+    first_of(small, 0, 1, 2)
+    small.ask(0)
+    small.packed[1].data.copy_(samebits.encode(-small.weights[1]).data)
+    small.weights[1] = -small.weights[1]
+    small.ask(1, 2)
+
+
+def test_weights_decoded_together_that_nobody_asks_for(small: Model) -> None:
+    """Are forgotten, and decoded by this launch no more once that has happened thrice."""
+    assert first_of(small, 0, 1, 2) == [[0, 1, 2]]
+    for _ in range(3):
+        small.ask(0)
+        for _ in range(4):
+            small.ask(0, 1, 2)
+    assert 0 not in [each[0] for each in first_of(small, 0, 1, 2)]

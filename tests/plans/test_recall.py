@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import samebits
 from samebits.errors import DeviceError
 from samebits.format.packed import PackedTensor
-from samebits.kernels import decode, nvrtc
+from samebits.kernels import decode, decode_together, nvrtc
 from samebits.kernels.linear import job as linear_job
 from samebits.kernels.linear import products as linear_products
 from samebits.kernels.linear.products import LinearPlan, Products
@@ -39,6 +39,7 @@ from samebits.kernels.structures import (
     MAX_PREFETCHED,
     MAX_TOGETHER,
     ArrangementStructure,
+    DecodedTogetherStructure,
     DivisionStructure,
     GeometryStructure,
     JobStructure,
@@ -49,15 +50,18 @@ from samebits.kernels.structures import (
 )
 from samebits.nn import packed_module
 from samebits.nn import product as eligible
-from samebits.plans import call, carry, dispatch, planner, prefetch, recall, together
+from samebits.plans import call, carrier, carry, dispatch, planner, prefetch, recall, together
+from samebits.plans.carrier import Carrier, Window
 from samebits.plans.key import key_of
 from samebits.plans.store import GroupOutcome, Outcome
 from samebits.plans.together import Together
+from tests.plans.conftest import decode_beside_products_alone
 
 DEVICE = -1  # what torch says of tensors in main memory
 K = 1024
 CARRIER_ROWS = 72
 MOST_TOKENS = 512
+MANY_TIMES = 4  # that a product of many tokens is made as usual: it notes what is behind, and settles
 JOB = (*range(1, len(JobStructure._fields_) - 6), tuple(range(JobStructure.division.size // 4)))
 LAUNCH = linear_job.Launch("f.cu", "kernel", grid=132, warps=16, shared_bytes=1000, jobs=(JOB,))
 ARRANGEMENT = linear_job.Arrangement(5, K, 8, 1 << 14, (6,), (4096,), part_steps=4)
@@ -91,7 +95,9 @@ class Driver:
         assert extra is None
         assert self.device == DEVICE
         assert self.configs[config - 1][-2:] == (True, DEVICE)  # early
-        sizes = {"arrange": [ctypes.sizeof(ArrangementStructure)], "decode": DECODE_SIZES}
+        sizes = {
+            "arrange": [ctypes.sizeof(ArrangementStructure)], "decode": DECODE_SIZES, "decode_together": TOGETHER_SIZES,
+        }  # fmt: skip
         pointers = (ctypes.c_void_p * 4).from_address(arguments)
         name = self.functions[function - 1]
         told = [ctypes.string_at(pointers[i], size) for i, size in enumerate(sizes.get(name, [ROOM]))]
@@ -101,9 +107,10 @@ class Driver:
     def launcher(self, function: str, *settings: Any) -> Callable[[int], None]:
         def launch(pointers: int) -> None:
             address = ctypes.c_void_p.from_address(pointers).value or 0
-            if function == "decode":
+            if function.startswith("decode"):
+                sizes = DECODE_SIZES if function == "decode" else TOGETHER_SIZES
                 every = (ctypes.c_void_p * 4).from_address(pointers)
-                self.usual.append([ctypes.string_at(every[i], size) for i, size in enumerate(DECODE_SIZES)])
+                self.usual.append([ctypes.string_at(every[i], size) for i, size in enumerate(sizes)])
             elif function != "arrange":
                 self.usual.append(ctypes.string_at(address, ROOM))
 
@@ -120,6 +127,9 @@ ROOM = ctypes.sizeof(ProductStructure)  # what a launch of one weight is told; o
 DECODE_SIZES = [
     ctypes.sizeof(kind) for kind in (GeometryStructure, PackedStructure, ctypes.c_void_p, DivisionStructure)
 ]
+
+
+TOGETHER_SIZES = [ctypes.sizeof(kind) for kind in (DecodedTogetherStructure, DivisionStructure)]
 
 
 @pytest.fixture
@@ -155,13 +165,14 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
         (linear_products, "nearest_launch", lambda *arguments: LAUNCH),
         (linear_products, "decode_table", _no_table),
         (decode, "decode_table", _no_table),
+        (decode_together, "decode_table", _no_table),
         (together, "launch_together", lambda operands, *others: joint(len(operands))),
         (together, "same_words", lambda left, right: True),
         (planner.Planner, "of", lambda device: plans),
         (call, "MAX_HOPPER_TOKENS", MOST_TOKENS),
-        (carry, "_SAVED_US", 1.0),  # whatever launches gain is less
         (eligible, "_is_plain", lambda tensor: type(tensor) in (torch.Tensor, nn.Parameter)),
         (call, "decode_cuda", _decode),
+        (prefetch, "decode_cuda", _decode),
         (recall.decode, "decode_cuda", _decode),
         (recall, "_can_recall", True),
         (dispatch, "together", Together()),
@@ -171,6 +182,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
         settings += [(module, "is_launchable", lambda header, m, plan, device: True)]
     for target, name, value in settings:
         monkeypatch.setattr(target, name, value, raising=False)
+    decode_beside_products_alone(monkeypatch)
     monkeypatch.setattr(dispatch, "product_again", recall.product_of(dispatch.together.turns))
     monkeypatch.setattr(dispatch, "gradient_again", recall.gradient_of())
     yield played
@@ -214,7 +226,7 @@ def x_of(*shape: int) -> torch.Tensor:
 
 def warm(module: nn.Linear, driver: Driver, *shape: int) -> torch.Tensor:
     """Until it is remembered; its input."""
-    for _ in range(4):
+    for _ in range(MANY_TIMES):
         x = x_of(*(shape or (1, 1)))
         module(x)
     driver.usual.clear()
@@ -244,14 +256,14 @@ def product(told: bytes, number: int = 0) -> ProductStructure:
     return ProductStructure.from_buffer_copy(told, number * ctypes.sizeof(ProductStructure))
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (3,), (2, 5), (400,)])
+@pytest.mark.parametrize(("shape", "times"), [((1, 1), 2), ((3,), 2), ((2, 5), 2), ((400,), MANY_TIMES)])
 @pytest.mark.parametrize("bias", [False, True])
-def test_the_driver_is_handed_the_same(driver: Driver, shape: tuple[int, ...], bias: bool) -> None:
+def test_the_driver_is_handed_the_same(driver: Driver, shape: tuple[int, ...], times: int, bias: bool) -> None:
     module, x = layer(0, bias=bias), x_of(*shape)
-    for _ in range(4):
+    for _ in range(times + 2):
         y = module(x.clone())
     usual = product(driver.usual[-1])
-    assert [len(driver.usual), len(driver.again)] == [2, 2]  # what comes once is not remembered
+    assert [len(driver.usual), len(driver.again)] == [times, 2]  # what comes once is not remembered
     x = x_of(*shape)
     y = module(x)
     _, (told,) = driver.again[-1]
@@ -305,11 +317,11 @@ def carrying(driver: Driver, monkeypatch: pytest.MonkeyPatch, steps: int = 12) -
     return modules
 
 
-def carrier_of(module: nn.Linear) -> prefetch.Carrier:
+def carrier_of(module: nn.Linear) -> Carrier:
     kept = resident(module._parameters[packed_module._DATA])
     assert kept is not None
     [carrier] = kept.carriers.values()
-    assert isinstance(carrier, prefetch.Carrier)
+    assert isinstance(carrier, Carrier)
     return carrier
 
 
@@ -420,7 +432,11 @@ def test_a_launch_is_made_again_once_its_choice_is_settled(
 ) -> None:
     """Not as it was first, when less was known of what is behind; nor is its weight decoded first again, if it was."""
     found = iter([carry.Way(0.0, ())] * early)
-    monkeypatch.setattr(prefetch, "best_way", lambda *others: next(found, None) or carry.best_way(*others))
+
+    def best_way(carrying: carry.Carrying, coming: Sequence[carry.Coming]) -> carry.Way:
+        return (next(found, None) if carrying.is_beside else None) or carry.best_way(carrying, coming)
+
+    monkeypatch.setattr(prefetch, "best_way", best_way)
     if is_slower:
         slower, usual = key_of(x_of(1), (CARRIER_ROWS, K), None), driver.plans.outcome_of_call
         driver.plans.known[slower] = SLOWER
@@ -453,7 +469,7 @@ def test_a_launch_that_has_nothing_to_decode_is_made_again(
 
 def test_a_launch_that_is_given_up_is_made_again(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     modules = carrying(driver, monkeypatch)
-    for _ in range(prefetch._MAX_UNWANTED):
+    for _ in range(carrier._MAX_UNWANTED):
         assert not carrier_of(modules[0]).is_given_up
         modules[0](x_of(1, 1))
         for _ in range(6):
@@ -510,7 +526,7 @@ def test_nothing_that_was_decoded_ahead_is_kept_alive(driver: Driver, monkeypatc
 def test_while_it_is_noted_what_comes_all_is_made_as_usual(driver: Driver) -> None:
     module = layer(0)
     warm(module, driver)
-    dispatch.together.turns.windows = (prefetch.Window(prefetch.Carrier(), nvrtc.Where(7, 0), []),)
+    dispatch.together.turns.windows = (Window(Carrier(), 0, nvrtc.Where(7, 0), []),)
     module(x_of(1, 1))
     assert ways(driver) == (1, 0)
     dispatch.together.turns.windows = ()
@@ -726,16 +742,81 @@ def test_two_threads_with_too_little_memory(driver: Driver, monkeypatch: pytest.
 
 def test_many_tokens_are_decoded_first(driver: Driver) -> None:
     module, found = layer(0, bias=True), []
-    for _ in range(4):
+    for _ in range(MANY_TIMES + 2):
         found.append(module(x_of(600)))
     usual, (name, again) = driver.usual[-1], driver.again[-1]
-    assert (len(driver.usual), len(driver.again), name) == (2, 2, "decode")
+    assert (len(driver.usual), len(driver.again), name) == (MANY_TIMES, 2, "decode")
     assert [again[i] for i in (0, 1, 3)] == [usual[i] for i in (0, 1, 3)]
     assert again[2] != bytes(8)
-    assert [y.shape for y in found] == [(600, 64)] * 4
+    assert {y.shape for y in found} == {(600, 64)}
     module.bias.data = module.bias.data.clone()  # F.linear takes what there is
     module(x_of(600))
-    assert ways(driver) == (2, 3)
+    assert ways(driver) == (MANY_TIMES, 3)
+
+
+def decoding_together(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> list[nn.Linear]:
+    """Layers, warmed up, whose weights are decoded with the first one's."""
+    monkeypatch.setattr(carry, "_TOGETHER_WEIGHTS", 1 << 20)
+    modules = [layer(0, rows=CARRIER_ROWS), layer(1), layer(2, bias=True)]
+    for _ in range(8):
+        for module in modules:
+            module(x_of(600))
+    ways(driver)
+    return modules
+
+
+def test_weights_that_are_decoded_with_the_first_one(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the usual way, by one launch; the products are torch's."""
+    modules = decoding_together(driver, monkeypatch)
+    modules[0](x_of(600))
+    [(name, (told, division))] = driver.again
+    assert (name, driver.usual) == ("decode_together", [])
+    every = DecodedTogetherStructure.from_buffer_copy(told).tensors
+    found = [prefetched_of(module) for module in modules[1:]]
+    assert [each.output for each in every[1:3]] == [each[1].data_ptr() for each in found if each]
+    assert [each[1].shape for each in found if each] == [module.weight.shape for module in modules[1:]]
+    assert every[0].output not in (0, None)
+    assert [each.packed.data for each in every[:3]] == [packed_of(module).data.data_ptr() for module in modules]
+    assert [each.first_block for each in every[:4]][::3] == [0, (1 << 31) - 1]
+    for number, (module, each) in enumerate(zip(modules[1:], found, strict=True), 1):
+        assert each is not None
+        each[1].copy_(matrix(number))
+        x = matrix(9, rows=1).expand(600, K).contiguous()
+        y = module(x)
+        assert torch.equal(y.view(torch.int16), F.linear(x, matrix(number), module.bias).view(torch.int16))
+        assert prefetched_of(module) is None
+    driver.again.clear()
+    assert ways(driver) == (0, 0)
+    resident(packed_of(modules[0]).data).forget_products()  # type: ignore[union-attr]
+    modules[0](x_of(600))
+    [usual] = driver.usual
+    as_usual = DecodedTogetherStructure.from_buffer_copy(usual[0])
+    for one, other in zip(every, as_usual.tensors, strict=True):
+        other.output = one.output
+    assert (bytes(as_usual), usual[1]) == (told, division)
+
+
+def test_weights_decoded_with_another_on_another_stream(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = decoding_together(driver, monkeypatch)
+    modules[0](x_of(600))
+    ways(driver)
+    driver.stream = 8
+    modules[1](x_of(600))
+    assert ways(driver)[1] == 0
+    assert prefetched_of(modules[1]) is None
+
+
+def test_a_weight_that_changes_is_not_decoded_with_another(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = decoding_together(driver, monkeypatch)
+    for module in modules:
+        module(x_of(600))
+    ways(driver)
+    data = packed_of(modules[1]).data
+    data.copy_(data.clone())
+    modules[0](x_of(600))
+    assert ways(driver) == (1, 0)
+    assert prefetched_of(modules[1]) is None
+    assert prefetched_of(modules[2]) is not None
 
 
 def test_what_f_linear_is_given(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,13 +23,13 @@ from tests.plans.conftest import ENVIRONMENT
 
 KEY = PlanKey(4096, 1024, 1, False, "blas=Cublas reduction=(True,True)")
 OUTCOMES = {
-    KEY: Outcome(LinearPlan(3, 1), "", 12.25, 30.5),
+    KEY: Outcome(LinearPlan(3, 1), "", 12.25, 30.5, 0.25e-6),
     KEY._replace(tokens=2, has_bias=True): Outcome(None, "decoding first is faster", 31.0, 30.5),
     KEY._replace(state="other"): Outcome(None, "no split gives cuBLAS's bits"),
 }
 
 
-GROUPS = {(KEY, KEY._replace(rows=8)): GroupOutcome(4, 2.5), (KEY, KEY): GroupOutcome(None)}
+GROUPS = {(KEY, KEY._replace(rows=8)): GroupOutcome(4, 2.5, 0.5e-6), (KEY, KEY): GroupOutcome(None)}
 
 
 def filled(folder: Path) -> PlanStore:
@@ -62,10 +62,10 @@ def test_another_environment_has_plans_of_its_own(tmp_path: Path) -> None:
 
 
 GOOD_ENTRY = {**KEY._asdict(), **asdict(Outcome(LinearPlan(3, 1), "", 12.25, 30.5))}
-GOOD_GROUP = {"products": [KEY._asdict()] * 2, "variant": 1, "gained_us": 3.5}
+GOOD_GROUP = {"products": [KEY._asdict()] * 2, "variant": 1, "gained_us": 3.5, "carried_us": None}
 
 
-def content(version: int = 3, **changed: object) -> str:
+def content(version: int = 4, **changed: object) -> str:
     return json.dumps({"version": version, "environment": {}, "plans": [GOOD_ENTRY], "groups": [GOOD_GROUP], **changed})
 
 
@@ -74,10 +74,10 @@ BROKEN = {
     "cut off": content()[:-40],
     "no object": "[1, 2]",
     "a number": "3",
-    "no plans": json.dumps({"version": 3, "environment": {}, "groups": []}),
-    "no groups": json.dumps({"version": 3, "environment": {}, "plans": []}),
+    "no plans": json.dumps({"version": 4, "environment": {}, "groups": []}),
+    "no groups": json.dumps({"version": 4, "environment": {}, "plans": []}),
     "plans of nothing": content(plans=[None]),
-    "newer version": content(version=4),
+    "newer version": content(version=5),
     "too deep": '{"a":' * 100_000,
     "not UTF-8": b"\xff\xfe{}",
     **{

@@ -16,6 +16,7 @@ WALKS = 20  # csrc/linear.cuh: kWalks
 WALK_WORDS = 4  # csrc: Walk
 DIVISION_WORDS = 2 * WALKS * WALK_WORDS  # csrc: kCuts
 MAX_PREFETCHED = 8  # csrc/linear.cuh: kMaxPrefetched
+MAX_DECODED = 1 + MAX_PREFETCHED  # csrc/decode_together.cu: kMaxDecoded
 _MAP_WORDS = 32  # of a tensor map
 _BEHIND_ANY_GRID = (1 << 31) - 1
 
@@ -97,6 +98,29 @@ class DivisionStructure(ctypes.Structure):
     """csrc/decoder.cuh: Division."""
 
     _fields_ = (("table_words", ctypes.c_int32), ("entry_words", ctypes.c_int32), ("buffer_words", ctypes.c_int32))
+
+
+class DecodedStructure(ctypes.Structure):
+    """csrc/decode_together.cu: Decoded."""
+
+    _fields_ = (
+        ("geometry", GeometryStructure), ("packed", PackedStructure), ("output", ctypes.c_void_p),
+        ("first_block", ctypes.c_int32), ("blocks", ctypes.c_int32), ("is_quad", ctypes.c_int32),
+    )  # fmt: skip
+
+
+class DecodedTogetherStructure(ctypes.Structure):
+    """csrc/decode_together.cu: DecodedTogether."""
+
+    _fields_ = (("tensors", DecodedStructure * MAX_DECODED),)
+
+    @classmethod
+    def of_none(cls) -> DecodedTogetherStructure:
+        """Without a tensor."""
+        structure = cls()
+        for own in structure.tensors:
+            own.first_block = _BEHIND_ANY_GRID
+        return structure
 
 
 class GatherStructure(ctypes.Structure):

@@ -158,15 +158,21 @@ def _fastest(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, p
     launches = [launch_of(packed.header, _tokens(x), plan.split, plan.variant, device) for plan in plans]
     found = _raced(x, fused, launches, [[Operands(copy, bias, plans[0])] for copy in copies], decoded)
     reason = "" if found.us < found.other_us else "decoding first is faster"
-    return Outcome(plans[found.number], reason, found.us, found.other_us)
+    return Outcome(plans[found.number], reason, found.us, found.other_us, found.carried_us)
 
 
 class _Raced(NamedTuple):
-    """Microseconds of the fastest of some launches, by its number, and of another way."""
+    """Microseconds of the fastest of some launches, by its number, and of another way.
+
+    Attributes:
+        carried_us: more for each weight of another product that the launch decodes on the way; None where it was not
+            timed so.
+    """
 
     number: int
     us: float
     other_us: float
+    carried_us: float | None
 
 
 class _Times(NamedTuple):
@@ -197,7 +203,10 @@ def _raced(
     best = _fastest_number([_Times(each, beside.get(number)) for number, each in enumerate(alone)])
     is_long = many and min(alone[best], other_us) > _LONG_US
     own = own_microseconds([fused[best], other]) if is_long else None
-    return _Raced(best, *own) if own else _Raced(best, alone[best], other_us)
+    rows, columns = operands[0][0].packed.shape
+    carried_us = (beside[best] - alone[best]) / (rows * columns) if best in beside else None
+    us, other_us = own or (alone[best], other_us)
+    return _Raced(best, us, other_us, carried_us)
 
 
 def _loaded(x: torch.Tensor, launch: Launch | None, operands: Sequence[Sequence[Operands]]) -> Calls:
@@ -241,7 +250,8 @@ def fastest_together(x: torch.Tensor, operands: Sequence[Operands], are_fused: S
     found = _raced(x, joint, list(fitting.values()), copies, single)
     gained_us = found.other_us - found.us
     variant, launch = list(fitting.items())[found.number]
-    return GroupOutcome(variant, gained_us) if gained_us > 0 or launch.spare else GroupOutcome(None)
+    is_of_use = gained_us > 0 or launch.spare is not None
+    return GroupOutcome(variant, gained_us, found.carried_us) if is_of_use else GroupOutcome(None)
 
 
 def _tokens(x: torch.Tensor) -> int:

@@ -24,6 +24,7 @@ class Call(NamedTuple):
     Attributes:
         is_fused: it is faster alone than if the weight is decoded first.
         gained_us: microseconds that it takes less then.
+        carried_us: as Outcome's.
     """
 
     header: Header
@@ -35,6 +36,7 @@ class Call(NamedTuple):
     products: Products
     is_fused: bool
     gained_us: float
+    carried_us: float | None
 
     def is_like(self, x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> bool:
         """Whether this is the call of a product of the same shape and the same bytes of the weight."""
@@ -74,7 +76,7 @@ def call_of(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) ->
     changes_unseen = bias is not None and bias.is_inference()
     own = None if bias is None or changes_unseen else ParameterBytes(bias)
     call = Call(packed.header, own, device, x.stride(), key, plan, products, outcome.fused is not None,
-                outcome.gained_us)  # fmt: skip
+                outcome.gained_us, outcome.carried_us)  # fmt: skip
     if kept and not changes_unseen:
         make_room(kept.calls, x.shape)
         kept.calls[x.shape] = call

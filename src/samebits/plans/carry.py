@@ -1,11 +1,32 @@
-"""Which weights of products to come a launch decodes ahead (prefetch.py), and which it leaves to later launches."""
+"""Which weights of products to come a launch decodes (prefetch.py), and which it leaves to later launches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-_SAVED_US = 0.65e-6  # for each weight: decoded beside a product instead of first
+_LAUNCH_US = 4.0  # of a launch that decodes, and
+_FIRST_US = 1.0e-6  # of each of its weights, where these are many: decoded first
+_AS_GOOD_US = 1e-3  # ways that differ by less: the one that leaves less to later launches, which might think so, too
+_UNMEASURED_US = 1.0e-6  # of each, decoded beside a product of which that is not known
+_TOGETHER_WEIGHTS = 1 << 24  # that a launch which decodes a weight first decodes for others: with more there is nothing
+# left of its beginning and end to be shared, and they would take memory
+
+
+class Carrying(NamedTuple):
+    """What a launch can decode for others.
+
+    Attributes:
+        room: weights.
+        places: one for each packed tensor.
+        is_beside: it multiplies, and decodes them beside that; else it decodes a weight first, and these with it.
+        saved_us: microseconds for each weight, by which that takes less than a launch with many of them.
+    """
+
+    room: int
+    places: int
+    is_beside: bool
+    saved_us: float
 
 
 class Coming(NamedTuple):
@@ -13,16 +34,21 @@ class Coming(NamedTuple):
 
     Attributes:
         weights: that are decoded for it.
-        places: in a launch that decodes them, one for each packed tensor.
+        places: in a launch that decodes them.
+        suits_beside, suits_together: launches of either kind can decode them.
         gained_us: microseconds that it takes less if its own launch decodes them than if they are decoded first, which
             they are otherwise.
         room: weights that this launch can decode for others; 0 where it cannot.
+        carried_us: microseconds that each of these takes it, see store.Outcome.
     """
 
     weights: int
     places: int
+    suits_beside: bool
+    suits_together: bool
     gained_us: float
     room: int
+    carried_us: float | None
 
 
 class Way(NamedTuple):
@@ -32,39 +58,52 @@ class Way(NamedTuple):
     carried: tuple[int, ...]
 
 
-def best_way(room: int, places: int, coming: Sequence[Coming]) -> Way:
-    """What of ``coming`` a launch decodes ahead, such that all that comes takes the least time.
+def beside(room: int, places: int, carried_us: float | None) -> Carrying:
+    """Of a launch of products; ``carried_us`` as Outcome's."""
+    return Carrying(room, places, True, _FIRST_US - max(_UNMEASURED_US if carried_us is None else carried_us, 0.0))
+
+
+def together(places: int) -> Carrying:
+    """Of a launch that decodes a weight first."""
+    return Carrying(_TOGETHER_WEIGHTS, places, False, 0.0)
+
+
+def best_way(carrying: Carrying, coming: Sequence[Coming]) -> Way:
+    """What of ``coming`` a launch decodes, such that all that comes takes the least time.
 
     Launches relieve each other: one decodes what fits of the products up to the next one that does so, whose own
-    weights it leaves alone. What is decoded ahead saves time in proportion; some launches are little slower than
-    cuBLAS's, and some have more room than others. So from the last launch to the first, each takes the best one to be
-    relieved by: as many steps as there are pairs of products.
-
-    Args:
-        room, places: that it has for weights.
+    weights it leaves alone. What is decoded with or beside something else saves a launch, and beside a product time in
+    proportion; some launches are little slower than cuBLAS's, and some have more room than others. So from the last
+    launch to the first, each takes the best one to be relieved by: as many steps as there are pairs of products.
     """
-    behind = [Way(0.0, ())] * len(coming)
+    behind, places = [0.0] * (len(coming) + 1), carrying.places
     for number in reversed(range(len(coming))):
-        if coming[number].room:
-            behind[number] = _best(coming[number].room, places, coming, number + 1, behind)
-    best, without = _best(room, places, coming, 0, behind), _best(0, places, coming, 0, behind)
+        each = coming[number]
+        alone = together(places) if each.suits_together else Carrying(0, 0, False, 0.0)
+        behind[number] = _best(alone, coming, number + 1, behind).gained_us
+        if each.room:
+            by_products = _best(beside(each.room, places, each.carried_us), coming, number + 1, behind)
+            behind[number] = max(behind[number], each.gained_us + by_products.gained_us)
+    best, without = _best(carrying, coming, 0, behind), _best(carrying._replace(room=0), coming, 0, behind)
     return best._replace(gained_us=best.gained_us - without.gained_us)
 
 
-def _best(room: int, places: int, coming: Sequence[Coming], first: int, behind: Sequence[Way]) -> Way:
-    return max(_ways(room, places, coming, first, behind), key=lambda way: way.gained_us)
-
-
-def _ways(room: int, places: int, coming: Sequence[Coming], first: int, behind: Sequence[Way]) -> Iterator[Way]:
-    """Of a launch in front of ``first``: for each that may relieve it, and for none."""
-    gained_us, carried = 0.0, tuple[int, ...]()
-    for number, each in enumerate(coming[first:], first):
-        if each.room:
-            yield Way(gained_us + each.gained_us + behind[number].gained_us, carried)
-        saved_us, alone_us = _SAVED_US * each.weights, max(each.gained_us, 0.0)
-        if each.weights <= room and each.places <= places and saved_us > alone_us:
-            room, places, carried = room - each.weights, places - each.places, (*carried, number)
+def _best(carrying: Carrying, coming: Sequence[Coming], first: int, behind: Sequence[float]) -> Way:
+    """Of a launch in front of ``first``, whoever relieves it; ``behind``: what is gained from each launch on."""
+    room, places, is_beside, saved_of_each_us = carrying
+    gained_us, carried, best_us, best_carried = 0.0, list[int](), -1.0, 0
+    for number in range(first, len(coming)):
+        if gained_us + behind[number] > best_us - _AS_GOOD_US:
+            best_us, best_carried = gained_us + behind[number], len(carried)
+        weights, needed, suits_beside, suits_together, own_us, *_ = coming[number]
+        saved_us = _LAUNCH_US * needed + saved_of_each_us * weights
+        suits = suits_beside if is_beside else suits_together
+        if suits and weights <= room and needed <= places and saved_us > own_us:
+            room, places = room - weights, places - needed
+            carried.append(number)
             gained_us += saved_us
         else:
-            gained_us += alone_us
-    yield Way(gained_us, carried)
+            gained_us += max(own_us, 0.0)
+    if gained_us > best_us - _AS_GOOD_US:
+        best_us, best_carried = gained_us, len(carried)
+    return Way(best_us, tuple(carried[:best_carried]))

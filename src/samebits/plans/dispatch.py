@@ -41,7 +41,7 @@ def linear_of_module(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor |
             return F.linear(x, weight, bias)
         call = call_of(x, packed, bias)
         if call is None:
-            return recall.decoded_first(x, packed, bias)
+            return together.without_plan(x, packed, bias)
         return together.multiply(x, packed, bias, call)
 
 

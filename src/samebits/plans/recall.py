@@ -22,13 +22,14 @@ from torch.nn import functional as F
 
 from samebits.format.packed import PackedTensor
 from samebits.kernels import decode, nvrtc
+from samebits.kernels.decode_together import DecodeTogether
 from samebits.kernels.linear.products import LinearPlan, Products
 from samebits.kernels.repeat import Repeat
 from samebits.kernels.residents import ParameterBytes, Recalled, Resident, gradients, make_room, resident, residents
 from samebits.plans import environment
 from samebits.plans.call import Call, decoding
+from samebits.plans.carrier import Choice
 from samebits.plans.key import is_gapless
-from samebits.plans.prefetch import Choice
 from samebits.plans.turn import Turns
 
 native: ModuleType | None
@@ -104,7 +105,10 @@ def remember(
         return
     where = nvrtc.Where(nvrtc.current_stream(call.device), 0)
     basis = (products, where, call.key.state, call.strides, call.bias, joint.others, joins, ahead)
-    repeat = None if _is_known(kept, x, basis) else (ahead.products if ahead else products).repeat(x, bias)
+    if _is_known(kept, x, basis):
+        return
+    beside = ahead.launch if ahead else None
+    repeat = (beside if isinstance(beside, Products) else products).repeat(x, bias)
     if repeat:
         _shortcuts(kept, x)[x.shape] = _shortcut(
             repeat, call.device, where, basis, joint, strides=call.strides, state=call.key.state, bias=call.bias,
@@ -112,25 +116,22 @@ def remember(
         )  # fmt: skip
 
 
-def decoded_first(
-    x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, *, joins: bool = False, is_settled: bool = True
-) -> torch.Tensor:
-    """The product, its weight decoded first; that is remembered. ``joins`` and ``is_settled`` as in ``remember``."""
-    y = F.linear(x, decode.decode_cuda(packed), bias)
-    _remember_decoded(x, packed, bias, joins=joins, is_settled=is_settled)
-    return y
+def remember_decoded(
+    x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, *, joins: bool, ahead: Choice | None,
+    is_settled: bool,
+) -> None:  # fmt: skip
+    """That the weight of a product was decoded first; where it always will be, under these settings.
 
-
-def _remember_decoded(
-    x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, *, joins: bool, is_settled: bool
-) -> None:
-    """Where the weight always will be decoded first, under these settings."""
+    Args:
+        joins: as in ``remember``.
+        ahead, is_settled: likewise; what was decoded with it.
+    """
     kept = resident(packed.data)
     if kept is None or not _has_room(kept, x, is_settled=is_settled):
         return
     state, is_final = decoding(x, packed, bias)
     if is_final:
-        _remember_decoding(kept, x, packed, F.linear, state=state, joins=joins)
+        _remember_decoding(kept, x, packed, F.linear, state=state, joins=joins, ahead=ahead)
 
 
 def gradient(grad: torch.Tensor, packed: PackedTensor) -> torch.Tensor:
@@ -153,16 +154,21 @@ def _multiply(grad: torch.Tensor, weight: torch.Tensor, bias: None) -> torch.Ten
 
 def _remember_decoding(
     kept: Recalled, x: torch.Tensor, packed: PackedTensor, finish: Callable[..., torch.Tensor], *,
-    state: str | None = None, joins: bool = False,
+    state: str | None = None, joins: bool = False, ahead: Choice | None = None,
 ) -> None:  # fmt: skip
-    """That the weight was decoded, and x then multiplied by ``finish``."""
-    where, strides = nvrtc.Where(nvrtc.current_stream(x.get_device()), 0), x.stride()
-    basis = ("decoded", where, strides, state, joins)
-    repeat = None if _is_known(kept, x, basis) else decode.repeat(packed)
+    """That the weight was decoded, and others with it, and x then multiplied by ``finish``."""
+    device, strides = x.get_device(), x.stride()
+    where = nvrtc.Where(nvrtc.current_stream(device), 0)
+    basis = ("decoded", where, strides, state, joins, ahead)
+    if _is_known(kept, x, basis):
+        return
+    together = ahead.launch if ahead else None
+    repeat = together.repeat(device) if isinstance(together, DecodeTogether) else decode.repeat(packed)
     if repeat:
         _shortcuts(kept, x)[x.shape] = _shortcut(
-            repeat, x.get_device(), where, basis, strides=strides, state=state, joins=joins, finish=finish
-        )
+            repeat, device, where, basis, strides=strides, state=state, joins=joins,
+            prefetched=ahead.weights if ahead else (), finish=finish,
+        )  # fmt: skip
 
 
 def _has_room(kept: Recalled, x: torch.Tensor, *, is_settled: bool) -> bool:

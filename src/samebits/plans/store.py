@@ -21,7 +21,7 @@ from samebits.plans.environment import Environment
 from samebits.plans.key import PlanKey
 
 CACHE_VARIABLE = "SAMEBITS_CACHE"
-_VERSION = 3
+_VERSION = 4
 _LOCK_SECONDS = 10.0
 # What a file may cause: the disk; other content than ours, too deep, with too large a number, or too large for memory.
 _UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError, MemoryError)
@@ -36,12 +36,15 @@ class Outcome:
         plan: the fastest fused product with cuBLAS's bits; None if there is none.
         reason: why the weight is decoded first; empty where it is not.
         fused_us, decode_us: microseconds of the fused product under its plan, and of decoding and cuBLAS.
+        carried_us: microseconds more for each weight of another product that its launch decodes on the way; None where
+            it cannot, or has no time for as many weights as it multiplies.
     """
 
     plan: LinearPlan | None
     reason: str = ""
     fused_us: float | None = None
     decode_us: float | None = None
+    carried_us: float | None = None
 
     @property
     def fused(self) -> LinearPlan | None:
@@ -59,7 +62,7 @@ class Outcome:
         plan = entry["plan"]
         if plan is not None:
             plan = LinearPlan(_count(plan["split"], 1), _count(plan["variant"], 0))
-        times = (None if value is None else float(value) for value in (entry["fused_us"], entry["decode_us"]))
+        times = (_microseconds(entry[name]) for name in ("fused_us", "decode_us", "carried_us"))
         return cls(plan, str(entry["reason"]), *times)
 
 
@@ -71,16 +74,19 @@ class GroupOutcome:
         variant: of one launch that makes them all; None: one by one is faster.
         gained_us: microseconds that it takes less than one by one; if it takes more, it is for launches that decode
             other weights on the way.
+        carried_us: as Outcome's.
     """
 
     variant: int | None
     gained_us: float = 0.0
+    carried_us: float | None = None
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> GroupOutcome:
         """Raises as Outcome's."""
         variant = entry["variant"]
-        return cls(None if variant is None else _count(variant, 0), float(entry["gained_us"]))
+        times = float(entry["gained_us"]), _microseconds(entry["carried_us"])
+        return cls(None if variant is None else _count(variant, 0), *times)
 
 
 Groups = dict[tuple[PlanKey, ...], GroupOutcome]
@@ -204,6 +210,10 @@ def _keys(entries: Sequence[Mapping[str, Any]]) -> tuple[PlanKey, ...]:
     if len(entries) < 2:
         raise ValueError("a group of fewer than two products")
     return tuple(map(_key, entries))
+
+
+def _microseconds(value: Any) -> float | None:
+    return None if value is None else float(value)
 
 
 def _count(value: Any, least: int) -> int:

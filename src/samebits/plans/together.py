@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from torch.nn import functional as F
 
 from samebits.bf16 import same_words
 from samebits.format.packed import Header, PackedTensor
@@ -35,7 +36,7 @@ from samebits.plans.call import Call
 from samebits.plans.environment import blas_state
 from samebits.plans.key import PlanKey
 from samebits.plans.planner import Planner
-from samebits.plans.prefetch import Prefetcher
+from samebits.plans.prefetch import Made, Prefetcher
 from samebits.plans.turn import Turn, Turns
 
 _MAX_UNWANTED = 3  # launches that made a product nobody asked for, after which a group is given up
@@ -86,6 +87,7 @@ class _Choice(NamedTuple):
         plans: of the others.
         gained_us: microseconds that it takes less than if all weights are decoded first.
         more_us: the same, than one by one.
+        carried_us: as GroupOutcome's.
     """
 
     header: Header
@@ -94,6 +96,7 @@ class _Choice(NamedTuple):
     products: Products
     gained_us: float
     more_us: float
+    carried_us: float | None
 
     def held(self) -> list[_Held] | None:
         """Of the others, if all are unchanged."""
@@ -190,37 +193,60 @@ class Together:
             if choice:
                 group.replace_others(*(other for other in group.others if other.now()))
             return self._alone(x, packed, bias, call) if is_decided else call.multiply(x, packed, bias)
-        own = [data, *(each.data for each in held)]
+        every = [operands, *choice.operands(held)]
         try:
-            made, ahead, is_settled = self.prefetcher.launch(
-                x, bias, own, lambda: [operands, *choice.operands(held)], choice.products,
-                gained_us=choice.more_us if group.is_proved else None,
+            made = self.prefetcher.launch(
+                x, bias, [each.packed for each in every], lambda: every, choice.products,
+                gained_us=choice.more_us if group.is_proved else None, carried_us=choice.carried_us,
+                first_gained_us=max(call.gained_us, 0.0),
             )  # fmt: skip
         except torch.OutOfMemoryError:  # with many tokens, it takes as much as all these weights decoded
             group.chosen[call.key] = None
             return call.multiply(x, packed, bias)
-        if made is None:
-            return _one_by_one(x, packed, bias, call, is_settled=is_settled)
-        y, *ys = made
-        each = zip(choice.others, own[1:], choice.plans, ys, strict=True)
-        self.turns.last.made = {id(bytes_): (group, weight, plan, made) for weight, bytes_, plan, made in each}
+        if made.products is None:
+            return self._one_by_one(x, packed, bias, call, made)
+        y, *ys = made.products
+        each = zip(choice.others, held, choice.plans, ys, strict=True)
+        self.turns.last.made = {id(own.data): (group, weight, plan, other) for weight, own, plan, other in each}
         if not group.is_proved:
             return call.multiply(x, packed, bias)
         joint = recall.Joint(group, choice.others, choice.plans)
-        recall.remember(x, packed, bias, call, choice.products, joint, ahead=ahead, is_settled=is_settled)
+        recall.remember(x, packed, bias, call, choice.products, joint, ahead=made.ahead, is_settled=made.is_settled)
         return y
+
+    def without_plan(self, x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """A product that cannot be fused, or is not known to have a plan."""
+        return self._decoded_first(x, packed, bias, self.prefetcher.without_plan(x, packed), joins=False)
 
     def _alone(
         self, x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, call: Call, *, joins: bool = True
     ) -> torch.Tensor:
         operands = [Operands(packed, bias, call.plan)]
-        made, ahead, is_settled = self.prefetcher.launch(
-            x, bias, [packed.data], lambda: operands, call.products, gained_us=call.gained_us
+        made = self.prefetcher.launch(
+            x, bias, [packed], lambda: operands, call.products, gained_us=call.gained_us, carried_us=call.carried_us
         )
-        if made is None:
-            return recall.decoded_first(x, packed, bias, joins=joins, is_settled=is_settled)
-        [y] = made
-        recall.remember(x, packed, bias, call, call.products, joins=joins, ahead=ahead, is_settled=is_settled)
+        if made.products is None:
+            return self._decoded_first(x, packed, bias, made, joins=joins)
+        [y] = made.products
+        recall.remember(x, packed, bias, call, call.products, joins=joins, ahead=made.ahead, is_settled=made.is_settled)
+        return y
+
+    def _one_by_one(
+        self, x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, call: Call, made: Made
+    ) -> torch.Tensor:
+        """The first of products that one launch could make."""
+        if made.ahead or not call.is_fused:
+            return self._decoded_first(x, packed, bias, made, joins=True)
+        y = call.multiply(x, packed, bias)
+        recall.remember(x, packed, bias, call, call.products, is_settled=made.is_settled)
+        return y
+
+    def _decoded_first(
+        self, x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, made: Made, *, joins: bool
+    ) -> torch.Tensor:
+        weight, made = self.prefetcher.decode(x, packed, made)
+        y = F.linear(x, weight, bias)
+        recall.remember_decoded(x, packed, bias, joins=joins, ahead=made.ahead, is_settled=made.is_settled)
         return y
 
     def _is_same_input(self, x: torch.Tensor, where: nvrtc.Where) -> bool:
@@ -285,18 +311,7 @@ def _choose(x: torch.Tensor, first: Operands, key: PlanKey, others: tuple[_Weigh
     plans = tuple(operands.plan for operands in every[1:])
     one_by_one_us = sum(max(planner.outcome(key).gained_us, 0.0) for key in keys)
     gained_us = found.gained_us + one_by_one_us
-    return _Choice(first.packed.header, others, plans, Products(launch), gained_us, found.gained_us)
-
-
-def _one_by_one(
-    x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, call: Call, *, is_settled: bool
-) -> torch.Tensor:
-    """The first of products that one launch could make. ``is_settled`` as in ``recall.remember``."""
-    if not call.is_fused:
-        return recall.decoded_first(x, packed, bias, joins=True, is_settled=is_settled)
-    y = call.multiply(x, packed, bias)
-    recall.remember(x, packed, bias, call, call.products, is_settled=is_settled)
-    return y
+    return _Choice(first.packed.header, others, plans, Products(launch), gained_us, found.gained_us, found.carried_us)
 
 
 def _where(x: torch.Tensor) -> nvrtc.Where:

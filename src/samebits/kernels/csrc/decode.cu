@@ -1,19 +1,5 @@
 // samebits::decode: a packed tensor to row-major BF16.
-#include "decoder.cuh"
-
-// Every chunk, all of it. Where chunks are few, two warps share one: the second goes past what is the first's.
-template <int own_parts>
-struct AllChunks {
-    const Geometry& geometry;
-    u16* output;
-
-    static constexpr bool sparse = false;
-    static constexpr int parts = own_parts;
-    __device__ __forceinline__ int count() const { return geometry.chunks * parts; }
-    __device__ __forceinline__ bool wanted(int) const { return true; }
-    __device__ __forceinline__ int chunk(int task) const { return task / parts; }
-    __device__ __forceinline__ Window window(int) const { return {output, 0, geometry.words}; }
-};
+#include "all_chunks.cuh"
 
 #define DECODE_KERNEL(name, quad, clip, parts)                                                                         \
     extern "C" __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)                                              \

@@ -1,5 +1,5 @@
-// The decoder of a packed tensor: everything between a chunk of it and words in memory. decode.cu and rows.cu say which chunks, and
-// where their words go.
+// The decoder of a packed tensor: everything between a chunk of it and words in memory. all_chunks.cuh and rows.cu say which chunks,
+// and where their words go.
 //
 //   block: builds the decode table in shared memory, then every warp on its own, task after task:
 //   1. stage     copy the next task's chunk to shared memory while the present one is decoded
