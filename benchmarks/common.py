@@ -152,12 +152,12 @@ class Timing:
         """That of several calls."""
         return cls(statistics.median(seconds), min(seconds), max(seconds))
 
-    def columns(self, key: str) -> dict[str, float]:
-        """The time as the three columns of a row; ``key`` says seconds."""
+    def columns(self, key: str, parts: float = 1) -> dict[str, float]:
+        """The time as the three columns of a row; ``key`` says of which unit, a second has so many ``parts``."""
         return {
-            key: significant(self.median),
-            f"{key}_slowest": significant(self.slowest),
-            f"{key}_fastest": significant(self.fastest),
+            key: significant(parts * self.median),
+            f"{key}_slowest": significant(parts * self.slowest),
+            f"{key}_fastest": significant(parts * self.fastest),
         }
 
     def rates(self, key: str, amount: float) -> dict[str, float]:

@@ -6,7 +6,8 @@ Decoding is timed inside CUDA graphs over more than 800 MB of distinct packed we
 cache. Each matrix is decoded and compared with the original words before it is timed, and so are the outputs of the
 last replay that are still there, OUTPUTS of them, afterwards: a word that differs ends the run. The roof of a decode is
 the time to fill its output plus the time to read its packed bytes, both measured in the same run by plain kernels.
-Encoding is timed by the clock, planning on the host included.
+Encoding is timed by the clock, planning on the host included. Weights of a layer are decoded one by one, and by one
+launch.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import torch
 
 import samebits
 from common import Timing, encode_checked, significant, synthetic_matrix, write_results
+from samebits.bf16 import same_words
+from samebits.kernels.decode_together import DecodeTogether, suits
 from samebits.kernels.replay import fast_replay
 
 SHAPES = [
@@ -35,6 +38,12 @@ SHAPES = [
     (25600, 5120),
     (28672, 8192),
 ]
+LAYERS = {
+    "eight of 1280 x 1280": [(1280, 1280)] * 8,
+    "Stable Diffusion XL, but for the text's": [(1280, 1280)] * 6 + [(10240, 1280), (1280, 5120)],
+    "Qwen3 0.6B": [(2048, 1024), *[(1024, 1024)] * 2, (1024, 2048), *[(3072, 1024)] * 2, (1024, 3072)],
+    "Llama 3.1 8B": [(4096, 4096), *[(1024, 4096)] * 2, (4096, 4096), *[(14336, 4096)] * 2, (4096, 14336)],
+}
 DISTINCT_BYTES = 900e6
 OUTPUTS = 12  # outputs in flight, so that writes do not stay in the cache either
 TURNS = 3
@@ -49,6 +58,9 @@ def main() -> int:
     if not torch.cuda.is_available():
         parser.error("no CUDA device")
     rows = [measure(synthetic_matrix(*shape, device="cuda"), arguments.repeats) for shape in SHAPES]
+    for layer, shapes in LAYERS.items():
+        weights = [synthetic_matrix(*shape, device="cuda") for shape in shapes]
+        rows.append(measure_together(layer, weights, arguments.repeats))
     print(write_results(arguments.name or card_name(torch.cuda.get_device_name()), device_name(), rows))
     return 0
 
@@ -84,6 +96,43 @@ def measure(weights: torch.Tensor, repeats: int) -> dict[str, Any]:
         "fill_tb_per_s": significant(weights.nbytes / roofs.fill_seconds / 1e12),
         "read_tb_per_s": significant(roofs.read_rate / 1e12),
         **encoding.rates("encode_gweights_per_s", weights.numel() / 1e9),
+    }
+    print(row, flush=True)
+    return row
+
+
+def measure_together(layer: str, weights: Sequence[torch.Tensor], repeats: int) -> dict[str, Any]:
+    """One row of the table "together", of a layer's weights."""
+    packed = [encode_checked(weight) for weight in weights]
+    assert all(map(suits, packed))
+    copies = distinct(packed)
+    launches = [DecodeTogether([each.header for each in packed]) for _ in copies]
+    made: dict[str, dict[int, list[torch.Tensor]]] = {"one_by_one": {}, "together": {}}
+    places = max(2, OUTPUTS // len(packed))
+
+    def one_by_one(i: int) -> None:
+        made["one_by_one"][i % places] = [samebits.decode(each) for each in copies[i]]
+
+    def together(i: int) -> None:
+        made["together"][i % places] = launches[i](*(each.data for each in copies[i]))
+
+    ways = [[partial(way, i) for i in range(len(copies))] for way in (one_by_one, together)]
+    times = dict(zip(made, time_graphs(ways, repeats), strict=True))
+    for way, outputs in made.items():
+        for decoded in outputs.values():
+            if not all(map(same_words, decoded, weights)):
+                raise SystemExit(f"{layer}, {way}: not identical")
+    count, nbytes = sum(weight.numel() for weight in weights), sum(each.nbytes for each in packed)
+    roofs = measure_roofs([each.data for copy in copies for each in copy], count, repeats)
+    row = {
+        "table": "together",
+        "layer": layer,
+        "matrices": len(weights),
+        "weights": count,
+        **times["one_by_one"].columns("one_by_one_microseconds", 1e6),
+        **times["together"].columns("together_microseconds", 1e6),
+        "together_tb_per_s": significant(2 * count / times["together"].median / 1e12),
+        "of_roof": significant(roofs.decode_seconds(nbytes) / times["together"].median),
     }
     print(row, flush=True)
     return row

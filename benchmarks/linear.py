@@ -228,8 +228,8 @@ def measure_block(shapes: dict[str, tuple[int, int]], tokens: tuple[int, ...], d
             "tokens": number,
             "matrices": len(shapes),
             "launches_of_several": launches / len(packed),
-            **microseconds("bf16_microseconds", bf16),
-            **microseconds("samebits_microseconds", ours),
+            **bf16.columns("bf16_microseconds", 1e6),
+            **ours.columns("samebits_microseconds", 1e6),
             "overhead": round(ours.median / bf16.median - 1, 4),
         }
 
@@ -274,9 +274,9 @@ def measure_group(group: Group, tokens: tuple[int, ...], device: str) -> Iterato
             "model": group.model,
             "layers": group.layers,
             "tokens": number,
-            **microseconds("bf16_microseconds", bf16),
-            **microseconds("one_by_one_microseconds", one_by_one),
-            **microseconds("together_microseconds", together[0] if launches else one_by_one),
+            **bf16.columns("bf16_microseconds", 1e6),
+            **one_by_one.columns("one_by_one_microseconds", 1e6),
+            **(together[0] if launches else one_by_one).columns("together_microseconds", 1e6),
             "launches": launches,
         }
 
@@ -350,9 +350,9 @@ def measure_tokens(dense: list[torch.Tensor], copies: list[samebits.PackedTensor
         "path": "fused" if plan else "decoded first",
         "split": plan.split if plan else None,
         "kernel": str(VARIANTS[plan.variant]) if plan else None,
-        **microseconds("bf16_microseconds", bf16),
-        **microseconds("samebits_microseconds", ours),
-        **microseconds("decoded_first_microseconds", decoded),
+        **bf16.columns("bf16_microseconds", 1e6),
+        **ours.columns("samebits_microseconds", 1e6),
+        **decoded.columns("decoded_first_microseconds", 1e6),
         "speed": significant(bf16.median / ours.median),
     }
 
@@ -381,14 +381,6 @@ def decode_first(x: torch.Tensor, packed: samebits.PackedTensor) -> torch.Tensor
 
 def timed(*candidates: list[Callable[[], object]], tokens: int = 0) -> list[Timing]:
     return time_graphs(list(candidates), REPEATS, WARM_SECONDS if tokens >= WARM_TOKENS else 0.0)
-
-
-def microseconds(key: str, timing: Timing) -> dict[str, float]:
-    return {
-        key: significant(timing.median * 1e6),
-        f"{key}_fastest": significant(timing.fastest * 1e6),
-        f"{key}_slowest": significant(timing.slowest * 1e6),
-    }
 
 
 if __name__ == "__main__":

@@ -172,6 +172,15 @@ COLUMNS: dict[str, dict[str, Cell]] = {
         "of roof": percent("of_roof"),
         "encode, G weights/s": with_spread("encode_gweights_per_s", 1),
     },
+    "h200.together": {
+        "layer": "layer",
+        "matrices": decimals("matrices", 0),
+        "weights": decimals("weights", 0),
+        "one by one, µs": with_spread("one_by_one_microseconds", 1),
+        "one launch, µs": with_spread("together_microseconds", 1),
+        "one launch, TB/s of BF16": decimals("together_tb_per_s", 2),
+        "of roof": percent("of_roof"),
+    },
     "linear.few": FEW_COLUMNS,
     "linear.more": FEW_COLUMNS,
     "linear.many": {"matrix": "matrix"}

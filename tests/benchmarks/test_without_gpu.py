@@ -30,11 +30,14 @@ import samebits
 import variants
 from samebits.bf16 import words_of
 from samebits.df11.unit import Unit
+from samebits.format.packed import PackedTensor
 from samebits.kernels import residents
+from samebits.kernels.decode_together import DecodeTogether
 from samebits.kernels.linear.launch import VARIANTS
 from samebits.kernels.linear.products import LinearPlan
 from samebits.plans import dispatch, together
 from samebits.plans.key import PlanKey
+from tests.codecs.tensors import without_compact
 
 SECOND = common.Timing(1.0, 0.5, 2.0)
 
@@ -303,11 +306,33 @@ def test_results_of_another_card_have_another_name(
     monkeypatch.setattr(common, "RESULTS", tmp_path)
     monkeypatch.setattr(sys, "argv", ["gpu.py"])
     monkeypatch.setattr(gpu, "SHAPES", [])
+    monkeypatch.setattr(gpu, "LAYERS", {})
     monkeypatch.setattr(gpu, "device_name", lambda: f"{device}, driver 1")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device)
     assert gpu.main() == 0
     assert [path.name for path in tmp_path.iterdir()] == [f"{name}.json"]
+
+
+@pytest.mark.parametrize("flaw", [0, 1])
+def test_weights_decoded_together(flaw: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Played(DecodeTogether):
+        def __call__(self, *every: torch.Tensor) -> list[torch.Tensor]:
+            decoded = [samebits.decode(PackedTensor(*each)) for each in zip(self._headers, every, strict=True)]
+            decoded[-1].view(torch.int16)[-1, -1] += flaw
+            return decoded
+
+    monkeypatch.setattr(gpu, "DecodeTogether", Played)
+    weights = [common.synthetic_matrix(rows, 256) for rows in (64, 32, 128)]
+    with without_compact():
+        if flaw:
+            with pytest.raises(SystemExit, match="a layer, together: not identical"):
+                gpu.measure_together("a layer", weights, 1)
+            return
+        row = gpu.measure_together("a layer", weights, 1)
+    assert (row["layer"], row["matrices"], row["weights"]) == ("a layer", 3, 224 * 256)
+    assert row["one_by_one_microseconds"] == row["together_microseconds"] == 1e6
+    assert row["together_tb_per_s"] == common.significant(2 * 224 * 256 / 1e12)
 
 
 def test_a_product_with_other_bits_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:

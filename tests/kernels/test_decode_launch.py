@@ -97,25 +97,27 @@ def test_what_stays_is_prepared_once_for_each_stream(monkeypatch: pytest.MonkeyP
     assert started == [7, 7, 8, 7, 8]
 
 
-@given(st.integers(2, 300), st.lists(st.integers(1, 5000), min_size=2, max_size=MAX_DECODED))
-def test_tensors_of_one_launch_share_its_blocks(blocks: int, chunks: list[int]) -> None:
-    """No other way leaves the block that has most with fewer chunks."""
-    blocks = max(blocks, len(chunks))
-    own = divided(blocks, chunks)
-    assert min(own) >= 1
+@given(
+    st.integers(2, 300), st.lists(st.tuples(st.integers(1, 50), st.integers(1, 5000)), min_size=2, max_size=MAX_DECODED)
+)
+def test_tensors_of_one_launch_share_its_blocks(blocks: int, tensors: list[tuple[int, int]]) -> None:
+    """No other way leaves the block that has most with less to do."""
+    most, works = zip(*tensors, strict=True)
+    blocks = max(blocks, len(tensors))
+    own = divided(blocks, most, works)
     assert sum(own) <= blocks
-    assert all(count <= max(chunk, 1) for count, chunk in zip(own, chunks, strict=True))
-    most = max(chunk / count for chunk, count in zip(chunks, own, strict=True))
-    fewer = most * (1 - 1e-9)  # a load below that needs
-    needed = sum(max(1, math.ceil(chunk / fewer)) for chunk in chunks) if most > 1 else blocks + 1
-    assert needed > blocks
+    assert all(1 <= count <= limit for count, limit in zip(own, most, strict=True))
+    slowest = max(range(len(own)), key=lambda i: works[i] / own[i])
+    if own[slowest] < most[slowest]:
+        less = works[slowest] / own[slowest] * (1 - 1e-9)
+        assert sum(min(math.ceil(work / less), limit) for work, limit in zip(works, most, strict=True)) > blocks
 
 
 def test_blocks_of_one_launch() -> None:
-    """Stable Diffusion XL's: as many chunks each, and one with eight times as many."""
-    assert divided(132, [320] * 4) == (33, 33, 33, 33)
-    assert divided(132, [2560, 320, 320]) == (105, 14, 13)
-    assert divided(132, [3, 1]) == (3, 1)
+    """Of Stable Diffusion XL: as much for each of them, eight times as much for one, and fewer chunks than blocks."""
+    assert divided(132, [320] * 4, [3200.0] * 4) == (33, 33, 33, 33)
+    assert divided(132, [2560, 320, 320], [25600.0, 3200.0, 3200.0]) == (105, 14, 13)
+    assert divided(132, [3, 1], [9.0, 8.0]) == (3, 1)
 
 
 def test_what_can_be_decoded_together() -> None:

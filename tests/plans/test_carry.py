@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samebits.plans import carry
-from samebits.plans.carry import Carrying, Coming, Way, beside, best_way, together
+from samebits.plans.carry import Carrying, Coming, Way, beside, best_way, led, together
 
 LAUNCH, FIRST = 2.0, 1.0  # of a launch that decodes, and of each of its weights, in these tests
 ROOM = 10  # of launches that decode a weight first
@@ -27,7 +27,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def coming(weights: int, gained: float = 0.0, room: int = 0, places: int = 1, carried: float | None = 0.0) -> Coming:
-    return Coming(weights, places, True, True, gained, room, carried)
+    return Coming(weights, places, True, True, True, gained, room, carried)
 
 
 def best(room: int, places: int, every: Sequence[Coming], carried: float | None = 0.0) -> Way:
@@ -43,8 +43,8 @@ def ways(carrying: Carrying, every: Sequence[Coming]) -> Iterator[float]:
                 break
             if is_beside is not None:
                 left = beside(each.room, carrying.places, each.carried_us) if is_beside else together(carrying.places)
-                left = left if is_beside or each.suits_together else left._replace(room=0)
-                total += each.gained_us if is_beside else 0.0
+                left = left if is_beside or each.can_lead else left._replace(room=0)
+                total += each.gained_us if is_beside else 0.0 if each.can_lead else max(each.gained_us, 0.0)
                 continue
             saved = LAUNCH * each.places + left.saved_us * each.weights
             suits = each.suits_beside if left.is_beside else each.suits_together
@@ -63,6 +63,7 @@ launches = st.builds(
     places=st.integers(1, 3),
     suits_beside=st.booleans(),
     suits_together=st.booleans(),
+    can_lead=st.booleans(),
     gained_us=st.integers(-4, 9).map(float),
     room=st.sampled_from([0, 0, 4, 9, 20]),
     carried_us=st.sampled_from([0.0, 0.5, 2.0]),
@@ -102,7 +103,7 @@ def test_launches_that_gain_as_much_themselves() -> None:
 
 def test_launches_that_take_longer_for_others_than_to_decode_them_first() -> None:
     """They may spare a launch that is short, but no more."""
-    every = [coming(weights)._replace(suits_together=False) for weights in (3, 1)]
+    every = [coming(weights)._replace(suits_together=False, can_lead=False) for weights in (3, 1)]
     assert best(10, 8, every, carried=2.5).carried == (1,)
     assert best(10, 8, every, carried=1.5).carried == (0, 1)
     assert carry.beside(10, 8, -0.5) == carry.beside(10, 8, 0.0)
@@ -127,6 +128,15 @@ def test_small_weights_are_decoded_together() -> None:
     assert best_way(together(8), every) == Way(LAUNCH, (0, 1, 3))
     assert best_way(together(8), every[3:]) == Way(LAUNCH, (0, 1))
     assert best_way(together(8), every[2:3]).carried == ()
+
+
+def test_what_one_launch_decodes_stays_together() -> None:
+    """Another one takes all of it, which spares a launch, or nothing."""
+    one = led([coming(2), coming(3), coming(1)])
+    assert (one.weights, one.places, one.can_lead, one.gained_us) == (6, 3, False, 2 * LAUNCH)
+    assert best_way(together(8), [coming(2), one, coming(2)]) == Way(LAUNCH, (0, 1, 2))
+    assert best_way(together(8), [coming(5), one, coming(2)]).carried == (0, 2)
+    assert best_way(together(8), [led([coming(2), coming(3)._replace(suits_together=False)])]).carried == ()
 
 
 def test_real_layers(monkeypatch: pytest.MonkeyPatch) -> None:

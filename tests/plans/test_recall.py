@@ -796,6 +796,21 @@ def test_weights_that_are_decoded_with_the_first_one(driver: Driver, monkeypatch
     assert (bytes(as_usual), usual[1]) == (told, division)
 
 
+def test_a_loop_of_many_layers_settles(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All launches are made by native code, a few rounds after it was noted what comes behind; the last one, too."""
+    monkeypatch.setattr(carry, "_TOGETHER_WEIGHTS", 3 * 64 * K)
+    modules = [layer(number) for number in range(41)]
+    for _ in range(6):
+        for module in modules:
+            module(x_of(600))
+    for _ in range(3):
+        ways(driver)
+        for module in modules:
+            module(x_of(600))
+        assert [name for name, _ in driver.again] == ["decode_together"] * 10 + ["decode"]
+        assert not driver.usual
+
+
 def test_weights_decoded_with_another_on_another_stream(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     modules = decoding_together(driver, monkeypatch)
     modules[0](x_of(600))

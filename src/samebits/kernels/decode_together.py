@@ -28,6 +28,8 @@ from samebits.kernels.structures import (
 from samebits.kernels.tables import decode_table
 
 _SOURCE = "decode_together.cu", "decode_together"
+_OPENING = 1.5  # stages that a warp decodes while it opens a chunk
+_SINGLE = 1.7  # as long as a stage of the quad code
 _MAX_CHUNKS = 1 << 24  # of a tensor: kernels count them in 32 bits
 
 
@@ -136,19 +138,34 @@ class _Launch(NamedTuple):
 @lru_cache(maxsize=8192)
 def _launch_of(headers: tuple[Header, ...], device: int) -> _Launch:
     block = ThreadBlock.of_any(headers, device)
-    chunks = [header.geometry.chunks for header in headers]
-    return _Launch(block, divided(nvrtc.multiprocessors(device), chunks))
+    most, works = zip(*((header.geometry.chunks, _work(header)) for header in headers), strict=True)
+    return _Launch(block, divided(nvrtc.multiprocessors(device), most, works))
 
 
-def divided(blocks: int, chunks: Sequence[int]) -> tuple[int, ...]:
-    """Of so many blocks as many for each tensor, one at least, that the most chunks of a block are as few as can be."""
-    own = [1] * len(chunks)
-    most = [(-float(count), i) for i, count in enumerate(chunks)]
-    heapq.heapify(most)
-    for _ in range(blocks - len(chunks)):
-        load, i = most[0]
-        if load >= -1:
+def _work(header: Header) -> float:
+    """In stages of the quad code, that take a warp as long as all of the tensor."""
+    geometry = header.geometry
+    stages = geometry.row_groups * geometry.stages + _OPENING * geometry.chunks
+    return stages if header.code is Code.QUAD else _SINGLE * stages
+
+
+def divided(blocks: int, most: Sequence[int], works: Sequence[float]) -> tuple[int, ...]:
+    """Of so many blocks some for each tensor, such that the most work of a block is as little as can be.
+
+    Args:
+        blocks: one for each tensor at least.
+        most: for each tensor.
+    """
+    own = [1] * len(works)
+    left = [(-work, i) for i, work in enumerate(works) if most[i] > 1]
+    heapq.heapify(left)
+    for _ in range(blocks - len(works)):
+        if not left:
             break
+        _, i = left[0]
         own[i] += 1
-        heapq.heapreplace(most, (-chunks[i] / own[i], i))
+        if own[i] < most[i]:
+            heapq.heapreplace(left, (-works[i] / own[i], i))
+        else:
+            heapq.heappop(left)
     return tuple(own)

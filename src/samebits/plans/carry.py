@@ -36,7 +36,8 @@ class Coming(NamedTuple):
         weights: that are decoded for it.
         places: in a launch that decodes them.
         suits_beside, suits_together: launches of either kind can decode them.
-        gained_us: microseconds that it takes less if its own launch decodes them than if they are decoded first, which
+        can_lead: where its weight is decoded first, that launch can decode others' too.
+        gained_us: microseconds that it takes less if its own launch decodes them than if each is decoded first, which
             they are otherwise.
         room: weights that this launch can decode for others; 0 where it cannot.
         carried_us: microseconds that each of these takes it, see store.Outcome.
@@ -46,6 +47,7 @@ class Coming(NamedTuple):
     places: int
     suits_beside: bool
     suits_together: bool
+    can_lead: bool
     gained_us: float
     room: int
     carried_us: float | None
@@ -68,6 +70,25 @@ def together(places: int) -> Carrying:
     return Carrying(_TOGETHER_WEIGHTS, places, False, 0.0)
 
 
+def led(every: Sequence[Coming]) -> Coming:
+    """Products whose weights one launch decodes, with the first one's: all of them stay together, and are as before.
+
+    So launches that decode weights first do not take from each other, in a loop round by round in another way, what
+    they decode; one may take all of it.
+    """
+    places = sum(each.places for each in every)
+    return Coming(
+        sum(each.weights for each in every),
+        places,
+        all(each.suits_beside for each in every),
+        all(each.suits_together for each in every),
+        can_lead=False,
+        gained_us=_LAUNCH_US * (places - 1),
+        room=0,
+        carried_us=None,
+    )
+
+
 def best_way(carrying: Carrying, coming: Sequence[Coming]) -> Way:
     """What of ``coming`` a launch decodes, such that all that comes takes the least time.
 
@@ -76,16 +97,18 @@ def best_way(carrying: Carrying, coming: Sequence[Coming]) -> Way:
     proportion; some launches are little slower than cuBLAS's, and some have more room than others. So from the last
     launch to the first, each takes the best one to be relieved by: as many steps as there are pairs of products.
     """
-    behind, places = [0.0] * (len(coming) + 1), carrying.places
+    behind, places, nothing = [0.0] * (len(coming) + 1), carrying.places, carrying._replace(room=0)
     for number in reversed(range(len(coming))):
         each = coming[number]
-        alone = together(places) if each.suits_together else Carrying(0, 0, False, 0.0)
-        behind[number] = _best(alone, coming, number + 1, behind).gained_us
+        if each.can_lead:
+            behind[number] = _best(together(places), coming, number + 1, behind).gained_us
+        else:
+            behind[number] = max(each.gained_us, 0.0) + _best(nothing, coming, number + 1, behind).gained_us
         if each.room:
             by_products = _best(beside(each.room, places, each.carried_us), coming, number + 1, behind)
             behind[number] = max(behind[number], each.gained_us + by_products.gained_us)
-    best, without = _best(carrying, coming, 0, behind), _best(carrying._replace(room=0), coming, 0, behind)
-    return best._replace(gained_us=best.gained_us - without.gained_us)
+    best, without = _best(carrying, coming, 0, behind), _best(nothing, coming, 0, behind)
+    return best._replace(gained_us=max(best.gained_us - without.gained_us, 0.0))
 
 
 def _best(carrying: Carrying, coming: Sequence[Coming], first: int, behind: Sequence[float]) -> Way:
@@ -95,7 +118,7 @@ def _best(carrying: Carrying, coming: Sequence[Coming], first: int, behind: Sequ
     for number in range(first, len(coming)):
         if gained_us + behind[number] > best_us - _AS_GOOD_US:
             best_us, best_carried = gained_us + behind[number], len(carried)
-        weights, needed, suits_beside, suits_together, own_us, *_ = coming[number]
+        weights, needed, suits_beside, suits_together, _, own_us, *_ = coming[number]
         saved_us = _LAUNCH_US * needed + saved_of_each_us * weights
         suits = suits_beside if is_beside else suits_together
         if suits and weights <= room and needed <= places and saved_us > own_us:

@@ -27,7 +27,7 @@ from samebits.kernels.residents import ParameterBytes, make_room, resident, resi
 from samebits.kernels.structures import MAX_PREFETCHED
 from samebits.plans.call import Call
 from samebits.plans.carrier import Carrier, Choice, NotedWeight, Window
-from samebits.plans.carry import Carrying, Coming, beside, best_way, together
+from samebits.plans.carry import Carrying, Coming, beside, best_way, led, together
 from samebits.plans.turn import Turns
 
 _NOTED = 32  # products behind a launch that are noted: more than two layers of most models
@@ -179,7 +179,7 @@ class Prefetcher:
                 best, gained = _chosen(carrier, weights, products, None), gained_us + beside_us
         if _has_many_tokens(x) and suits(own[0]):
             first_us, weights = self._weights(x, own[:1], products, carrier, together(MAX_PREFETCHED))
-            if weights and first_us - first_gained_us > gained:
+            if weights and first_us - first_gained_us >= gained:  # else launches might leave it to each other for ever
                 best = _chosen(carrier, weights, products, own[0])
         carrier.choose(best)
         return best
@@ -193,9 +193,9 @@ class Prefetcher:
         Until the next round: a CUDA graph has its first products behind it.
         """
         device, not_again = x.get_device(), {id(each.data) for each in own}
-        coming, packed = list[Coming](), list[list[PackedTensor]]()
+        coming, packed, leaders = list[Coming](), list[list[PackedTensor]](), list[Choice | None]()
         for group in _groups(carrier.noted):
-            first = group[0][0]
+            first, shape = group[0]
             if first.data is own[0].data or id(first.data) in self._turns.captured:
                 break
             new = [each for each, _ in group if id(each.data) not in not_again]
@@ -203,6 +203,8 @@ class Prefetcher:
             if new and all(_is_missing(each, device) for each in new):
                 coming.append(_coming(group, new, products, device))
                 packed.append(new)
+                leaders.append(_led_by(first, shape))
+        coming, packed = _together(coming, packed, leaders)
         way = best_way(carrying, coming)
         return way.gained_us, [each for number in way.carried for each in packed[number]]
 
@@ -260,8 +262,33 @@ def _coming(
     weights, call = _count(new), _call(first, shape)
     known = _joint(first, call) or call if call else None
     spare = known.products.launch.spare if known else None
-    return Coming(weights, len(new), suits_beside, all(map(suits, new)), known.gained_us if known else 0.0,
+    suits_together = all(map(suits, new))
+    return Coming(weights, len(new), suits_beside, suits_together, suits_together, known.gained_us if known else 0.0,
                   spare.weights if spare else 0, known.carried_us if known else None)  # fmt: skip
+
+
+def _led_by(packed: PackedTensor, shape: torch.Size) -> Choice | None:
+    """What the launch that decodes this weight first decodes with it, if it did so when it was asked for last."""
+    kept = resident(packed.data)
+    carrier: Carrier | None = kept.carriers.get(shape) if kept else None
+    choice = carrier.choice if carrier else None
+    return choice if choice and isinstance(choice.launch, DecodeTogether) else None
+
+
+def _together(
+    coming: Sequence[Coming], packed: Sequence[list[PackedTensor]], leaders: Sequence[Choice | None]
+) -> tuple[list[Coming], list[list[PackedTensor]]]:
+    """With those that one launch decodes as one."""
+    left, every, weights = list(range(len(coming))), list[Coming](), list[list[PackedTensor]]()
+    while left:
+        first = left[0]
+        choice = leaders[first]
+        theirs = {id(each.now()) for each in choice.weights} if choice else set[int]()
+        own = [first, *(i for i in left[1:] if all(id(each.data) in theirs for each in packed[i]))]
+        left = [i for i in left if i not in own]
+        every.append(led([coming[i] for i in own]) if choice else coming[first])
+        weights.append([each for i in own for each in packed[i]])
+    return every, weights
 
 
 def _call(packed: PackedTensor, shape: torch.Size) -> Call | None:
