@@ -147,11 +147,17 @@ class Prefetcher:
         return decode_cuda(packed), made._replace(ahead=None)
 
     def _begin(self, x: torch.Tensor, packed: PackedTensor, products: Products | None) -> Carrier | None:
-        """The carrier whose first weight this is, and which notes what comes behind; None if it decodes for nobody."""
-        can_carry = (products is not None and products.launch.spare is not None) or _has_many_tokens(x)
-        if not can_carry or x.requires_grad or resident(packed.data) is None:
+        """The carrier whose first weight this is, and which notes what comes behind; None if it decodes for nobody.
+
+        Where a weight is decoded first that begins the second time: while something is noted, all products are made in
+        the usual way, and some shapes come but once, as those of prompts and of what a router gives an expert.
+        """
+        kept, has_spare = resident(packed.data), products is not None and products.launch.spare is not None
+        if kept is None or x.requires_grad or not (has_spare or _has_many_tokens(x)):
             return None
-        carrier = _carrier_of(packed, x.shape)
+        is_new, carrier = x.shape not in kept.carriers, _carrier_of(packed, x.shape)
+        if is_new and not has_spare:
+            return None
         carrier.forget_unwanted()
         if not carrier.noted:
             window = Window(carrier, id(packed.data), nvrtc.where(x.get_device()), [])
