@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import samebits
+from samebits.errors import DeviceError
 from samebits.format.packed import Header, PackedTensor
 from samebits.kernels.decode_together import DecodeTogether
 from samebits.kernels.linear.job import Spare
@@ -51,11 +52,12 @@ class Launches:
         room: of a layer's launch for others' weights, by its number.
         ahead: launches that decoded others' weights beside products: whose, and which.
         first: launches that decoded weights first: which.
-        memory: how many launches there is memory for that decode others' weights.
+        memory: how many launches there is memory for that decode others' weights; then comes ``error``.
     """
 
     def __init__(self, gpu: FakeGpu) -> None:
         self.gpu, self.room, self.memory = gpu, dict[int, int](), 1000
+        self.error: Exception = torch.OutOfMemoryError()
         self.ahead: list[tuple[int, list[int]]] = []
         self.first: list[list[int]] = []
 
@@ -84,7 +86,7 @@ class Launches:
             def __call__(self, *every: torch.Tensor) -> list[torch.Tensor]:
                 launches.first.append([number_of(header) for header in self._headers])
                 if len(launches.first) > launches.memory:
-                    raise torch.OutOfMemoryError
+                    raise launches.error
                 packed = map(PackedTensor, self._headers, every)
                 return [samebits.decode(each) for each in packed]
 
@@ -560,9 +562,10 @@ def test_gradients(small: Model) -> None:
     assert not small.first
 
 
-def test_too_little_memory_for_several(small: Model) -> None:
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError(), DeviceError("too little shared memory", mend="none")])
+def test_too_little_memory_for_several(small: Model, error: Exception) -> None:
     """From then on one by one."""
-    small.launches.memory = 0
+    small.launches.memory, small.launches.error = 0, error
     tried = first_of(small, 0, 1, 2)
     assert [each[0] for each in tried] == [0, 1, 2]
     assert first_of(small, 0, 1, 2) == []

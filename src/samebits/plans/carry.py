@@ -20,7 +20,7 @@ class Carrying(NamedTuple):
         room: weights.
         places: one for each packed tensor.
         is_beside: it multiplies, and decodes them beside that; else it decodes a weight first, and these with it.
-        saved_us: microseconds for each weight, by which that takes less than a launch with many of them.
+        saved_us: microseconds that each weight takes less so than where many are decoded first.
     """
 
     room: int
@@ -93,9 +93,10 @@ def best_way(carrying: Carrying, coming: Sequence[Coming]) -> Way:
     """What of ``coming`` a launch decodes, such that all that comes takes the least time.
 
     Launches relieve each other: one decodes what fits of the products up to the next one that does so, whose own
-    weights it leaves alone. What is decoded with or beside something else saves a launch, and beside a product time in
-    proportion; some launches are little slower than cuBLAS's, and some have more room than others. So from the last
-    launch to the first, each takes the best one to be relieved by: as many steps as there are pairs of products.
+    weights it leaves alone. What is decoded for others saves a launch each; beside a product it also takes more or less
+    time than where it is decoded first. Some launches of products are little slower than cuBLAS's, and some have more room
+    than others. So from the last launch to the first, each takes the best one to be relieved by: as many steps as there
+    are pairs of products.
     """
     behind, places, nothing = [0.0] * (len(coming) + 1), carrying.places, carrying._replace(room=0)
     for number in reversed(range(len(coming))):

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from samebits.errors import DeviceError
 from samebits.format.packed import PackedTensor
 from samebits.kernels import nvrtc
 from samebits.kernels.decode import decode_cuda
@@ -78,9 +79,8 @@ class Prefetcher:
         weight = NotedWeight(ParameterBytes(packed.data), packed.header, x.shape) if is_noted else None
         for window in windows:
             window.noted.append(weight if window.where == where else None)
-            if (
-                window.first == id(packed.data) or len(window.noted) >= _NOTED
-            ):  # what comes in the next round is not behind
+            is_next_round = window.first == id(packed.data)
+            if is_next_round or len(window.noted) >= _NOTED:
                 self._close(window)
 
     def launch(
@@ -139,7 +139,10 @@ class Prefetcher:
         if choice and isinstance(choice.launch, DecodeTogether) and len(held) == len(choice.weights):
             try:
                 weight, *others = choice.launch(packed.data, *held)
-            except torch.OutOfMemoryError:
+            except (
+                torch.OutOfMemoryError,
+                DeviceError,
+            ):  # also too little shared memory for one's table and another's chunks
                 _carrier_of(packed, x.shape).is_given_up = True
             else:
                 choice.keep(nvrtc.where(x.get_device()), others)
