@@ -94,9 +94,9 @@ def best_way(carrying: Carrying, coming: Sequence[Coming]) -> Way:
 
     Launches relieve each other: one decodes what fits of the products up to the next one that does so, whose own
     weights it leaves alone. What is decoded for others saves a launch each; beside a product it also takes more or less
-    time than where it is decoded first. Some launches of products are little slower than cuBLAS's, and some have more room
-    than others. So from the last launch to the first, each takes the best one to be relieved by: as many steps as there
-    are pairs of products.
+    time than where it is decoded first. Some launches of products are little slower than cuBLAS's, and some have more
+    room than others. So from the last launch to the first, each takes the best one to be relieved by: as many steps as
+    there are pairs of products.
     """
     behind, places, nothing = [0.0] * (len(coming) + 1), carrying.places, carrying._replace(room=0)
     for number in reversed(range(len(coming))):

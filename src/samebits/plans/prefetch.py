@@ -139,10 +139,7 @@ class Prefetcher:
         if choice and isinstance(choice.launch, DecodeTogether) and len(held) == len(choice.weights):
             try:
                 weight, *others = choice.launch(packed.data, *held)
-            except (
-                torch.OutOfMemoryError,
-                DeviceError,
-            ):  # also too little shared memory for one's table and another's chunks
+            except (torch.OutOfMemoryError, DeviceError):  # shared memory, for one's table and another's chunks
                 _carrier_of(packed, x.shape).is_given_up = True
             else:
                 choice.keep(nvrtc.where(x.get_device()), others)
