@@ -183,9 +183,11 @@ def test_large_trained_tensors_get_the_fast_code(name: str) -> None:
     assert samebits.encode(tensor_of(zoo.large(name))).code.name == "QUAD"
 
 
-@pytest.mark.parametrize("columns", [1024, 1152, 1280, 1536, 2432])
+@pytest.mark.parametrize("columns", [1024, 1152, 1280, 1536, 2432, 2880])
 def test_rows_for_fused_kernels_get_the_fast_code(columns: int) -> None:
-    """Also where they end in short chunks, which take more bits: 64 lengths each."""
+    """Also where they end in short chunks, which take more bits: 64 lengths each; or in a stage without another one,
+    which has as many sign words as two.
+    """
     words = zoo.normal((1280, columns))
     packed = samebits.encode(tensor_of(words))
     assert packed.code.name == "QUAD"

@@ -276,7 +276,7 @@ LARGE: dict[str, Callable[[], Words]] = {
     "matrix": lambda: normal((1024, 1024)),
     "larger matrix": lambda: normal((2048, 2048)),
     "odd stages": lambda: normal((1536, 64 * 11)),
-    "short chunks end row groups": lambda: normal((20_000, 64 * 18)),
+    "short chunks end row groups": lambda: normal((3072, 64 * 36)),
     "short rows": lambda: normal((16384, 64)),
     "long rows": lambda: normal((8, 131072)),
     "flat": lambda: normal((1_000_003,)),

@@ -93,7 +93,7 @@ def test_decodes_the_zoo_together(first: int) -> None:
 
 
 def test_decodes_large_tensors_together() -> None:
-    """More chunks than warps, and one that has but one."""
+    """Many chunks, and one that has but one."""
     names = ["matrix", "short chunks end row groups", "short rows", "long rows", "rows of every scale", "bimodal rows"]
     cases = [*(large(name) for name in names), CASES["quad_matrix"].words]
     with without_compact():

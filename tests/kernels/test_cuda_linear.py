@@ -66,7 +66,7 @@ def weight_of(kind: str, rows: int, columns: int) -> torch.Tensor:
 @pytest.fixture(autouse=True)
 def _quad_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Whatever the weight, it is packed with the code that the kernel takes."""
-    for bound in ("QUAD_PREMIUM", "QUAD_OVERHEAD", "FUSED_OVERHEAD"):
+    for bound in ("QUAD_PREMIUM", "QUAD_OVERHEAD", "FUSED_PREMIUM", "FUSED_OVERHEAD"):
         monkeypatch.setattr(plan, bound, 99.0)
     with without_compact():
         yield

@@ -32,9 +32,9 @@ CHUNK_BITS = 80  # a chunk's first word, its offset and the rounding to whole wo
 CLASSES = 8
 SAMPLE_WORDS = 1 << 22  # words whose quads are counted
 OUTSIDE_BITS = 44  # what a word outside the window is charged while the target is sought
-QUAD_PREMIUM = 0.10  # bits per weight a quad code may cost beyond the single code, for its speed
-QUAD_OVERHEAD = 0.195  # and beyond the entropy
-FUSED_OVERHEAD = 0.24  # the same where rows are long enough for fused kernels, which take no other code
+QUAD_PREMIUM, QUAD_OVERHEAD = 0.10, 0.195  # bits per weight a quad code may cost beyond the single code, and beyond
+# the entropy, for its speed;
+FUSED_PREMIUM, FUSED_OVERHEAD = 0.15, 0.24  # where rows are long enough for fused kernels, which take no other code
 COMPACT_WORDS = 1 << 16  # smaller tensors take the compact code wherever it is the smallest
 COMPACT_EXCESS = 0.25  # larger ones where the others take so many bits more than 8 and the entropy
 
@@ -120,11 +120,13 @@ def wants_compact(words: int, plan: Plan | None) -> bool:
 def _best_candidate(statistics: RowStatistics, counter: Counter, geometry: Geometry, stride: int) -> _Candidate:
     """The quad code, unless it is much longer than the single code or misses its bound."""
     single = _single(statistics, geometry)
-    if single.bits >= 16 + QUAD_PREMIUM:
+    may_be_fused = geometry.stages >= CHUNK_STAGES
+    premium, overhead = (FUSED_PREMIUM, FUSED_OVERHEAD) if may_be_fused else (QUAD_PREMIUM, QUAD_OVERHEAD)
+    if single.bits >= 16 + premium:
         return single
     quad = _quad(statistics, counter, geometry, stride)
-    bound = 8 + statistics.entropy + (FUSED_OVERHEAD if geometry.stages >= CHUNK_STAGES else QUAD_OVERHEAD)
-    worthy = quad.bits <= single.bits + QUAD_PREMIUM and quad.bits + _framing(geometry) <= bound
+    within = quad.bits + _framing(geometry) <= 8 + statistics.entropy + overhead
+    worthy = quad.bits <= single.bits + premium and within
     return quad if worthy or quad.bits < single.bits else single
 
 
