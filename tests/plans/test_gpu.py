@@ -21,6 +21,7 @@ from samebits.kernels.ops import fields_of
 from samebits.kernels.residents import resident
 from samebits.plans import dispatch, planner, recall, together
 from samebits.plans.call import plan_of
+from samebits.plans.carrier import Choice
 from samebits.plans.environment import Environment
 from samebits.plans.key import key_of
 from samebits.plans.planner import Planner
@@ -400,114 +401,89 @@ def test_products_made_again(tokens: int, monkeypatch: pytest.MonkeyPatch) -> No
         check(6)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("plans", ["on", "off"])
-def test_small_weights_are_decoded_together(plans: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a plan or without, in eager mode, in a graph, on another stream, and with other bytes."""
-    monkeypatch.setenv(planner.MODE_VARIABLE, plans)
-    planner.mode.cache_clear()
-    shapes, tokens = ((1280, 640), (640, 1280), (1024, 640), (1280, 1024), (640, 1280)), 2048
-    generator = torch.Generator("cuda").manual_seed(0)
-    weights = [torch.randn(shape, device="cuda", generator=generator).mul_(0.02).bfloat16() for shape in shapes]
-    layers = nn.Sequential(*map(_layer, weights))
-    bytes_ = [layer.get_parameter("sb_packed") for layer in layers]
+class Chain:
+    """Layers, each of which multiplies what the one in front has made of many tokens; and the same of plain weights."""
 
-    def x_of(seed: int) -> torch.Tensor:
+    def __init__(self, tokens: int, *shapes: tuple[int, int]) -> None:
+        self.tokens, self.shapes = tokens, shapes
+        generator = torch.Generator("cuda").manual_seed(0)
+        self.weights = [torch.randn(each, device="cuda", generator=generator).mul_(0.02).bfloat16() for each in shapes]
+        self.layers = nn.Sequential(*map(_layer, self.weights))
+        self.bytes = [layer.get_parameter("sb_packed") for layer in self.layers]
+
+    def choices(self) -> list[Choice]:
+        """What launches decode for others."""
+        carriers = [each for data in self.bytes if (kept := resident(data)) for each in kept.carriers.values()]
+        return [each.choice for each in carriers if each.choice]
+
+    def x(self, seed: int) -> torch.Tensor:
         generator = torch.Generator("cuda").manual_seed(seed)
-        return torch.randn(tokens, shapes[0][1], device="cuda", generator=generator).bfloat16()
+        return torch.randn(self.tokens, self.shapes[0][1], device="cuda", generator=generator).bfloat16()
 
-    def dense(x: torch.Tensor) -> torch.Tensor:
-        for weight in weights:
+    def dense(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in self.weights:
             x = F.linear(x, weight)
         return x
 
-    def check(steps: int) -> None:
+    def check(self, steps: int) -> None:
         for seed in range(steps):
-            x = x_of(seed)
-            assert_same(layers(x), dense(x))
+            x = self.x(seed)
+            assert_same(self.layers(x), self.dense(x))
 
+    def check_everywhere(self) -> None:
+        """In a graph, on another stream, and with other bytes."""
+        graph, static = torch.cuda.CUDAGraph(), self.x(0)
+        with torch.cuda.graph(graph):
+            y = self.layers(static)
+        for seed in (8, 9):
+            static.copy_(self.x(seed))
+            graph.replay()
+            assert_same(y, self.dense(static))
+        self.check(4)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self.check(4)
+        torch.cuda.current_stream().wait_stream(stream)
+        for number, weight in enumerate(self.weights):
+            self.layers[0](self.x(1))  # which may decode what changes now
+            packed = samebits.encode(-weight)
+            assert packed.data.shape == self.bytes[number].shape
+            self.bytes[number].copy_(packed.data)
+            self.weights[number] = -weight
+            self.check(3)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("plans", ["on", "off"])
+def test_small_weights_are_decoded_together(plans: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a plan or without."""
+    monkeypatch.setenv(planner.MODE_VARIABLE, plans)
+    planner.mode.cache_clear()
+    chain = Chain(2048, (1280, 640), (640, 1280), (1024, 640), (1280, 1024), (640, 1280))
     if plans == "on":
-        samebits.prepare(layers, batch_sizes=(tokens,))
-    check(_LEARNED)
-    carriers = [each for data in bytes_ if (kept := resident(data)) for each in kept.carriers.values()]
-    found = [each.choice for each in carriers if each.choice and isinstance(each.choice.launch, DecodeTogether)]
-    assert found
-    assert max(len(choice.weights) for choice in found) >= 2
-    graph, static = torch.cuda.CUDAGraph(), x_of(0)
-    with torch.cuda.graph(graph):
-        y = layers(static)
-    for seed in (8, 9):
-        static.copy_(x_of(seed))
-        graph.replay()
-        assert_same(y, dense(static))
-    check(4)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        check(4)
-    torch.cuda.current_stream().wait_stream(stream)
-    for number, weight in enumerate(weights):
-        layers[0](x_of(1))  # which may decode what changes now
-        bytes_[number].copy_(samebits.encode(-weight).data)
-        weights[number] = -weight
-        check(3)
+        samebits.prepare(chain.layers, batch_sizes=(chain.tokens,))
+    chain.check(_LEARNED)
+    assert max(len(each.weights) for each in chain.choices() if isinstance(each.launch, DecodeTogether)) >= 2
+    chain.check_everywhere()
 
 
 @torch.no_grad()
 def test_weights_of_products_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decoded on the way, in eager mode, in a graph, on another stream, and with other bytes."""
+    """Decoded on the way."""
     decode_beside_products_alone(monkeypatch)  # whoever has room for others' weights decodes them
-    shapes, tokens = ((12288, 3072), (3072, 12288), (1024, 3072), (3072, 1024)), 4096
-    generator = torch.Generator("cuda").manual_seed(0)
-    weights = [torch.randn(shape, device="cuda", generator=generator).mul_(0.02).bfloat16() for shape in shapes]
-    layers = nn.Sequential(*map(_layer, weights))
-    samebits.prepare(layers, batch_sizes=(tokens,))
-    bytes_ = [layer.get_parameter("sb_packed") for layer in layers]
-
-    def x_of(seed: int) -> torch.Tensor:
-        generator = torch.Generator("cuda").manual_seed(seed)
-        return torch.randn(tokens, shapes[0][1], device="cuda", generator=generator).bfloat16()
-
-    def dense(x: torch.Tensor) -> torch.Tensor:
-        for weight in weights:
-            x = F.linear(x, weight)
-        return x
-
-    def check(steps: int) -> None:
-        for seed in range(steps):
-            x = x_of(seed)
-            assert_same(layers(x), dense(x))
-
-    check(6)
-    carriers = [each for data in bytes_ if (kept := resident(data)) for each in kept.carriers.values()]
+    chain = Chain(4096, (12288, 3072), (3072, 12288), (1024, 3072), (3072, 1024))
+    samebits.prepare(chain.layers, batch_sizes=(chain.tokens,))
+    chain.check(6)
     if torch.cuda.get_device_capability() == (9, 0):
-        assert any(each.choice for each in carriers)
-    elif not any(each.choice for each in carriers):
+        assert chain.choices()
+    elif not chain.choices():
         pytest.skip("no launch here has the time to decode another weight")
-    x = x_of(7)
-    for layer in layers:
+    x = chain.x(7)
+    for layer in chain.layers:
         x = layer(x)
-        if any((kept := resident(data)) and kept.prefetched for data in bytes_):
+        if any((kept := resident(data)) and kept.prefetched for data in chain.bytes):
             break
     else:
         pytest.fail("no weight was decoded ahead")
-    graph, static = torch.cuda.CUDAGraph(), x_of(0)
-    with torch.cuda.graph(graph):
-        y = layers(static)
-    for seed in (8, 9):
-        static.copy_(x_of(seed))
-        graph.replay()
-        assert_same(y, dense(static))
-    check(4)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        check(4)
-    torch.cuda.current_stream().wait_stream(stream)
-    for number, weight in enumerate(weights):
-        layers[0](x_of(1))  # which may decode what changes now
-        packed = samebits.encode(-weight)
-        assert packed.data.shape == bytes_[number].shape
-        bytes_[number].copy_(packed.data)
-        weights[number] = -weight
-        check(3)
+    chain.check_everywhere()
