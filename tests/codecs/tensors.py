@@ -35,6 +35,14 @@ def bytes_of(packed: PackedTensor) -> bytes:
 
 
 @contextmanager
+def always_quad() -> Iterator[None]:
+    """samebits packs with the quad code whatever can be, as fused kernels want it."""
+    bounds = dict.fromkeys(("QUAD_PREMIUM", "QUAD_OVERHEAD", "FUSED_PREMIUM", "FUSED_OVERHEAD"), 99.0)
+    with mock.patch.multiple(plan, **bounds), without_compact():
+        yield
+
+
+@contextmanager
 def without_compact() -> Iterator[None]:
     """samebits packs small tensors in the quad or the single code, as it does large ones."""
     with mock.patch.multiple(plan, COMPACT_WORDS=0, MAX_COMPACT_WORDS=0):

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import samebits
-from samebits.codecs import plan
 from samebits.format.geometry import Code
 from samebits.format.packed import PackedTensor
 from samebits.kernels import nvrtc
@@ -34,7 +33,8 @@ from samebits.kernels.linear.products import (
 )
 from samebits.kernels.linear.relay import TILES, relay
 from samebits.kernels.structures import MAX_PREFETCHED, JobStructure
-from tests.codecs.tensors import without_compact
+from tests.codecs.tensors import always_quad
+from tests.kernels.weights import KINDS, SHAPES, weight_of
 
 pytestmark = pytest.mark.gpu
 PLAIN = Path(__file__).with_name("plain_linear.cu")
@@ -42,40 +42,10 @@ DEFAULT_PORT, LAUNCH_ORDER_PORT = 0, 2  # of an edge in a CUDA graph: behind the
 TOKENS = (1, 2, 3, 7, 8, 9, 16, 17, 31, 32, 33, 63, 64, 65, 100, 128, 129, 256, 300, 512)
 
 
-def weight_of(kind: str, rows: int, columns: int) -> torch.Tensor:
-    """bfloat16 [rows, columns] of a kind that packs with the quad code."""
-    generator = torch.Generator().manual_seed(rows * columns)
-    weight = torch.randn(rows, columns, generator=generator) * 0.02
-    if kind == "row scales":
-        weight *= torch.exp2(torch.randint(-30, 30, (rows, 1), generator=generator))
-    elif kind == "patches":
-        weight[torch.rand(rows, columns, generator=generator) < 0.004] = 0.0
-        weight[:, 100:132] *= 1e-4
-    elif kind == "raw chunks":
-        weight[8:16] = torch.exp2(torch.randint(-120, 120, (8, columns), generator=generator).float())
-    elif kind == "raw ends":  # chunks that may be small
-        end = (rows, columns % 1024)
-        weight[:, columns - end[1] :] = torch.exp2(torch.randint(-120, 120, end, generator=generator).float())
-    elif kind == "not finite":
-        weight[3, 5], weight[9, 70], weight[17, 1000] = float("nan"), float("inf"), -float("inf")
-    elif kind == "subnormal":
-        weight[4:6] *= 2.0**-124
-    return weight.bfloat16()
-
-
 @pytest.fixture(autouse=True)
-def _quad_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Whatever the weight, it is packed with the code that the kernel takes."""
-    for bound in ("QUAD_PREMIUM", "QUAD_OVERHEAD", "FUSED_PREMIUM", "FUSED_OVERHEAD"):
-        monkeypatch.setattr(plan, bound, 99.0)
-    with without_compact():
+def _quad_code() -> Iterator[None]:
+    with always_quad():
         yield
-
-
-KINDS = ("normal", "row scales", "patches", "raw chunks", "raw ends", "not finite", "subnormal")
-SHAPES = (
-    (64, 1024), (1064, 2880), (2048, 1088), (136, 6080), (4104, 1024), (8456, 1088), (10568, 2112), (12808, 1024),
-)  # fmt: skip
 
 
 @cache
