@@ -27,7 +27,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def coming(weights: int, gained: float = 0.0, room: int = 0, places: int = 1, carried: float | None = 0.0) -> Coming:
-    return Coming(weights, places, True, True, True, gained, room, carried)
+    return Coming(weights, places, True, True, True, False, gained, room, carried)
 
 
 def best(room: int, places: int, every: Sequence[Coming], carried: float | None = 0.0) -> Way:
@@ -64,6 +64,7 @@ launches = st.builds(
     suits_beside=st.booleans(),
     suits_together=st.booleans(),
     can_lead=st.booleans(),
+    is_led=st.just(False),
     gained_us=st.integers(-4, 9).map(float),
     room=st.sampled_from([0, 0, 4, 9, 20]),
     carried_us=st.sampled_from([0.0, 0.5, 2.0]),
@@ -131,11 +132,11 @@ def test_small_weights_are_decoded_together() -> None:
 
 
 def test_what_one_launch_decodes_stays_together() -> None:
-    """Another one takes all of it, which spares a launch, or nothing."""
+    """Another one takes all of it, which spares a launch, or nothing, nor of what comes behind."""
     one = led([coming(2), coming(3), coming(1)])
     assert (one.weights, one.places, one.can_lead, one.gained_us) == (6, 3, False, 2 * LAUNCH)
     assert best_way(together(8), [coming(2), one, coming(2)]) == Way(LAUNCH, (0, 1, 2))
-    assert best_way(together(8), [coming(5), one, coming(2)]).carried == (0, 2)
+    assert best_way(together(8), [coming(5)._replace(can_lead=False), one, coming(2)]).carried == (0,)
     assert best_way(together(8), [led([coming(2), coming(3)._replace(suits_together=False)])]).carried == ()
 
 

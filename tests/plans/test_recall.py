@@ -177,7 +177,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
         (recall, "_can_recall", True),
         (dispatch, "together", Together()),
     ]
-    for module in (call, together):
+    for module in (call, prefetch, together):
         settings += [(module, "is_supported", lambda header, m, device: m <= MOST_TOKENS)]
         settings += [(module, "is_launchable", lambda header, m, plan, device: True)]
     for target, name, value in settings:
@@ -809,6 +809,42 @@ def test_a_loop_of_many_layers_settles(driver: Driver, monkeypatch: pytest.Monke
             module(x_of(600))
         assert [name for name, _ in driver.again] == ["decode_together"] * 10 + ["decode"]
         assert not driver.usual
+
+
+def test_a_loop_of_launches_of_both_kinds_settles(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks as Stable Diffusion XL's: squares that are decoded first, and two matrices whose launches have room for
+    some of the others' weights, but take long for them: they do not take from each other what they decode.
+    """
+    one = 64 * K  # weights of a square
+    prices = {"_FIRST_US": 1.5 / one, "_UNMEASURED_US": 1.5 / one, "_TOGETHER_WEIGHTS": 10 * one}
+    for name, value in prices.items():
+        monkeypatch.setattr(carry, name, value)
+    outcomes = {
+        64: Outcome(LinearPlan(1), "decoding first is faster", 19.9, 18.3, 1.4 / one),
+        512: Outcome(LinearPlan(1), "", 91.7, 94.3, 0.8 / one),
+        256: Outcome(LinearPlan(1), "", 46.7, 46.9, 2.3 / one),
+    }
+    memory = linear_job.Arrangement(0, K, 8, 0, (6 + MAX_PREFETCHED,), (4096,), part_steps=4)
+    spares = {rows: linear_job.Spare(squares * one, 1 << 20, 1 << 20) for rows, squares in ((512, 7), (256, 5))}
+    launches = {
+        rows: linear_job.Launch("f.cu", f"relay_{rows}", 132, 16, 1000, (JOB,), memory, None, spare)
+        for rows, spare in spares.items()
+    }
+    monkeypatch.setattr(
+        linear_products, "nearest_launch", lambda header, *others: launches.get(header.shape[0], LAUNCH)
+    )
+    monkeypatch.setattr(prefetch, "is_prefetchable", lambda packed, launch, device: True)
+    monkeypatch.setattr(linear_products, "_without_addresses", lambda packed: PrefetchedStructure())
+    driver.plans.outcome_of_call = lambda key: outcomes[key.rows]
+    modules = [layer(number, rows) for number, rows in enumerate([*[64] * 6, 512, 256] * 4)]
+    driver.plans.known = {key_of(x_of(400), (rows, K), None): outcomes[rows] for rows in outcomes}
+    for _ in range(8):
+        ways(driver)
+        for module in modules:
+            module(x_of(400))
+    names = [name for name, _ in driver.again if name != "arrange"]
+    assert names == ["decode_together", "relay_512"] * 4  # of a block's squares and that of 256 rows
+    assert not driver.usual
 
 
 def test_weights_decoded_with_another_on_another_stream(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,7 @@ class Coming(NamedTuple):
         places: in a launch that decodes them.
         suits_beside, suits_together: launches of either kind can decode them.
         can_lead: where its weight is decoded first, that launch can decode others' too.
+        is_led: that launch does so already.
         gained_us: microseconds that it takes less if its own launch decodes them than if each is decoded first, which
             they are otherwise.
         room: weights that this launch can decode for others; 0 where it cannot.
@@ -48,6 +49,7 @@ class Coming(NamedTuple):
     suits_beside: bool
     suits_together: bool
     can_lead: bool
+    is_led: bool
     gained_us: float
     room: int
     carried_us: float | None
@@ -71,10 +73,10 @@ def together(places: int) -> Carrying:
 
 
 def led(every: Sequence[Coming]) -> Coming:
-    """Products whose weights one launch decodes, with the first one's: all of them stay together, and are as before.
+    """Products whose weights one launch decodes, with the first one's. All of them stay together.
 
-    So launches that decode weights first do not take from each other, in a loop round by round in another way, what
-    they decode; one may take all of it.
+    A launch in front takes all of it, or nothing of that nor of what comes behind: else launches would take from each
+    other what they decode, in a loop in another way round by round.
     """
     places = sum(each.places for each in every)
     return Coming(
@@ -83,6 +85,7 @@ def led(every: Sequence[Coming]) -> Coming:
         all(each.suits_beside for each in every),
         all(each.suits_together for each in every),
         can_lead=False,
+        is_led=True,
         gained_us=_LAUNCH_US * (places - 1),
         room=0,
         carried_us=None,
@@ -119,15 +122,18 @@ def _best(carrying: Carrying, coming: Sequence[Coming], first: int, behind: Sequ
     for number in range(first, len(coming)):
         if gained_us + behind[number] > best_us - _AS_GOOD_US:
             best_us, best_carried = gained_us + behind[number], len(carried)
-        weights, needed, suits_beside, suits_together, _, own_us, *_ = coming[number]
+        weights, needed, suits_beside, suits_together, _, is_led, own_us, *_ = coming[number]
         saved_us = _LAUNCH_US * needed + saved_of_each_us * weights
         suits = suits_beside if is_beside else suits_together
         if suits and weights <= room and needed <= places and saved_us > own_us:
             room, places = room - weights, places - needed
             carried.append(number)
             gained_us += saved_us
+        elif is_led:
+            break
         else:
             gained_us += max(own_us, 0.0)
-    if gained_us > best_us - _AS_GOOD_US:
-        best_us, best_carried = gained_us, len(carried)
+    else:
+        if gained_us > best_us - _AS_GOOD_US:
+            best_us, best_carried = gained_us, len(carried)
     return Way(best_us, tuple(carried[:best_carried]))

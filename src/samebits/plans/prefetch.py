@@ -24,7 +24,7 @@ from samebits.kernels import nvrtc
 from samebits.kernels.decode import decode_cuda
 from samebits.kernels.decode_together import DecodeTogether, suits
 from samebits.kernels.linear.products import Operands, Products, is_prefetchable, is_supported
-from samebits.kernels.residents import ParameterBytes, make_room, resident, residents
+from samebits.kernels.residents import ParameterBytes, Resident, make_room, resident, residents
 from samebits.kernels.structures import MAX_PREFETCHED
 from samebits.plans.call import Call
 from samebits.plans.carrier import Carrier, Choice, NotedWeight, Window
@@ -63,6 +63,7 @@ class Prefetcher:
         if kept is None or prefetched is None:  # also of another thread, which took it meanwhile
             return None
         kept.prefetched, (where, weight) = None, prefetched
+        _forget_led(kept, x.shape)
         return weight if where == nvrtc.where(x.get_device()) and kept.now() is packed.data else None
 
     def note(self, x: torch.Tensor, packed: PackedTensor) -> None:
@@ -269,8 +270,16 @@ def _coming(
     known = _joint(first, call) or call if call else None
     spare = known.products.launch.spare if known else None
     suits_together = all(map(suits, new))
-    return Coming(weights, len(new), suits_beside, suits_together, suits_together, known.gained_us if known else 0.0,
-                  spare.weights if spare else 0, known.carried_us if known else None)  # fmt: skip
+    return Coming(weights, len(new), suits_beside, suits_together, suits_together, False,
+                  known.gained_us if known else 0.0, spare.weights if spare else 0,
+                  known.carried_us if known else None)  # fmt: skip
+
+
+def _forget_led(kept: Resident, shape: torch.Size) -> None:
+    """That the launch which decodes this weight first decodes others with it: another one decodes it now."""
+    carrier: Carrier | None = kept.carriers.get(shape)
+    if carrier and carrier.choice and isinstance(carrier.choice.launch, DecodeTogether):
+        carrier.choose_nothing()
 
 
 def _led_by(packed: PackedTensor, shape: torch.Size) -> Choice | None:
