@@ -51,6 +51,8 @@ def ways(carrying: Carrying, every: Sequence[Coming]) -> Iterator[float]:
             if suits and each.weights <= left.room and each.places <= left.places and saved > each.gained_us:
                 total += saved
                 left = left._replace(room=left.room - each.weights, places=left.places - each.places)
+            elif suits and not left.is_beside and each.gained_us <= 0.0:
+                break
             else:
                 total += max(each.gained_us, 0.0)
         else:
@@ -129,6 +131,13 @@ def test_small_weights_are_decoded_together() -> None:
     assert best_way(together(8), every) == Way(LAUNCH, (0, 1, 3))
     assert best_way(together(8), every[3:]) == Way(LAUNCH, (0, 1))
     assert best_way(together(8), every[2:3]).carried == ()
+
+
+def test_small_weights_behind_a_large_one_are_left_to_that_ones_launch() -> None:
+    """So that what is decoded is asked for soon. Not behind one that is fused."""
+    assert best_way(together(8), [coming(3), coming(11), coming(3)]).carried == (0,)
+    assert best_way(together(8), [coming(3), coming(11, gained=1.0), coming(3)]).carried == (0, 2)
+    assert best(10, 8, [coming(3), coming(11), coming(3)]).carried == (0, 2)
 
 
 def test_what_one_launch_decodes_stays_together() -> None:

@@ -129,7 +129,7 @@ def _best(carrying: Carrying, coming: Sequence[Coming], first: int, behind: Sequ
             room, places = room - weights, places - needed
             carried.append(number)
             gained_us += saved_us
-        elif is_led:
+        elif is_led or (suits and not is_beside and own_us <= 0.0):  # its own launch goes on, with all its room
             break
         else:
             gained_us += max(own_us, 0.0)
