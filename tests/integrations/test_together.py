@@ -72,6 +72,7 @@ def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ahead: list[int]) 
     monkeypatch.setattr(together, "Products", plain)
     monkeypatch.setattr(prefetch, "Products", prefetching)
     monkeypatch.setattr(prefetch, "is_prefetchable", lambda packed, launch, device: True)
+    monkeypatch.setattr(prefetch, "load", lambda device: None)
     for name, result in (("is_supported", True), ("is_launchable", True), ("launch_together", "a launch")):
         monkeypatch.setattr(together, name, lambda *arguments, result=result: result)
     monkeypatch.setattr(call, "_outcome", lambda key, packed, device: Outcome(PLAN, ""))

@@ -100,6 +100,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeGpu:
         monkeypatch.setattr(module, "F", SimpleNamespace(linear=lambda *arguments: fake.linear(*arguments)))
     for module in (calibrate, call):
         monkeypatch.setattr(module, "is_supported", is_supported)
+    monkeypatch.setattr(prefetch, "load", lambda device: None)
     monkeypatch.setattr(calibrate, "fused_linear", fake.fused_linear)
     monkeypatch.setattr(call, "products_of", lambda header, m, plan, device: FakeProducts(fake.products))
     monkeypatch.setattr(call, "is_launchable", lambda header, m, plan, device: is_supported(header, m, device))

@@ -484,6 +484,21 @@ def test_small_weights_are_decoded_with_the_first_one(small: Model) -> None:
     assert not small.gpu.fused_calls
 
 
+def test_the_kernel_is_there_before_a_graph_is_captured(
+    small: Model, where: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is compiled while it is noted what comes, and not in a graph."""
+    loaded: list[int] = []
+    monkeypatch.setattr(prefetch, "load", loaded.append)
+    small.ask(0)
+    assert not loaded
+    small.ask(0)
+    assert loaded == [-1]
+    where[1] = 3
+    small.ask(1, 1)
+    assert loaded == [-1]
+
+
 def test_as_many_together_as_there_is_room_for(small: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next launch decodes what comes behind. The same ones do in each round, or others would have to settle too."""
     monkeypatch.setattr(carry, "_TOGETHER_WEIGHTS", size_of(4, 5))

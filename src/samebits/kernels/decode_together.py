@@ -45,6 +45,15 @@ def suits(packed: PackedTensor) -> bool:
     )
 
 
+def load(device: int) -> None:
+    """Have the kernel ready: the first time it is compiled, which may be too late while a graph is captured.
+
+    Raises:
+        DeviceError: it cannot be built.
+    """
+    nvrtc.kernel(*_SOURCE, device)
+
+
 class DecodeTogether:
     """Decodes the same tensors again and again.
 

@@ -22,7 +22,7 @@ from samebits.errors import DeviceError
 from samebits.format.packed import PackedTensor
 from samebits.kernels import nvrtc
 from samebits.kernels.decode import decode_cuda
-from samebits.kernels.decode_together import DecodeTogether, suits
+from samebits.kernels.decode_together import DecodeTogether, load, suits
 from samebits.kernels.linear.products import Operands, Products, is_prefetchable, is_supported
 from samebits.kernels.residents import ParameterBytes, Resident, make_room, resident, residents
 from samebits.kernels.structures import MAX_PREFETCHED
@@ -161,8 +161,10 @@ class Prefetcher:
             return None
         carrier.forget_unwanted()
         if not carrier.noted:
-            window = Window(carrier, id(packed.data), nvrtc.where(x.get_device()), [])
-            self._turns.windows = (*self._turns.windows, window)
+            where = nvrtc.where(x.get_device())
+            if not where.capture and suits(packed):
+                load(x.get_device())
+            self._turns.windows = (*self._turns.windows, Window(carrier, id(packed.data), where, []))
         return carrier
 
     def _close(self, window: Window) -> None:
