@@ -30,14 +30,13 @@ import samebits
 import variants
 from samebits.bf16 import words_of
 from samebits.df11.unit import Unit
-from samebits.format.packed import PackedTensor
 from samebits.kernels import residents
-from samebits.kernels.decode_together import DecodeTogether
 from samebits.kernels.linear.launch import VARIANTS
 from samebits.kernels.linear.products import LinearPlan
 from samebits.plans import dispatch, together
 from samebits.plans.key import PlanKey
 from tests.codecs.tensors import without_compact
+from tests.plans.conftest import DecodeOnCpu
 
 SECOND = common.Timing(1.0, 0.5, 2.0)
 
@@ -316,9 +315,9 @@ def test_results_of_another_card_have_another_name(
 
 @pytest.mark.parametrize("flaw", [0, 1])
 def test_weights_decoded_together(flaw: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Played(DecodeTogether):
+    class Played(DecodeOnCpu):
         def __call__(self, *every: torch.Tensor) -> list[torch.Tensor]:
-            decoded = [samebits.decode(PackedTensor(*each)) for each in zip(self._headers, every, strict=True)]
+            decoded = super().__call__(*every)
             decoded[-1].view(torch.int16)[-1, -1] += flaw
             return decoded
 

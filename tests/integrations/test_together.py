@@ -16,7 +16,6 @@ import families
 import samebits
 from samebits.format.packed import PackedTensor
 from samebits.kernels import nvrtc
-from samebits.kernels.decode_together import DecodeTogether
 from samebits.kernels.linear.job import Spare
 from samebits.kernels.linear.products import LinearPlan, Operands
 from samebits.kernels.structures import MAX_PREFETCHED
@@ -24,7 +23,7 @@ from samebits.plans import call, carry, dispatch, planner, prefetch, recall, tog
 from samebits.plans.planner import Planner
 from samebits.plans.store import GroupOutcome, Outcome
 from samebits.plans.together import Together
-from tests.plans.conftest import FakeProducts, decoding, new_planner
+from tests.plans.conftest import DecodeOnCpu, FakeProducts, decoding, new_planner
 
 PLAN = LinearPlan(1)
 SPARE = Spare(1 << 40, 0, 0)
@@ -136,10 +135,10 @@ def test_the_same_bits_with_weights_decoded_together(
 ) -> None:
     """Where no product has a plan."""
 
-    class Played(DecodeTogether):
+    class Played(DecodeOnCpu):
         def __call__(self, *every: torch.Tensor) -> list[torch.Tensor]:
             ahead.append(len(every) - 1)
-            return [samebits.decode(PackedTensor(*each)) for each in zip(self._headers, every, strict=True)]
+            return super().__call__(*every)
 
     monkeypatch.setattr(call, "_outcome", lambda key, packed, device: Outcome(None, "none"))
     monkeypatch.setattr(prefetch, "_FEW_TOKENS", 0)

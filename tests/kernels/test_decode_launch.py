@@ -14,8 +14,9 @@ from samebits.format.geometry import Code, Layout
 from samebits.format.packed import Header, PackedTensor
 from samebits.kernels import decode, nvrtc
 from samebits.kernels.decode import MAX_WARPS, decode_source, even_warps
-from samebits.kernels.decode_together import divided, suits
+from samebits.kernels.decode_together import suits
 from samebits.kernels.residents import resident
+from samebits.kernels.shares import share_out
 from samebits.kernels.structures import MAX_DECODED
 from tests.codecs.tensors import packed_of
 from tests.codecs.zoo import ZOO, quad_matrix
@@ -104,7 +105,7 @@ def test_tensors_of_one_launch_share_its_blocks(blocks: int, tensors: list[tuple
     """No other way leaves the block that has most with less to do."""
     most, works = zip(*tensors, strict=True)
     blocks = max(blocks, len(tensors))
-    own = divided(blocks, most, works)
+    own = share_out(blocks - len(works), works, [1] * len(works), most)
     assert sum(own) <= blocks
     assert all(1 <= count <= limit for count, limit in zip(own, most, strict=True))
     slowest = max(range(len(own)), key=lambda i: works[i] / own[i])
@@ -115,9 +116,12 @@ def test_tensors_of_one_launch_share_its_blocks(blocks: int, tensors: list[tuple
 
 def test_blocks_of_one_launch() -> None:
     """Of Stable Diffusion XL: as much for each of them, eight times as much for one, and fewer chunks than blocks."""
-    assert divided(132, [320] * 4, [3200.0] * 4) == (33, 33, 33, 33)
-    assert divided(132, [2560, 320, 320], [25600.0, 3200.0, 3200.0]) == (105, 14, 13)
-    assert divided(132, [3, 1], [9.0, 8.0]) == (3, 1)
+    for most, works, own in (
+        ([320] * 4, [3200.0] * 4, [33, 33, 33, 33]),
+        ([2560, 320, 320], [25600.0, 3200.0, 3200.0], [105, 14, 13]),
+        ([3, 1], [9.0, 8.0], [3, 1]),
+    ):
+        assert share_out(132 - len(works), works, [1] * len(works), most) == own
 
 
 def test_what_can_be_decoded_together() -> None:

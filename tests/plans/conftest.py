@@ -15,6 +15,7 @@ import torch
 import samebits
 from samebits.format.packed import Header, PackedTensor
 from samebits.kernels import nvrtc
+from samebits.kernels.decode_together import DecodeTogether
 from samebits.kernels.linear.products import LinearPlan, Operands
 from samebits.plans import calibrate, call, carry, dispatch, planner, prefetch, recall, together
 from samebits.plans.environment import Environment
@@ -121,6 +122,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeGpu:
     monkeypatch.setattr(Planner, "of", new_planner())
     yield fake
     planner.mode.cache_clear()
+
+
+class DecodeOnCpu(DecodeTogether):
+    """In place of DecodeTogether."""
+
+    def __call__(self, *every: torch.Tensor) -> list[torch.Tensor]:
+        return [samebits.decode(PackedTensor(*each)) for each in zip(self._headers, every, strict=True)]
 
 
 def decode_beside_products_alone(monkeypatch: pytest.MonkeyPatch) -> None:

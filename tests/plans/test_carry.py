@@ -27,7 +27,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def coming(weights: int, gained: float = 0.0, room: int = 0, places: int = 1, carried: float | None = 0.0) -> Coming:
-    return Coming(weights, places, True, True, True, False, gained, room, carried)
+    return Coming(weights, places, True, True, False, gained, room, carried)
 
 
 def best(room: int, places: int, every: Sequence[Coming], carried: float | None = 0.0) -> Way:
@@ -43,8 +43,8 @@ def ways(carrying: Carrying, every: Sequence[Coming]) -> Iterator[float]:
                 break
             if is_beside is not None:
                 left = beside(each.room, carrying.places, each.carried_us) if is_beside else together(carrying.places)
-                left = left if is_beside or each.can_lead else left._replace(room=0)
-                total += each.gained_us if is_beside else 0.0 if each.can_lead else max(each.gained_us, 0.0)
+                left = left if is_beside or each.suits_together else left._replace(room=0)
+                total += each.gained_us if is_beside else 0.0 if each.suits_together else max(each.gained_us, 0.0)
                 continue
             saved = LAUNCH * each.places + left.saved_us * each.weights
             suits = each.suits_beside if left.is_beside else each.suits_together
@@ -65,7 +65,6 @@ launches = st.builds(
     places=st.integers(1, 3),
     suits_beside=st.booleans(),
     suits_together=st.booleans(),
-    can_lead=st.booleans(),
     is_led=st.just(False),
     gained_us=st.integers(-4, 9).map(float),
     room=st.sampled_from([0, 0, 4, 9, 20]),
@@ -106,7 +105,7 @@ def test_launches_that_gain_as_much_themselves() -> None:
 
 def test_launches_that_take_longer_for_others_than_to_decode_them_first() -> None:
     """They may spare a launch that is short, but no more."""
-    every = [coming(weights)._replace(suits_together=False, can_lead=False) for weights in (3, 1)]
+    every = [coming(weights)._replace(suits_together=False) for weights in (3, 1)]
     assert best(10, 8, every, carried=2.5).carried == (1,)
     assert best(10, 8, every, carried=1.5).carried == (0, 1)
     assert carry.beside(10, 8, -0.5) == carry.beside(10, 8, 0.0)
@@ -143,9 +142,9 @@ def test_small_weights_behind_a_large_one_are_left_to_that_ones_launch() -> None
 def test_what_one_launch_decodes_stays_together() -> None:
     """Another one takes all of it, which spares a launch, or nothing, nor of what comes behind."""
     one = led([coming(2), coming(3), coming(1)])
-    assert (one.weights, one.places, one.can_lead, one.gained_us) == (6, 3, False, 2 * LAUNCH)
+    assert (one.weights, one.places, one.is_led, one.gained_us) == (6, 3, True, 2 * LAUNCH)
     assert best_way(together(8), [coming(2), one, coming(2)]) == Way(LAUNCH, (0, 1, 2))
-    assert best_way(together(8), [coming(5)._replace(can_lead=False), one, coming(2)]).carried == (0,)
+    assert best(10, 8, [coming(5), one, coming(2)]).carried == (0,)
     assert best_way(together(8), [led([coming(2), coming(3)._replace(suits_together=False)])]).carried == ()
 
 

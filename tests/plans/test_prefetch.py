@@ -21,7 +21,14 @@ from samebits.kernels.structures import MAX_PREFETCHED
 from samebits.plans import call, carry, dispatch, planner, prefetch, together
 from samebits.plans.store import GroupOutcome
 from samebits.plans.together import Together
-from tests.plans.conftest import FakeGpu, FakeProducts, decode_beside_products_alone, decoding, is_supported
+from tests.plans.conftest import (
+    DecodeOnCpu,
+    FakeGpu,
+    FakeProducts,
+    decode_beside_products_alone,
+    decoding,
+    is_supported,
+)
 from tests.plans.sums import normal, split_linear
 
 K = 512
@@ -82,13 +89,12 @@ class Launches:
     def together(self) -> type[DecodeTogether]:
         launches = self
 
-        class Played(DecodeTogether):
+        class Played(DecodeOnCpu):
             def __call__(self, *every: torch.Tensor) -> list[torch.Tensor]:
                 launches.first.append([number_of(header) for header in self._headers])
                 if len(launches.first) > launches.memory:
                     raise launches.error
-                packed = map(PackedTensor, self._headers, every)
-                return [samebits.decode(each) for each in packed]
+                return super().__call__(*every)
 
         return Played
 

@@ -63,7 +63,6 @@ def _row(key: PlanKey, outcome: Outcome, is_ours: bool) -> list[str]:
     plan = outcome.reason
     if outcome.fused:
         plan = f"split {outcome.fused.split}, {_variant(outcome.fused.variant, is_ours)}"
-    carried_us = None if outcome.carried_us is None else 1e6 * outcome.carried_us
-    times = [f"{time:.1f}" if time is not None else "" for time in (outcome.fused_us, outcome.decode_us)]
-    times.append("" if carried_us is None else f"{carried_us:.2f}")
-    return [f"{key.rows} x {key.columns}", str(key.tokens), "yes" if key.has_bias else "", plan, *times]
+    times = ["" if time is None else f"{time:.1f}" for time in (outcome.fused_us, outcome.decode_us)]
+    carried = "" if outcome.carried_us is None else f"{1e6 * outcome.carried_us:.2f}"
+    return [f"{key.rows} x {key.columns}", str(key.tokens), "yes" if key.has_bias else "", plan, *times, carried]

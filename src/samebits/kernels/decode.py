@@ -82,6 +82,11 @@ def is_whole(geometry: Geometry) -> bool:
     return not padded and geometry.words == geometry.rows * geometry.columns
 
 
+def is_too_large(geometry: Geometry) -> bool:
+    """For kernels, which count in 32 bits."""
+    return max(geometry.rows, geometry.columns, geometry.chunks) >= 1 << 31
+
+
 def launch(
     file: str, kernel: str, packed: PackedTensor, output: torch.Tensor, tasks: int | None, whole: bool,
     *arguments: ctypes.Structure,
@@ -129,7 +134,7 @@ class _Prepared(NamedTuple):
     @classmethod
     def of(cls, file: str, kernel: str, packed: PackedTensor, whole: bool, *, everything: bool) -> _Prepared:
         header, geometry, device = packed.header, packed.header.geometry, packed.data.get_device()
-        if max(geometry.rows, geometry.columns, geometry.chunks) >= 1 << 31:
+        if is_too_large(geometry):
             what = f"a tensor of shape {tuple(packed.shape)} is too large for the CUDA kernels"
             raise DeviceError(what, mend="decode it on the CPU")
         block = ThreadBlock.of_any([header], device)

@@ -6,19 +6,18 @@ A launch that decodes a small matrix ends before it has filled a GPU: 1.6 millio
 from __future__ import annotations
 
 import ctypes
-import heapq
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
 from samebits.format.geometry import Code
-from samebits.format.packed import Header, PackedTensor
+from samebits.format.packed import Header, PackedTensor, align
 from samebits.kernels import nvrtc
-from samebits.kernels.decode import ALIGNMENT, ThreadBlock, is_whole
+from samebits.kernels.decode import ALIGNMENT, ThreadBlock, is_too_large, is_whole
 from samebits.kernels.repeat import Patch, Repeat, Step
 from samebits.kernels.residents import resident
+from samebits.kernels.shares import share_out
 from samebits.kernels.structures import (
     DecodedStructure,
     DecodedTogetherStructure,
@@ -30,19 +29,14 @@ from samebits.kernels.tables import decode_table
 _SOURCE = "decode_together.cu", "decode_together"
 _OPENING = 1.5  # stages that a warp decodes while it opens a chunk
 _SINGLE = 1.7  # as long as a stage of the quad code
-_MAX_CHUNKS = 1 << 24  # of a tensor: kernels count them in 32 bits
 
 
 def suits(packed: PackedTensor) -> bool:
     """Whether a tensor can be decoded together with others: rows without padding, of the quad or the single code."""
     header = packed.header
     is_coded = not packed.is_raw and header.code in (Code.QUAD, Code.SINGLE)
-    return (
-        is_coded
-        and is_whole(header.geometry)
-        and header.geometry.chunks < _MAX_CHUNKS
-        and not packed.data.data_ptr() % ALIGNMENT
-    )
+    is_usual = is_coded and is_whole(header.geometry) and not is_too_large(header.geometry)
+    return is_usual and not packed.data.data_ptr() % ALIGNMENT
 
 
 def load(device: int) -> None:
@@ -65,8 +59,8 @@ class DecodeTogether:
     """
 
     def __init__(self, headers: Sequence[Header]) -> None:
-        self._headers, self._shapes = tuple(headers), [header.shape for header in headers]
-        self._told: dict[int, DecodedTogetherStructure] = {}  # by stream, without the outputs' addresses
+        self._headers = tuple(headers)
+        self._told: dict[int, _Told] = {}  # by stream
 
     def __call__(self, *every: torch.Tensor) -> list[torch.Tensor]:
         """The original tensors, bfloat16, computed on torch's current stream.
@@ -84,13 +78,13 @@ class DecodeTogether:
             early = told is not None
             if told is None:
                 told, early = self._tell(every, stream, device)
-            launch = _launch_of(self._headers, device)
-            made = [torch.empty(shape, dtype=torch.bfloat16, device=every[0].device) for shape in self._shapes]
-            arguments = DecodedTogetherStructure.from_buffer_copy(told)
+            made = [torch.empty(each.shape, dtype=torch.bfloat16, device=every[0].device) for each in self._headers]
+            arguments = DecodedTogetherStructure.from_buffer_copy(told.arguments)
             for own, output in zip(arguments.tensors, made, strict=False):
                 own.output = output.data_ptr()
-            nvrtc.launch(nvrtc.kernel(*_SOURCE, device), launch.grid, launch.threads, launch.shared_bytes, arguments,
-                         launch.block.division, early=early)  # fmt: skip
+            block = told.block
+            nvrtc.launch(nvrtc.kernel(*_SOURCE, device), told.grid, 32 * block.warps, block.shared_bytes, arguments,
+                         block.division, early=early)  # fmt: skip
         return made
 
     def repeat(self, device: int) -> Repeat | None:
@@ -98,57 +92,43 @@ class DecodeTogether:
         told = self._told.get(nvrtc.current_stream(device))
         if told is None:
             return None
-        launch, size = _launch_of(self._headers, device), ctypes.sizeof(DecodedTogetherStructure)
-        outputs = DecodedTogetherStructure.tensors.offset + DecodedStructure.output.offset
-        patches = [Patch(outputs + i * ctypes.sizeof(DecodedStructure), 1 + i) for i in range(len(self._shapes))]
-        room = bytes(told) + bytes(launch.block.division)
-        step = Step(nvrtc.kernel(*_SOURCE, device), launch.grid, launch.threads, launch.shared_bytes, (0, size))
-        sizes = tuple(map(tuple, self._shapes))
-        return Repeat(sizes, 0, room.ljust(-(-len(room) // 8) * 8, b"\0"), tuple(patches), (step,))
+        block, size = told.block, ctypes.sizeof(told.arguments)
+        sizes, output = tuple(tuple(header.shape) for header in self._headers), DecodedStructure.output.offset
+        patches = [Patch(output + i * ctypes.sizeof(DecodedStructure), 1 + i) for i in range(len(sizes))]
+        room = bytes(told.arguments) + bytes(block.division)
+        step = Step(nvrtc.kernel(*_SOURCE, device), told.grid, 32 * block.warps, block.shared_bytes, (0, size))
+        return Repeat(sizes, 0, room.ljust(align(len(room), 8), b"\0"), tuple(patches), (step,))
 
-    def _tell(self, every: Sequence[torch.Tensor], stream: int, device: int) -> tuple[DecodedTogetherStructure, bool]:
+    def _tell(self, every: Sequence[torch.Tensor], stream: int, device: int) -> tuple[_Told, bool]:
         """And whether the launch may start early; from then on all of it stays, for torch's current stream."""
         kept = [resident(data) for data in every]
-        early = [each is not None and each.settle() for each in kept]
-        launch, told = _launch_of(self._headers, device), DecodedTogetherStructure.of_none()
-        first_block = 0
-        for own, header, data, blocks in zip(told.tensors, self._headers, every, launch.blocks, strict=False):
+        early = [known is not None and known.settle() for known in kept]
+        arguments, first_block = DecodedTogetherStructure.of_none(), 0
+        each = zip(arguments.tensors, self._headers, every, _shares(self._headers, device), strict=False)
+        for own, header, data, blocks in each:
             packed = PackedTensor(header, data)
             own.geometry = GeometryStructure.of(header.geometry)
             own.packed = PackedStructure.of(packed, decode_table(packed))
             own.first_block, own.blocks, own.is_quad = first_block, blocks, header.code is Code.QUAD
             first_block += blocks
-        if all(early) and all(each and each.has_table for each in kept):
+        told = _Told(first_block, ThreadBlock.of_any(self._headers, device), arguments)
+        if all(early) and all(known and known.has_table for known in kept):
             self._told[stream] = told
         return told, all(early)
 
 
-class _Launch(NamedTuple):
-    """Attributes:
-    blocks: of each tensor.
-    """
+class _Told(NamedTuple):
+    """A launch, but for the outputs' addresses in ``arguments``."""
 
+    grid: int
     block: ThreadBlock
-    blocks: tuple[int, ...]
-
-    @property
-    def grid(self) -> int:
-        return sum(self.blocks)
-
-    @property
-    def threads(self) -> int:
-        return 32 * self.block.warps
-
-    @property
-    def shared_bytes(self) -> int:
-        return self.block.shared_bytes
+    arguments: DecodedTogetherStructure
 
 
-@lru_cache(maxsize=8192)
-def _launch_of(headers: tuple[Header, ...], device: int) -> _Launch:
-    block = ThreadBlock.of_any(headers, device)
-    most, works = zip(*((header.geometry.chunks, _work(header)) for header in headers), strict=True)
-    return _Launch(block, divided(nvrtc.multiprocessors(device), most, works))
+def _shares(headers: Sequence[Header], device: int) -> list[int]:
+    """Blocks of each tensor."""
+    works, chunks = [_work(header) for header in headers], [header.geometry.chunks for header in headers]
+    return share_out(nvrtc.multiprocessors(device) - len(headers), works, [1] * len(headers), chunks)
 
 
 def _work(header: Header) -> float:
@@ -156,25 +136,3 @@ def _work(header: Header) -> float:
     geometry = header.geometry
     stages = geometry.row_groups * geometry.stages + _OPENING * geometry.chunks
     return stages if header.code is Code.QUAD else _SINGLE * stages
-
-
-def divided(blocks: int, most: Sequence[int], works: Sequence[float]) -> tuple[int, ...]:
-    """Of so many blocks some for each tensor, such that the most work of a block is as little as can be.
-
-    Args:
-        blocks: one for each tensor at least.
-        most: for each tensor.
-    """
-    own = [1] * len(works)
-    left = [(-work, i) for i, work in enumerate(works) if most[i] > 1]
-    heapq.heapify(left)
-    for _ in range(blocks - len(works)):
-        if not left:
-            break
-        _, i = left[0]
-        own[i] += 1
-        if own[i] < most[i]:
-            heapq.heapreplace(left, (-works[i] / own[i], i))
-        else:
-            heapq.heappop(left)
-    return tuple(own)

@@ -41,11 +41,12 @@ class Choice(NamedTuple):
     launch: Products | DecodeTogether
     plain: Products | None
 
-    def is_of(self, weights: list[Resident], plain: Products | None, *, decodes_first: bool) -> bool:
-        are_same = len(weights) == len(self.weights) and all(
-            one is other for one, other in zip(self.weights, weights, strict=True)
-        )
-        return are_same and self.plain is plain and isinstance(self.launch, DecodeTogether) is decodes_first
+    @property
+    def decodes_first(self) -> bool:
+        return isinstance(self.launch, DecodeTogether)
+
+    def is_of(self, weights: tuple[Resident, ...], plain: Products | None, *, decodes_first: bool) -> bool:
+        return self.weights == weights and self.plain is plain and self.decodes_first is decodes_first
 
     def keep(self, where: nvrtc.Where, decoded: list[torch.Tensor]) -> None:
         """What the launch has decoded there, until it is asked for."""
@@ -78,6 +79,11 @@ class Carrier:
         The first ones are made before it is known which products behind are made together, and how fast.
         """
         return self.is_given_up or self.in_a_row >= _SETTLED
+
+    @property
+    def led(self) -> Choice | None:
+        """The choice, where it is to decode others' weights with its own first."""
+        return self.choice if self.choice and self.choice.decodes_first else None
 
     def choose(self, choice: Choice | None) -> None:
         self.in_a_row = self.in_a_row + 1 if choice is self.choice else 1

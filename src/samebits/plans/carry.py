@@ -36,8 +36,7 @@ class Coming(NamedTuple):
         weights: that are decoded for it.
         places: in a launch that decodes them.
         suits_beside, suits_together: launches of either kind can decode them.
-        can_lead: where its weight is decoded first, that launch can decode others' too.
-        is_led: that launch does so already.
+        is_led: where its weight is decoded first, that launch decodes others' already.
         gained_us: microseconds that it takes less if its own launch decodes them than if each is decoded first, which
             they are otherwise.
         room: weights that this launch can decode for others; 0 where it cannot.
@@ -48,7 +47,6 @@ class Coming(NamedTuple):
     places: int
     suits_beside: bool
     suits_together: bool
-    can_lead: bool
     is_led: bool
     gained_us: float
     room: int
@@ -84,7 +82,6 @@ def led(every: Sequence[Coming]) -> Coming:
         places,
         all(each.suits_beside for each in every),
         all(each.suits_together for each in every),
-        can_lead=False,
         is_led=True,
         gained_us=_LAUNCH_US * (places - 1),
         room=0,
@@ -104,7 +101,7 @@ def best_way(carrying: Carrying, coming: Sequence[Coming]) -> Way:
     behind, places, nothing = [0.0] * (len(coming) + 1), carrying.places, carrying._replace(room=0)
     for number in reversed(range(len(coming))):
         each = coming[number]
-        if each.can_lead:
+        if each.suits_together and not each.is_led:  # its launch can decode others with it
             behind[number] = _best(together(places), coming, number + 1, behind).gained_us
         else:
             behind[number] = max(each.gained_us, 0.0) + _best(nothing, coming, number + 1, behind).gained_us
@@ -122,7 +119,7 @@ def _best(carrying: Carrying, coming: Sequence[Coming], first: int, behind: Sequ
     for number in range(first, len(coming)):
         if gained_us + behind[number] > best_us - _AS_GOOD_US:
             best_us, best_carried = gained_us + behind[number], len(carried)
-        weights, needed, suits_beside, suits_together, _, is_led, own_us, *_ = coming[number]
+        weights, needed, suits_beside, suits_together, is_led, own_us, *_ = coming[number]
         saved_us = _LAUNCH_US * needed + saved_of_each_us * weights
         suits = suits_beside if is_beside else suits_together
         if suits and weights <= room and needed <= places and saved_us > own_us:

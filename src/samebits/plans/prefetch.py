@@ -33,7 +33,6 @@ from samebits.plans.turn import Turns
 
 _NOTED = 32  # products behind a launch that are noted: more than two layers of most models
 _FEW_TOKENS = 128  # with no more, a fused product is faster than cuBLAS's
-_NO_PLAN_US = float("-inf")  # that a product gains which cannot be fused
 
 
 class Made(NamedTuple):
@@ -63,7 +62,9 @@ class Prefetcher:
         if kept is None or prefetched is None:  # also of another thread, which took it meanwhile
             return None
         kept.prefetched, (where, weight) = None, prefetched
-        _forget_led(kept, x.shape)
+        carrier: Carrier | None = kept.carriers.get(x.shape)
+        if carrier and carrier.led:  # another launch decodes the weight now, and perhaps these
+            carrier.choose_nothing()
         return weight if where == nvrtc.where(x.get_device()) and kept.now() is packed.data else None
 
     def note(self, x: torch.Tensor, packed: PackedTensor) -> None:
@@ -85,53 +86,39 @@ class Prefetcher:
                 self._close(window)
 
     def launch(
-        self, x: torch.Tensor, bias: torch.Tensor | None, own: Sequence[PackedTensor],
+        self, x: torch.Tensor, bias: torch.Tensor | None, packed: PackedTensor, others: Sequence[torch.Tensor],
         operands: Callable[[], Sequence[Operands]], products: Products, *, gained_us: float | None,
         carried_us: float | None, first_gained_us: float = 0.0,
     ) -> Made:  # fmt: skip
         """What ``products`` makes, with others' weights decoded beside.
 
         Args:
-            own: its weights.
+            packed, others: its weights: the first, and bytes of those behind.
             gained_us: microseconds that the launch alone takes less than what would be done instead; None: it is made,
                 and decodes nothing for others yet.
             carried_us: that each weight of others takes it.
             first_gained_us: that its first product takes less then than with its weight decoded first.
         """
-
-        def alone(*, is_settled: bool) -> Made:
-            is_worth_it = gained_us is None or gained_us >= 0
-            return Made(products(x, bias, operands) if is_worth_it else None, None, is_settled)
-
-        carrier = self._begin(x, own[0], products)
-        if carrier is None:
-            return alone(is_settled=True)
-        if carrier.is_given_up or gained_us is None or not carrier.noted:
-            carrier.choose_nothing()
-            return alone(is_settled=carrier.is_given_up)
-        choice = self._choice(x, own, products, carrier, gained_us, carried_us, first_gained_us)
-        if choice is None:
-            return alone(is_settled=carrier.is_settled)
-        if isinstance(choice.launch, DecodeTogether):
-            return Made(None, choice, carrier.is_settled)
-        try:
-            made = choice.launch(x, bias, operands)
-        except torch.OutOfMemoryError:
-            carrier.is_given_up = True
-            return alone(is_settled=True)
-        choice.keep(nvrtc.where(x.get_device()), made[len(own) :])
-        return Made(made[: len(own)], choice, carrier.is_settled)
+        choice, is_settled = self._choice(x, packed, others, products, gained_us, carried_us, first_gained_us)
+        launch = choice.launch if choice else None
+        if isinstance(launch, DecodeTogether):
+            return Made(None, choice, is_settled)
+        if choice and launch:
+            try:
+                made = launch(x, bias, operands)
+            except torch.OutOfMemoryError:
+                _give_up(packed, x.shape)
+                is_settled = True
+            else:
+                count = 1 + len(others)
+                choice.keep(nvrtc.where(x.get_device()), made[count:])
+                return Made(made[:count], choice, is_settled)
+        is_worth_it = gained_us is None or gained_us >= 0
+        return Made(products(x, bias, operands) if is_worth_it else None, None, is_settled)
 
     def without_plan(self, x: torch.Tensor, packed: PackedTensor) -> Made:
         """What is to be decoded with the weight of a product that cannot be fused."""
-        carrier = self._begin(x, packed, None)
-        if carrier is None:
-            return Made(None, None, True)
-        if carrier.is_given_up or not carrier.noted:
-            carrier.choose_nothing()
-            return Made(None, None, carrier.is_given_up)
-        choice = self._choice(x, [packed], None, carrier, _NO_PLAN_US, None, 0.0)
-        return Made(None, choice, carrier.is_settled)
+        return Made(None, *self._choice(x, packed, (), None, 0.0, None, 0.0))
 
     def decode(self, x: torch.Tensor, packed: PackedTensor, made: Made) -> tuple[torch.Tensor, Made]:
         """The weight of a product that was not made; and how it was decoded, if others with it, there was memory."""
@@ -141,7 +128,7 @@ class Prefetcher:
             try:
                 weight, *others = choice.launch(packed.data, *held)
             except (torch.OutOfMemoryError, DeviceError):  # shared memory, for one's table and another's chunks
-                _carrier_of(packed, x.shape).is_given_up = True
+                _give_up(packed, x.shape)
             else:
                 choice.keep(nvrtc.where(x.get_device()), others)
                 return weight, made
@@ -156,7 +143,7 @@ class Prefetcher:
         kept, has_spare = resident(packed.data), products is not None and products.launch.spare is not None
         if kept is None or x.requires_grad or not (has_spare or _has_many_tokens(x)):
             return None
-        is_new, carrier = x.shape not in kept.carriers, _carrier_of(packed, x.shape)
+        is_new, carrier = x.shape not in kept.carriers, _carrier_of(kept, x.shape)
         if is_new and not has_spare:
             return None
         carrier.forget_unwanted()
@@ -172,77 +159,106 @@ class Prefetcher:
         self._turns.windows = tuple(each for each in self._turns.windows if each is not window)
 
     def _choice(
-        self, x: torch.Tensor, own: Sequence[PackedTensor], products: Products | None, carrier: Carrier,
-        gained_us: float, carried_us: float | None, first_gained_us: float,
+        self, x: torch.Tensor, packed: PackedTensor, others: Sequence[torch.Tensor], products: Products | None,
+        gained_us: float | None, carried_us: float | None, first_gained_us: float,
+    ) -> tuple[Choice | None, bool]:  # fmt: skip
+        """What is decoded for products to come, and whether that stays so; ``products``: None without a plan."""
+        carrier = self._begin(x, packed, products)
+        if carrier is None:
+            return None, True
+        if carrier.is_given_up or gained_us is None or not carrier.noted:
+            carrier.choose_nothing()
+            return None, carrier.is_given_up
+        choice = carrier.settled(products, nvrtc.where(x.get_device()))
+        if choice is None:
+            choice = self._best(x, packed, others, products, carrier, gained_us, carried_us, first_gained_us)
+            carrier.choose(choice)
+        return choice, carrier.is_settled
+
+    def _best(
+        self, x: torch.Tensor, packed: PackedTensor, others: Sequence[torch.Tensor], products: Products | None,
+        carrier: Carrier, gained_us: float, carried_us: float | None, first_gained_us: float,
     ) -> Choice | None:  # fmt: skip
-        """Of the products noted; None: nothing is decoded for them."""
-        settled = carrier.settled(products, nvrtc.where(x.get_device()))
-        if settled:
-            return settled
-        spare = products.launch.spare if products else None
-        best, gained = None, max(gained_us, 0.0)
-        if products is not None and spare is not None:
-            carrying = beside(spare.weights, MAX_PREFETCHED, carried_us)
-            beside_us, weights = self._weights(x, own, products, carrier, carrying)
+        behind, best, gained = self._behind(x, packed, others, products, carrier), None, max(gained_us, 0.0)
+        if products is not None and products.launch.spare is not None:
+            carrying = beside(products.launch.spare.weights, MAX_PREFETCHED, carried_us)
+            beside_us, weights = behind.carried(carrying)
             if weights and gained_us + beside_us >= gained:
                 best, gained = _chosen(carrier, weights, products, None), gained_us + beside_us
-        if _has_many_tokens(x) and suits(own[0]):
-            first_us, weights = self._weights(x, own[:1], products, carrier, together(MAX_PREFETCHED))
+        if _has_many_tokens(x) and suits(packed):
+            if others:  # which come behind the first one
+                behind = self._behind(x, packed, (), products, carrier)
+            first_us, weights = behind.carried(together(MAX_PREFETCHED))
             if weights and first_us - first_gained_us >= gained:  # else launches might leave it to each other for ever
-                best = _chosen(carrier, weights, products, own[0])
-        carrier.choose(best)
+                best = _chosen(carrier, weights, products, packed)
         return best
 
-    def _weights(
-        self, x: torch.Tensor, own: Sequence[PackedTensor], products: Products | None, carrier: Carrier,
-        carrying: Carrying,
-    ) -> tuple[float, list[PackedTensor]]:  # fmt: skip
-        """What the launch of ``own`` decodes of what was noted, and what is gained by that in microseconds.
-
-        Until the next round: a CUDA graph has its first products behind it.
-        """
-        device, not_again = x.get_device(), {id(each.data) for each in own}
-        coming, packed, leaders = list[Coming](), list[list[PackedTensor]](), list[Choice | None]()
+    def _behind(
+        self, x: torch.Tensor, packed: PackedTensor, others: Sequence[torch.Tensor], products: Products | None,
+        carrier: Carrier,
+    ) -> _Behind:  # fmt: skip
+        """What was noted, until the next round: a CUDA graph has its first products behind it."""
+        device, not_again = x.get_device(), {id(packed.data), *map(id, others)}
+        coming, weights, leaders = list[Coming](), list[list[PackedTensor]](), list[Choice | None]()
         for group in _groups(carrier.noted):
             first, shape = group[0]
-            if first.data is own[0].data or id(first.data) in self._turns.captured:
+            if first.data is packed.data or id(first.data) in self._turns.captured:
                 break
             new = [each for each, _ in group if id(each.data) not in not_again]
             not_again |= {id(each.data) for each in new}
             if new and all(_is_missing(each, device) for each in new):
                 coming.append(_coming(group, new, products, device))
-                packed.append(new)
+                weights.append(new)
                 leaders.append(_led_by(first, shape))
-        coming, packed = _together(coming, packed, leaders)
-        way = best_way(carrying, coming)
-        return way.gained_us, [each for number in way.carried for each in packed[number]]
+        return _together(coming, weights, leaders)
+
+
+class _Behind(NamedTuple):
+    """Products behind a launch.
+
+    Attributes:
+        weights: that are decoded for each.
+    """
+
+    coming: list[Coming]
+    weights: list[list[PackedTensor]]
+
+    def carried(self, carrying: Carrying) -> tuple[float, list[PackedTensor]]:
+        """What the launch decodes of it, and microseconds that are gained by that."""
+        way = best_way(carrying, self.coming)
+        return way.gained_us, [each for number in way.carried for each in self.weights[number]]
 
 
 def _has_many_tokens(x: torch.Tensor) -> bool:
     return x.numel() > _FEW_TOKENS * x.shape[-1]
 
 
-def _carrier_of(packed: PackedTensor, shape: torch.Size) -> Carrier:
-    kept = resident(packed.data)
-    assert kept is not None
+def _carrier_of(kept: Resident, shape: torch.Size) -> Carrier:
     make_room(kept.carriers, shape)
     carrier: Carrier = kept.carriers.setdefault(shape, Carrier())
     return carrier
+
+
+def _give_up(packed: PackedTensor, shape: torch.Size) -> None:
+    """There is too little memory, and will be."""
+    kept = resident(packed.data)
+    if kept:
+        _carrier_of(kept, shape).is_given_up = True
 
 
 def _chosen(
     carrier: Carrier, weights: Sequence[PackedTensor], plain: Products | None, first: PackedTensor | None
 ) -> Choice | None:
     """A launch that decodes ``weights``, with ``first`` or beside the products; the one there is, if it does so."""
-    chosen, choice = [kept for packed in weights if (kept := resident(packed.data))], carrier.choice
+    chosen, choice = tuple(kept for packed in weights if (kept := resident(packed.data))), carrier.choice
     if len(chosen) < len(weights):
         return None
     if choice is not None and choice.is_of(chosen, plain, decodes_first=first is not None):
         return choice
     if first is not None:
-        return Choice(tuple(chosen), DecodeTogether([first.header, *(each.header for each in weights)]), plain)
+        return Choice(chosen, DecodeTogether([first.header, *(each.header for each in weights)]), plain)
     assert plain is not None
-    return Choice(tuple(chosen), Products(plain.launch, weights), plain)
+    return Choice(chosen, Products(plain.launch, weights), plain)
 
 
 def _is_missing(packed: PackedTensor, device: int) -> bool:
@@ -268,33 +284,31 @@ def _coming(
         suits_beside = all(is_supported(each.header, 1, device) for each in new)
     else:
         suits_beside = all(is_prefetchable(each, products.launch, device) for each in new)
-    weights, call = _count(new), _call(first, shape)
+    call = _call(first, shape)
     known = _joint(first, call) or call if call else None
     spare = known.products.launch.spare if known else None
-    suits_together = all(map(suits, new))
-    return Coming(weights, len(new), suits_beside, suits_together, suits_together, False,
-                  known.gained_us if known else 0.0, spare.weights if spare else 0,
-                  known.carried_us if known else None)  # fmt: skip
-
-
-def _forget_led(kept: Resident, shape: torch.Size) -> None:
-    """That the launch which decodes this weight first decodes others with it: another one decodes it now."""
-    carrier: Carrier | None = kept.carriers.get(shape)
-    if carrier and carrier.choice and isinstance(carrier.choice.launch, DecodeTogether):
-        carrier.choose_nothing()
+    return Coming(
+        _count(new),
+        len(new),
+        suits_beside,
+        suits_together=all(map(suits, new)),
+        is_led=False,
+        gained_us=known.gained_us if known else 0.0,
+        room=spare.weights if spare else 0,
+        carried_us=known.carried_us if known else None,
+    )
 
 
 def _led_by(packed: PackedTensor, shape: torch.Size) -> Choice | None:
     """What the launch that decodes this weight first decodes with it, if it did so when it was asked for last."""
     kept = resident(packed.data)
     carrier: Carrier | None = kept.carriers.get(shape) if kept else None
-    choice = carrier.choice if carrier else None
-    return choice if choice and isinstance(choice.launch, DecodeTogether) else None
+    return carrier.led if carrier else None
 
 
 def _together(
     coming: Sequence[Coming], packed: Sequence[list[PackedTensor]], leaders: Sequence[Choice | None]
-) -> tuple[list[Coming], list[list[PackedTensor]]]:
+) -> _Behind:
     """With those that one launch decodes as one."""
     left, every, weights = list(range(len(coming))), list[Coming](), list[list[PackedTensor]]()
     while left:
@@ -305,7 +319,7 @@ def _together(
         left = [i for i in left if i not in own]
         every.append(led([coming[i] for i in own]) if choice else coming[first])
         weights.append([each for i in own for each in packed[i]])
-    return every, weights
+    return _Behind(every, weights)
 
 
 def _call(packed: PackedTensor, shape: torch.Size) -> Call | None:

@@ -193,10 +193,10 @@ class Together:
             if choice:
                 group.replace_others(*(other for other in group.others if other.now()))
             return self._alone(x, packed, bias, call) if is_decided else call.multiply(x, packed, bias)
-        every = [operands, *choice.operands(held)]
+        others = [each.data for each in held]
         try:
             made = self.prefetcher.launch(
-                x, bias, [each.packed for each in every], lambda: every, choice.products,
+                x, bias, packed, others, lambda: [operands, *choice.operands(held)], choice.products,
                 gained_us=choice.more_us if group.is_proved else None, carried_us=choice.carried_us,
                 first_gained_us=max(call.gained_us, 0.0),
             )  # fmt: skip
@@ -206,8 +206,8 @@ class Together:
         if made.products is None:
             return self._one_by_one(x, packed, bias, call, made)
         y, *ys = made.products
-        each = zip(choice.others, held, choice.plans, ys, strict=True)
-        self.turns.last.made = {id(own.data): (group, weight, plan, other) for weight, own, plan, other in each}
+        each = zip(choice.others, others, choice.plans, ys, strict=True)
+        self.turns.last.made = {id(other): (group, weight, plan, y) for weight, other, plan, y in each}
         if not group.is_proved:
             return call.multiply(x, packed, bias)
         joint = recall.Joint(group, choice.others, choice.plans)
@@ -223,7 +223,7 @@ class Together:
     ) -> torch.Tensor:
         operands = [Operands(packed, bias, call.plan)]
         made = self.prefetcher.launch(
-            x, bias, [packed], lambda: operands, call.products, gained_us=call.gained_us, carried_us=call.carried_us
+            x, bias, packed, (), lambda: operands, call.products, gained_us=call.gained_us, carried_us=call.carried_us
         )
         if made.products is None:
             return self._decoded_first(x, packed, bias, made, joins=joins)

@@ -12,6 +12,7 @@ from typing import Generic, NamedTuple, TypeVar
 from samebits.format.packed import Header
 from samebits.kernels import nvrtc
 from samebits.kernels.linear.job import JobFields, TensorPlanner
+from samebits.kernels.shares import share_out
 
 CLUSTER = 2  # kCluster: blocks
 
@@ -91,7 +92,4 @@ def _shares(units: Sequence[int], clusters: int, *, whole_rounds: bool) -> list[
         rounds = range(1, sum(units) + 1)
         least = rounds[bisect_left(rounds, True, key=lambda most: sum(-(-each // most) for each in units) <= clusters)]
         shares = [-(-each // least) for each in units]
-    for _ in range(clusters - sum(shares)):  # in the last round they may help to decode
-        busiest = max(range(len(units)), key=lambda i: units[i] / shares[i])
-        shares[busiest] = min(shares[busiest] + 1, units[busiest])
-    return shares
+    return share_out(clusters - sum(shares), units, shares, units)  # in the last round they may help to decode
