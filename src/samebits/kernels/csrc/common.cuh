@@ -20,6 +20,16 @@ constexpr u32 kFull = 0xffffffffu;
 // all of them, and guards every branch that depends on it as if lanes could part there.
 __device__ __forceinline__ u32 uniform(u32 value) { return __reduce_or_sync(kFull, value); }
 
+// Of several things, each with blocks of its own, in their order, that of the block at hand. The first blocks of those that there are not lie behind the
+// grid. It is uniform, so that all that is loaded of it is, too.
+template <int most, class FirstBlock>
+__device__ __forceinline__ int own_number(const FirstBlock& first_block) {
+    int i = 0;
+#pragma unroll
+    for (int next = 1; next < most; ++next) i += int(blockIdx.x) >= first_block(next);
+    return int(uniform(u32(i)));
+}
+
 // A thread's warp in its block.
 __device__ __forceinline__ int own_warp() { return int(uniform(threadIdx.x >> 5)); }
 

@@ -10,13 +10,10 @@ struct Decoded {
 };
 constexpr int kMaxDecoded = 9;
 struct DecodedTogether {
-    Decoded tensors[kMaxDecoded];   // the first blocks of those that there are not lie behind the grid
+    Decoded tensors[kMaxDecoded];
 
     __device__ __forceinline__ const Decoded& own() const {
-        int i = 0;
-#pragma unroll
-        for (int next = 1; next < kMaxDecoded; ++next) i += int(blockIdx.x) >= tensors[next].first_block;
-        return tensors[uniform(u32(i))];
+        return tensors[own_number<kMaxDecoded>([&](int i) { return tensors[i].first_block; })];
     }
 };
 

@@ -70,13 +70,10 @@ struct Product {
 
 constexpr int kMaxTogether = 4;
 struct Together {
-    Product products[kMaxTogether];   // the first blocks of those that there are not lie behind the grid
+    Product products[kMaxTogether];
 
     __device__ __forceinline__ const Product& own() const {
-        int i = 0;
-#pragma unroll
-        for (int next = 1; next < kMaxTogether; ++next) i += int(blockIdx.x) >= products[next].job.first_block;
-        return products[uniform(u32(i))];   // so that all that is loaded is uniform, too
+        return products[own_number<kMaxTogether>([&](int i) { return products[i].job.first_block; })];
     }
 };
 
