@@ -65,7 +65,7 @@ def llama_folder(llama: Reference, config: samebits.SamebitsConfig, tmp_path: Pa
 @pytest.fixture
 def decodes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The shapes of packed tensors in the order in which modules decode them whole."""
-    return watched(monkeypatch, "decode_packed")
+    return watched(monkeypatch, "decoded_weight")
 
 
 @pytest.fixture

@@ -37,8 +37,8 @@ def layer(plain: torch.Tensor) -> nn.Linear:
 @pytest.fixture
 def decodes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
-    decode_packed = recipe.decode_packed
-    monkeypatch.setattr(recipe, "decode_packed", lambda packed: (seen.append(1), decode_packed(packed))[1])
+    decoded_weight = recipe.decoded_weight
+    monkeypatch.setattr(recipe, "decoded_weight", lambda packed: (seen.append(1), decoded_weight(packed))[1])
     return seen
 
 
@@ -236,9 +236,9 @@ def test_repr_shows_the_values(layer: nn.Linear, plain: torch.Tensor) -> None:
 def test_what_moves_to_a_device_is_decoded_there(layer: nn.Linear, monkeypatch: pytest.MonkeyPatch) -> None:
     """Packed bytes travel, and a GPU decodes faster than the CPU; what comes to main memory is decoded before."""
     seen: list[str] = []
-    decode_packed = recipe.decode_packed
+    decoded_weight = recipe.decoded_weight
     monkeypatch.setattr(
-        recipe, "decode_packed", lambda packed: (seen.append(packed.data.device.type), decode_packed(packed))[1]
+        recipe, "decoded_weight", lambda packed: (seen.append(packed.data.device.type), decoded_weight(packed))[1]
     )
     moved = layer.weight.to("meta", torch.float32)
     assert (moved.device.type, moved.dtype, moved.shape) == ("meta", torch.float32, SHAPE)

@@ -64,7 +64,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...]]]:
 
         return function
 
-    for name in ("decode_packed", "decode_rows", "decode_experts"):
+    for name in ("decoded_weight", "decode_rows", "decode_experts"):
         monkeypatch.setattr(recipe, name, watched(name))
     return seen
 
@@ -169,7 +169,7 @@ def test_indexing_decodes_no_more_than_it_takes(indexing: str, pieces: bool, cal
     result = INDEXING[indexing](module.up)
     assert same_bits(result, INDEXING[indexing](weight))
     taken = INDEXING[indexing](torch.arange(6).view(6, 1)).unique().numel()
-    assert calls == ([("decode_packed", (32, 256))] * 2 * taken if pieces else [("decode_rows", (6, 64, 256))])
+    assert calls == ([("decoded_weight", (32, 256))] * 2 * taken if pieces else [("decode_rows", (6, 64, 256))])
 
 
 @pytest.mark.parametrize("pieces", [False, True])
@@ -196,7 +196,7 @@ def test_routed_experts(ids: list[Any], pieces: bool, calls: list[Any]) -> None:
     assert result.shape == weight.shape
     assert same_bits(result[routed], weight[routed])
     number = routed.unique().numel()
-    assert calls == ([("decode_packed", (32, 256))] * 2 * number if pieces else [("decode_experts", (6, 64, 256))])
+    assert calls == ([("decoded_weight", (32, 256))] * 2 * number if pieces else [("decode_experts", (6, 64, 256))])
 
 
 @pytest.mark.parametrize("pieces", [False, True])

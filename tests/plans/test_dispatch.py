@@ -220,3 +220,11 @@ def test_why_many_tokens_are_decoded_first(gpu: FakeGpu, packed: PackedTensor) -
     x = normal(call.MAX_HOPPER_TOKENS + 1, K)
     assert call.decoding(x, packed, None) == call.Decoding(None, True)
     assert call.decoding(x.half(), packed, None) == call.Decoding(None, False)
+
+
+@pytest.mark.parametrize(("tokens", "counts"), [(128, True), (129, False)])
+def test_settings_that_a_weight_decoded_first_depends_on(
+    gpu: FakeGpu, packed: PackedTensor, tokens: int, counts: bool
+) -> None:
+    state, is_final = call.decoding(normal(tokens, K), packed, None)
+    assert (state is not None, is_final) == (counts, not counts)

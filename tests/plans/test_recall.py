@@ -14,7 +14,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,6 +74,7 @@ class Driver:
         usual: launches made in the usual way, by what kernels are told.
         again: launches made by the native code: function and addresses of the arguments' copies.
         stream, device, capturing, result: what torch and the driver say.
+        empty: by what the native code allocates.
         plans: the planner.
     """
 
@@ -84,6 +84,7 @@ class Driver:
         self.stream, self.device, self.capturing, self.result = 7, DEVICE, False, 0
         self.arguments: dict[int, list[int]] = {}  # sizes, by function
         self.functions: list[str] = []
+        self.empty: Callable[..., torch.Tensor] = torch._C._dynamo.guards._empty_strided_cpu
         self.configs: list[tuple[Any, ...]] = []
         self.plans: Any = None
 
@@ -151,6 +152,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
         (torch._C, "_cuda_maybeExchangeDevice", played.exchange_device),
         (torch._C, "_cuda_getCurrentRawStream", lambda device: played.stream),
         (torch._C, "_cuda_isCurrentStreamCapturing", lambda: played.capturing),
+        (torch._C._dynamo.guards, "_empty_strided_cuda", lambda *arguments: played.empty(*arguments)),
         (torch.cuda, "current_device", lambda: played.device),
         (torch.cuda, "is_current_stream_capturing", lambda: played.capturing),
         (nvrtc, "where", lambda device: nvrtc.Where(played.stream, int(played.capturing))),
@@ -174,6 +176,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
         (call, "decode_cuda", _decode),
         (prefetch, "decode_cuda", _decode),
         (recall.decode, "decode_cuda", _decode),
+        (recall, "decode_packed", _decode),
         (recall, "_can_recall", True),
         (dispatch, "together", Together()),
     ]
@@ -183,8 +186,9 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     for target, name, value in settings:
         monkeypatch.setattr(target, name, value, raising=False)
     decode_beside_products_alone(monkeypatch)
-    monkeypatch.setattr(dispatch, "product_again", recall.product_of(dispatch.together.turns))
-    monkeypatch.setattr(dispatch, "gradient_again", recall.gradient_of())
+    monkeypatch.setattr(dispatch, "product_again", recall.recall_of(dispatch.together.turns).product)
+    monkeypatch.setattr(dispatch, "gradient_again", recall.recall_of_gradients().product)
+    monkeypatch.setattr(dispatch, "weight_again", recall.recall_of(dispatch.together.turns).weight)
     yield played
     assert start is not None  # lived until here
 
@@ -643,6 +647,7 @@ def test_a_mode_that_replaces_products(driver: Driver) -> None:
     warm(module, driver)
     with SevenForProducts():
         assert module(x_of(1, 1)) == 7
+    assert ways(driver) == (1, 0)  # of its weight
     with torch.device("cpu"):  # which only says where new tensors are
         module(x_of(1, 1))
     assert ways(driver) == (0, 1)
@@ -721,7 +726,7 @@ def test_too_little_memory_for_what_is_remembered(driver: Driver, monkeypatch: p
         assert ways(driver) == (1, 0)
 
 
-def test_two_threads_with_too_little_memory(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_threads_with_too_little_memory(driver: Driver) -> None:
     """The other one has forgotten the product before this one does, and both make it in the usual way."""
     module = layer(0)
     warm(module, driver)
@@ -729,14 +734,12 @@ def test_two_threads_with_too_little_memory(driver: Driver, monkeypatch: pytest.
     assert kept is not None
     assert kept.shortcuts
 
-    def out_of_memory(tensor: torch.Tensor, *arguments: Any) -> torch.Tensor:
-        patch.undo()
+    def out_of_memory(*arguments: Any) -> torch.Tensor:
         kept.forget_products()
         raise torch.OutOfMemoryError
 
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "new_empty", out_of_memory)
-        module(x_of(1, 1))
+    driver.empty = out_of_memory
+    module(x_of(1, 1))
     assert ways(driver) == (1, 0)
 
 
@@ -971,27 +974,89 @@ def packed_of(module: nn.Linear) -> PackedTensor:
     return PackedTensor(header, module._parameters[packed_module._DATA])
 
 
-def test_gradients_of_inputs(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_inputs(driver: Driver) -> None:
     """The weight is decoded again, by native code from the third time on, and multiplied by torch."""
     module, grad = layer(0), torch.ones(3, 64, dtype=torch.bfloat16)
     for _ in range(2):
         dispatch.gradient(grad, packed_of(module))
         assert ways(driver) == (1, 0)
-    seen: list[torch.Tensor] = []
-    allocate = torch.Tensor.new_empty
-
-    def allocated(tensor: torch.Tensor, *arguments: Any) -> torch.Tensor:
-        made = allocate(tensor, *arguments)
-        seen.append(made.copy_(matrix(0)))  # as the kernel does
-        return made
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "new_empty", allocated)
-        made = dispatch.gradient(grad, packed_of(module))
+    seen = fill(driver)
+    made = dispatch.gradient(grad, packed_of(module))
     [(name, told)], [weight] = driver.again, seen
     assert name == "decode"
     assert int.from_bytes(told[2], sys.byteorder) == weight.data_ptr()
     assert torch.equal(made.view(torch.int16), grad.mm(matrix(0)).view(torch.int16))
+    assert ways(driver) == (0, 1)
+
+
+def convolution() -> nn.Conv2d:
+    made = nn.Conv2d(64, 64, 4, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+    made.weight.copy_(matrix(0).view(made.weight.shape))
+    samebits.compress(made)
+    return made
+
+
+def image() -> torch.Tensor:
+    return torch.ones(1, 64, 8, 8, dtype=torch.bfloat16)
+
+
+def fill(driver: Driver) -> list[torch.Tensor]:
+    """Has all that the native code allocates filled with ``matrix(0)``, as the kernel does; a list of it."""
+    allocate, seen = driver.empty, list[torch.Tensor]()
+
+    def allocated(*arguments: Any) -> torch.Tensor:
+        made = allocate(*arguments)
+        seen.append(made)
+        return made.copy_(matrix(0).view(made.shape))
+
+    driver.empty = allocated
+    return seen
+
+
+def test_weights_of_other_layers(driver: Driver) -> None:
+    """Decoded by native code from the third time on."""
+    module = convolution()
+    for _ in range(2):
+        module(image())
+        assert ways(driver) == (1, 0)
+    seen = fill(driver)
+    found = module(image())
+    [(name, told)], [weight] = driver.again, seen
+    assert name == "decode"
+    assert int.from_bytes(told[2], sys.byteorder) == weight.data_ptr()
+    assert (weight.shape, weight.dtype, weight.is_contiguous()) == ((64, 64, 4, 4), torch.bfloat16, True)
+    plain = F.conv2d(image(), matrix(0).view(64, 64, 4, 4))
+    assert torch.equal(found.view(torch.int16), plain.view(torch.int16))
+    assert ways(driver) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    "change", [change_stream, capture, change_bytes, move_bytes, replace_bytes], ids=lambda change: change.__name__
+)
+def test_weights_of_what_has_changed(driver: Driver, change: Callable[[Driver, nn.Module], None]) -> None:
+    module = convolution()
+    for _ in range(3):
+        module(image())
+    assert ways(driver) == (2, 1)
+    change(driver, module)
+    module(image())
+    assert ways(driver) == (1, 0)
+
+
+def test_weights_that_a_mode_watches(driver: Driver) -> None:
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **kwargs or {})
+
+    module = convolution()
+    for _ in range(3):
+        module(image())
+    ways(driver)
+    with Watching():
+        module(image())
+    assert ways(driver) == (1, 0)
+    with torch.autocast("cpu", torch.float16):  # which is nothing to a weight
+        module(image())
     assert ways(driver) == (0, 1)
 
 
@@ -1094,7 +1159,7 @@ def test_a_device_that_cannot_be_left(driver: Driver, monkeypatch: pytest.Monkey
     module = layer(0)
     warm(module, driver)
     monkeypatch.setattr(torch._C, "_cuda_maybeExchangeDevice", refuse, raising=False)
-    monkeypatch.setattr(dispatch, "product_again", recall.product_of(dispatch.together.turns))
+    monkeypatch.setattr(dispatch, "product_again", recall.recall_of(dispatch.together.turns).product)
     driver.device = 1
     with pytest.raises(RuntimeError, match="no device 1"):
         module(x_of(1, 1))
@@ -1115,7 +1180,7 @@ def test_what_cannot_be_asked_goes_the_usual_way(driver: Driver, raising: str, m
     else:
         x = x_of(1, 1)
         monkeypatch.setattr(torch._C, raising, refuse, raising=False)
-        monkeypatch.setattr(dispatch, "product_again", recall.product_of(dispatch.together.turns))
+        monkeypatch.setattr(dispatch, "product_again", recall.recall_of(dispatch.together.turns).product)
     module(x)
     assert not driver.again
 
@@ -1292,7 +1357,7 @@ def test_no_more_shapes_than_there_is_room_for(driver: Driver) -> None:
 
 GOOD = {
     "device": 0, "strides": (1,), "state": None, "where": (7, 0), "bias": None, "joins": False, "group": None,
-    "others": (), "plans": (), "prefetched": (), "sizes": ((1,),), "scratch": None, "room": bytes(16),
+    "others": (), "plans": (), "prefetched": (), "allocations": ((),), "scratch": None, "room": bytes(16),
     "patches": ((8, 1, 0),), "launches": ((1, 1, (0,)),), "start": 1, "failed": None, "finish": None, "kept": None,
 }  # fmt: skip
 
@@ -1308,15 +1373,17 @@ GOOD = {
         {"launches": ((1, 1, (16,)),)},
         {"launches": ((1, 1, (-1,)),)},
         {"launches": ((1, 1, (0,) * 9),)},
-        {"sizes": ()},
-        {"sizes": ((1,),) * 5},
+        {"allocations": ()},
+        {"allocations": ((),) * 5},
+        {"allocations": (None,)},
+        {"scratch": 1},
         {"others": (1,)},
         {"where": (7,)},
         {"start": 0},
         {"room": "text"},
         {"room": bytes(8193)},
         {"prefetched": (1,)},
-        {"prefetched": (1,) * 9, "sizes": ((1,),) * 10},
+        {"prefetched": (1,) * 9, "allocations": ((),) * 10},
     ],
 )
 def test_fields_that_do_not_fit(wrong: dict[str, Any]) -> None:
@@ -1331,13 +1398,19 @@ def test_the_largest_launch_fits() -> None:
     assert recall.native is not None
     room = bytes(ctypes.sizeof(TogetherStructure) + ctypes.sizeof(ArrangementStructure))
     patches = MAX_TOGETHER * (4 + 2 * MAX_PREFETCHED) + 3  # Products.repeat
-    sizes = ((1,),) * (MAX_TOGETHER + MAX_PREFETCHED)
+    every = ((),) * (MAX_TOGETHER + MAX_PREFETCHED)
     others = {"others": (1,) * (MAX_TOGETHER - 1), "plans": (1,) * (MAX_TOGETHER - 1)}
-    largest = {"room": room, "patches": ((0, 1, 0),) * patches, "sizes": sizes, "prefetched": (1,) * MAX_PREFETCHED}
+    largest = {
+        "room": room,
+        "patches": ((0, 1, 0),) * patches,
+        "allocations": every,
+        "prefetched": (1,) * MAX_PREFETCHED,
+    }
     recall.native.Shortcut(**GOOD | others | largest)
 
 
 def test_without_the_native_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recall, "native", None)
-    for make in (partial(recall.product_of, dispatch.together.turns), recall.gradient_of):
-        assert make()(x_of(1), torch.zeros(1), None) is None
+    for made in (recall.recall_of(dispatch.together.turns), recall.recall_of_gradients()):
+        assert made.product(x_of(1), torch.zeros(1), None) is None
+        assert made.weight(torch.zeros(1)) is None

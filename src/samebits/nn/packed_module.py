@@ -137,10 +137,11 @@ class PackedModule(nn.Module):
         if decoded is None or isinstance(self, nn.Embedding):
             return LazyWeight(self.sb_recipes[name], self.sb_data(name))
         recipe = self.sb_recipes[name]
-        if name not in decoded:
+        weight = decoded.get(name)
+        if weight is None:
             decoded[name] = weight = recipe.weight(self.sb_data(name))
             decoded.versions[name] = version_of(weight)
-        weight = decoded[name]
+            return weight
         shows = recipe.shows_requires_grad(weight.device)
         if weight.requires_grad == shows:
             return weight

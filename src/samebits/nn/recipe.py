@@ -9,6 +9,7 @@ import torch
 
 from samebits.format.packed import Header, PackedTensor
 from samebits.kernels.ops import decode_experts, decode_packed, decode_rows, fields_of
+from samebits.plans.dispatch import decoded_weight
 
 Index = tuple[int | slice, ...]
 
@@ -177,4 +178,7 @@ def _values(ids: torch.Tensor, size: int) -> Container[int] | None:
 
 
 def _decode(piece: Piece, data: torch.Tensor) -> torch.Tensor:
-    return data if piece.header is None else decode_packed(PackedTensor(piece.header, data))
+    if piece.header is None:
+        return data
+    packed = PackedTensor(piece.header, data)
+    return decode_packed(packed) if torch.compiler.is_compiling() else decoded_weight(packed)

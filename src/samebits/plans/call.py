@@ -14,7 +14,7 @@ from samebits.kernels.linear.products import LinearPlan, Operands, Products, is_
 from samebits.kernels.residents import ParameterBytes, make_room, resident
 from samebits.plans.environment import blas_state
 from samebits.plans.key import ALIGNMENT, PlanKey, key_of
-from samebits.plans.planner import Planner
+from samebits.plans.planner import MANY_TOKENS, Planner
 from samebits.plans.store import Outcome
 
 
@@ -94,7 +94,8 @@ class Decoding(NamedTuple):
     """Why a weight is decoded first.
 
     Attributes:
-        state: torch's settings that count; None where none do.
+        state: torch's settings that count; None where none do: under others, products of many tokens may be faster,
+            but little, and asking takes the host longer.
         is_final: the next input of this shape and these settings will find the same.
     """
 
@@ -109,7 +110,8 @@ def decoding(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -
     key, device = key_of(x, packed.header.shape, bias), x.get_device()
     if key is None:
         return Decoding(None, False)
-    return Decoding(key.state, not is_supported(packed.header, key.tokens, device) or key in Planner.of(device).known)
+    is_final = not is_supported(packed.header, key.tokens, device) or key in Planner.of(device).known
+    return Decoding(key.state if key.tokens <= MANY_TOKENS else None, is_final)
 
 
 def _outcome(key: PlanKey, packed: PackedTensor, device: int) -> Outcome | None:

@@ -22,8 +22,9 @@ from samebits.plans.together import Together
 _LIBRARY = torch.library.Library("samebits", "FRAGMENT")
 
 together = Together()
-product_again = recall.product_of(together.turns)
-gradient_again = recall.gradient_of()
+_again = recall.recall_of(together.turns)
+product_again, weight_again = _again.product, _again.weight
+gradient_again = recall.recall_of_gradients().product
 
 
 def linear_of_module(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -49,6 +50,12 @@ def gradient(grad: torch.Tensor, packed: PackedTensor) -> torch.Tensor:
     """Of an input: ``grad.mm(decode(packed))``, grad [tokens, N] on a CUDA device."""
     made: torch.Tensor | None = gradient_again(grad, packed.data, None)
     return recall.gradient(grad, packed) if made is None else made
+
+
+def decoded_weight(packed: PackedTensor) -> torch.Tensor:
+    """``decode_packed``, of a module's weight on any device: where it was decoded before, the host is faster."""
+    made: torch.Tensor | None = weight_again(packed.data)
+    return recall.weight(packed) if made is None else made
 
 
 def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> torch.Tensor:

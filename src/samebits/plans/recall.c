@@ -28,8 +28,8 @@ typedef struct {
 } Launch;
 
 typedef struct {
-    PyObject_HEAD
-    PyObject *strides, *state, *where, *bias, *group, *others, *plans, *prefetched, *sizes, *scratch, *failed, *finish, *kept;
+    PyObject_HEAD /* allocations, scratch: what empty is asked, where no scratch is needed None */
+    PyObject *strides, *state, *where, *bias, *group, *others, *plans, *prefetched, *allocations, *scratch, *failed, *finish, *kept;
     long device;
     int joins, products, outputs, patch_count, launch_count; /* outputs: products, then what is prefetched */
     Start start;
@@ -43,12 +43,12 @@ typedef struct {
     PyObject_HEAD
     PyObject *turns, *residents, *tensor, *parameter, *dtype, *exchange_device, *restore_device, *current_stream, *is_capturing;
     PyObject *autocasts, *casts, *forward_ad, *interpreter, *modes, *tracing, *is_grad_enabled, *environment, *getters, *linear;
-    PyObject *is_gapless, *is_observed;
+    PyObject *observers, *is_observed, *empty;
 } Recall;
 
 /* Names of attributes, made when the module is. */
 #define NAMES(X) \
-    X(shape) X(stride) X(dtype) X(get_device) X(data_ptr) X(requires_grad) X(new_empty) X(_version) X(_tensor) \
+    X(shape) X(stride) X(dtype) X(get_device) X(data_ptr) X(requires_grad) X(_version) X(_tensor) \
     X(untyped_storage) X(_cdata) X(_storage) X(cdata) \
     X(_address) X(last) X(made) X(where) X(state) X(first) X(others) X(unwanted) X(data) X(bias) X(is_proved) X(shortcuts) X(training) \
     X(_current_level) X(_last) X(cuda) X(windows) X(prefetched)
@@ -114,7 +114,7 @@ static int read_launches(Shortcut *self, PyObject *launches, Py_ssize_t room_byt
 
 static PyObject *shortcut_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"device", "strides", "state", "where", "bias", "joins", "group", "others", "plans", "prefetched",
-                            "sizes", "scratch", "room", "patches", "launches", "start", "failed", "finish", "kept", NULL};
+                            "allocations", "scratch", "room", "patches", "launches", "start", "failed", "finish", "kept", NULL};
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     Shortcut *self = (Shortcut *)allocate(type, 0);
     PyObject *patches, *launches;
@@ -125,17 +125,19 @@ static PyObject *shortcut_new(PyTypeObject *type, PyObject *args, PyObject *kwar
     if (!PyArg_ParseTupleAndKeywords(
             args, kwargs, "lO!OO!OpOO!O!O!O!Oy#O!O!KOOO", names, &self->device, &PyTuple_Type, &self->strides, &self->state,
             &PyTuple_Type, &self->where, &self->bias, &self->joins, &self->group, &PyTuple_Type, &self->others,
-            &PyTuple_Type, &self->plans, &PyTuple_Type, &self->prefetched, &PyTuple_Type, &self->sizes, &self->scratch, &room,
+            &PyTuple_Type, &self->plans, &PyTuple_Type, &self->prefetched, &PyTuple_Type, &self->allocations, &self->scratch, &room,
             &room_bytes, &PyTuple_Type, &patches, &PyTuple_Type, &launches, &start, &self->failed, &self->finish, &self->kept)) {
         for (PyObject **each = &self->strides; each <= &self->kept; each++) *each = NULL; /* nothing is held yet */
         Py_DECREF(self);
         return NULL;
     }
     for (PyObject **each = &self->strides; each <= &self->kept; each++) Py_INCREF(*each);
-    Py_ssize_t outputs = PyTuple_Size(self->sizes), others = PyTuple_Size(self->others), prefetched = PyTuple_Size(self->prefetched);
+    Py_ssize_t outputs = PyTuple_Size(self->allocations), others = PyTuple_Size(self->others), prefetched = PyTuple_Size(self->prefetched);
     self->products = (int)others + 1, self->outputs = (int)outputs, self->start = (Start)(uintptr_t)start;
     int fits = others < MAX_PRODUCTS && prefetched <= MAX_PREFETCHED && outputs == 1 + others + prefetched &&
                PyTuple_Size(self->plans) == others && PyTuple_Size(self->where) == 2 && self->start && room_bytes <= MAX_ROOM;
+    for (Py_ssize_t i = 0; i < outputs && fits; i++) fits = PyTuple_Check(PyTuple_GetItem(self->allocations, i));
+    fits = fits && (self->scratch == Py_None || PyTuple_Check(self->scratch));
     if (!fits || !read_patches(self, patches, room_bytes) || !read_launches(self, launches, room_bytes)) {
         if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "not the fields of a shortcut");
         Py_DECREF(self);
@@ -243,11 +245,16 @@ static int is_plain(Recall *self, PyObject *tensor, int *trained) {
     return wanted < 0 ? FAILED : !wanted;
 }
 
-/* product._is_watched, turned round. */
+/* Whether autocast leaves products of BF16 as they are. */
+static int is_uncast(Recall *self) {
+    int casts = is_true_new(PyObject_CallNoArgs(self->autocasts));
+    if (casts == 1) casts = is_true_new(PyObject_CallFunctionObjArgs(self->casts, name_cuda, NULL));
+    return casts < 0 ? FAILED : !casts;
+}
+
+/* product._is_watched, turned round, but for autocast. */
 static int is_unwatched(Recall *self) {
-    int watched = is_true_new(PyObject_CallNoArgs(self->autocasts));
-    if (watched == 1) watched = is_true_new(PyObject_CallFunctionObjArgs(self->casts, name_cuda, NULL));
-    if (watched) return watched < 0 ? FAILED : OTHER;
+    int watched;
     PyObject *level = PyObject_GetAttr(self->forward_ad, name__current_level);
     if (!level) return FAILED;
     long number = PyLong_AsLong(level);
@@ -258,7 +265,8 @@ static int is_unwatched(Recall *self) {
     if (same != SAME) return same;
     watched = is_true_new(PyObject_CallNoArgs(self->modes));
     if (watched) return watched < 0 ? FAILED : OTHER;
-    watched = is_true_new(PyObject_CallNoArgs(self->is_observed));
+    watched = is_true_new(PyObject_CallNoArgs(self->observers));
+    if (watched == 1) watched = is_true_new(PyObject_CallNoArgs(self->is_observed));
     if (watched) return watched < 0 ? FAILED : OTHER;
     return equals_new(PyObject_CallNoArgs(self->tracing), Py_None);
 }
@@ -267,7 +275,9 @@ static int is_unwatched(Recall *self) {
 
 /* What is asked of the operands once. The version is NULL where an inference tensor has none. */
 typedef struct {
-    PyObject *turn, *x, *data, *bias, *id, *shape, *device, *address, *version, *stream;
+    PyObject *turn, *x, *data, *bias, *id;
+    PyObject *shape; /* by which it is remembered: the input's, or where a weight is decoded alone one without dimensions */
+    PyObject *device, *stream, *address, *version;
     PyObject *before; /* torch's device, before that of x was made the current one */
     int trained;      /* x has requires_grad, though no gradient is wanted now: inside of an operation of autograd's */
 } Call;
@@ -302,13 +312,17 @@ static int other_or_failed(void) {
 }
 
 static int call_read(Recall *self, Call *call) {
-    if (!(call->shape = PyObject_GetAttr(call->x, name_shape))) return other_or_failed();
+    if (!call->shape && !(call->shape = PyObject_GetAttr(call->x, name_shape))) return other_or_failed();
     if (!(call->device = PyObject_CallMethodObjArgs(call->x, name_get_device, NULL))) return FAILED;
     call->before = PyObject_CallFunctionObjArgs(self->exchange_device, call->device, NULL);
     if (!call->before) return other_or_failed();
     int capturing = is_true_new(PyObject_CallNoArgs(self->is_capturing));
     if (capturing) return capturing < 0 ? FAILED : OTHER;
-    if (!(call->stream = PyObject_CallFunctionObjArgs(self->current_stream, call->device, NULL))) return FAILED;
+    return (call->stream = PyObject_CallFunctionObjArgs(self->current_stream, call->device, NULL)) ? SAME : FAILED;
+}
+
+/* Where x lies, and how often it was written to. */
+static int call_read_bytes(Call *call) {
     if (!(call->address = PyObject_CallMethodObjArgs(call->x, name_data_ptr, NULL))) return other_or_failed();
     if (!(call->version = PyObject_GetAttr(call->x, name__version))) {
         if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) return FAILED;
@@ -345,7 +359,8 @@ static PyObject *none_or_error(int same) { return same == OTHER ? Py_NewRef(Py_N
 
 /* Together.take. */
 static int may_take(Recall *self, Call *call, PyObject *made) {
-    int same = turn_is(call);
+    int same = call_read_bytes(call);
+    if (same == SAME) same = turn_is(call);
     if (same != SAME) return same;
     PyObject *where = PyObject_GetAttr(call->turn, name_where);
     if (!where) return FAILED;
@@ -384,7 +399,8 @@ static PyObject *take(Recall *self, Call *call, PyObject *every, PyObject *made)
 }
 
 static int may_repeat(Recall *self, Call *call, Shortcut *known, PyObject *resident) {
-    int same = bytes_are_of(resident, call->data);
+    int same = call_read_bytes(call);
+    if (same == SAME) same = bytes_are_of(resident, call->data);
     if (same != SAME) return same;
     long device = PyLong_AsLong(call->device);
     unsigned long long address = PyLong_AsUnsignedLongLong(call->address);
@@ -445,12 +461,12 @@ static int begin(Call *call, Shortcut *known, PyObject *resident) {
 }
 
 /* Memory for what a launch gives, and for what it needs meanwhile, with their addresses behind that of x. OTHER where there is too little. */
-static int allocate(Call *call, Shortcut *known, PyObject **made, uint64_t *addresses) {
+static int allocate(Recall *self, Call *call, Shortcut *known, PyObject **made, uint64_t *addresses) {
     int count = known->outputs + (known->scratch != Py_None);
     addresses[0] = PyLong_AsUnsignedLongLong(call->address);
     for (int i = 0; i < count; i++) {
-        PyObject *size = i < known->outputs ? PyTuple_GetItem(known->sizes, i) : known->scratch;
-        if (!(made[i] = PyObject_CallMethodObjArgs(call->x, name_new_empty, size, NULL))) return other_or_failed();
+        PyObject *asked = i < known->outputs ? PyTuple_GetItem(known->allocations, i) : known->scratch;
+        if (!(made[i] = PyObject_Call(self->empty, asked, NULL))) return other_or_failed();
         PyObject *address = PyObject_CallMethodObjArgs(made[i], name_data_ptr, NULL);
         if (!address) return FAILED;
         addresses[i + 1] = PyLong_AsUnsignedLongLong(address);
@@ -525,7 +541,7 @@ static int keep_prefetched(Shortcut *known, PyObject **made) {
     return SAME;
 }
 
-static PyObject *repeat(Call *call, Shortcut *known, PyObject *resident) {
+static PyObject *repeat(Recall *self, Call *call, Shortcut *known, PyObject *resident) {
     PyObject *held[2 * MAX_PRODUCTS] = {NULL}, *ahead[MAX_PREFETCHED] = {NULL}, *made[MAX_OUTPUTS + 1] = {NULL}, *y = NULL;
     uint64_t addresses[MAX_OUTPUTS + 2];
     int same = hold(known, held);
@@ -539,7 +555,7 @@ static PyObject *repeat(Call *call, Shortcut *known, PyObject *resident) {
         }
     }
     if (same == SAME) {
-        same = allocate(call, known, made, addresses);
+        same = allocate(self, call, known, made, addresses);
         if (same == OTHER) same = forget(call, resident);
     }
     if (same == SAME) {
@@ -561,9 +577,25 @@ static PyObject *repeat(Call *call, Shortcut *known, PyObject *resident) {
     return y;
 }
 
+/* Whether a tensor's strides are those of a new one of its shape: key.is_gapless. */
+static int is_gapless(PyObject *tensor, PyObject *shape) {
+    PyObject *strides = PyObject_CallMethodObjArgs(tensor, name_stride, NULL);
+    if (!strides) return other_or_failed();
+    Py_ssize_t dimensions = PyTuple_Size(shape);
+    long long width = 1;
+    int same = PyTuple_Size(strides) == dimensions ? SAME : OTHER;
+    for (Py_ssize_t i = dimensions; i-- > 0 && same == SAME;) {
+        long long size = PyLong_AsLongLong(PyTuple_GetItem(shape, i));
+        same = PyLong_AsLongLong(PyTuple_GetItem(strides, i)) == width ? SAME : OTHER;
+        width *= size > 1 ? size : 1;
+    }
+    Py_DECREF(strides);
+    return PyErr_Occurred() ? FAILED : same;
+}
+
 /* The product with a weight that was decoded ahead; torch makes others of an input with gaps, see packed_module.py. */
 static PyObject *multiply_prefetched(Recall *self, Call *call, PyObject *resident, PyObject *prefetched) {
-    int same = is_true_new(PyObject_CallFunctionObjArgs(self->is_gapless, call->x, NULL));
+    int same = is_gapless(call->x, call->shape);
     if (same == SAME) same = bytes_are_of(resident, call->data);
     if (same == SAME) same = is_there(call, PyTuple_GetItem(prefetched, 0));
     if (same != SAME) return none_or_error(same);
@@ -584,7 +616,8 @@ static Shortcut *find(Call *call, PyObject *resident) {
 
 /* SAME if torch is asked for no more than values, by operands of the usual kind, where launches are made at once. */
 static int is_usual(Recall *self, Call *call) {
-    int same = is_unwatched(self), ignored;
+    int same = is_uncast(self), ignored;
+    if (same == SAME) same = is_unwatched(self);
     if (same == SAME) same = is_plain(self, call->x, &call->trained);
     if (same == SAME && call->bias != Py_None) same = is_plain(self, call->bias, &ignored);
     return same == SAME ? call_read(self, call) : same;
@@ -611,11 +644,41 @@ static PyObject *answer(Recall *self, Call *call, PyObject *every) {
         same = known ? SAME : PyErr_Occurred() ? FAILED : OTHER;
         if (same == SAME && known->joins && PyDict_Size(every)) same = OTHER; /* what nobody asked for is counted */
         if (same == SAME) same = may_repeat(self, call, known, resident);
-        y = same == SAME ? repeat(call, known, resident) : none_or_error(same);
+        y = same == SAME ? repeat(self, call, known, resident) : none_or_error(same);
         Py_XDECREF((PyObject *)known);
     }
     Py_XDECREF(made), Py_XDECREF(resident), Py_XDECREF(prefetched);
     return y;
+}
+
+/* A weight that is decoded alone: its packed bytes are the call's input. */
+static PyObject *decode_again(Recall *self, Call *call, PyObject *resident) {
+    Shortcut *known = find(call, resident);
+    int same = known ? is_unwatched(self) : PyErr_Occurred() ? FAILED : OTHER;
+    if (same == SAME) same = call_read(self, call);
+    if (same == SAME) same = call_read_bytes(call);
+    if (same == SAME) same = bytes_are_of(resident, call->data);
+    if (same == SAME) same = equals(call->stream, PyTuple_GetItem(known->where, 0));
+    PyObject *weight = same == SAME ? repeat(self, call, known, resident) : none_or_error(same);
+    Py_XDECREF((PyObject *)known);
+    return weight;
+}
+
+PyDoc_STRVAR(weight_doc, "weight(data)\n--\n\nThe decoded weight, or None where it is to be decoded in the usual way.");
+
+static PyObject *recall_weight(Recall *self, PyObject *data) {
+    Call call = {NULL, data, data, Py_None, PyLong_FromVoidPtr(data), PyTuple_New(0), NULL, NULL, NULL, NULL, NULL, 0};
+    PyObject *resident = call.id && call.shape ? PyDict_GetItemWithError(self->residents, call.id) : NULL, *weight = NULL;
+    Py_XINCREF(resident);
+    if (resident) {
+        weight = decode_again(self, &call, resident);
+    } else if (!PyErr_Occurred()) {
+        weight = Py_NewRef(Py_None); /* as on a CPU */
+    }
+    if (call_leave(self, &call)) Py_CLEAR(weight);
+    Py_XDECREF(resident);
+    call_clear(&call);
+    return weight;
 }
 
 PyDoc_STRVAR(product_doc, "product(x, data, bias)\n--\n\nThe product, or None where it is to be made in the usual way.");
@@ -641,30 +704,31 @@ static PyObject *recall_product(Recall *self, PyObject *const *args, Py_ssize_t 
 
 static void recall_dealloc(PyObject *self) {
     Recall *own = (Recall *)self;
-    give_up(self, &own->turns, &own->is_observed);
+    give_up(self, &own->turns, &own->empty);
 }
 
 static PyObject *recall_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"turns", "residents", "tensor", "parameter", "dtype", "exchange_device", "restore_device",
                             "current_stream", "is_capturing", "autocasts", "casts", "forward_ad", "interpreter", "modes",
-                            "tracing", "is_grad_enabled", "environment", "getters", "linear", "is_gapless", "is_observed", NULL};
+                            "tracing", "is_grad_enabled", "environment", "getters", "linear", "observers", "is_observed", "empty", NULL};
     allocfunc allocate_type = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    PyObject *fields[21] = {NULL};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!OOOOOOOOOOOOOOOO!OOO", names, &fields[0], &PyDict_Type, &fields[1],
+    PyObject *fields[22] = {NULL};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!OOOOOOOOOOOOOOOO!OOOO", names, &fields[0], &PyDict_Type, &fields[1],
                                      &fields[2], &fields[3], &fields[4], &fields[5], &fields[6], &fields[7], &fields[8],
                                      &fields[9], &fields[10], &fields[11], &fields[12], &fields[13], &fields[14],
                                      &fields[15], &fields[16], &PyTuple_Type, &fields[17], &fields[18], &fields[19],
-                                     &fields[20]))
+                                     &fields[20], &fields[21]))
         return NULL;
     Recall *self = (Recall *)allocate_type(type, 0);
     if (!self) return NULL;
     PyObject **each = &self->turns;
-    for (int i = 0; i < 21; i++) each[i] = Py_NewRef(fields[i]);
+    for (int i = 0; i < 22; i++) each[i] = Py_NewRef(fields[i]);
     return (PyObject *)self;
 }
 
 static PyMethodDef recall_methods[] = {
     {"product", (PyCFunction)(void (*)(void))recall_product, METH_FASTCALL, product_doc},
+    {"weight", (PyCFunction)recall_weight, METH_O, weight_doc},
     {NULL, NULL, 0, NULL},
 };
 

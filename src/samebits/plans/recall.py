@@ -11,9 +11,11 @@ every product is made in the usual way: with the same bits, but the host takes l
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Hashable, Mapping
+from itertools import accumulate
 from types import ModuleType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -24,12 +26,12 @@ from samebits.format.packed import PackedTensor
 from samebits.kernels import decode, nvrtc
 from samebits.kernels.decode_together import DecodeTogether
 from samebits.kernels.linear.products import LinearPlan, Products
+from samebits.kernels.ops import decode_packed
 from samebits.kernels.repeat import Repeat
 from samebits.kernels.residents import ParameterBytes, Recalled, Resident, gradients, make_room, resident, residents
 from samebits.plans import environment
 from samebits.plans.call import Call, decoding
 from samebits.plans.carrier import Choice
-from samebits.plans.key import is_gapless
 from samebits.plans.turn import Turns
 
 native: ModuleType | None
@@ -38,39 +40,60 @@ try:
 except ImportError:
     native = None
 
-_can_recall = native is not None and hasattr(torch._C, "_cuda_exchangeDevice")
+_EMPTY = "_empty_strided_cuda"  # as Inductor allocates, on the current device: less than half the time of torch.empty
+_can_recall = (
+    native is not None and hasattr(torch._C, "_cuda_exchangeDevice") and hasattr(torch._C._dynamo.guards, _EMPTY)
+)
+_NO_SHAPE = torch.Size()  # where a weight is decoded alone
 
 
-Product = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None"], Any]
+class Recall(Protocol):
+    """What is made again; each answers None where it is to be made in the usual way."""
+
+    def product(self, x: torch.Tensor, data: torch.Tensor, bias: torch.Tensor | None) -> Any:
+        """Of an input and a weight's packed bytes; or of an output's gradient and None."""
+
+    def weight(self, data: torch.Tensor) -> Any:
+        """Decoded from its packed bytes."""
 
 
-def product_of(turns: Turns) -> Product:
-    """A function of an input, a weight's packed bytes and a bias: the product; None if it is to be made as usual."""
+class _Nothing:
+    """Where native code is missing, or torch without CUDA."""
+
+    def product(self, x: torch.Tensor, data: torch.Tensor, bias: torch.Tensor | None) -> None:
+        return None
+
+    def weight(self, data: torch.Tensor) -> None:
+        return None
+
+
+def recall_of(turns: Turns) -> Recall:
+    """Of a model's products and weights."""
     return _recall_of(turns, residents)
 
 
-def gradient_of() -> Product:
-    """A function of an output's gradient, a weight's packed bytes and None: the input's; None as of ``product_of``."""
+def recall_of_gradients() -> Recall:
+    """Of inputs' gradients."""
     alone = SimpleNamespace(windows=(), last=SimpleNamespace(made={}))  # nothing is made together with it, or noted
     return _recall_of(alone, gradients)
 
 
-def _recall_of(turns: Any, known: Mapping[int, ParameterBytes]) -> Product:
+def _recall_of(turns: Any, known: Mapping[int, ParameterBytes]) -> Recall:
     if native is None or not _can_recall:
-        return lambda x, data, bias: None
+        return _Nothing()
     own = torch._C
-    recall = native.Recall(
+    recall: Recall = native.Recall(
         turns=turns, residents=known, tensor=torch.Tensor, parameter=nn.Parameter, dtype=torch.bfloat16,
         exchange_device=own._cuda_exchangeDevice, restore_device=own._cuda_maybeExchangeDevice,
         current_stream=own._cuda_getCurrentRawStream, is_capturing=own._cuda_isCurrentStreamCapturing,
         autocasts=torch.is_autocast_enabled, casts=environment.casts, forward_ad=forward_ad,
         interpreter=own._functorch.peek_interpreter_stack, modes=own._len_torch_dispatch_stack,
         tracing=own._get_tracing_state, is_grad_enabled=torch.is_grad_enabled, environment=environment,
-        getters=environment.getters(), linear=F.linear, is_gapless=is_gapless,
+        getters=environment.getters(), linear=F.linear, observers=own._len_torch_function_stack,
         is_observed=environment.is_observed,
+        empty=getattr(own._dynamo.guards, _EMPTY),
     )  # fmt: skip
-    product: Product = recall.product
-    return product
+    return recall
 
 
 class Joint(NamedTuple):
@@ -89,6 +112,36 @@ class Joint(NamedTuple):
 ALONE = Joint(None, (), ())
 
 
+class _Place(NamedTuple):
+    """Where something is remembered of a weight."""
+
+    shortcuts: dict[Hashable, Any]
+    shape: torch.Size
+
+    def is_free(self, *, is_settled: bool) -> bool:
+        """Whether it can be remembered now: a shape that comes once, as of a prompt, is not worth it.
+
+        What is not settled takes the place of what was remembered before, so that the next call comes here again.
+        """
+        if not _can_recall or torch.cuda.is_current_stream_capturing():
+            return False
+        if is_settled and self.shape in self.shortcuts:
+            return True
+        make_room(self.shortcuts, self.shape)
+        self.shortcuts[self.shape] = None
+        return False
+
+    def holds(self, basis: tuple[Any, ...]) -> bool:
+        """Whether a call like this is remembered, and was made in the usual way for another reason."""
+        known = self.shortcuts.get(self.shape)
+        return known is not None and known.kept[0] == basis
+
+
+def _place_of(kept: Recalled, x: torch.Tensor) -> _Place:
+    """Of products of inputs like this one: in training nothing is decoded ahead, see prefetch.py."""
+    return _Place(kept.training if x.requires_grad else kept.shortcuts, x.shape)
+
+
 def remember(
     x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, call: Call, products: Products,
     joint: Joint = ALONE, *, joins: bool = True, ahead: Choice | None = None, is_settled: bool = True,
@@ -101,16 +154,17 @@ def remember(
         is_settled: the next one will be made in this way, see prefetch.py; until then none is made again.
     """
     kept = resident(packed.data)
-    if kept is None or not _has_room(kept, x, is_settled=is_settled) or kept.calls.get(x.shape) is not call:
+    place = _place_of(kept, x) if kept else None
+    if kept is None or place is None or not place.is_free(is_settled=is_settled) or kept.calls.get(x.shape) is not call:
         return
     where = nvrtc.Where(nvrtc.current_stream(call.device), 0)
     basis = (products, where, call.key.state, call.strides, call.bias, joint.others, joins, ahead)
-    if _is_known(kept, x, basis):
+    if place.holds(basis):
         return
     beside = ahead.launch if ahead else None
     repeat = (beside if isinstance(beside, Products) else products).repeat(x, bias)
     if repeat:
-        _shortcuts(kept, x)[x.shape] = _shortcut(
+        place.shortcuts[place.shape] = _shortcut(
             repeat, call.device, where, basis, joint, strides=call.strides, state=call.key.state, bias=call.bias,
             joins=joins, prefetched=ahead.weights if ahead else (),
         )  # fmt: skip
@@ -120,18 +174,34 @@ def remember_decoded(
     x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, *, joins: bool, ahead: Choice | None,
     is_settled: bool,
 ) -> None:  # fmt: skip
-    """That the weight of a product was decoded first; where it always will be, under these settings.
+    """That the weight of a product was decoded first; where it always will be, under settings that count.
 
     Args:
         joins: as in ``remember``.
         ahead, is_settled: likewise; what was decoded with it.
     """
     kept = resident(packed.data)
-    if kept is None or not _has_room(kept, x, is_settled=is_settled):
+    place = _place_of(kept, x) if kept else None
+    if place is None or not place.is_free(is_settled=is_settled):
         return
     state, is_final = decoding(x, packed, bias)
     if is_final:
-        _remember_decoding(kept, x, packed, F.linear, state=state, joins=joins, ahead=ahead)
+        _remember_decoding(place, x, packed, F.linear, state=state, joins=joins, ahead=ahead)
+
+
+def weight(packed: PackedTensor) -> torch.Tensor:
+    """Decoded, not for a product here; that is remembered.
+
+    Args:
+        packed: on any device.
+    """
+    made = decode_packed(packed)
+    kept = residents.get(id(packed.data))  # as the decoder on a GPU has it, in whatever torch sees of this call
+    if kept is not None and kept.now() is packed.data:
+        place = _Place(kept.shortcuts, _NO_SHAPE)
+        if place.is_free(is_settled=True):
+            _remember_decoding(place, packed.data, packed)
+    return made
 
 
 def gradient(grad: torch.Tensor, packed: PackedTensor) -> torch.Tensor:
@@ -143,8 +213,10 @@ def gradient(grad: torch.Tensor, packed: PackedTensor) -> torch.Tensor:
     """
     made = grad.mm(decode.decode_cuda(packed))
     kept = gradients.get(id(packed.data)) if resident(packed.data) else None
-    if kept is not None and _has_room(kept, grad, is_settled=True):
-        _remember_decoding(kept, grad, packed, _multiply)
+    if kept is not None:
+        place = _place_of(kept, grad)
+        if place.is_free(is_settled=True):
+            _remember_decoding(place, grad, packed, _multiply)
     return made
 
 
@@ -153,48 +225,22 @@ def _multiply(grad: torch.Tensor, weight: torch.Tensor, bias: None) -> torch.Ten
 
 
 def _remember_decoding(
-    kept: Recalled, x: torch.Tensor, packed: PackedTensor, finish: Callable[..., torch.Tensor], *,
+    place: _Place, x: torch.Tensor, packed: PackedTensor, finish: Callable[..., torch.Tensor] | None = None, *,
     state: str | None = None, joins: bool = False, ahead: Choice | None = None,
 ) -> None:  # fmt: skip
-    """That the weight was decoded, and others with it, and x then multiplied by ``finish``."""
+    """That the weight was decoded, and others with it, and x then multiplied by ``finish``; if that is asked for."""
     device, strides = x.get_device(), x.stride()
     where = nvrtc.Where(nvrtc.current_stream(device), 0)
     basis = ("decoded", where, strides, state, joins, ahead)
-    if _is_known(kept, x, basis):
+    if place.holds(basis):
         return
     together = ahead.launch if ahead else None
     repeat = together.repeat(device) if isinstance(together, DecodeTogether) else decode.repeat(packed)
     if repeat:
-        _shortcuts(kept, x)[x.shape] = _shortcut(
+        place.shortcuts[place.shape] = _shortcut(
             repeat, device, where, basis, strides=strides, state=state, joins=joins,
             prefetched=ahead.weights if ahead else (), finish=finish,
         )  # fmt: skip
-
-
-def _has_room(kept: Recalled, x: torch.Tensor, *, is_settled: bool) -> bool:
-    """Whether something can be remembered, and now: a shape that comes once, as of a prompt, is not worth it.
-
-    What is not settled takes the place of what was remembered before, so that the next call comes here again.
-    """
-    if not _can_recall or torch.cuda.is_current_stream_capturing():
-        return False
-    shortcuts = _shortcuts(kept, x)
-    if is_settled and x.shape in shortcuts:
-        return True
-    make_room(shortcuts, x.shape)
-    shortcuts[x.shape] = None
-    return False
-
-
-def _shortcuts(kept: Recalled, x: torch.Tensor) -> dict[Hashable, Any]:
-    """What is remembered for inputs like this one: in training nothing is decoded ahead, see prefetch.py."""
-    return kept.training if x.requires_grad else kept.shortcuts
-
-
-def _is_known(kept: Recalled, x: torch.Tensor, basis: tuple[Any, ...]) -> bool:
-    """Whether a call like this is remembered, and was made in the usual way for another reason."""
-    known = _shortcuts(kept, x).get(x.shape)
-    return known is not None and known.kept[0] == basis
 
 
 def _shortcut(
@@ -211,10 +257,16 @@ def _shortcut(
         for each, step in zip(every, repeat.steps, strict=True)
     )
     assert native is not None
+    scratch = _allocation((-(-repeat.scratch // torch.bfloat16.itemsize),)) if repeat.scratch else None
     return native.Shortcut(
         device=device, strides=strides, state=state, where=where, bias=bias, joins=joins, **joint._asdict(),
-        prefetched=prefetched,
-        sizes=repeat.sizes, scratch=(-(-repeat.scratch // 2),) if repeat.scratch else None, room=repeat.room,
+        prefetched=prefetched, allocations=tuple(map(_allocation, repeat.sizes)), scratch=scratch, room=repeat.room,
         patches=repeat.patches, launches=launches, start=nvrtc.launch_address(), failed=nvrtc.check_code,
         finish=finish, kept=(basis, every),
     )  # fmt: skip
+
+
+def _allocation(size: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+    """Size, strides and dtype of a tensor without gaps."""
+    widths = accumulate((max(each, 1) for each in reversed(size[1:])), operator.mul, initial=1)
+    return size, tuple(widths)[::-1], torch.bfloat16
