@@ -53,6 +53,7 @@ import samebits
 from common import PACKAGES, Timing, add_results, cpu_name, kept_process, significant
 from models import MODELS, build, forget, random_prompt
 from samebits.integrations.transformers.graphs import decoding_steps
+from samebits.kernels.linear.launch import MAX_HOPPER_TOKENS
 from samebits.verify import repeatable_attention
 
 WAYS = ("eager", "graphs", "compile", "preferred")
@@ -187,7 +188,7 @@ def measure(model: Any, setting: Setting, device: str) -> Figures:
     """Generate once or twice, behind some runs of the prompt alone."""
     prompt = random_prompt(model, setting.batch, setting.prompt, device)
     for _ in range(WARM_PROMPTS if device == "cuda" else 0):
-        model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=1, do_sample=False)
+        first_tokens(model, prompt)
     forget(device)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -237,10 +238,26 @@ def ready(name: str, settings: list[Setting], device: str, packed: bool) -> Any:
     start = time.monotonic()
     model = build(name, device, packed)
     if packed:
-        samebits.prepare(model, sorted({tokens for s in settings for tokens in (s.batch, s.batch * s.prompt)}))
+        prepare(model, settings, device)
     measure(model, replace(settings[0], way="eager", tokens=2), device)  # the first run of all compiles kernels
     print(f"{name}, {kind(packed)}: ready after {time.monotonic() - start:.1f} s", flush=True)
     return model
+
+
+def prepare(model: Any, settings: list[Setting], device: str) -> None:
+    """For what its layers get: of a prompt, the last one gets a token of each sequence."""
+    samebits.prepare(model, sorted({setting.batch for setting in settings}))
+    for batch, length in sorted({(setting.batch, setting.prompt) for setting in settings}):
+        if batch * length <= MAX_HOPPER_TOKENS:  # else nothing has a plan
+            samebits.prepare(model, call=partial(first_tokens, model, random_prompt(model, batch, length, device)))
+
+
+def first_tokens(model: Any, prompt: torch.Tensor) -> torch.Tensor:
+    """One for each sequence of a prompt [batch, length]; all of them [batch, length + 1]."""
+    tokens: torch.Tensor = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=1, do_sample=False
+    )
+    return tokens
 
 
 def measure_said(name: str, model: Any, setting: Setting, device: str, packed: bool) -> Figures:
