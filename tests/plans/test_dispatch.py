@@ -15,9 +15,9 @@ from samebits.kernels import nvrtc
 from samebits.kernels.linear.products import LinearPlan
 from samebits.kernels.ops import fields_of
 from samebits.kernels.residents import MAX_SHAPES, resident
-from samebits.plans import call, dispatch, key
+from samebits.plans import call, dispatch, key, planner
 from samebits.plans.planner import Planner
-from tests.plans.conftest import FakeGpu
+from tests.plans.conftest import FakeGpu, new_planner
 from tests.plans.sums import normal, split_linear
 
 N, K = 64, 512
@@ -228,3 +228,46 @@ def test_settings_that_a_weight_decoded_first_depends_on(
 ) -> None:
     state, is_final = call.decoding(normal(tokens, K), packed, None)
     assert (state is not None, is_final) == (counts, not counts)
+
+
+@pytest.fixture
+def few_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call, "MANY_TOKENS", 2)
+
+
+def have_plans(packed: PackedTensor, *tokens: int) -> list[bool]:
+    return [call.call_of(normal(number, K), packed, None) is not None for number in tokens]
+
+
+def test_many_tokens_wait_until_their_number_comes_back(gpu: FakeGpu, packed: PackedTensor, few_are_many: None) -> None:
+    """Eight times of sixteen; whatever others of the same shape are asked for."""
+    assert have_plans(packed, 2) == [True]
+    assert have_plans(packed, *(3, 4) * 8) == [False] * 14 + [True, True]
+    other = samebits.encode(WEIGHT)
+    assert have_plans(other, *range(5, 12)) == [False] * 7
+    assert have_plans(other, 3, 4) == [True, True]
+
+
+def test_numbers_of_tokens_that_change_from_call_to_call(
+    gpu: FakeGpu, packed: PackedTensor, few_are_many: None
+) -> None:
+    """Nothing is looked for; what was is used."""
+    assert not any(have_plans(packed, 3, 4, 5, 6, *[7] * 30))
+    assert gpu.compiled == []
+    assert call.decoding(normal(7, K), packed, None) == call.Decoding(None, True)
+    known = key.key_of(normal(7, K), packed.shape, None)
+    assert known is not None
+    Planner.of(-1).outcome(known)
+    assert have_plans(packed, 7, 8) == [True, False]
+
+
+def test_many_tokens_do_not_wait_where_nothing_is_looked_for(
+    gpu: FakeGpu, packed: PackedTensor, few_are_many: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = key.key_of(normal(3, K), packed.shape, None)
+    assert known is not None
+    Planner.of(-1).outcome(known)
+    monkeypatch.setenv(planner.MODE_VARIABLE, "cached")
+    planner.mode.cache_clear()
+    monkeypatch.setattr(Planner, "of", new_planner())
+    assert have_plans(packed, 3, 4) == [True, False]

@@ -48,29 +48,6 @@ def test_found_once_in_a_process(gpu: FakeGpu, calibrations: list[PlanKey]) -> N
     assert calibrations == [KEY, KEY._replace(tokens=3)]
 
 
-def test_a_long_prompt_waits_until_its_length_comes_often(
-    gpu: FakeGpu, calibrations: list[PlanKey], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(planner, "MANY_TOKENS", 2)
-    monkeypatch.setattr(planner, "MANY_CALLS", 3)
-    here, many = new_process(), KEY._replace(tokens=3)
-    assert here.outcome_of_call(KEY._replace(tokens=2)).plan == RIGHT
-    assert [here.outcome_of_call(many).plan for _ in range(3)] == [None] * 3
-    assert here.outcome_of_call(many._replace(tokens=4)).reason == "more than 2 tokens, and fewer than 3 calls"
-    assert [here.outcome_of_call(many).plan for _ in range(2)] == [RIGHT] * 2
-    assert here.outcome(many._replace(tokens=5)).plan == RIGHT  # as samebits.prepare asks
-    assert here.outcome_of_call(many._replace(tokens=5)).plan == RIGHT
-    assert [key.tokens for key in calibrations] == [2, 3, 5]
-
-
-def test_lengths_that_do_not_come_back_are_forgotten(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "_MAX_COUNTED", 4)
-    here = new_process()
-    for tokens in range(200, 300):
-        here.outcome_of_call(KEY._replace(tokens=tokens))
-    assert len(here._calls) <= 5
-
-
 def test_found_once_on_a_machine(gpu: FakeGpu, calibrations: list[PlanKey]) -> None:
     new_process().outcome(KEY)
     gpu.fused_calls.clear()
@@ -272,15 +249,3 @@ def test_the_first_and_the_last_variant_that_is_none(timed: list[object]) -> Non
     PlanStore(ENVIRONMENT).add_group(KEYS, GroupOutcome(len(VARIANTS)))
     assert group_of(new_process()) == 2
     assert len(timed) == 1
-
-
-def test_a_long_prompt_has_the_plan_on_disk_at_once_where_no_other_is_looked_for(
-    gpu: FakeGpu, calibrations: list[PlanKey], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(planner, "MANY_TOKENS", 2)
-    many = KEY._replace(tokens=3)
-    new_process().outcome(many)
-    assert new_process().outcome_of_call(many).plan is None
-    monkeypatch.setenv(planner.MODE_VARIABLE, "cached")
-    assert new_process().outcome_of_call(many).plan == RIGHT
-    assert calibrations == [many]

@@ -57,6 +57,7 @@ from samebits.plans.together import Together
 from tests.plans.conftest import decode_beside_products_alone
 
 DEVICE = -1  # what torch says of tensors in main memory
+WAITS = call._waits
 K = 1024
 CARRIER_ROWS = 72
 MOST_TOKENS = 512
@@ -142,7 +143,6 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     plan = Outcome(LinearPlan(1), "", 1.0, 2.0)
     plans = SimpleNamespace(
         outcome=lambda key: plan,
-        outcome_of_call=lambda key: plan,
         together=lambda *arguments: GroupOutcome(0),
         known={},
     )
@@ -172,6 +172,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
         (together, "same_words", lambda left, right: True),
         (planner.Planner, "of", lambda device: plans),
         (call, "MAX_HOPPER_TOKENS", MOST_TOKENS),
+        (call, "_waits", lambda key, packed: False),
         (eligible, "_is_plain", lambda tensor: type(tensor) in (torch.Tensor, nn.Parameter)),
         (call, "decode_cuda", _decode),
         (prefetch, "decode_cuda", _decode),
@@ -442,9 +443,9 @@ def test_a_launch_is_made_again_once_its_choice_is_settled(
 
     monkeypatch.setattr(prefetch, "best_way", best_way)
     if is_slower:
-        slower, usual = key_of(x_of(1), (CARRIER_ROWS, K), None), driver.plans.outcome_of_call
+        slower, usual = key_of(x_of(1), (CARRIER_ROWS, K), None), driver.plans.outcome
         driver.plans.known[slower] = SLOWER
-        driver.plans.outcome_of_call = lambda key: SLOWER if key == slower else usual(key)
+        driver.plans.outcome = lambda key: SLOWER if key == slower else usual(key)
     modules = carrying(driver, monkeypatch, steps=0)
     for _ in range(1 + early + 3):
         modules[0](x_of(1, 1))
@@ -461,7 +462,7 @@ def test_a_launch_that_has_nothing_to_decode_is_made_again(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, is_slower: bool
 ) -> None:
     if is_slower:
-        driver.plans.outcome_of_call = lambda key: SLOWER
+        driver.plans.outcome = lambda key: SLOWER
         driver.plans.known[key_of(x_of(1), (CARRIER_ROWS, K), None)] = SLOWER
     modules = carrying(driver, monkeypatch, steps=0)
     for _ in range(4):
@@ -676,7 +677,7 @@ def test_products_that_others_make(driver: Driver, routine: str, backend: str) -
 def test_weights_without_a_plan_are_decoded_first(driver: Driver, is_decided: bool) -> None:
     """Natively only where nobody will look for a plan, as the calls of inputs with many tokens are counted."""
     module, key = layer(0), key_of(x_of(8), (64, K), None)
-    driver.plans.outcome_of_call = lambda key: Outcome(None, "none")
+    driver.plans.outcome = lambda key: Outcome(None, "none")
     if is_decided:
         driver.plans.known[key] = Outcome(None, "none")
     for _ in range(4):
@@ -701,7 +702,7 @@ def test_products_of_one_input_that_are_decoded_first_alone(
 ) -> None:
     """One launch for all, or each weight decoded: the latter too is remembered, and does not end what is learned."""
     monkeypatch.setattr(torch.Tensor, "any", lambda self: True)  # nothing was computed
-    driver.plans.outcome = driver.plans.outcome_of_call = lambda key: SLOWER
+    driver.plans.outcome = lambda key: SLOWER
     driver.plans.together = lambda *arguments: GroupOutcome(0 if joins else None)
     modules = [layer(0), layer(1, rows=128), layer(2, rows=72)]
     for module in modules:
@@ -838,7 +839,7 @@ def test_a_loop_of_launches_of_both_kinds_settles(driver: Driver, monkeypatch: p
     )
     monkeypatch.setattr(prefetch, "is_prefetchable", lambda packed, launch, device: True)
     monkeypatch.setattr(linear_products, "_without_addresses", lambda packed: PrefetchedStructure())
-    driver.plans.outcome_of_call = lambda key: outcomes[key.rows]
+    driver.plans.outcome = lambda key: outcomes[key.rows]
     modules = [layer(number, rows) for number, rows in enumerate([*[64] * 6, 512, 256] * 4)]
     driver.plans.known = {key_of(x_of(400), (rows, K), None): outcomes[rows] for rows in outcomes}
     for _ in range(8):
@@ -1058,6 +1059,62 @@ def test_weights_that_a_mode_watches(driver: Driver) -> None:
     with torch.autocast("cpu", torch.float16):  # which is nothing to a weight
         module(image())
     assert ways(driver) == (0, 1)
+
+
+def changing(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Linear, Iterator[int]]:
+    """A layer whose number of tokens changes from call to call, as long as that was learned; and numbers to come."""
+    monkeypatch.setattr(call, "_waits", WAITS)
+    module, numbers = layer(0, bias=True), iter(range(200, 500))
+    for _ in range(5):
+        module(x_of(next(numbers)))
+    assert ways(driver) == (5, 0)
+    return module, numbers
+
+
+def test_numbers_of_tokens_that_change(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is a new shape, and decoded first by native code all the same."""
+    module, numbers = changing(driver, monkeypatch)
+    fill(driver)
+    for number in (next(numbers) for _ in range(40)):
+        x = torch.randn(number, K).bfloat16()
+        y, plain = module(x), F.linear(x, matrix(0), module.bias)
+        assert torch.equal(y.view(torch.int16), plain.view(torch.int16))
+        assert {name for name, _ in driver.again} == {"decode"}
+        assert ways(driver) == (0, 1)
+
+
+def test_a_number_of_tokens_that_comes_back(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have a plan, so it is asked for in the usual way; what is found out is remembered of it."""
+    module, numbers = changing(driver, monkeypatch)
+    same = next(numbers)
+    found = []
+    for _ in range(5):
+        module(x_of(same))
+        found.append(ways(driver))
+    assert found == [(0, 1), (1, 0), (1, 0), (0, 1), (0, 1)]
+    module(x_of(3))  # few tokens have plans
+    assert ways(driver) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    "change", [change_stream, capture, change_bytes, move_bytes, replace_bytes], ids=lambda change: change.__name__
+)
+def test_changing_numbers_of_tokens_of_what_has_changed(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, change: Callable[[Driver, nn.Module], None]
+) -> None:
+    module, numbers = changing(driver, monkeypatch)
+    module(x_of(next(numbers)))
+    assert ways(driver) == (0, 1)
+    change(driver, module)
+    module(x_of(next(numbers)))
+    assert ways(driver) == (1, 0)
+
+
+def test_inputs_with_gaps_of_changing_length(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch makes a batch of products of some, and these as it would of the plain weight."""
+    module, numbers = changing(driver, monkeypatch)
+    module(torch.zeros(next(numbers), 2 * K, dtype=torch.bfloat16)[:, :K])
+    assert ways(driver) == (1, 0)
 
 
 def test_gradients_and_products_of_one_shape(driver: Driver) -> None:

@@ -7,6 +7,7 @@ those.
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Hashable
 from typing import Any
 
@@ -18,6 +19,8 @@ gradients: dict[int, Gradients] = {}  # likewise, of the same tensors
 
 
 MAX_SHAPES = 16  # of inputs of one weight, for which something is kept
+_OFTEN = 8  # of the last MAX_SHAPES products of many tokens that had the same number of them
+_CHANGING = 4  # different numbers among these
 
 
 class Bytes:
@@ -64,12 +67,15 @@ class Recalled(ParameterBytes):
         shortcuts: as they were made, by the input's shape; None: not yet.
         training: likewise, of inputs that have requires_grad.
         prefetched: where the weight was decoded ahead, and the weight; see samebits.plans.prefetch.
+        passing: where the number of tokens changes from call to call, if these are many, shapes of inputs that were new
+            lately: such a product has no plan, and the native code decodes the weight first. None where it does not.
     """
 
-    __slots__ = ("prefetched", "shortcuts", "training")
+    __slots__ = ("passing", "prefetched", "shortcuts", "training")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__(tensor)
+        self.passing: set[Hashable] | None = None
         self.shortcuts: dict[Hashable, Any] = {}
         self.training: dict[Hashable, Any] = {}
         self.prefetched: tuple[Any, torch.Tensor] | None = None
@@ -85,6 +91,7 @@ class Resident(Recalled):
     Attributes:
         has_changed: other bytes were there before, so these may not stay either.
         is_settled: a kernel was launched on them before; see ``may_start_early``.
+        lengths: tokens of the last products that were many and had no plan.
         table: the decode table, where they are a packed tensor that has one in memory; see samebits.kernels.tables.
         first_table: that of the bytes that were there at first, which graphs may read as long as the tensor lives.
         has_table: whether that was decided.
@@ -103,6 +110,7 @@ class Resident(Recalled):
         "has_changed",
         "has_table",
         "is_settled",
+        "lengths",
         "table",
     )
 
@@ -111,10 +119,22 @@ class Resident(Recalled):
         self.has_changed, self.is_settled, self.has_table = has_changed, False, False
         self.table: torch.Tensor | None = None
         self.first_table: torch.Tensor | None = None
+        self.lengths = deque[int](maxlen=MAX_SHAPES)
         self.calls: dict[Hashable, Any] = {}
         self.decoders: dict[Hashable, Any] = {}
         self.followers: Any = None
         self.carriers: dict[Hashable, Any] = {}
+
+    def comes_often(self, tokens: int) -> bool:
+        """Say that a product of so many tokens is asked for that has no plan; returns whether one is worth a search.
+
+        That takes as long as hundreds of products; prompts and what a router gives an expert differ in length.
+        """
+        if self.passing is None:
+            self.lengths.append(tokens)
+            if len(set(self.lengths)) >= _CHANGING:
+                self.passing = set()
+        return self.passing is None and self.lengths.count(tokens) >= _OFTEN
 
     def settle(self) -> bool:
         """Say that a kernel is launched on them on torch's current stream; returns whether one was before."""

@@ -14,6 +14,7 @@ from torch import nn
 from samebits.errors import InputError
 from samebits.format.packed import Header
 from samebits.kernels.linear.products import is_supported
+from samebits.kernels.residents import Resident, resident
 from samebits.nn.offload import streaming_device
 from samebits.nn.packed_module import PackedLinearModule
 from samebits.plans.calibrate import UNSUPPORTED
@@ -88,6 +89,25 @@ class _Weight(NamedTuple):
     module: PackedLinearModule
     header: Header
 
+    @property
+    def kept(self) -> Resident | None:
+        """What is known of its bytes, if they are on a GPU."""
+        data = self.module.sb_data("weight")[0]
+        return resident(data) if data.is_cuda else None
+
+    def forget_products(self) -> None:
+        """So that the next ones are made by the plans that are found now."""
+        kept = self.kept
+        if kept:
+            kept.forget_products()
+            kept.passing = None
+
+    def expect_changes(self) -> None:
+        """That the next products will have other numbers of tokens, if many."""
+        kept = self.kept
+        if kept:
+            kept.passing = set()
+
 
 def prepare(
     model: nn.Module,
@@ -118,6 +138,9 @@ def prepare(
     if any(size < 1 for size in batch_sizes):
         raise InputError(f"batch sizes {list(batch_sizes)}", mend="give whole numbers from 1 on")
     kinds = _kinds(model)
+    for weights in kinds.values():
+        for weight in weights:
+            weight.forget_products()
     sizes = {weight.module: set(batch_sizes) for weights in kinds.values() for weight in weights}
     left = {module: set[int]() for module in sizes}
     if call and sizes:
@@ -128,6 +151,8 @@ def prepare(
     for kind, users, tokens in wanted:
         if tokens in changing[kind]:
             outcome = Outcome(None, CHANGING)
+            for weight in users:
+                weight.expect_changes()
         elif any(is_supported(weight.header, tokens, kind.device) for weight in users):
             outcome = _outcome(kind, tokens)
         else:

@@ -14,7 +14,7 @@ from samebits.kernels.linear.products import LinearPlan, Operands, Products, is_
 from samebits.kernels.residents import ParameterBytes, make_room, resident
 from samebits.plans.environment import blas_state
 from samebits.plans.key import ALIGNMENT, PlanKey, key_of
-from samebits.plans.planner import MANY_TOKENS, Planner
+from samebits.plans.planner import MANY_TOKENS, Mode, Planner, mode
 from samebits.plans.store import Outcome
 
 
@@ -110,15 +110,29 @@ def decoding(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -
     key, device = key_of(x, packed.header.shape, bias), x.get_device()
     if key is None:
         return Decoding(None, False)
-    is_final = not is_supported(packed.header, key.tokens, device) or key in Planner.of(device).known
+    kept = resident(packed.data)
+    is_changing = kept is not None and kept.passing is not None and key.tokens > MANY_TOKENS
+    is_final = is_changing or not is_supported(packed.header, key.tokens, device) or key in Planner.of(device).known
     return Decoding(key.state if key.tokens <= MANY_TOKENS else None, is_final)
 
 
 def _outcome(key: PlanKey, packed: PackedTensor, device: int) -> Outcome | None:
-    """See ``Planner.outcome_of_call``; None if it is of no use for this weight."""
+    """Of one product; None if none is known or looked for yet, or it is of no use for this weight."""
     if not is_supported(packed.header, key.tokens, device):
         return None
     if packed.data.data_ptr() % ALIGNMENT or packed.data.get_device() != device:
         return None
-    outcome = Planner.of(device).outcome_of_call(key)
+    planner = Planner.of(device)
+    if key not in planner.known and _waits(key, packed):
+        return None
+    outcome = planner.outcome(key)
     return outcome if outcome.plan and is_launchable(packed.header, key.tokens, outcome.plan, device) else None
+
+
+def _waits(key: PlanKey, packed: PackedTensor) -> bool:
+    """Whether a plan is not to be looked for yet: few tokens never wait."""
+    if key.tokens <= MANY_TOKENS:
+        return False
+    kept = resident(packed.data)
+    comes_often = kept is not None and kept.comes_often(key.tokens)
+    return mode() is Mode.ON and not comes_often

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import Counter
 from collections.abc import Sequence
 from enum import StrEnum
 from functools import cache
@@ -22,10 +21,8 @@ from samebits.plans.key import PlanKey
 from samebits.plans.store import GroupOutcome, Outcome, PlanStore
 
 MODE_VARIABLE = "SAMEBITS_PLANS"
-MANY_TOKENS = 128  # prompts, whose lengths differ: more of them wait
-MANY_CALLS = 256  # for so many calls
+MANY_TOKENS = 128  # with more, a search waits until their number comes back
 LONG_SECONDS = 2.0  # a wait that a user wants to know the reason of
-_MAX_COUNTED = 4096  # keys
 _log = logging.getLogger(__name__)
 
 
@@ -60,7 +57,6 @@ class Planner:
     def __init__(self, device: torch.device, environment: Environment) -> None:
         self.device = device
         self.known: dict[PlanKey, Outcome] = {}
-        self._calls: Counter[PlanKey] = Counter()
         self._together: dict[tuple[PlanKey, ...], GroupOutcome] = {}
         self._store = PlanStore(environment)
         self._lock = Lock()
@@ -74,24 +70,6 @@ class Planner:
     def outcome(self, key: PlanKey) -> Outcome:
         """What is known of a key, or is found now."""
         return self.known.get(key) or self._resolve(key)
-
-    def outcome_of_call(self, key: PlanKey) -> Outcome:
-        """What is known of a key that a product has; or is found now, if it has few tokens or comes often.
-
-        A search takes as long as many products, and each length of a prompt would take one for each kind of weight.
-        """
-        known = self.known.get(key)
-        if known:
-            return known
-        if key.tokens > MANY_TOKENS and mode() is Mode.ON and not self._comes_often(key):
-            return Outcome(None, f"more than {MANY_TOKENS} tokens, and fewer than {MANY_CALLS} calls")
-        return self._resolve(key)
-
-    def _comes_often(self, key: PlanKey) -> bool:
-        if len(self._calls) > _MAX_COUNTED and key not in self._calls:
-            self._calls.clear()
-        self._calls[key] += 1
-        return self._calls[key] > MANY_CALLS
 
     def _resolve(self, key: PlanKey) -> Outcome:
         """Decide for a key that is not known yet. During graph capture nothing is decided: the next call will."""

@@ -10,7 +10,7 @@
 #include <string.h>
 
 enum { MAX_PRODUCTS = 4, MAX_PREFETCHED = 8, MAX_OUTPUTS = MAX_PRODUCTS + MAX_PREFETCHED };
-enum { MAX_ARGUMENTS = 4, MAX_LAUNCHES = 2, MAX_PATCHES = 96, MAX_ROOM = 8192 };
+enum { MAX_ARGUMENTS = 4, MAX_LAUNCHES = 2, MAX_PATCHES = 96, MAX_ROOM = 8192, MAX_PASSING = 16 };
 enum { SAME = 1, OTHER = 0, FAILED = -1 };
 
 typedef int (*Start)(const void *config, void *function, void **arguments, void **extra); /* cuLaunchKernelEx */
@@ -44,6 +44,7 @@ typedef struct {
     PyObject *turns, *residents, *tensor, *parameter, *dtype, *exchange_device, *restore_device, *current_stream, *is_capturing;
     PyObject *autocasts, *casts, *forward_ad, *interpreter, *modes, *tracing, *is_grad_enabled, *environment, *getters, *linear;
     PyObject *observers, *is_observed, *empty;
+    long long few_tokens; /* with no more, plans are looked for at once */
 } Recall;
 
 /* Names of attributes, made when the module is. */
@@ -51,7 +52,7 @@ typedef struct {
     X(shape) X(stride) X(dtype) X(get_device) X(data_ptr) X(requires_grad) X(_version) X(_tensor) \
     X(untyped_storage) X(_cdata) X(_storage) X(cdata) \
     X(_address) X(last) X(made) X(where) X(state) X(first) X(others) X(unwanted) X(data) X(bias) X(is_proved) X(shortcuts) X(training) \
-    X(_current_level) X(_last) X(cuda) X(windows) X(prefetched)
+    X(_current_level) X(_last) X(cuda) X(windows) X(prefetched) X(passing)
 #define DECLARE(name) static PyObject *name_##name;
 NAMES(DECLARE)
 #undef DECLARE
@@ -418,6 +419,13 @@ static int may_repeat(Recall *self, Call *call, Shortcut *known, PyObject *resid
     return others == known->others ? SAME : OTHER;
 }
 
+/* Whether a weight can be decoded as it was; the call is read. */
+static int may_decode(Call *call, Shortcut *known, PyObject *resident) {
+    int same = call_read_bytes(call);
+    if (same == SAME) same = bytes_are_of(resident, call->data);
+    return same == SAME ? equals(call->stream, PyTuple_GetItem(known->where, 0)) : same;
+}
+
 /* Holds the bytes of the other weights, and their biases, until the launch. */
 static int hold(Shortcut *known, PyObject **held) {
     for (int i = 0; i + 1 < known->products; i++) {
@@ -614,6 +622,50 @@ static Shortcut *find(Call *call, PyObject *resident) {
     return (Shortcut *)known;
 }
 
+/* Rows of an input of this shape, of one dimension or more; -1 where an error is set. */
+static long long rows_of(PyObject *shape) {
+    long long rows = 1;
+    for (Py_ssize_t i = 0; i + 1 < PyTuple_Size(shape); i++) rows *= PyLong_AsLongLong(PyTuple_GetItem(shape, i));
+    return PyErr_Occurred() ? -1 : rows;
+}
+
+/* Whether a shape is a new one where the number of tokens changes from call to call; it is noted then. */
+static int is_passing(Recall *self, Call *call, PyObject *shortcuts, PyObject *passing) {
+    if (passing == Py_None) return OTHER;
+    long long rows = rows_of(call->shape);
+    if (rows <= self->few_tokens) return rows < 0 ? FAILED : OTHER;
+    int known = PyDict_Contains(shortcuts, call->shape);
+    if (!known) known = PySet_Contains(passing, call->shape);
+    if (known) return known < 0 ? FAILED : OTHER;
+    if (PySet_Size(passing) >= MAX_PASSING && PySet_Clear(passing) < 0) return FAILED;
+    return PySet_Add(passing, call->shape) < 0 ? FAILED : SAME;
+}
+
+/* The remembered decoding of a weight alone, a new reference; NULL without an error if there is none. */
+static Shortcut *find_decoding(PyObject *shortcuts) {
+    PyObject *no_shape = PyTuple_New(0), *known = no_shape ? PyDict_GetItemWithError(shortcuts, no_shape) : NULL;
+    if (known && Py_TYPE(known) != shortcut_type) known = NULL;
+    Py_XINCREF(known), Py_XDECREF(no_shape);
+    return (Shortcut *)known;
+}
+
+/* A product of many tokens, whose number has no plan: the weight is decoded first. */
+static PyObject *multiply_passing(Recall *self, Call *call, PyObject *resident) {
+    PyObject *shortcuts = PyObject_GetAttr(resident, name_shortcuts), *weight = NULL, *y = NULL;
+    PyObject *passing = shortcuts ? PyObject_GetAttr(resident, name_passing) : NULL;
+    Shortcut *known = passing && passing != Py_None && !call->trained ? find_decoding(shortcuts) : NULL;
+    int same = known ? SAME : PyErr_Occurred() ? FAILED : OTHER;
+    if (same == SAME) same = is_gapless(call->x, call->shape);
+    if (same == SAME) same = attribute_equals(call->x, name_dtype, self->dtype);
+    if (same == SAME) same = is_passing(self, call, shortcuts, passing);
+    if (same == SAME) same = may_decode(call, known, resident);
+    weight = same == SAME ? repeat(self, call, known, resident) : none_or_error(same);
+    if (weight && weight != Py_None) y = PyObject_CallFunctionObjArgs(self->linear, call->x, weight, call->bias, NULL);
+    if (weight == Py_None) y = Py_NewRef(Py_None);
+    Py_XDECREF(shortcuts), Py_XDECREF(passing), Py_XDECREF((PyObject *)known), Py_XDECREF(weight);
+    return y;
+}
+
 /* SAME if torch is asked for no more than values, by operands of the usual kind, where launches are made at once. */
 static int is_usual(Recall *self, Call *call) {
     int same = is_uncast(self), ignored;
@@ -644,7 +696,7 @@ static PyObject *answer(Recall *self, Call *call, PyObject *every) {
         same = known ? SAME : PyErr_Occurred() ? FAILED : OTHER;
         if (same == SAME && known->joins && PyDict_Size(every)) same = OTHER; /* what nobody asked for is counted */
         if (same == SAME) same = may_repeat(self, call, known, resident);
-        y = same == SAME ? repeat(self, call, known, resident) : none_or_error(same);
+        y = same == SAME ? repeat(self, call, known, resident) : same == OTHER && !known ? multiply_passing(self, call, resident) : none_or_error(same);
         Py_XDECREF((PyObject *)known);
     }
     Py_XDECREF(made), Py_XDECREF(resident), Py_XDECREF(prefetched);
@@ -656,9 +708,7 @@ static PyObject *decode_again(Recall *self, Call *call, PyObject *resident) {
     Shortcut *known = find(call, resident);
     int same = known ? is_unwatched(self) : PyErr_Occurred() ? FAILED : OTHER;
     if (same == SAME) same = call_read(self, call);
-    if (same == SAME) same = call_read_bytes(call);
-    if (same == SAME) same = bytes_are_of(resident, call->data);
-    if (same == SAME) same = equals(call->stream, PyTuple_GetItem(known->where, 0));
+    if (same == SAME) same = may_decode(call, known, resident);
     PyObject *weight = same == SAME ? repeat(self, call, known, resident) : none_or_error(same);
     Py_XDECREF((PyObject *)known);
     return weight;
@@ -710,19 +760,21 @@ static void recall_dealloc(PyObject *self) {
 static PyObject *recall_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"turns", "residents", "tensor", "parameter", "dtype", "exchange_device", "restore_device",
                             "current_stream", "is_capturing", "autocasts", "casts", "forward_ad", "interpreter", "modes",
-                            "tracing", "is_grad_enabled", "environment", "getters", "linear", "observers", "is_observed", "empty", NULL};
+                            "tracing", "is_grad_enabled", "environment", "getters", "linear", "observers", "is_observed", "few_tokens", "empty", NULL};
     allocfunc allocate_type = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     PyObject *fields[22] = {NULL};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!OOOOOOOOOOOOOOOO!OOOO", names, &fields[0], &PyDict_Type, &fields[1],
+    long long few_tokens;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!OOOOOOOOOOOOOOOO!OOOLO", names, &fields[0], &PyDict_Type, &fields[1],
                                      &fields[2], &fields[3], &fields[4], &fields[5], &fields[6], &fields[7], &fields[8],
                                      &fields[9], &fields[10], &fields[11], &fields[12], &fields[13], &fields[14],
                                      &fields[15], &fields[16], &PyTuple_Type, &fields[17], &fields[18], &fields[19],
-                                     &fields[20], &fields[21]))
+                                     &fields[20], &few_tokens, &fields[21]))
         return NULL;
     Recall *self = (Recall *)allocate_type(type, 0);
     if (!self) return NULL;
     PyObject **each = &self->turns;
     for (int i = 0; i < 22; i++) each[i] = Py_NewRef(fields[i]);
+    self->few_tokens = few_tokens;
     return (PyObject *)self;
 }
 

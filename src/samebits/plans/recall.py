@@ -32,6 +32,7 @@ from samebits.kernels.residents import ParameterBytes, Recalled, Resident, gradi
 from samebits.plans import environment
 from samebits.plans.call import Call, decoding
 from samebits.plans.carrier import Choice
+from samebits.plans.planner import MANY_TOKENS
 from samebits.plans.turn import Turns
 
 native: ModuleType | None
@@ -90,7 +91,7 @@ def _recall_of(turns: Any, known: Mapping[int, ParameterBytes]) -> Recall:
         interpreter=own._functorch.peek_interpreter_stack, modes=own._len_torch_dispatch_stack,
         tracing=own._get_tracing_state, is_grad_enabled=torch.is_grad_enabled, environment=environment,
         getters=environment.getters(), linear=F.linear, observers=own._len_torch_function_stack,
-        is_observed=environment.is_observed,
+        is_observed=environment.is_observed, few_tokens=MANY_TOKENS,
         empty=getattr(own._dynamo.guards, _EMPTY),
     )  # fmt: skip
     return recall
@@ -181,8 +182,12 @@ def remember_decoded(
         ahead, is_settled: likewise; what was decoded with it.
     """
     kept = resident(packed.data)
-    place = _place_of(kept, x) if kept else None
-    if place is None or not place.is_free(is_settled=is_settled):
+    if kept is None:
+        return
+    if kept.passing is not None:
+        _remember_weight(kept, packed)
+    place = _place_of(kept, x)
+    if not place.is_free(is_settled=is_settled):
         return
     state, is_final = decoding(x, packed, bias)
     if is_final:
@@ -198,10 +203,14 @@ def weight(packed: PackedTensor) -> torch.Tensor:
     made = decode_packed(packed)
     kept = residents.get(id(packed.data))  # as the decoder on a GPU has it, in whatever torch sees of this call
     if kept is not None and kept.now() is packed.data:
-        place = _Place(kept.shortcuts, _NO_SHAPE)
-        if place.is_free(is_settled=True):
-            _remember_decoding(place, packed.data, packed)
+        _remember_weight(kept, packed)
     return made
+
+
+def _remember_weight(kept: Recalled, packed: PackedTensor) -> None:
+    place = _Place(kept.shortcuts, _NO_SHAPE)
+    if place.is_free(is_settled=True):
+        _remember_decoding(place, packed.data, packed)
 
 
 def gradient(grad: torch.Tensor, packed: PackedTensor) -> torch.Tensor:
