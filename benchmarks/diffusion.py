@@ -8,7 +8,7 @@ Transformers and UNets in their real configurations, synthetic weights (common.s
 texts, batch 1, or 2 with guidance. On a GPU BF16 and compressed have a process each; text encoders and autoencoders are
 not there. Ways to run:
 
-    eager      as a pipeline calls the model
+    eager      as a pipeline calls the model, with other latents in each step: a router gives experts other numbers then
     graphs     the whole step as one CUDA graph
 
 Where both models fit, they are timed in the compressed one's process at the end, in turns of some seconds each
@@ -315,22 +315,17 @@ class Figures:
 
 @torch.no_grad()
 def measure(module: nn.Module, inputs: Inputs, way: str, device: str) -> Figures:
-    output: torch.Tensor = torch.empty(0)
-
-    def step() -> None:
-        nonlocal output
-        output = module(**inputs, return_dict=False)[0]
-
-    step()
+    step = partial(module, **inputs, return_dict=False)
     if device == "cpu":
-        return Figures(time_calls(step, repeats=REPEATS), None, output)
+        return Figures(time_calls(step, repeats=REPEATS), None, step()[0])
+    step()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    run: Callable[[], None] = step
+    run: Callable[[], Any] = partial(step_of_others, module, inputs)
     if way == "graphs":
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            step()
+            output = step()[0]
         run = graph.replay
 
     def whole() -> None:
@@ -341,7 +336,15 @@ def measure(module: nn.Module, inputs: Inputs, way: str, device: str) -> Figures
     while time.perf_counter() < start + WARM_SECONDS:
         whole()
     timing = time_calls(whole, repeats=REPEATS)
+    if way != "graphs":
+        output = step()[0]
     return Figures(timing, torch.cuda.max_memory_allocated(), output.cpu())
+
+
+def step_of_others(module: nn.Module, inputs: Inputs) -> Any:
+    """A step with other latents, which are the first of the inputs."""
+    name, latents = next(iter(inputs.items()))
+    return module(**{**inputs, name: torch.randn_like(latents)}, return_dict=False)
 
 
 @torch.no_grad()
@@ -350,9 +353,13 @@ def time_in_turns(model: Model, packed: nn.Module, inputs: Inputs, ways: list[st
     found: dict[str, list[Timing]] = {}
     with suppress(torch.OutOfMemoryError):
         plain = build(model, "cuda", packed=False)
-        steps = [partial(module, **inputs, return_dict=False) for module in (plain, packed)]
+        modules = (plain, packed)
         for way in ways:
-            found[way] = time_turns([fast_replay(captured([step])) if way == "graphs" else step for step in steps])
+            if way == "graphs":
+                steps = [partial(module, **inputs, return_dict=False) for module in modules]
+                found[way] = time_turns([fast_replay(captured([step])) for step in steps])
+            else:
+                found[way] = time_turns([partial(step_of_others, module, inputs) for module in modules])
     return found
 
 

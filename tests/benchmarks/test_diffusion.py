@@ -49,7 +49,9 @@ def test_both_models_in_turns(fitting: list[str], monkeypatch: pytest.MonkeyPatc
     def time_turns(steps: list[Callable[[], Any]]) -> list[str]:
         if not left:
             raise torch.OutOfMemoryError
-        outputs.extend(step()[0] for step in steps)
+        for step in steps:
+            torch.manual_seed(0)  # of latents
+            outputs.append(step()[0])
         return [left.pop(0), "samebits"]
 
     build, model, graphs = diffusion.build, diffusion.MODELS["tiny"], list[Any]()
@@ -64,6 +66,14 @@ def test_both_models_in_turns(fitting: list[str], monkeypatch: pytest.MonkeyPatc
     assert len(graphs) == (2 if fitting else 0)
     for plain, other in zip(outputs[::2], outputs[1::2], strict=True):
         assert diffusion.same_bytes(plain, other)
+
+
+def test_each_step_has_latents_of_its_own() -> None:
+    model = diffusion.MODELS["tiny HiDream"]
+    module = diffusion.build(model, "cpu", packed=False)
+    inputs = diffusion.inputs_of(model, module.config, "cpu")
+    first, second = (diffusion.step_of_others(module, inputs)[0] for _ in range(2))
+    assert not diffusion.same_bytes(first, second)
 
 
 @pytest.mark.parametrize("in_turns", [[], ["eager"], ["eager", "graphs"]])
