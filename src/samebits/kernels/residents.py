@@ -67,15 +67,16 @@ class Recalled(ParameterBytes):
         shortcuts: as they were made, by the input's shape; None: not yet.
         training: likewise, of inputs that have requires_grad.
         prefetched: where the weight was decoded ahead, and the weight; see samebits.plans.prefetch.
-        passing: where the number of tokens changes from call to call, if these are many, shapes of inputs that were new
-            lately: such a product has no plan, and the native code decodes the weight first. None where it does not.
+        is_changing: products of many tokens have another number of them in each call; but for those in ``planned`` the
+            weight is decoded first.
+        planned: numbers of many tokens for which there are plans.
     """
 
-    __slots__ = ("passing", "prefetched", "shortcuts", "training")
+    __slots__ = ("is_changing", "planned", "prefetched", "shortcuts", "training")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__(tensor)
-        self.passing: set[Hashable] | None = None
+        self.is_changing, self.planned = False, set[int]()
         self.shortcuts: dict[Hashable, Any] = {}
         self.training: dict[Hashable, Any] = {}
         self.prefetched: tuple[Any, torch.Tensor] | None = None
@@ -130,11 +131,10 @@ class Resident(Recalled):
 
         That takes as long as hundreds of products; prompts and what a router gives an expert differ in length.
         """
-        if self.passing is None:
+        if not self.is_changing:
             self.lengths.append(tokens)
-            if len(set(self.lengths)) >= _CHANGING:
-                self.passing = set()
-        return self.passing is None and self.lengths.count(tokens) >= _OFTEN
+            self.is_changing = len(set(self.lengths)) >= _CHANGING
+        return not self.is_changing and self.lengths.count(tokens) >= _OFTEN
 
     def settle(self) -> bool:
         """Say that a kernel is launched on them on torch's current stream; returns whether one was before."""

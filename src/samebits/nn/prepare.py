@@ -100,13 +100,19 @@ class _Weight(NamedTuple):
         kept = self.kept
         if kept:
             kept.forget_products()
-            kept.passing = None
+            kept.is_changing = False
 
     def expect_changes(self) -> None:
         """That the next products will have other numbers of tokens, if many."""
         kept = self.kept
         if kept:
-            kept.passing = set()
+            kept.is_changing = True
+
+    def expect(self, tokens: int) -> None:
+        """That there is a plan for so many."""
+        kept = self.kept
+        if kept and tokens > MANY_TOKENS:
+            kept.planned.add(tokens)
 
 
 def prepare(
@@ -155,6 +161,8 @@ def prepare(
                 weight.expect_changes()
         elif any(is_supported(weight.header, tokens, kind.device) for weight in users):
             outcome = _outcome(kind, tokens)
+            for weight in users if outcome.plan else ():
+                weight.expect(tokens)
         else:
             outcome = Outcome(None, UNSUPPORTED)
         products.append(Prepared(kind.rows, kind.columns, tokens, kind.has_bias, len(users), outcome))

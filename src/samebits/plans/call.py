@@ -80,6 +80,8 @@ def call_of(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) ->
     if kept and not changes_unseen:
         make_room(kept.calls, x.shape)
         kept.calls[x.shape] = call
+        if key.tokens > MANY_TOKENS:
+            kept.planned.add(key.tokens)
     return call
 
 
@@ -110,9 +112,7 @@ def decoding(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -
     key, device = key_of(x, packed.header.shape, bias), x.get_device()
     if key is None:
         return Decoding(None, False)
-    kept = resident(packed.data)
-    is_changing = kept is not None and kept.passing is not None and key.tokens > MANY_TOKENS
-    is_final = is_changing or not is_supported(packed.header, key.tokens, device) or key in Planner.of(device).known
+    is_final = not is_supported(packed.header, key.tokens, device) or key in Planner.of(device).known
     return Decoding(key.state if key.tokens <= MANY_TOKENS else None, is_final)
 
 

@@ -144,7 +144,7 @@ class Prefetcher:
         if kept is None or x.requires_grad or not (has_spare or _has_many_tokens(x)):
             return None
         is_new, carrier = x.shape not in kept.carriers, _carrier_of(kept, x.shape)
-        if (is_new or kept.passing is not None) and not has_spare:
+        if (is_new or kept.is_changing) and not has_spare:
             return None
         carrier.forget_unwanted()
         if not carrier.noted:

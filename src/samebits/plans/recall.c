@@ -10,7 +10,7 @@
 #include <string.h>
 
 enum { MAX_PRODUCTS = 4, MAX_PREFETCHED = 8, MAX_OUTPUTS = MAX_PRODUCTS + MAX_PREFETCHED };
-enum { MAX_ARGUMENTS = 4, MAX_LAUNCHES = 2, MAX_PATCHES = 96, MAX_ROOM = 8192, MAX_PASSING = 16 };
+enum { MAX_ARGUMENTS = 4, MAX_LAUNCHES = 2, MAX_PATCHES = 96, MAX_ROOM = 8192 };
 enum { SAME = 1, OTHER = 0, FAILED = -1 };
 
 typedef int (*Start)(const void *config, void *function, void **arguments, void **extra); /* cuLaunchKernelEx */
@@ -52,7 +52,7 @@ typedef struct {
     X(shape) X(stride) X(dtype) X(get_device) X(data_ptr) X(requires_grad) X(_version) X(_tensor) \
     X(untyped_storage) X(_cdata) X(_storage) X(cdata) \
     X(_address) X(last) X(made) X(where) X(state) X(first) X(others) X(unwanted) X(data) X(bias) X(is_proved) X(shortcuts) X(training) \
-    X(_current_level) X(_last) X(cuda) X(windows) X(prefetched) X(passing)
+    X(_current_level) X(_last) X(cuda) X(windows) X(prefetched) X(is_changing) X(planned)
 #define DECLARE(name) static PyObject *name_##name;
 NAMES(DECLARE)
 #undef DECLARE
@@ -629,40 +629,41 @@ static long long rows_of(PyObject *shape) {
     return PyErr_Occurred() ? -1 : rows;
 }
 
-/* Whether a shape is a new one where the number of tokens changes from call to call; it is noted then. */
-static int is_passing(Recall *self, Call *call, PyObject *shortcuts, PyObject *passing) {
-    if (passing == Py_None) return OTHER;
-    long long rows = rows_of(call->shape);
-    if (rows <= self->few_tokens) return rows < 0 ? FAILED : OTHER;
-    int known = PyDict_Contains(shortcuts, call->shape);
-    if (!known) known = PySet_Contains(passing, call->shape);
-    if (known) return known < 0 ? FAILED : OTHER;
-    if (PySet_Size(passing) >= MAX_PASSING && PySet_Clear(passing) < 0) return FAILED;
-    return PySet_Add(passing, call->shape) < 0 ? FAILED : SAME;
+/* Whether the number of tokens changes from call to call, and the weight is decoded first whatever it is. */
+static int is_unplanned(Recall *self, Call *call, PyObject *resident) {
+    int same = is_true_new(PyObject_GetAttr(resident, name_is_changing));
+    long long rows = same == SAME && !call->trained ? rows_of(call->shape) : 0;
+    if (rows <= self->few_tokens) return same < 0 || rows < 0 ? FAILED : OTHER;
+    PyObject *planned = PyObject_GetAttr(resident, name_planned), *number = planned ? PyLong_FromLongLong(rows) : NULL;
+    int known = number ? PySet_Contains(planned, number) : -1;
+    Py_XDECREF(planned), Py_XDECREF(number);
+    return known < 0 ? FAILED : !known;
 }
 
 /* The remembered decoding of a weight alone, a new reference; NULL without an error if there is none. */
-static Shortcut *find_decoding(PyObject *shortcuts) {
-    PyObject *no_shape = PyTuple_New(0), *known = no_shape ? PyDict_GetItemWithError(shortcuts, no_shape) : NULL;
+static Shortcut *find_decoding(PyObject *resident) {
+    PyObject *no_shape = PyTuple_New(0), *shortcuts = no_shape ? PyObject_GetAttr(resident, name_shortcuts) : NULL;
+    PyObject *known = shortcuts ? PyDict_GetItemWithError(shortcuts, no_shape) : NULL;
     if (known && Py_TYPE(known) != shortcut_type) known = NULL;
-    Py_XINCREF(known), Py_XDECREF(no_shape);
+    Py_XINCREF(known), Py_XDECREF(shortcuts), Py_XDECREF(no_shape);
     return (Shortcut *)known;
 }
 
-/* A product of many tokens, whose number has no plan: the weight is decoded first. */
-static PyObject *multiply_passing(Recall *self, Call *call, PyObject *resident) {
-    PyObject *shortcuts = PyObject_GetAttr(resident, name_shortcuts), *weight = NULL, *y = NULL;
-    PyObject *passing = shortcuts ? PyObject_GetAttr(resident, name_passing) : NULL;
-    Shortcut *known = passing && passing != Py_None && !call->trained ? find_decoding(shortcuts) : NULL;
-    int same = known ? SAME : PyErr_Occurred() ? FAILED : OTHER;
+/* A product of many tokens whose number has no plan: the weight is decoded first. */
+static PyObject *multiply_unplanned(Recall *self, Call *call, PyObject *resident) {
+    int same = is_unplanned(self, call, resident);
     if (same == SAME) same = is_gapless(call->x, call->shape);
     if (same == SAME) same = attribute_equals(call->x, name_dtype, self->dtype);
-    if (same == SAME) same = is_passing(self, call, shortcuts, passing);
+    Shortcut *known = same == SAME ? find_decoding(resident) : NULL;
+    if (same == SAME && !known) same = PyErr_Occurred() ? FAILED : OTHER;
     if (same == SAME) same = may_decode(call, known, resident);
-    weight = same == SAME ? repeat(self, call, known, resident) : none_or_error(same);
-    if (weight && weight != Py_None) y = PyObject_CallFunctionObjArgs(self->linear, call->x, weight, call->bias, NULL);
-    if (weight == Py_None) y = Py_NewRef(Py_None);
-    Py_XDECREF(shortcuts), Py_XDECREF(passing), Py_XDECREF((PyObject *)known), Py_XDECREF(weight);
+    PyObject *y = same == SAME ? repeat(self, call, known, resident) : none_or_error(same);
+    if (same == SAME && y && y != Py_None) {
+        PyObject *weight = y;
+        y = PyObject_CallFunctionObjArgs(self->linear, call->x, weight, call->bias, NULL);
+        Py_DECREF(weight);
+    }
+    Py_XDECREF((PyObject *)known);
     return y;
 }
 
@@ -696,7 +697,7 @@ static PyObject *answer(Recall *self, Call *call, PyObject *every) {
         same = known ? SAME : PyErr_Occurred() ? FAILED : OTHER;
         if (same == SAME && known->joins && PyDict_Size(every)) same = OTHER; /* what nobody asked for is counted */
         if (same == SAME) same = may_repeat(self, call, known, resident);
-        y = same == SAME ? repeat(self, call, known, resident) : same == OTHER && !known ? multiply_passing(self, call, resident) : none_or_error(same);
+        y = same == SAME ? repeat(self, call, known, resident) : same == OTHER && !known ? multiply_unplanned(self, call, resident) : none_or_error(same);
         Py_XDECREF((PyObject *)known);
     }
     Py_XDECREF(made), Py_XDECREF(resident), Py_XDECREF(prefetched);

@@ -184,14 +184,20 @@ def remember_decoded(
     kept = resident(packed.data)
     if kept is None:
         return
-    if kept.passing is not None:
+    if kept.is_changing and not x.requires_grad and _is_unplanned(kept, x):
         _remember_weight(kept, packed)
+        return
     place = _place_of(kept, x)
     if not place.is_free(is_settled=is_settled):
         return
     state, is_final = decoding(x, packed, bias)
     if is_final:
         _remember_decoding(place, x, packed, F.linear, state=state, joins=joins, ahead=ahead)
+
+
+def _is_unplanned(kept: Recalled, x: torch.Tensor) -> bool:
+    tokens = x.numel() // x.shape[-1]
+    return tokens > MANY_TOKENS and tokens not in kept.planned
 
 
 def weight(packed: PackedTensor) -> torch.Tensor:
