@@ -252,12 +252,16 @@ def test_numbers_of_tokens_that_change_from_call_to_call(
     gpu: FakeGpu, packed: PackedTensor, few_are_many: None
 ) -> None:
     """Nothing is looked for; what was is used."""
-    assert not any(have_plans(packed, 3, 4, 5, 6, *[7] * 30))
+    assert not any(have_plans(packed, 3, 4, 5, 6, *[7] * 12))
     assert gpu.compiled == []
     known = key.key_of(normal(7, K), packed.shape, None)
     assert known is not None
     Planner.of(-1).outcome(known)
     assert have_plans(packed, 7, 8) == [True, False]
+
+
+def test_numbers_of_tokens_that_have_stopped_changing(gpu: FakeGpu, packed: PackedTensor, few_are_many: None) -> None:
+    assert have_plans(packed, 3, 4, 5, 6, *[7] * 18) == [False] * 19 + [True] * 3
 
 
 def test_many_tokens_do_not_wait_where_nothing_is_looked_for(

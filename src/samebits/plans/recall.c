@@ -11,6 +11,7 @@
 
 enum { MAX_PRODUCTS = 4, MAX_PREFETCHED = 8, MAX_OUTPUTS = MAX_PRODUCTS + MAX_PREFETCHED };
 enum { MAX_ARGUMENTS = 4, MAX_LAUNCHES = 2, MAX_PATCHES = 96, MAX_ROOM = 8192 };
+enum { SAMPLE = 61 }; /* of so many unplanned products one is made as usual: their number may have stopped changing */
 enum { SAME = 1, OTHER = 0, FAILED = -1 };
 
 typedef int (*Start)(const void *config, void *function, void **arguments, void **extra); /* cuLaunchKernelEx */
@@ -45,6 +46,7 @@ typedef struct {
     PyObject *autocasts, *casts, *forward_ad, *interpreter, *modes, *tracing, *is_grad_enabled, *environment, *getters, *linear;
     PyObject *observers, *is_observed, *empty;
     long long few_tokens; /* with no more, plans are looked for at once */
+    unsigned unplanned;   /* products so far that had another number of tokens, which none are looked for */
 } Recall;
 
 /* Names of attributes, made when the module is. */
@@ -637,7 +639,8 @@ static int is_unplanned(Recall *self, Call *call, PyObject *resident) {
     PyObject *planned = PyObject_GetAttr(resident, name_planned), *number = planned ? PyLong_FromLongLong(rows) : NULL;
     int known = number ? PySet_Contains(planned, number) : -1;
     Py_XDECREF(planned), Py_XDECREF(number);
-    return known < 0 ? FAILED : !known;
+    if (known) return known < 0 ? FAILED : OTHER;
+    return ++self->unplanned % SAMPLE ? SAME : OTHER;
 }
 
 /* The remembered decoding of a weight alone, a new reference; NULL without an error if there is none. */
