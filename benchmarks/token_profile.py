@@ -40,7 +40,7 @@ import samebits
 from common import PACKAGES, add_results, cpu_name, runner, significant
 from generate import numbers
 from models import MODELS, build, random_prompt
-from samebits.integrations.transformers.graphs import captured
+from samebits.integrations.graphs import captured
 from samebits.verify import repeatable_attention
 
 CONTEXT = 128  # tokens

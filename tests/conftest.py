@@ -59,13 +59,13 @@ def _repeatable_attention(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What samebits.cuda_graphs has captured so far."""
-    from samebits.integrations.transformers import graphs as transformers_graphs
+    from samebits.integrations import graphs as cuda_graphs
 
-    found, captured = [], transformers_graphs.captured
+    found, captured = [], cuda_graphs.captured
 
     def noted(run: Callable[[], Any]) -> Callable[[], Any]:
         found.append(captured(run))
         return found[-1]
 
-    monkeypatch.setattr(transformers_graphs, "captured", noted)
+    monkeypatch.setattr(cuda_graphs, "captured", noted)
     return found

@@ -13,8 +13,8 @@ from samebits.integrations.hooks import register_on_import
 if TYPE_CHECKING:
     from samebits.api import decode, encode
     from samebits.format.packed import PackedTensor
+    from samebits.integrations.graphs import cuda_graphs
     from samebits.integrations.transformers.cache import PackedCache
-    from samebits.integrations.transformers.graphs import cuda_graphs
     from samebits.integrations.transformers.quantizer import SamebitsConfig
     from samebits.nn.convert import compress, decompress
     from samebits.nn.offload import offload, onload
@@ -48,7 +48,7 @@ _HOMES = {
     "SamebitsConfig": "samebits.integrations.transformers.quantizer",
     "SingleFile": "samebits.nn.single_file",
     "compress": "samebits.nn.convert",
-    "cuda_graphs": "samebits.integrations.transformers.graphs",
+    "cuda_graphs": "samebits.integrations.graphs",
     "decompress": "samebits.nn.convert",
     "load_state_dict": "samebits.nn.state",
     "offload": "samebits.nn.offload",

@@ -1,4 +1,15 @@
-"""CUDA graphs for transformers' ``generate``: a decoding step is one launch, without Python for every layer."""
+"""CUDA graphs for transformers' ``generate``: a decoding step is one launch, without Python for every layer.
+
+The step is the model's forward for one more token of each sequence, of BF16 models as of compressed ones. In each call
+of ``generate`` one step is captured, and those behind it are replays; once more where a sliding window has become full.
+Two steps in front of it run as they are, unless an earlier call has captured a step of this model with as many
+sequences and as large a cache. Prompts run as they are, as does what cannot be captured, which the log says: caches
+that grow, for example, states that each step puts elsewhere, kernels that depend on values.
+
+Whether a text has ended is read a step later, so the next step is prepared while the GPU is busy; what a step behind
+the end has done is undone. Where that cannot be, as a cache that has sliding windows or states is one's own or
+returned, the host waits for each token.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +24,8 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache, StaticCache, StaticSlidingWindowLayer
 
-from samebits.errors import InputError
+from samebits.integrations.replayed import Capture
 from samebits.integrations.transformers.ahead import ask, may_run_ahead
-from samebits.kernels.replay import fast_replay
 from samebits.plans.environment import blas_state
 
 Place = tuple[str, ...]  # of an argument, with the names of the dicts that it is in
@@ -24,49 +34,6 @@ _COMPILED = "get_compiled_call"  # of a model: what generate asks for the step
 _NUMBERS = (bool, int, float, str, type(None))  # compared by value
 _known: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()  # signatures of captured steps
 _log = logging.getLogger(__name__)
-
-
-@contextmanager
-def cuda_graphs(model: nn.Module) -> Iterator[None]:
-    """Inside, ``model.generate(..., cache_implementation="static")`` replays its decoding step as a CUDA graph.
-
-    The step is the model's forward for one more token of each sequence, of BF16 models as of compressed ones. In each
-    call of ``generate`` one step is captured, and those behind it are replays; once more where a sliding window has
-    become full. Two steps in front of it run as they are, unless an earlier call has captured a step of this model with
-    as many sequences and as large a cache. Prompts run as they are, as does what cannot be captured, which the log
-    says: caches that grow, for example, states that each step puts elsewhere, kernels that depend on values.
-
-    Whether a text has ended is read a step later, so the next step is prepared while the GPU is busy; what a step
-    behind the end has done is undone. Where that cannot be, as a cache that has sliding windows or states is one's own
-    or returned, the host waits for each token.
-
-    On a CPU it does nothing.
-
-    Args:
-        model: a transformers model that generates, or PEFT's model around one.
-
-    Raises:
-        InputError: not all of it is on one GPU, or it is one of several processes.
-    """
-    model = getattr(model, "get_base_model", lambda: model)()
-    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
-    if not any(device.type == "cuda" for device in devices):
-        yield
-        return
-    if len(devices) > 1:
-        where = ", ".join(sorted(map(str, devices)))
-        raise InputError(f"a CUDA graph of a model on {where}", mend="load all of it onto one GPU")
-    if (
-        torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-        and torch.distributed.get_world_size() > 1
-    ):
-        raise InputError("a CUDA graph in one of several processes", mend="generate without samebits.cuda_graphs there")
-    with torch.cuda.device(*devices), decoding_steps(model, captured):
-        yield
-
-
-Capture = Callable[[Callable[[], Any]], Callable[[], Any]]  # makes of a function one that replays it
 
 
 @contextmanager
@@ -198,23 +165,6 @@ class DecodingStep:
             return None
         self._known.add(self._signature)
         return replay
-
-
-def captured(run: Callable[[], Any]) -> Callable[[], Any]:
-    """A function that replays ``run`` on the current GPU, and gives the same tensors each time."""
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-    try:
-        with torch.cuda.graph(graph):
-            output = run()
-    finally:
-        torch.cuda.set_stream(stream)  # which torch does not if the capture has failed
-    start = fast_replay(graph)
-
-    def replay() -> Any:
-        start()
-        return output
-
-    return replay
 
 
 def _windows_of(others: dict[Place, Any]) -> Windows:

@@ -1,0 +1,83 @@
+"""samebits.cuda_graphs: what a model does again and again is one launch, without Python for every layer."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from samebits.errors import InputError
+from samebits.integrations.replayed import replayed
+from samebits.kernels.replay import fast_replay
+
+
+@contextmanager
+def cuda_graphs(model: nn.Module) -> Iterator[None]:
+    """Inside, a model's steps are captured as CUDA graphs and replayed, of BF16 models as of compressed ones.
+
+    Of a transformers model that generates, the decoding steps of ``model.generate(...,
+    cache_implementation="static")``, see samebits.integrations.transformers.graphs. Of any other module, as the
+    transformer or UNet of a diffusers pipeline, each call without gradients, see samebits.integrations.replayed. What
+    cannot be captured runs as it is, and the log says why.
+
+    On a CPU it does nothing.
+
+    Args:
+        model: one of transformers or PEFT's around one, a pipeline's transformer or UNet, or any other module.
+
+    Raises:
+        InputError: not all of it is on one GPU, or it is one of several processes.
+    """
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    if not any(device.type == "cuda" for device in devices):
+        yield
+        return
+    if len(devices) > 1:
+        where = ", ".join(sorted(map(str, devices)))
+        raise InputError(f"a CUDA graph of a model on {where}", mend="load all of it onto one GPU")
+    if (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    ):
+        raise InputError("a CUDA graph in one of several processes", mend="run it without samebits.cuda_graphs there")
+    with torch.cuda.device(*devices), _steps(model):
+        yield
+
+
+def _steps(model: nn.Module) -> Any:
+    if not _generates(model):
+        return replayed(model, captured)
+    from samebits.integrations.transformers.graphs import decoding_steps
+
+    return decoding_steps(model, captured)
+
+
+def _generates(model: Any) -> bool:
+    """Whether it is of transformers, and writes tokens one after another."""
+    if "transformers" not in sys.modules:
+        return False
+    from transformers import GenerationMixin
+
+    return isinstance(getattr(model, "get_base_model", lambda: model)(), GenerationMixin)
+
+
+def captured(run: Callable[[], Any]) -> Callable[[], Any]:
+    """A function that replays ``run`` on the current GPU, and gives the same tensors each time."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    try:
+        with torch.cuda.graph(graph):
+            output = run()
+    finally:
+        torch.cuda.set_stream(stream)  # which torch does not if the capture has failed
+    start = fast_replay(graph)
+
+    def replay() -> Any:
+        start()
+        return output
+
+    return replay

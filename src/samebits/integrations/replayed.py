@@ -1,0 +1,279 @@
+"""A module's forward, replayed: a denoising step of a diffusion model is one launch then.
+
+For each kind of inputs, that is tensors of the same shapes and everything else the same, the first call finds the plans
+(samebits.prepare) and runs as it is, the second is captured, and later ones copy their inputs to where the graph reads
+them, replay it and give copies of what it made. A graph holds for torch's settings and the module as they were: weights
+and whatever else its modules hold are compared at each call, by identity, and captured anew if another is there, as
+where an adapter's scale is set.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial, update_wrapper
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+
+from samebits.nn.packed_module import PackedModule
+from samebits.nn.prepare import prepare
+from samebits.plans.environment import blas_state
+from samebits.plans.key import ALIGNMENT
+
+Capture = Callable[[Callable[[], Any]], Callable[[], Any]]  # makes of a function one that replays it
+MAX_GRAPHS = 8  # kinds of inputs; a graph keeps memory for all that is made between input and output
+_NUMBERS = (bool, int, float, str, type(None))  # compared by value
+_log = logging.getLogger(__name__)
+
+
+@contextmanager
+def replayed(model: nn.Module, capture: Capture) -> Iterator[None]:
+    """Has the calls of a module replayed.
+
+    Args:
+        model: all of it is on one device.
+    """
+    before = vars(model).get("forward")
+    replays = Replays(model, model.forward, capture)
+    vars(model)["forward"] = replays
+    try:
+        yield
+    finally:
+        del vars(model)["forward"]
+        if before is not None:
+            vars(model)["forward"] = before
+    if not replays.count:
+        _log.warning("samebits.cuda_graphs: nothing was replayed; the third call with inputs of one kind would be")
+
+
+class Replays:
+    """Stands for a module's forward.
+
+    Args:
+        forward: the module's own.
+
+    Attributes:
+        count: calls that were replays.
+    """
+
+    def __init__(self, model: nn.Module, forward: Callable[..., Any], capture: Capture) -> None:
+        update_wrapper(self, forward, updated=())  # pipelines ask which arguments it takes
+        self.count = 0
+        self._model, self._forward, self._capture = model, forward, capture
+        self._device = next(chain(model.parameters(), model.buffers())).device
+        self._graphs: list[_Graph] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or _is_capturing(self._device):
+            return self._forward(*args, **kwargs)
+        leaves, spec = tree_flatten((args, kwargs))
+        inputs = _Inputs(leaves, spec, _settings(self._device))
+        graph = self._graph_of(inputs)
+        if graph.is_refused:
+            return self._forward(*args, **kwargs)
+        if graph.state is None:
+            return self._first(graph, partial(self._forward, *args, **kwargs))
+        if graph.replay and not graph.state.is_unchanged():
+            self._graphs.remove(graph)
+            return self(*args, **kwargs)
+        if graph.replay is None and not self._captured(graph):
+            return self._forward(*args, **kwargs)
+        graph.read(leaves)
+        self.count += 1
+        assert graph.replay is not None
+        return tree_map(_copied, graph.replay())
+
+    def _graph_of(self, inputs: _Inputs) -> _Graph:
+        for graph in self._graphs:
+            if graph.inputs.is_like(inputs):
+                return graph
+        made = _Graph(inputs)
+        self._graphs = [*self._graphs[1 - MAX_GRAPHS :], made]
+        if obstacle := inputs.obstacle(self._device):
+            made.refuse(obstacle)
+        return made
+
+    def _first(self, graph: _Graph, run: Callable[[], Any]) -> Any:
+        """As it is, which shows what it does in Python, as no replay does."""
+        if any(isinstance(module, PackedModule) for module in self._model.modules()):
+            prepare(self._model, call=run)
+        run()
+        before = _State(self._model)
+        output = run()
+        if before.is_unchanged():
+            graph.state = before
+        else:
+            graph.refuse("each step changes what its modules hold, which no replay does")
+        return output
+
+    def _captured(self, graph: _Graph) -> bool:
+        try:
+            static = graph.made_static()
+            args, kwargs = tree_unflatten(static, graph.inputs.spec)
+            graph.state = _State(self._model)
+            graph.replay = self._capture(partial(self._forward, *args, **kwargs))
+        except RuntimeError as error:
+            graph.refuse(f"it cannot be captured: {error}")
+        return graph.replay is not None
+
+
+class _Inputs:
+    """Of a call: its tensors and all else, flattened.
+
+    Args:
+        settings: torch's, that count.
+    """
+
+    def __init__(self, leaves: list[Any], spec: TreeSpec, settings: tuple[Any, ...]) -> None:
+        self.leaves, self.spec, self._settings = leaves, spec, settings
+
+    def is_like(self, others: _Inputs) -> bool:
+        """Whether a graph of these is one of the others."""
+        are_settings = self._settings == others._settings and self.spec == others.spec
+        return are_settings and all(map(_are_alike, self.leaves, others.leaves))
+
+    def obstacle(self, device: torch.device) -> str | None:
+        """Why they cannot be replayed; a graph would read them where they are now, or have them aligned otherwise."""
+        for leaf in self.leaves:
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            if type(leaf) not in (torch.Tensor, nn.Parameter) or leaf.layout is not torch.strided:
+                return f"an input is a {type(leaf).__name__} of layout {leaf.layout}"
+            if leaf.device != device:
+                return f"an input of shape {list(leaf.shape)} is on {leaf.device}, the model on {device}"
+            if leaf.requires_grad or _misalignment(leaf):
+                return f"an input of shape {list(leaf.shape)} has requires_grad, or begins in the middle of another"
+        return None
+
+
+@dataclass(eq=False)
+class _Graph:
+    """Of one kind of inputs.
+
+    Attributes:
+        inputs: of the call that it began with.
+        state: the module's; None before the first call has ended.
+        static: where it reads each tensor; as far as memory is there once, see _root.
+        replay: None until it is captured.
+    """
+
+    inputs: _Inputs
+    state: _State | None = None
+    static: dict[int, torch.Tensor] | None = None
+    replay: Callable[[], Any] | None = None
+    is_refused: bool = False
+
+    def refuse(self, obstacle: str) -> None:
+        self.is_refused = True
+        _log.warning("samebits.cuda_graphs: calls run as they are: %s", obstacle)
+
+    def made_static(self) -> list[Any]:
+        """The inputs with tensors of its own, which lie in memory as the call's do."""
+        self.static, leaves = {}, [*self.inputs.leaves]
+        for number, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                root = _root(leaf)
+                own = torch.empty_strided(root.shape, root.stride(), dtype=root.dtype, device=root.device)
+                self.static[number] = own.copy_(root)
+                leaves[number] = own.expand(leaf.shape)
+        return leaves
+
+    def read(self, leaves: list[Any]) -> None:
+        """Copy a call's inputs."""
+        assert self.static is not None
+        for number, own in self.static.items():
+            own.copy_(_root(leaves[number]))
+
+
+class _State:
+    """What a module's forward may depend on besides inputs and settings: all that its modules hold.
+
+    That is attributes, parameters, submodules and hooks, and what is in lists, sets and dicts of theirs: by identity,
+    and of tensors also where they lie, and how often torch has written to them.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._containers = list(_containers(model))
+        self._sizes = list(map(len, self._containers))
+        self._values = list(self._now())
+        self._tensors = [value for value in self._values if type(value) in (torch.Tensor, nn.Parameter)]
+        self._storages = [
+            StorageWeakRef(tensor.untyped_storage()) for tensor in self._tensors
+        ]  # no others have their ids
+        self._marks = list(map(_mark, self._tensors))
+
+    def is_unchanged(self) -> bool:
+        return (
+            list(map(len, self._containers)) == self._sizes
+            and all(map(operator.is_, self._now(), self._values))
+            and list(map(_mark, self._tensors)) == self._marks
+        )
+
+    def _now(self) -> Iterator[Any]:
+        return chain.from_iterable(each.values() if isinstance(each, dict) else each for each in self._containers)
+
+
+def _containers(model: nn.Module) -> Iterator[Any]:
+    for module in model.modules():
+        own = vars(module)
+        yield own
+        yield from (value for value in own.values() if isinstance(value, dict | list | set))
+
+
+def _mark(tensor: torch.Tensor) -> tuple[int, int, int]:
+    version = 0 if tensor.is_inference() else tensor._version
+    return tensor.data_ptr(), tensor.untyped_storage()._cdata, version
+
+
+def _settings(device: torch.device) -> tuple[Any, ...]:
+    kind, sdpa = device.type, torch.backends.cuda
+    return (
+        blas_state(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
+        (sdpa.flash_sdp_enabled(), sdpa.mem_efficient_sdp_enabled(), sdpa.math_sdp_enabled(), sdpa.cudnn_sdp_enabled()),
+    )
+
+
+def _are_alike(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        return _form(left) == _form(right)
+    return left is right or (type(left) in _NUMBERS and type(left) is type(right) and left == right)
+
+
+def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
+    if tensor.layout is not torch.strided:
+        return type(tensor), tensor.shape, tensor.layout
+    form = tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+    return type(tensor), *form, _misalignment(tensor)
+
+
+def _misalignment(tensor: torch.Tensor) -> int:
+    """Bytes; 0 of what is too small for an aligned access, as a pipeline's timestep, which is a part of all of them."""
+    is_small = _root(tensor).nbytes < ALIGNMENT
+    return 0 if is_small else tensor.data_ptr() % ALIGNMENT
+
+
+def _root(tensor: torch.Tensor) -> torch.Tensor:
+    """Of one that is expanded: with what is in memory once, where its strides are 0."""
+    for dimension, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
+
+
+def _copied(value: Any) -> Any:
+    """The next replay writes where the tensors of this one are."""
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
