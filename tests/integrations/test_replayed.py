@@ -284,6 +284,14 @@ def test_nothing_happens_on_a_cpu(scaled: Scaled, caplog: pytest.LogCaptureFixtu
     assert not [record for record in caplog.records if record.name.startswith("samebits")]
 
 
+def test_offloaded_models(scaled: Scaled, caplog: pytest.LogCaptureFixture) -> None:
+    """As enable_model_cpu_offload leaves them."""
+    scaled._hf_hook = object()  # type: ignore[assignment]
+    with samebits.cuda_graphs(scaled):
+        assert "forward" not in vars(scaled)
+    assert "in main memory between its calls" in caplog.text
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_diffusion_models(name: str, tmp_path: Any, config: samebits.SamebitsConfig) -> None:
     reference, capture = make(name, tmp_path), Recorder()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ from samebits.errors import InputError
 from samebits.integrations.replayed import replayed
 from samebits.kernels.replay import fast_replay
 
+_log = logging.getLogger(__name__)
+
 
 @contextmanager
 def cuda_graphs(model: nn.Module) -> Iterator[None]:
@@ -24,7 +27,7 @@ def cuda_graphs(model: nn.Module) -> Iterator[None]:
     transformer or UNet of a diffusers pipeline, each call without gradients, see samebits.integrations.replayed. What
     cannot be captured runs as it is, and the log says why.
 
-    On a CPU it does nothing.
+    On a CPU it does nothing, nor for models that accelerate places on the GPU when they are called.
 
     Args:
         model: one of transformers or PEFT's around one, a pipeline's transformer or UNet, or any other module.
@@ -34,6 +37,10 @@ def cuda_graphs(model: nn.Module) -> Iterator[None]:
     """
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     if not any(device.type == "cuda" for device in devices):
+        if hasattr(model, "_hf_hook"):
+            _log.warning(
+                "samebits.cuda_graphs: nothing is replayed of a model that is in main memory between its calls"
+            )
         yield
         return
     if len(devices) > 1:

@@ -235,7 +235,9 @@ def _mark(tensor: torch.Tensor) -> tuple[int, int, int]:
 
 def _settings(device: torch.device) -> tuple[Any, ...]:
     kind, sdpa = device.type, torch.backends.cuda
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0  # others may run meanwhile
     return (
+        stream,
         blas_state(),
         torch.is_inference_mode_enabled(),
         torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
