@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,12 +51,13 @@ class Scaled(nn.Module):
         self.linear = nn.Linear(64, 64, dtype=torch.bfloat16)
         self.scaling = {"default": 2.0}
         self.shift, self.calls = 0.0, 0
+        self.processor = SimpleNamespace(power=1, scales=[1.0])
         self.counts = False
 
     def forward(self, x: torch.Tensor, more: dict[str, Any] | None = None, times: int = 1) -> dict[str, torch.Tensor]:
         if self.counts:
             self.calls += 1
-        y = self.linear(x) * self.scaling["default"] + self.shift
+        y = self.linear(x).pow(self.processor.power) * self.scaling["default"] * self.processor.scales[0] + self.shift
         for each in (more or {}).get("added", ()):
             y = y + each
         return {"y": y * times}
@@ -189,6 +191,8 @@ CHANGES: dict[str, Callable[[Scaled], object]] = {
     "a layer": lambda model: setattr(model, "linear", nn.Linear(64, 64, dtype=torch.bfloat16)),
     "a hook": lambda model: model.linear.register_forward_hook(lambda module, args, y: y + 1),
     "packed": lambda model: samebits.compress(model, min_weights=1),
+    "a processor": lambda model: setattr(model.processor, "power", 2),
+    "what a processor has": lambda model: model.processor.scales.append(model.processor.scales.pop() / 2),
     "another attribute": lambda model: setattr(model, "more", 1),
     "training": lambda model: model.eval(),
 }

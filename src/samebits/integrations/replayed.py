@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, update_wrapper
 from itertools import chain
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -193,11 +194,15 @@ class _Graph:
             own.copy_(_root(leaves[number]))
 
 
+_WITHOUT_STATE = (Replays, nn.Module, torch.Tensor, type, ModuleType, FunctionType, MethodType)
+
+
 class _State:
     """What a module's forward may depend on besides inputs and settings: all that its modules hold.
 
-    That is attributes, parameters, submodules and hooks, and what is in lists, sets and dicts of theirs: by identity,
-    and of tensors also where they lie, and how often torch has written to them.
+    That is attributes, parameters, submodules and hooks, attributes of objects among these, as configurations and
+    processors, and what is in lists, sets and dicts: by identity, and of tensors also where they lie, and how often
+    torch has written to them.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -221,11 +226,19 @@ class _State:
         return chain.from_iterable(each.values() if isinstance(each, dict) else each for each in self._containers)
 
 
-def _containers(model: nn.Module) -> Iterator[Any]:
+def _containers(model: nn.Module) -> Iterable[Any]:
+    found: dict[int, Any] = {}
     for module in model.modules():
         own = vars(module)
-        yield own
-        yield from (value for value in own.values() if isinstance(value, dict | list | set))
+        for attributes in (own, *(vars(value) for value in own.values() if _has_attributes(value))):
+            found[id(attributes)] = attributes
+            found |= {id(value): value for value in attributes.values() if isinstance(value, dict | list | set)}
+    return found.values()
+
+
+def _has_attributes(value: Any) -> bool:
+    """Of its own, which are not looked at elsewhere."""
+    return hasattr(value, "__dict__") and not isinstance(value, _WITHOUT_STATE)
 
 
 def _mark(tensor: torch.Tensor) -> tuple[int, int, int]:

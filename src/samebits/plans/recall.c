@@ -46,7 +46,7 @@ typedef struct {
     PyObject *autocasts, *casts, *forward_ad, *interpreter, *modes, *tracing, *is_grad_enabled, *environment, *getters, *linear;
     PyObject *observers, *is_observed, *empty;
     long long few_tokens; /* with no more, plans are looked for at once */
-    unsigned unplanned;   /* products so far that had another number of tokens, which none are looked for */
+    unsigned unplanned;   /* products so far without a plan, of weights whose number of tokens changes from call to call */
 } Recall;
 
 /* Names of attributes, made when the module is. */
