@@ -208,6 +208,8 @@ class _State:
     def __init__(self, model: nn.Module) -> None:
         self._containers = list(_containers(model))
         self._sizes = list(map(len, self._containers))
+        filled = (each for each in self._containers if each)  # few are
+        self._iterators = [each.values if isinstance(each, dict) else each.__iter__ for each in filled]
         self._values = list(self._now())
         self._tensors = [value for value in self._values if type(value) in (torch.Tensor, nn.Parameter)]
         self._storages = [
@@ -223,7 +225,7 @@ class _State:
         )
 
     def _now(self) -> Iterator[Any]:
-        return chain.from_iterable(each.values() if isinstance(each, dict) else each for each in self._containers)
+        return chain.from_iterable(map(operator.call, self._iterators))
 
 
 def _containers(model: nn.Module) -> Iterable[Any]:
