@@ -236,6 +236,38 @@ def test_a_module_that_counts_its_calls(scaled: Scaled, caplog: pytest.LogCaptur
     assert "changes what its modules hold" in caplog.records[0].message
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x, more: x.add_(0),
+        lambda x, more: more["added"].append(torch.zeros(64, dtype=torch.bfloat16)),
+        lambda x, more: more.update(times=more.get("times", 0) + 1),
+    ],
+)
+def test_a_module_that_changes_what_it_is_given(
+    scaled: Scaled, change: Callable[[torch.Tensor, dict[str, Any]], object], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As caches are filled."""
+    forward = scaled.forward
+
+    def changing(x: torch.Tensor, more: dict[str, Any]) -> Any:
+        change(x, more)
+        return forward(x)
+
+    vars(scaled)["forward"] = changing
+    with replayed(scaled, refuse):
+        for seed in range(4):
+            assert_same_bytes(called(scaled, x_of(seed), {"added": []}), expected(scaled, x_of(seed)))
+    assert {"it changes what it is given" in record.message for record in caplog.records[:-1]} == {True}
+
+
+def test_arguments_that_may_change(scaled: Scaled, caplog: pytest.LogCaptureFixture) -> None:
+    with replayed(scaled, refuse):
+        for seed in range(4):
+            called(scaled, x_of(seed), {"cache": SimpleNamespace()})
+    assert "an argument is a SimpleNamespace" in caplog.records[0].message
+
+
 def test_what_cannot_be_captured(scaled: Scaled, caplog: pytest.LogCaptureFixture) -> None:
     def fail(run: Callable[[], Any]) -> Callable[[], Any]:
         raise RuntimeError("operation not permitted")

@@ -31,7 +31,7 @@ from samebits.plans.key import ALIGNMENT
 
 Capture = Callable[[Callable[[], Any]], Callable[[], Any]]  # makes of a function one that replays it
 MAX_GRAPHS = 8  # kinds of inputs; a graph keeps memory for all that is made between input and output
-_NUMBERS = (bool, int, float, str, type(None))  # compared by value
+_VALUES = (bool, int, float, str, type(None), torch.dtype, torch.device)  # as arguments
 _log = logging.getLogger(__name__)
 
 
@@ -81,7 +81,7 @@ class Replays:
         if graph.is_refused:
             return self._forward(*args, **kwargs)
         if graph.state is None:
-            return self._first(graph, partial(self._forward, *args, **kwargs))
+            return self._first(graph, args, kwargs)
         if graph.replay and not graph.state.is_unchanged():
             self._graphs.remove(graph)
             return self(*args, **kwargs)
@@ -102,17 +102,20 @@ class Replays:
             made.refuse(obstacle)
         return made
 
-    def _first(self, graph: _Graph, run: Callable[[], Any]) -> Any:
+    def _first(self, graph: _Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """As it is, which shows what it does in Python, as no replay does."""
+        run, given = partial(self._forward, *args, **kwargs), _Given(args, kwargs)
         if any(isinstance(module, PackedModule) for module in self._model.modules()):
             prepare(self._model, call=run)
         run()
         before = _State(self._model)
         output = run()
-        if before.is_unchanged():
-            graph.state = before
-        else:
+        if not before.is_unchanged():
             graph.refuse("each step changes what its modules hold, which no replay does")
+        elif not given.is_same(_Given(args, kwargs)):
+            graph.refuse("it changes what it is given, which no replay does")
+        else:
+            graph.state = before
         return output
 
     def _captured(self, graph: _Graph) -> bool:
@@ -144,8 +147,10 @@ class _Inputs:
     def obstacle(self, device: torch.device) -> str | None:
         """Why they cannot be replayed; a graph would read them where they are now, or have them aligned otherwise."""
         for leaf in self.leaves:
-            if not isinstance(leaf, torch.Tensor):
+            if type(leaf) in _VALUES:
                 continue
+            if not isinstance(leaf, torch.Tensor):
+                return f"an argument is a {type(leaf).__name__}, which may change from call to call"
             if type(leaf) not in (torch.Tensor, nn.Parameter) or leaf.layout is not torch.strided:
                 return f"an input is a {type(leaf).__name__} of layout {leaf.layout}"
             if leaf.device != device:
@@ -153,6 +158,18 @@ class _Inputs:
             if leaf.requires_grad or _misalignment(leaf):
                 return f"an input of shape {list(leaf.shape)} has requires_grad, or begins in the middle of another"
         return None
+
+
+class _Given:
+    """What a call was given, and in which state that is: caches are filled, and some tensors written to."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._leaves, self._spec = tree_flatten((args, kwargs))
+        self._marks = [_mark(leaf) for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
+
+    def is_same(self, other: _Given) -> bool:
+        is_alike = self._spec == other._spec and self._marks == other._marks
+        return is_alike and all(map(operator.is_, self._leaves, other._leaves))
 
 
 @dataclass(eq=False)
@@ -212,9 +229,8 @@ class _State:
         self._iterators = [each.values if isinstance(each, dict) else each.__iter__ for each in filled]
         self._values = list(self._now())
         self._tensors = [value for value in self._values if type(value) in (torch.Tensor, nn.Parameter)]
-        self._storages = [
-            StorageWeakRef(tensor.untyped_storage()) for tensor in self._tensors
-        ]  # no others have their ids
+        # which no others can have the ids of
+        self._storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in self._tensors]
         self._marks = list(map(_mark, self._tensors))
 
     def is_unchanged(self) -> bool:
@@ -263,7 +279,7 @@ def _settings(device: torch.device) -> tuple[Any, ...]:
 def _are_alike(left: Any, right: Any) -> bool:
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
         return _form(left) == _form(right)
-    return left is right or (type(left) in _NUMBERS and type(left) is type(right) and left == right)
+    return left is right or (type(left) in _VALUES and type(left) is type(right) and left == right)
 
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
