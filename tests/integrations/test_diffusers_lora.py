@@ -18,9 +18,11 @@ from safetensors.torch import load_file
 
 import samebits
 from samebits.errors import DtypeError, InputError
+from samebits.integrations.replayed import replayed
 from tests.integrations.diffusers_models import assert_same_bytes, make, output
 from tests.integrations.models import MIN_WEIGHTS, packed_parameters
 from tests.integrations.test_diffusers_pipeline import drawn, load
+from tests.integrations.test_replayed import Recorder
 
 IMAGE_PARTS = ("image_encoder", "feature_extractor")  # not of a control pipeline
 PARTS = ("transformer", "text_encoder")
@@ -70,6 +72,31 @@ def test_load_lora_weights(device: str, folder: Path) -> None:
     packed.unload_lora_weights()
     assert_same_bytes(drawn(packed), seen[0])
     assert len({tuple(tensor.tolist()) for tensor in seen}) == 3
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_adapters_of_steps_that_are_replayed(device: str, folder: Path) -> None:
+    """Loaded, scaled and unloaded between images, inside of samebits.cuda_graphs."""
+    changes = [
+        lambda pipeline: None,
+        lambda pipeline: pipeline.load_lora_weights(folder / "lora-1", adapter_name="one"),
+        lambda pipeline: pipeline.set_adapters(["one"], [0.5]),
+        lambda pipeline: pipeline.load_lora_weights(folder / "lora-2", adapter_name="two"),
+        lambda pipeline: pipeline.set_adapters(["one", "two"], [0.5, -0.25]),
+        lambda pipeline: pipeline.unload_lora_weights(),
+    ]
+    plain, packed = pair(folder, device)
+    capture = Recorder()
+    replays = replayed(packed.transformer, capture) if device == "cpu" else samebits.cuda_graphs(packed.transformer)
+    with replays:
+        for change in changes:
+            for pipeline in (plain, packed):
+                change(pipeline)
+            for _ in range(2):
+                assert_same_bytes(drawn(packed), drawn(plain))
+        stands_for = vars(packed.transformer)["forward"]
+    assert stands_for.count == 3 * len(changes)  # of four steps each, but for the first of them
+    assert capture.captures == (len(changes) if device == "cpu" else 0)
 
 
 def control_lora(folder: Path) -> dict[str, torch.Tensor]:
