@@ -9,7 +9,8 @@ texts, batch 1, or 2 with guidance. On a GPU BF16 and compressed have a process 
 not there. Ways to run:
 
     eager      as a pipeline calls the model, with other latents in each step: a router gives experts other numbers then
-    graphs     the whole step as one CUDA graph
+    replayed   the same inside of samebits.cuda_graphs
+    graphs     the whole step as one CUDA graph, by itself
 
 Where both models fit, they are timed in the compressed one's process at the end, in turns of some seconds each
 (gpu.time_turns), since a GPU at its power limit is some percent slower or faster a minute later. Elsewhere each time is
@@ -24,7 +25,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -39,7 +40,7 @@ from gpu import captured, time_turns
 from samebits.kernels.replay import fast_replay
 
 Inputs = dict[str, Any]  # tensors, and dicts of them; but for sizes
-WAYS = ("eager", "graphs")
+WAYS = ("eager", "replayed", "graphs")
 REPEATS = 9
 WARM_SECONDS = 1.5
 
@@ -318,27 +319,33 @@ def measure(module: nn.Module, inputs: Inputs, way: str, device: str) -> Figures
     step = partial(module, **inputs, return_dict=False)
     if device == "cpu":
         return Figures(time_calls(step, repeats=REPEATS), None, step()[0])
-    step()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    run: Callable[[], Any] = partial(step_of_others, module, inputs)
-    if way == "graphs":
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            output = step()[0]
-        run = graph.replay
-
-    def whole() -> None:
-        run()
+    with steps_of(module, way):
+        step()
         torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        run: Callable[[], Any] = partial(step_of_others, module, inputs)
+        if way == "graphs":
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                output = step()[0]
+            run = graph.replay
 
-    start = time.perf_counter()
-    while time.perf_counter() < start + WARM_SECONDS:
-        whole()
-    timing = time_calls(whole, repeats=REPEATS)
-    if way != "graphs":
-        output = step()[0]
-    return Figures(timing, torch.cuda.max_memory_allocated(), output.cpu())
+        def whole() -> None:
+            run()
+            torch.cuda.synchronize()
+
+        start = time.perf_counter()
+        while time.perf_counter() < start + WARM_SECONDS:
+            whole()
+        timing = time_calls(whole, repeats=REPEATS)
+        if way != "graphs":
+            output = step()[0]
+        return Figures(timing, torch.cuda.max_memory_allocated(), output.cpu())
+
+
+def steps_of(module: nn.Module, way: str) -> AbstractContextManager[None]:
+    """What steps of the module run in."""
+    return samebits.cuda_graphs(module) if way == "replayed" else nullcontext()
 
 
 def step_of_others(module: nn.Module, inputs: Inputs) -> Any:
@@ -359,7 +366,10 @@ def time_in_turns(model: Model, packed: nn.Module, inputs: Inputs, ways: list[st
                 steps = [partial(module, **inputs, return_dict=False) for module in modules]
                 found[way] = time_turns([fast_replay(captured([step])) for step in steps])
             else:
-                found[way] = time_turns([partial(step_of_others, module, inputs) for module in modules])
+                with ExitStack() as stack:
+                    for module in modules:
+                        stack.enter_context(steps_of(module, way))
+                    found[way] = time_turns([partial(step_of_others, module, inputs) for module in modules])
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ pytest.importorskip("diffusers")
 
 
 import diffusion
+import samebits
 from samebits.nn.packed_module import packed_parameters
 
 TINY = [name for name in diffusion.MODELS if name.startswith("tiny")]
@@ -40,7 +42,7 @@ def test_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert row["config"].startswith(diffusion.MODELS[name].kind)
 
 
-@pytest.mark.parametrize("fitting", [["eager", "graphs"], ["eager"], []])
+@pytest.mark.parametrize("fitting", [["eager", "replayed", "graphs"], ["eager", "replayed"], ["eager"], []])
 def test_both_models_in_turns(fitting: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """In all ways for which there is memory."""
     outputs: list[torch.Tensor] = []
@@ -61,9 +63,12 @@ def test_both_models_in_turns(fitting: list[str], monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(diffusion, "time_turns", time_turns)
     packed = build(model, "cpu", packed=True)
     inputs = diffusion.inputs_of(model, packed.config, "cpu")
-    found = diffusion.time_in_turns(model, packed, inputs, ["eager", "graphs"])
+    replayed: list[object] = []
+    monkeypatch.setattr(samebits, "cuda_graphs", lambda module: (replayed.append(module), nullcontext())[1])
+    found = diffusion.time_in_turns(model, packed, inputs, ["eager", "replayed", "graphs"])
     assert found == {way: [way, "samebits"] for way in fitting}
-    assert len(graphs) == (2 if fitting else 0)
+    assert len(graphs) == (2 if "replayed" in fitting else 0)
+    assert len(replayed) == (2 if "eager" in fitting else 0)
     for plain, other in zip(outputs[::2], outputs[1::2], strict=True):
         assert diffusion.same_bytes(plain, other)
 
