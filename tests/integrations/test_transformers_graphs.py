@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -17,6 +18,7 @@ from transformers.cache_utils import StaticSlidingWindowLayer
 
 import samebits
 from samebits.errors import InputError
+from samebits.integrations import graphs as cuda_graphs
 from samebits.integrations.transformers import graphs as transformers_graphs
 from samebits.integrations.transformers.graphs import DecodingStep, decoding_steps
 
@@ -476,6 +478,18 @@ def test_nothing_happens_on_a_cpu(caplog: pytest.LogCaptureFixture) -> None:
     with samebits.cuda_graphs(model):
         assert "get_compiled_call" not in vars(model)
     assert not [record for record in caplog.records if record.name.startswith("samebits")]
+
+
+@pytest.mark.parametrize("kind", ["generates", "has adapters", "reads"])
+def test_which_steps_are_replayed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of PEFT's model around one that generates, that one's: it asks for the step. Of others, their calls."""
+    seen: list[tuple[str, nn.Module]] = []
+    monkeypatch.setattr(transformers_graphs, "decoding_steps", lambda model, capture: seen.append(("steps", model)))
+    monkeypatch.setattr(cuda_graphs, "replayed", lambda model, capture: seen.append(("calls", model)))
+    model = made("llama")
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])) if kind == "has adapters" else model
+    cuda_graphs._steps(model.model if kind == "reads" else adapted)
+    assert seen == [("calls", model.model) if kind == "reads" else ("steps", model)]
 
 
 class Placed(nn.Module):

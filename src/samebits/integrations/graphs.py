@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 from samebits.errors import InputError
 from samebits.integrations.replayed import replayed
 from samebits.kernels.replay import fast_replay
+from samebits.nn.packed_module import ACCELERATE
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ def cuda_graphs(model: nn.Module) -> Iterator[None]:
     """
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     if not any(device.type == "cuda" for device in devices):
-        if hasattr(model, "_hf_hook"):
+        if hasattr(model, ACCELERATE):
             _log.warning(
                 "samebits.cuda_graphs: nothing is replayed of a model that is in main memory between its calls"
             )
@@ -56,12 +57,13 @@ def cuda_graphs(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _steps(model: nn.Module) -> Any:
-    if not _generates(model):
+def _steps(model: Any) -> AbstractContextManager[None]:
+    base = getattr(model, "get_base_model", lambda: model)()  # PEFT's
+    if not _generates(base):
         return replayed(model, captured)
     from samebits.integrations.transformers.graphs import decoding_steps
 
-    return decoding_steps(model, captured)
+    return decoding_steps(base, captured)
 
 
 def _generates(model: Any) -> bool:
@@ -70,7 +72,7 @@ def _generates(model: Any) -> bool:
         return False
     from transformers import GenerationMixin
 
-    return isinstance(getattr(model, "get_base_model", lambda: model)(), GenerationMixin)
+    return isinstance(model, GenerationMixin)
 
 
 def captured(run: Callable[[], Any]) -> Callable[[], Any]:

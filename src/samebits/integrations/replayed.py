@@ -1,10 +1,10 @@
 """A module's forward, replayed: a denoising step of a diffusion model is one launch then.
 
 For each kind of inputs, that is tensors of the same shapes and everything else the same, the first call finds the plans
-(samebits.prepare) and runs as it is, the second is captured, and later ones copy their inputs to where the graph reads
-them, replay it and give copies of what it made. A graph holds for torch's settings and the module as they were: weights
-and whatever else its modules hold are compared at each call, by identity, and captured anew if another is there, as
-where an adapter's scale is set.
+(samebits.prepare) and runs as it is, the second is captured, and it and later ones copy their inputs to where the graph
+reads them, replay it and give copies of what it made. A graph holds for torch's settings and the module as they were:
+weights and whatever else its modules hold are compared at each call, by identity, and captured anew if another is
+there, as where an adapter's scale is set.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import logging
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial, update_wrapper
 from itertools import chain
 from types import FunctionType, MethodType, ModuleType
@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from samebits.nn.packed_module import PackedModule
 from samebits.nn.prepare import prepare
+from samebits.nn.product import version_of
 from samebits.plans.environment import blas_state
 from samebits.plans.key import ALIGNMENT
 
@@ -52,7 +52,7 @@ def replayed(model: nn.Module, capture: Capture) -> Iterator[None]:
         if before is not None:
             vars(model)["forward"] = before
     if not replays.count:
-        _log.warning("samebits.cuda_graphs: nothing was replayed; the third call with inputs of one kind would be")
+        _log.warning("samebits.cuda_graphs: nothing was replayed; the second call with inputs of one kind would be")
 
 
 class Replays:
@@ -75,74 +75,76 @@ class Replays:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or _is_capturing(self._device):
             return self._forward(*args, **kwargs)
-        leaves, spec = tree_flatten((args, kwargs))
-        inputs = _Inputs(leaves, spec, _settings(self._device))
-        graph = self._graph_of(inputs)
+        given = _Given(args, kwargs)
+        graph = self._graph_of(given)
         if graph.is_refused:
             return self._forward(*args, **kwargs)
         if graph.state is None:
-            return self._first(graph, args, kwargs)
-        if graph.replay and not graph.state.is_unchanged():
+            return self._first(graph, given, args, kwargs)
+        if not graph.state.is_unchanged():
             self._graphs.remove(graph)
             return self(*args, **kwargs)
-        if graph.replay is None and not self._captured(graph):
+        if graph.replay is None:
+            graph.replay = self._captured(graph, given)
+        if graph.replay is None:
             return self._forward(*args, **kwargs)
-        graph.read(leaves)
+        graph.read(given)
         self.count += 1
-        assert graph.replay is not None
         return tree_map(_copied, graph.replay())
 
-    def _graph_of(self, inputs: _Inputs) -> _Graph:
+    def _graph_of(self, given: _Given) -> _Graph:
+        kind = _settings(self._device), given.spec, list(map(_form, given.leaves))
         for graph in self._graphs:
-            if graph.inputs.is_like(inputs):
+            if graph.kind == kind:
                 return graph
-        made = _Graph(inputs)
+        made = _Graph(kind)
         self._graphs = [*self._graphs[1 - MAX_GRAPHS :], made]
-        if obstacle := inputs.obstacle(self._device):
+        if obstacle := given.obstacle(self._device):
             made.refuse(obstacle)
         return made
 
-    def _first(self, graph: _Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _first(self, graph: _Graph, given: _Given, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """As it is, which shows what it does in Python, as no replay does."""
-        run, given = partial(self._forward, *args, **kwargs), _Given(args, kwargs)
-        if any(isinstance(module, PackedModule) for module in self._model.modules()):
-            prepare(self._model, call=run)
+        run, marks = partial(self._forward, *args, **kwargs), given.marks()
+        prepare(self._model, call=run)
         run()
         before = _State(self._model)
         output = run()
         if not before.is_unchanged():
             graph.refuse("each step changes what its modules hold, which no replay does")
-        elif not given.is_same(_Given(args, kwargs)):
+        elif not given.is_same(_Given(args, kwargs)) or given.marks() != marks:
             graph.refuse("it changes what it is given, which no replay does")
         else:
             graph.state = before
         return output
 
-    def _captured(self, graph: _Graph) -> bool:
+    def _captured(self, graph: _Graph, given: _Given) -> Callable[[], Any] | None:
+        """None where it cannot be."""
         try:
-            static = graph.made_static()
-            args, kwargs = tree_unflatten(static, graph.inputs.spec)
-            graph.state = _State(self._model)
-            graph.replay = self._capture(partial(self._forward, *args, **kwargs))
+            args, kwargs = tree_unflatten(graph.made_static(given), given.spec)
+            return self._capture(partial(self._forward, *args, **kwargs))
         except RuntimeError as error:
             graph.refuse(f"it cannot be captured: {error}")
-        return graph.replay is not None
+            return None
 
 
-class _Inputs:
-    """Of a call: its tensors and all else, flattened.
+class _Given:
+    """The arguments of a call, flattened."""
 
-    Args:
-        settings: torch's, that count.
-    """
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.leaves, self.spec = tree_flatten((args, kwargs))
 
-    def __init__(self, leaves: list[Any], spec: TreeSpec, settings: tuple[Any, ...]) -> None:
-        self.leaves, self.spec, self._settings = leaves, spec, settings
+    def tensors(self) -> dict[int, torch.Tensor]:
+        """By their numbers among the leaves."""
+        return {number: leaf for number, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)}
 
-    def is_like(self, others: _Inputs) -> bool:
-        """Whether a graph of these is one of the others."""
-        are_settings = self._settings == others._settings and self.spec == others.spec
-        return are_settings and all(map(_are_alike, self.leaves, others.leaves))
+    def marks(self) -> list[tuple[int, int, int]]:
+        """Of tensors, which may be written to."""
+        return list(map(_mark, self.tensors().values()))
+
+    def is_same(self, other: _Given) -> bool:
+        """Whether what was given is still the same things: caches are filled."""
+        return self.spec == other.spec and all(map(operator.is_, self.leaves, other.leaves))
 
     def obstacle(self, device: torch.device) -> str | None:
         """Why they cannot be replayed; a graph would read them where they are now, or have them aligned otherwise."""
@@ -160,32 +162,20 @@ class _Inputs:
         return None
 
 
-class _Given:
-    """What a call was given, and in which state that is: caches are filled, and some tensors written to."""
-
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._leaves, self._spec = tree_flatten((args, kwargs))
-        self._marks = [_mark(leaf) for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
-
-    def is_same(self, other: _Given) -> bool:
-        is_alike = self._spec == other._spec and self._marks == other._marks
-        return is_alike and all(map(operator.is_, self._leaves, other._leaves))
-
-
 @dataclass(eq=False)
 class _Graph:
     """Of one kind of inputs.
 
     Attributes:
-        inputs: of the call that it began with.
+        kind: settings, and forms of the arguments.
         state: the module's; None before the first call has ended.
-        static: where it reads each tensor; as far as memory is there once, see _root.
+        static: where it reads each tensor, by its number; as far as memory is there once, see _root.
         replay: None until it is captured.
     """
 
-    inputs: _Inputs
+    kind: tuple[Any, ...]
     state: _State | None = None
-    static: dict[int, torch.Tensor] | None = None
+    static: dict[int, torch.Tensor] = field(default_factory=dict)
     replay: Callable[[], Any] | None = None
     is_refused: bool = False
 
@@ -193,22 +183,21 @@ class _Graph:
         self.is_refused = True
         _log.warning("samebits.cuda_graphs: calls run as they are: %s", obstacle)
 
-    def made_static(self) -> list[Any]:
-        """The inputs with tensors of its own, which lie in memory as the call's do."""
-        self.static, leaves = {}, [*self.inputs.leaves]
-        for number, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor):
-                root = _root(leaf)
-                own = torch.empty_strided(root.shape, root.stride(), dtype=root.dtype, device=root.device)
-                self.static[number] = own.copy_(root)
-                leaves[number] = own.expand(leaf.shape)
+    def made_static(self, given: _Given) -> list[Any]:
+        """What was given, with tensors of its own, which lie in memory as those do."""
+        leaves = [*given.leaves]
+        for number, tensor in given.tensors().items():
+            root = _root(tensor)
+            own = torch.empty_strided(root.shape, root.stride(), dtype=root.dtype, device=root.device)
+            self.static[number] = own
+            leaves[number] = own.expand(tensor.shape)
+        self.read(given)
         return leaves
 
-    def read(self, leaves: list[Any]) -> None:
+    def read(self, given: _Given) -> None:
         """Copy a call's inputs."""
-        assert self.static is not None
         for number, own in self.static.items():
-            own.copy_(_root(leaves[number]))
+            own.copy_(_root(given.leaves[number]))
 
 
 _WITHOUT_STATE = (Replays, nn.Module, torch.Tensor, type, ModuleType, FunctionType, MethodType)
@@ -260,8 +249,8 @@ def _has_attributes(value: Any) -> bool:
 
 
 def _mark(tensor: torch.Tensor) -> tuple[int, int, int]:
-    version = 0 if tensor.is_inference() else tensor._version
-    return tensor.data_ptr(), tensor.untyped_storage()._cdata, version
+    """Changes where another memory is its, or torch has written to it."""
+    return tensor.data_ptr(), tensor.untyped_storage()._cdata, version_of(tensor)
 
 
 def _settings(device: torch.device) -> tuple[Any, ...]:
@@ -276,17 +265,14 @@ def _settings(device: torch.device) -> tuple[Any, ...]:
     )
 
 
-def _are_alike(left: Any, right: Any) -> bool:
-    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
-        return _form(left) == _form(right)
-    return left is right or (type(left) in _VALUES and type(left) is type(right) and left == right)
-
-
-def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
-    if tensor.layout is not torch.strided:
-        return type(tensor), tensor.shape, tensor.layout
-    form = tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
-    return type(tensor), *form, _misalignment(tensor)
+def _form(leaf: Any) -> tuple[Any, ...]:
+    """All that counts of an argument for a graph, which others may have as well; values as texts tell -0.0 from 0.0."""
+    kind = type(leaf)
+    if not isinstance(leaf, torch.Tensor):
+        return kind, repr(leaf) if kind in _VALUES else None
+    if leaf.layout is not torch.strided:
+        return kind, leaf.shape, leaf.layout
+    return kind, leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad, _misalignment(leaf)
 
 
 def _misalignment(tensor: torch.Tensor) -> int:

@@ -19,7 +19,8 @@ gradients: dict[int, Gradients] = {}  # likewise, of the same tensors
 
 
 MAX_SHAPES = 16  # of inputs of one weight, for which something is kept
-_OFTEN = 8  # of the last MAX_SHAPES products of many tokens that had the same number of them
+_RECENT = 16  # products of many tokens
+_OFTEN = 8  # of these that had the same number of them
 _CHANGING = 4  # different numbers among these
 
 
@@ -120,7 +121,7 @@ class Resident(Recalled):
         self.has_changed, self.is_settled, self.has_table = has_changed, False, False
         self.table: torch.Tensor | None = None
         self.first_table: torch.Tensor | None = None
-        self.lengths = deque[int](maxlen=MAX_SHAPES)
+        self.lengths = deque[int](maxlen=_RECENT)
         self.calls: dict[Hashable, Any] = {}
         self.decoders: dict[Hashable, Any] = {}
         self.followers: Any = None
@@ -133,7 +134,7 @@ class Resident(Recalled):
         """
         self.lengths.append(tokens)
         numbers = len(set(self.lengths))
-        if numbers >= _CHANGING or (numbers == 1 and len(self.lengths) == MAX_SHAPES):
+        if numbers >= _CHANGING or (numbers == 1 and len(self.lengths) == _RECENT):
             self.is_changing = numbers > 1
         return not self.is_changing and self.lengths.count(tokens) >= _OFTEN
 

@@ -178,7 +178,7 @@ class PackedModule(nn.Module):
         if was_written_to and not _is_accepted(stored):
             _refuse_other_bytes(piece.header, stored, where)
         _refuse_other_length(piece.header, stored, where)
-        if _ACCELERATE not in self.__dict__:  # what it places anew in each pass would have to be waited for
+        if ACCELERATE not in self.__dict__:  # what it places anew in each pass would have to be waited for
             _refuse_other_form(piece.header, stored, where)
 
     def sb_is_unchanged(self, slot: str) -> bool:
@@ -471,7 +471,7 @@ class _EmbeddingRows(nn.Embedding):
 
 
 _DATA = PACKED[1:]  # the parameter that holds a packed weight
-_ACCELERATE = "_hf_hook"  # an attribute of modules whose parameters accelerate moves
+ACCELERATE = "_hf_hook"  # an attribute of modules whose parameters accelerate moves
 
 
 class PackedLinearModule(PackedModule):

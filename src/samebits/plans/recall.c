@@ -614,10 +614,10 @@ static PyObject *multiply_prefetched(Recall *self, Call *call, PyObject *residen
 }
 
 /* The remembered call of this weight and shape, a new reference; NULL without an error if there is none. */
-static Shortcut *find(Call *call, PyObject *resident) {
+static Shortcut *find(Call *call, PyObject *resident, PyObject *shape) {
     PyObject *shortcuts = shortcuts_for(call, resident);
     if (!shortcuts) return NULL;
-    PyObject *known = PyDict_GetItemWithError(shortcuts, call->shape);
+    PyObject *known = PyDict_GetItemWithError(shortcuts, shape);
     Py_XINCREF(known);
     Py_DECREF(shortcuts);
     if (known && Py_TYPE(known) != shortcut_type) Py_CLEAR(known);
@@ -643,21 +643,14 @@ static int is_unplanned(Recall *self, Call *call, PyObject *resident) {
     return ++self->unplanned % SAMPLE ? SAME : OTHER;
 }
 
-/* The remembered decoding of a weight alone, a new reference; NULL without an error if there is none. */
-static Shortcut *find_decoding(PyObject *resident) {
-    PyObject *no_shape = PyTuple_New(0), *shortcuts = no_shape ? PyObject_GetAttr(resident, name_shortcuts) : NULL;
-    PyObject *known = shortcuts ? PyDict_GetItemWithError(shortcuts, no_shape) : NULL;
-    if (known && Py_TYPE(known) != shortcut_type) known = NULL;
-    Py_XINCREF(known), Py_XDECREF(shortcuts), Py_XDECREF(no_shape);
-    return (Shortcut *)known;
-}
-
 /* A product of many tokens whose number has no plan: the weight is decoded first. */
 static PyObject *multiply_unplanned(Recall *self, Call *call, PyObject *resident) {
     int same = is_unplanned(self, call, resident);
     if (same == SAME) same = is_gapless(call->x, call->shape);
     if (same == SAME) same = attribute_equals(call->x, name_dtype, self->dtype);
-    Shortcut *known = same == SAME ? find_decoding(resident) : NULL;
+    PyObject *no_shape = PyTuple_New(0);
+    Shortcut *known = same == SAME && no_shape ? find(call, resident, no_shape) : NULL;
+    Py_XDECREF(no_shape);
     if (same == SAME && !known) same = PyErr_Occurred() ? FAILED : OTHER;
     if (same == SAME) same = may_decode(call, known, resident);
     PyObject *y = same == SAME ? repeat(self, call, known, resident) : none_or_error(same);
@@ -696,11 +689,15 @@ static PyObject *answer(Recall *self, Call *call, PyObject *every) {
     } else if (prefetched != Py_None) {
         y = multiply_prefetched(self, call, resident, prefetched);
     } else {
-        Shortcut *known = find(call, resident);
+        Shortcut *known = find(call, resident, call->shape);
         same = known ? SAME : PyErr_Occurred() ? FAILED : OTHER;
         if (same == SAME && known->joins && PyDict_Size(every)) same = OTHER; /* what nobody asked for is counted */
         if (same == SAME) same = may_repeat(self, call, known, resident);
-        y = same == SAME ? repeat(self, call, known, resident) : same == OTHER && !known ? multiply_unplanned(self, call, resident) : none_or_error(same);
+        if (same == OTHER && !known) {
+            y = multiply_unplanned(self, call, resident);
+        } else {
+            y = same == SAME ? repeat(self, call, known, resident) : none_or_error(same);
+        }
         Py_XDECREF((PyObject *)known);
     }
     Py_XDECREF(made), Py_XDECREF(resident), Py_XDECREF(prefetched);
@@ -709,7 +706,7 @@ static PyObject *answer(Recall *self, Call *call, PyObject *every) {
 
 /* A weight that is decoded alone: its packed bytes are the call's input. */
 static PyObject *decode_again(Recall *self, Call *call, PyObject *resident) {
-    Shortcut *known = find(call, resident);
+    Shortcut *known = find(call, resident, call->shape);
     int same = known ? is_unwatched(self) : PyErr_Occurred() ? FAILED : OTHER;
     if (same == SAME) same = call_read(self, call);
     if (same == SAME) same = may_decode(call, known, resident);

@@ -155,8 +155,10 @@ def remember(
         is_settled: the next one will be made in this way, see prefetch.py; until then none is made again.
     """
     kept = resident(packed.data)
-    place = _place_of(kept, x) if kept else None
-    if kept is None or place is None or not place.is_free(is_settled=is_settled) or kept.calls.get(x.shape) is not call:
+    if kept is None:
+        return
+    place = _place_of(kept, x)
+    if not place.is_free(is_settled=is_settled) or kept.calls.get(x.shape) is not call:
         return
     where = nvrtc.Where(nvrtc.current_stream(call.device), 0)
     basis = (products, where, call.key.state, call.strides, call.bias, joint.others, joins, ahead)
