@@ -362,6 +362,7 @@ def test_replays_of_a_gpu(
            for key, value in inputs(name, torch.bfloat16).items()}  # fmt: skip
     if "added_cond_kwargs" in own:
         own["added_cond_kwargs"] = {key: value.to("cuda") for key, value in own["added_cond_kwargs"].items()}
+    own.pop("encoder_hidden_states_mask", None)  # pipelines give it where prompts differ in length, see below
     first = next(iter(own))
     every = [own | {first: torch.randn_like(own[first])} for _ in range(5)]
     with torch.no_grad():
@@ -373,3 +374,19 @@ def test_replays_of_a_gpu(
         assert_same_bytes(left, right)
     assert stands_for.count == (0 if name == ROUTED else 4)
     assert ("cannot be captured" in caplog.text) is (name == ROUTED)
+
+
+@pytest.mark.gpu
+def test_what_copies_a_number_to_the_gpu_runs_as_it_is(
+    tmp_path: Any, config: samebits.SamebitsConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Qwen-Image makes a tensor of a text's length, where it is given a mask."""
+    model = make("qwen-image", tmp_path).load(quantization_config=config, device_map="cuda")
+    own = {key: value.to("cuda") if isinstance(value, torch.Tensor) else value
+           for key, value in inputs("qwen-image", torch.bfloat16).items()}  # fmt: skip
+    with torch.no_grad():
+        usual = model(**own, return_dict=False)[0]
+        with samebits.cuda_graphs(model):
+            for _ in range(3):
+                assert_same_bytes(model(**own, return_dict=False)[0], usual)
+    assert "cannot be captured: Cannot copy between CPU and CUDA tensors" in caplog.text
