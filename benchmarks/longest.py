@@ -21,11 +21,12 @@ long a prompt at once would take more, for its activations. Positions beyond tho
 like others; several sequences (``batch``) keep below them.
 
 BF16 counts only where at least ROOM bytes are left beside its weights; else it does not fit, and there is no ratio.
-``predicted_tokens`` are those of ``samebits estimate --context 1 --batch N --gpu M`` for a folder with the
+``predicted_tokens`` are those of ``samebits estimate --context 1 --prompt 128 --batch N --gpu M`` for a folder with the
 config.json.
 
 Table "peak": torch's max_memory_allocated while one sequence of CONTEXT tokens is generated, its prompt included,
-beside the peak that ``samebits estimate --context CONTEXT`` predicts of config.json alone.
+beside the peak that ``samebits estimate`` predicts of config.json alone: ``first_bytes`` of the first time, when plans
+of products with one token are found meanwhile, and ``measured_bytes``, which is predicted, once all plans are there.
 
 Table "cache", for the models of CACHED: the median time of a decoding step, eager, with so many tokens in the cache,
 random ones but for the last STEPS, with DynamicCache and with PackedCache in turns; of it what the kernels of one step
@@ -38,7 +39,7 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -51,6 +52,7 @@ import samebits
 from common import PACKAGES, Timing, add_results, cpu_name, significant
 from models import MODELS, build, config_of, forget, random_prompt
 from samebits.integrations.model_memory import ModelMemory, model_memory
+from samebits.integrations.model_memory import longest as fitting
 from samebits.nn.convert import Selection
 from samebits.verify import repeatable_attention
 from token_profile import by_kind, kernels_of, wait
@@ -73,6 +75,7 @@ CONTEXT = 4096  # tokens
 GENERATED = 16  # of them
 CACHED: dict[str, tuple[int, ...]] = {"Llama 3.1 8B": (4096, 32768, 131072), "tiny": (512,)}  # tokens
 STEPS = 32
+TABLES = ("peak", "cache", "longest")
 KEYS = ("model", "cap_bytes", "batch", "context")
 
 
@@ -133,15 +136,35 @@ def longest_under(cap: int, model: Any, batch: int, device: str, **options: Any)
 
 
 def measured_peak(model: Any, context: int, device: str) -> int | None:
-    """Bytes, while a sequence of ``context`` tokens is generated; what is only needed once is done before."""
+    """Bytes, while a sequence of ``context`` tokens is generated."""
     prompt = random_prompt(model, 1, context - GENERATED, device)
-    for tokens in (2, GENERATED):
-        forget(device)
-        if device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        inputs = prompt if tokens == GENERATED else prompt[:, :PROMPT]
-        model.generate(inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=tokens, do_sample=False)
+    forget(device)
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=GENERATED, do_sample=False)
     return torch.cuda.max_memory_allocated() if device == "cuda" else None
+
+
+def peak_row(name: str, model: Any, memory: ModelMemory, context: int, device: str) -> dict[str, Any]:
+    """Of table "peak"."""
+    first = measured_peak(model, context, device)
+    samebits.prepare(model, [1, context - GENERATED])
+    peak = measured_peak(model, context, device)
+    return {
+        "table": "peak", "model": name, "context": context, "first_bytes": first, "measured_bytes": peak,
+    } | predicted_peak(memory, context, peak)  # fmt: skip
+
+
+def predicted_peak(memory: ModelMemory, context: int, measured: int | None) -> dict[str, Any]:
+    """What ``samebits estimate`` says of it."""
+    case = context, 1, context - GENERATED
+    peak = memory.peak(*case)
+    return {
+        "predicted_bytes": peak, "off": None if measured is None else significant(peak / measured - 1),
+        "weights_bytes": memory.resident, "cache_bytes": memory.cache(context, 1),
+        "beside_bytes": peak - memory.resident - memory.cache(context, 1),
+        "needed_bytes": memory.needed(*case), "bf16_predicted_bytes": memory.plain_peak(*case),
+    }  # fmt: skip
 
 
 @torch.no_grad()
@@ -191,41 +214,43 @@ def cache_row(name: str, model: Any, context: int, device: str) -> dict[str, Any
     return row
 
 
-def rows(name: str, context: int, device: str) -> Iterator[dict[str, Any]]:
-    """All tables of a model; one model at a time is in memory."""
+def rows(name: str, tables: Collection[str], context: int, device: str) -> Iterator[dict[str, Any]]:
+    """Those of a model; one model at a time is in memory."""
     memory = predicted(name)
     cap, batch, paper = CASES.get(name, (0, 1, None))
     model = build(name, device, packed=True, tight=True)
-    samebits.prepare(model, sorted({1, batch, PROMPT, batch * PROMPT}))
-    peak = measured_peak(model, context, device)
-    yield {
-        "table": "peak", "model": name, "context": context, "predicted_bytes": memory.peak(context, 1),
-        "measured_bytes": peak, "off": None if peak is None else significant(memory.peak(context, 1) / peak - 1),
-        "weights_bytes": memory.resident, "cache_bytes": memory.cache(context, 1), "layer_bytes": memory.decoded,
-        "bf16_predicted_bytes": memory.plain_peak(context, 1),
-    }  # fmt: skip
-    for tokens in CACHED.get(name, ()):
-        yield cache_row(name, model, tokens, device)
-    if not cap:
+    if "peak" in tables:
+        yield peak_row(name, model, memory, context, device)
+    if "cache" in tables:
+        for tokens in CACHED.get(name, ()):
+            yield cache_row(name, model, tokens, device)
+    if not cap or "longest" not in tables:
         return
+    samebits.prepare(model, sorted({batch, batch * PROMPT}))
     ours = longest_under(cap, model, batch, device)
     packed = longest_under(cap, model, batch, device, cache_class=samebits.PackedCache)
     del model
     forget(device)
     plain = None
-    if memory.plain_peak(0, 0) + ROOM <= cap:
+    plain_bytes = memory.weights.plain + memory.buffers
+    if plain_bytes + ROOM <= cap:
         plain = longest_under(cap, model := build(name, device, packed=False, tight=True), batch, device)
         del model
         forget(device)
-    limits = memory.longest(cap - memory.peak(0, 0), batch), memory.longest(cap - memory.plain_peak(0, 0), batch)
     ratio, packed_ratio = (significant(most / plain) if most and plain else None for most in (ours, packed))
     yield {
         "table": "longest", "model": name, "cap_bytes": cap, "batch": batch,
-        "bf16_room_bytes": cap - memory.plain_peak(0, 0), "bf16_tokens": plain,
+        "bf16_room_bytes": cap - plain_bytes, "bf16_tokens": plain,
         "samebits_tokens": ours, "ratio": ratio, "packed_cache_tokens": packed, "packed_cache_ratio": packed_ratio,
         "paper_ratio": paper,
-        "predicted_tokens": batch * max(0, limits[0] or 0), "bf16_predicted_tokens": batch * max(0, limits[1] or 0),
-    }  # fmt: skip
+    } | predicted_tokens(memory, cap, batch)  # fmt: skip
+
+
+def predicted_tokens(memory: ModelMemory, cap: int, batch: int) -> dict[str, Any]:
+    """What ``samebits estimate`` says would fit."""
+    ours = fitting(lambda context: memory.needed(context, batch, PROMPT), cap)
+    plain = fitting(lambda context: memory.plain_peak(context, batch, PROMPT), cap)
+    return {"predicted_tokens": batch * max(0, ours or 0), "bf16_predicted_tokens": batch * max(0, plain or 0)}
 
 
 @repeatable_attention()
@@ -235,6 +260,7 @@ def main() -> int:
     parser.add_argument(
         "--models", type=lambda text: text.split(","), default=list(DEFAULT_MODELS), help=", ".join(MODELS)
     )
+    parser.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--context", type=int, default=CONTEXT, help="of the table peak")
     options = parser.parse_args()
@@ -242,11 +268,9 @@ def main() -> int:
         parser.error("no CUDA device")
     device = torch.cuda.get_device_name() if options.device == "cuda" else cpu_name()
     for name in options.models:
-        found = []
-        for row in rows(name, options.context, options.device):
+        for row in rows(name, options.tables, options.context, options.device):
             print(row, flush=True)
-            found.append(row)
-        print(add_results(options.name, device, found, KEYS, (*PACKAGES, "transformers")), flush=True)
+            print(add_results(options.name, device, [row], KEYS, (*PACKAGES, "transformers")), flush=True)
     return 0
 
 

@@ -328,10 +328,12 @@ COLUMNS: dict[str, dict[str, Cell]] = {
         "tokens": "context",
         "weights": gigabytes("weights_bytes"),
         "key-value cache": gigabytes("cache_bytes"),
-        "largest layer": gigabytes("layer_bytes"),
+        "activations, decoded weights": gigabytes("beside_bytes"),
         "predicted peak": gigabytes("predicted_bytes"),
         "measured peak": gigabytes("measured_bytes"),
         "prediction off by": percent("off"),
+        "without plans, predicted": gigabytes("needed_bytes"),
+        "while plans are found, measured": gigabytes("first_bytes"),
         "BF16, predicted": gigabytes("bf16_predicted_bytes"),
     },
     "diffusion.steps": {

@@ -28,13 +28,14 @@ def config(example: Path, tmp_path: Path) -> Path:
 
 
 def test_what_fits(samebits: Command, example: Path) -> None:
-    arguments = ("estimate", example, "--context", 512, "--batch", 4, "--gpu", "20MB")
+    arguments = ("estimate", example, "--context", 512, "--batch", 4, "--prompt", 16, "--gpu", "20MB")
     report = samebits(*arguments, "--json").json
+    assert (report["context"], report["batch"], report["prompt"]) == (512, 4, 16)
     assert report["cache_bytes"] == 4 * 512 * CACHE
-    parts = ("packed_bytes", "table_bytes", "other_bytes", "cache_bytes", "decoded_layer_bytes")
-    assert report["peak_bytes"] == sum(report[part] for part in parts)
-    assert (report["fits"], report["bf16_fits"]) == (True, True)
-    assert report["longest_context"] == (20_000_000 - report["peak_bytes"]) // (4 * CACHE) + 512
+    resident = sum(report[part] for part in ("packed_bytes", "table_bytes", "other_bytes", "cache_bytes"))
+    assert resident < report["peak_bytes"] < report["needed_bytes"] == resident + report["decoded_layer_bytes"]
+    assert (report["fits"], report["bf16_fits"], report["has_activations"]) == (True, True, True)
+    assert report["longest_context"] == (20_000_000 - report["needed_bytes"]) // (4 * CACHE) + 512
     assert report["longest_context"] > report["bf16_longest_context"]
     assert (
         report["packed_cache_peak_bytes"] - report["packed_cache_bytes"] == report["peak_bytes"] - report["cache_bytes"]
@@ -44,17 +45,28 @@ def test_what_fits(samebits: Command, example: Path) -> None:
     assert f" to spare; {report['bf16_longest_context']:,} tokens would\n" in outcome.out
 
 
+def test_a_prompt_that_is_read_at_once_takes_more(samebits: Command, example: Path) -> None:
+    arguments = ("estimate", example, "--context", 512, "--gpu", "20MB", "--json")
+    at_once, behind = samebits(*arguments).json, samebits(*arguments, "--prompt", 16).json
+    assert at_once["cache_bytes"] == behind["cache_bytes"]
+    assert at_once["peak_bytes"] > behind["peak_bytes"]
+    assert at_once["longest_context"] < behind["longest_context"]
+
+
 def test_what_does_not_fit(samebits: Command, example: Path) -> None:
     outcome = samebits("estimate", example, "--context", 512, "--gpu", "10MB")
     assert "BF16 does not fit into 10MB; its weights alone are too large\n" in outcome.out
     report = samebits("estimate", example, "--context", 1, "--json").json
-    weights = report["peak_bytes"] - report["cache_bytes"]
-    outcome = samebits("estimate", example, "--context", 1, "--gpu", f"{weights}B")
-    assert f"samebits does not fit into {weights}B; 0 tokens would\n" in outcome.out
+    for missing, text in (
+        (1, "does not fit into {}; its weights alone are too large"),
+        (0, "fits into {}, 0 B to spare; 1 token would"),
+    ):
+        limit = f"{report['needed_bytes'] - missing}B"
+        assert f"samebits {text.format(limit)}\n" in samebits("estimate", example, "--context", 1, "--gpu", limit).out
 
 
 def test_a_packed_cache_holds_more(samebits: Command, example: Path) -> None:
-    arguments = ("estimate", example, "--context", 100_000, "--gpu", "1GB")
+    arguments = ("estimate", example, "--context", 100_000, "--prompt", 128, "--gpu", "1GB")
     report = samebits(*arguments, "--json").json
     tokens = report["packed_cache_longest_context"]
     assert 1.05 < tokens / report["longest_context"] < 1.2  # one layer of four is decoded

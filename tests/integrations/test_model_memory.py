@@ -16,7 +16,7 @@ import samebits
 from samebits.errors import InputError
 from samebits.format.container import Checkpoint
 from samebits.integrations import model_memory
-from samebits.integrations.model_memory import CacheLayer, ModelMemory, Weights
+from samebits.integrations.model_memory import MOST_TOKENS, CacheLayer, ModelMemory, Weights, longest
 from samebits.jobs.estimate import estimate
 from samebits.jobs.options import CompressOptions
 from samebits.kernels.tables import MAX_TABLE_BYTES
@@ -134,18 +134,63 @@ def test_the_decoded_layer_is_the_largest_that_is_no_embedding(tmp_path: Path) -
     assert model_memory.model_memory(tmp_path / "mixtral", SELECTION, None).decoded == 2 * 4 * 3 * 64 * 96
 
 
-def test_the_longest_context() -> None:
+def test_without_a_forward_pass_one_layer_counts() -> None:
     weights = Weights(100, 10, 160)
     memory = ModelMemory(weights, 3, 5, (CacheLayer(3, 1 << 60, 0, 0), CacheLayer(2, 10, 7, 0)), 20)
-    assert memory.peak(100, 2) == 100 + 3 + 10 + 5 + 20 + 2 * (300 + 20 + 7)
+    assert memory.peak(100, 2) == memory.needed(100, 2) == 100 + 3 + 10 + 5 + 20 + 2 * (300 + 20 + 7)
     assert memory.plain_peak(100, 2) == 160 + 5 + 2 * (300 + 20 + 7)
-    for room in (13, 14, 100, 1000, 1001, 1002):
-        longest = memory.longest(room, 2)
-        assert longest is not None
-        assert memory.cache(longest, 2) <= room < memory.cache(longest + 1, 2) or longest == -1
-    assert memory.longest(13, 2) == -1
-    windows = ModelMemory(weights, 3, 5, (CacheLayer(2, 10, 0, 0),), 20)
-    assert (windows.longest(20, 1), windows.longest(19, 1), windows.longest(-1, 1)) == (None, 9, -1)
+
+
+def test_a_peak_is_at_the_prompt_or_at_the_last_token(tmp_path: Path) -> None:
+    make("llama", tmp_path)
+    memory = model_memory.model_memory(tmp_path, SELECTION, None)
+    passes = memory.forward
+    assert passes is not None
+    prompt, step = passes.prompt(200, 3), passes.step(4000, 3)
+    assert memory.peak(200, 3) == memory.peak(200, 3, 999) == memory.resident + prompt.packed
+    assert memory.plain_peak(200, 3) == memory.weights.plain + memory.buffers + prompt.plain
+    assert memory.peak(4000, 3, 200) == memory.resident + max(prompt.packed, step.packed)
+    assert memory.plain_peak(4000, 3, 1) == memory.weights.plain + memory.buffers + step.plain
+    assert memory.needed(4000, 3, 1) == memory.resident + step.cache + max(step.packed - step.cache, memory.decoded)
+    of_cache = memory.packed_cache(4000, 3) - memory.cache(4000, 3)
+    assert memory.packed_cache_peak(4000, 3, 1) == memory.peak(4000, 3, 1) + of_cache
+
+
+@pytest.mark.parametrize(
+    "needed",
+    [
+        lambda tokens: 10 + 3 * tokens,
+        lambda tokens: 10 + 3 * tokens + (5000 if tokens > 128 else 0),
+        lambda tokens: 10 + tokens + max(0, 7 * (tokens - 2000)) + tokens * tokens // 1000,
+        lambda tokens: 10 + 4 * min(tokens, 1000) + tokens // 50,
+        lambda tokens: 10 + tokens // 100,
+    ],
+    ids=["line", "step", "convex", "concave", "stairs"],
+)
+@pytest.mark.parametrize("limit", [12, 14, 99, 12_345, 77_777, 9_999_999])
+def test_the_longest_context(needed: Any, limit: int) -> None:
+    calls = []
+
+    def counted(tokens: int) -> int:
+        calls.append(tokens)
+        return int(needed(tokens))
+
+    found = longest(counted, limit)
+    if found is None:
+        assert needed(MOST_TOKENS) <= limit
+    elif found < 0:
+        assert needed(1) > limit
+    else:
+        assert needed(found) <= limit < needed(found + 1)
+    assert len(calls) < 50
+    assert max(calls) <= MOST_TOKENS
+
+
+def test_a_cache_that_does_not_grow() -> None:
+    memory = ModelMemory(Weights(100, 10, 160), 3, 5, (CacheLayer(2, 10, 0, 0),), 20)
+    assert longest(lambda context: memory.peak(context, 1), 138 + 20) is None
+    assert longest(lambda context: memory.peak(context, 1), 138 + 19) == 9
+    assert longest(lambda context: memory.peak(context, 1), 138 + 1) == -1
 
 
 def test_a_packed_cache() -> None:
@@ -158,8 +203,8 @@ def test_a_packed_cache() -> None:
         room, packed = 1024 // batch + 15, (tokens - 16) * model_memory.BITS_PER_WEIGHT / 16
         expected = batch * (tokens * 4096 + 2 * (room + packed) * 4096 + 20 + 7)
         assert memory.packed_cache(tokens, batch) == pytest.approx(expected, rel=1e-9)
-        longest = memory.longest(memory.packed_cache(tokens, batch), batch, packed_cache=True)
-        assert longest == tokens
+        limit = memory.packed_cache_peak(tokens, batch)
+        assert longest(lambda context, batch=batch: memory.packed_cache_peak(context, batch), limit) == tokens
     bytes_of = [layers[0].packed_nbytes(tokens, 4) for tokens in range(3000)]
     assert bytes_of == sorted(bytes_of)
 

@@ -192,6 +192,9 @@ def estimate(
     exact: Annotated[bool, typer.Option("--exact", help="Encode everything, not only samples.")] = False,
     context: Annotated[int | None, typer.Option(min=1, help="Tell the memory for this many tokens instead.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="With --context: sequences.")] = 1,
+    prompt: Annotated[
+        int | None, typer.Option(min=1, help="With --context: tokens read at once.", show_default="all of them")
+    ] = None,
     gpu: Annotated[str | None, typer.Option(metavar="SIZE", help="With --context: what fits, as 24GiB.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -200,12 +203,12 @@ def estimate(
 
     options = CompressOptions(min_weights, tuple(include), tuple(exclude), cast is not None)
     if context is not None:
-        from samebits.cli.memory import estimate_memory
+        from samebits.cli.memory import Case, estimate_memory
 
-        estimate_memory(source, options, context, batch, gpu, exact, as_json)
+        estimate_memory(source, options, Case(context, batch, prompt), gpu, exact, as_json)
         return
-    if gpu is not None or batch != 1:
-        raise typer.BadParameter("--batch and --gpu go with --context")
+    if gpu is not None or prompt is not None or batch != 1:
+        raise typer.BadParameter("--batch, --prompt and --gpu go with --context")
     from samebits.cli.commands import estimate
 
     estimate(source, options, exact, as_json)

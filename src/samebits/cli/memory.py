@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from samebits.cli.commands import open_source
@@ -9,15 +11,29 @@ from samebits.cli.console import print_json, print_lines, print_table, progress_
 from samebits.df11.checkpoint import Df11Checkpoint
 from samebits.format.folder import CONFIG, INDEX_SUFFIX
 from samebits.format.safetensors_file import SUFFIX
-from samebits.integrations.model_memory import BITS_PER_WEIGHT, ModelMemory, Weights, model_memory
+from samebits.integrations.model_memory import BITS_PER_WEIGHT, ModelMemory, Weights, longest, model_memory
 from samebits.jobs import estimate as estimates
 from samebits.jobs.options import CompressOptions
 from samebits.nn.convert import Selection
 from samebits.sizes import parse_size, size
 
 
+@dataclass(frozen=True)
+class Case:
+    """What is generated.
+
+    Attributes:
+        context: tokens of each sequence.
+        prompt: those that the first forward pass reads; None: all.
+    """
+
+    context: int
+    batch: int
+    prompt: int | None
+
+
 def estimate_memory(
-    source: str, options: CompressOptions, context: int, batch: int, gpu: str | None, exact: bool, as_json: bool
+    source: str, options: CompressOptions, case: Case, gpu: str | None, exact: bool, as_json: bool
 ) -> None:
     limit = None if gpu is None else parse_size(gpu)
     path = Path(source)
@@ -26,13 +42,15 @@ def estimate_memory(
     selection = Selection(options.min_weights, options.include, options.exclude)
     memory = model_memory(folder, selection, weights)
     if as_json:
-        print_json({"path": folder, "context": context, "batch": batch, **_figures(memory, context, batch, limit)})
+        print_json({"path": folder, **vars(case), **_figures(memory, case, limit)})
         return
-    _print(memory, f"{folder}: {context:,} tokens, batch {batch}", context, batch)
+    _print(memory, f"{folder}: {case.context:,} tokens, batch {case.batch}", case)
     if bare:
         print_lines(f"there are no weights to encode: {BITS_PER_WEIGHT} bits a packed weight are supposed")
+    if memory.forward is None:
+        print_lines("its forward pass needs weights to be followed: no activations are counted, and one decoded layer")
     if limit is not None:
-        _print_fit(memory, str(gpu), limit, context, batch)
+        _print_fit(memory, str(gpu), limit, case)
 
 
 def _weights(source: str, options: CompressOptions, exact: bool) -> tuple[Path, Weights]:
@@ -45,65 +63,72 @@ def _weights(source: str, options: CompressOptions, exact: bool) -> tuple[Path, 
         )
 
 
-def _figures(memory: ModelMemory, context: int, batch: int, limit: int | None) -> dict[str, object]:
+def _figures(memory: ModelMemory, case: Case, limit: int | None) -> dict[str, object]:
+    context, batch, prompt = case.context, case.batch, case.prompt
     figures: dict[str, object] = {
         "packed_bytes": memory.weights.packed,
         "table_bytes": memory.tables,
         "other_bytes": memory.weights.other + memory.buffers,
         "cache_bytes": memory.cache(context, batch),
         "decoded_layer_bytes": memory.decoded,
-        "peak_bytes": memory.peak(context, batch),
+        "peak_bytes": memory.peak(context, batch, prompt),
+        "needed_bytes": memory.needed(context, batch, prompt),
         "packed_cache_bytes": memory.packed_cache(context, batch),
-        "packed_cache_peak_bytes": memory.packed_cache_peak(context, batch),
-        "bf16_peak_bytes": memory.plain_peak(context, batch),
+        "packed_cache_peak_bytes": memory.packed_cache_peak(context, batch, prompt),
+        "bf16_peak_bytes": memory.plain_peak(context, batch, prompt),
+        "has_activations": memory.forward is not None,
     }
     if limit is None:
         return figures
-    room, plain_room = _rooms(memory, limit)
+    ours, packed_cache, plain = (longest(needed, limit) for needed in _needed(memory, case).values())
     return figures | {
         "gpu_bytes": limit,
-        "fits": memory.peak(context, batch) <= limit,
-        "bf16_fits": memory.plain_peak(context, batch) <= limit,
-        "longest_context": memory.longest(room, batch),
-        "packed_cache_longest_context": memory.longest(room, batch, packed_cache=True),
-        "bf16_longest_context": memory.longest(plain_room, batch),
+        "fits": memory.needed(context, batch, prompt) <= limit,
+        "bf16_fits": memory.plain_peak(context, batch, prompt) <= limit,
+        "longest_context": ours,
+        "packed_cache_longest_context": packed_cache,
+        "bf16_longest_context": plain,
     }
 
 
-def _rooms(memory: ModelMemory, limit: int) -> tuple[int, int]:
-    """What is left for the cache, packed and in BF16."""
-    return limit - memory.peak(0, 0), limit - memory.plain_peak(0, 0)
+def _needed(memory: ModelMemory, case: Case) -> dict[str, Callable[[int], int]]:
+    """Bytes that a card must have for a number of tokens."""
+    batch, prompt = case.batch, case.prompt
+    return {
+        "samebits": lambda context: memory.needed(context, batch, prompt),
+        "samebits with PackedCache": lambda context: memory.needed(context, batch, prompt, packed_cache=True),
+        "BF16": lambda context: memory.plain_peak(context, batch, prompt),
+    }
 
 
-def _print(memory: ModelMemory, title: str, context: int, batch: int) -> None:
+def _print(memory: ModelMemory, title: str, case: Case) -> None:
+    context, batch, prompt = case.context, case.batch, case.prompt
     weights, cache = memory.weights.packed + memory.weights.other + memory.buffers, memory.cache(context, batch)
-    plain = memory.weights.plain + memory.buffers
-    rows = [
+    plain, packed_cache = memory.weights.plain + memory.buffers, memory.packed_cache(context, batch)
+    peak, packed_cache_peak = memory.peak(context, batch, prompt), memory.packed_cache_peak(context, batch, prompt)
+    plain_peak = memory.plain_peak(context, batch, prompt)
+    needed, packed_cache_needed = (memory.needed(context, batch, prompt, packed_cache=kept) for kept in (False, True))
+    beside = peak - memory.resident - cache, packed_cache_peak - memory.resident - packed_cache
+    rows: list[tuple[str, float, float, float]] = [
         ("weights", weights, weights, plain),
         ("their decode tables", memory.tables, memory.tables, 0),
-        ("key-value cache", cache, memory.packed_cache(context, batch), cache),
-        ("one decoded layer at most", memory.decoded, memory.decoded, 0),
-        ("peak", *_peaks(memory, context, batch)),
+        ("key-value cache", cache, packed_cache, cache),
+        ("activations and decoded weights", *beside, plain_peak - plain - cache),
+        ("peak", peak, packed_cache_peak, plain_peak),
+        ("peak where products have no plans", needed, packed_cache_needed, plain_peak),
     ]
-    head = ("without activations and the GPU's own", "samebits", "with PackedCache", "BF16")
+    head = ("without the GPU's own", "samebits", "with PackedCache", "BF16")
     print_table(title, head, [(name, *map(size, sizes)) for name, *sizes in rows])
 
 
-def _peaks(memory: ModelMemory, context: int, batch: int) -> tuple[int, int, int]:
-    peak = memory.peak(context, batch)
-    return peak, memory.packed_cache_peak(context, batch), memory.plain_peak(context, batch)
-
-
-def _print_fit(memory: ModelMemory, gpu: str, limit: int, context: int, batch: int) -> None:
-    room, plain_room = _rooms(memory, limit)
-    longest = memory.longest(room, batch), memory.longest(room, batch, True), memory.longest(plain_room, batch)
-    names = "samebits", "samebits with PackedCache", "BF16"
-    for name, peak, tokens in zip(names, _peaks(memory, context, batch), longest, strict=True):
-        fits = f"fits into {gpu}, {size(limit - peak)} to spare" if peak <= limit else f"does not fit into {gpu}"
-        print_lines(f"{name} {fits}; {_longest(tokens)}")
+def _print_fit(memory: ModelMemory, gpu: str, limit: int, case: Case) -> None:
+    for name, needed in _needed(memory, case).items():
+        spare = limit - needed(case.context)
+        fits = f"fits into {gpu}, {size(spare)} to spare" if spare >= 0 else f"does not fit into {gpu}"
+        print_lines(f"{name} {fits}; {_longest(longest(needed, limit))}")
 
 
 def _longest(tokens: int | None) -> str:
     if tokens is None:
-        return "its cache does not grow beyond that"
-    return "its weights alone are too large" if tokens < 0 else f"{tokens:,} tokens would"
+        return "any number of tokens would"
+    return "its weights alone are too large" if tokens < 0 else f"{tokens:,} token{'s' * (tokens != 1)} would"

@@ -1,19 +1,20 @@
 """What a causal language model takes in memory while it generates, from its config: nothing is allocated.
 
-    peak = packed weights + their decode tables + other tensors + key-value cache + the largest layer decoded
+    peak = packed weights + their decode tables + other tensors + key-value cache + what a forward pass takes beside
 
 The cache is measured: the model runs one token on the meta device, and two, and each layer of its cache shows what a
-token takes there (whatever its heads are), and by its kind how many tokens it keeps.
+token takes there (whatever its heads are), and by its kind how many tokens it keeps. So are forward passes, over the
+prompt and over the last token (forward_memory.py).
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -27,8 +28,15 @@ from samebits.kernels.tables import MAX_TABLE_BYTES
 from samebits.nn.convert import HOLDS_ANY, Selection, tied, unpacked
 from samebits.nn.packed_states import LATEST_TOKENS, ROOM_SHARE, default_block_tokens
 from samebits.nn.spared import spare
+from samebits.plans.planner import MANY_TOKENS
+
+if TYPE_CHECKING:
+    from samebits.integrations.forward_memory import ForwardMemory, Pass
 
 BITS_PER_WEIGHT = 10.75  # of packed words that are not there to be encoded: README.md, "How small"
+MOST_TOKENS = 1 << 24  # of a sequence that are asked about
+MISSING_VALUES = (RuntimeError, NotImplementedError, AttributeError, ValueError)  # raised on the meta device
+_TYPICAL_TOKENS = 4096
 _EVERY_TOKEN = 1 << 60
 
 
@@ -114,6 +122,7 @@ class ModelMemory:
         tables: that products on a GPU keep for packed weights.
         buffers: that no checkpoint holds, such as rotary frequencies.
         decoded: the weights of its largest layer in BF16.
+        forward: what forward passes take; None where that is not known, and only ``decoded`` counts.
     """
 
     weights: Weights
@@ -121,6 +130,7 @@ class ModelMemory:
     buffers: int
     cache_layers: tuple[CacheLayer, ...]
     decoded: int
+    forward: ForwardMemory | None = None
 
     def cache(self, context: int, batch: int) -> int:
         """Bytes of the cache with ``context`` tokens in each of ``batch`` sequences."""
@@ -136,27 +146,80 @@ class ModelMemory:
         """Without any cache."""
         return self.weights.packed + self.tables + self.weights.other + self.buffers
 
-    def peak(self, context: int, batch: int) -> int:
-        return self.resident + self.decoded + self.cache(context, batch)
+    def peak(self, context: int, batch: int, prompt: int | None = None) -> int:
+        """Of the compressed model, once the plans of its products are found (samebits.prepare).
 
-    def packed_cache_peak(self, context: int, batch: int) -> int:
+        Args:
+            prompt: tokens that the first forward pass reads; None: all of ``context``.
+        """
+        return self.resident + self._most(self.cache, _packed_beside, context, batch, prompt)
+
+    def packed_cache_peak(self, context: int, batch: int, prompt: int | None = None) -> int:
         """With a PackedCache."""
-        return self.resident + self.decoded + self.packed_cache(context, batch)
+        return self.resident + self._most(self.packed_cache, _packed_beside, context, batch, prompt)
 
-    def plain_peak(self, context: int, batch: int) -> int:
+    def plain_peak(self, context: int, batch: int, prompt: int | None = None) -> int:
         """The same model in BF16."""
-        return self.weights.plain + self.buffers + self.cache(context, batch)
+        return self.weights.plain + self.buffers + self._most(self.cache, _plain_beside, context, batch, prompt)
 
-    def longest(self, room: int, batch: int, packed_cache: bool = False) -> int | None:
-        """The most tokens whose cache fits into ``room`` bytes; -1 if not even none, None if any number."""
-        cache = self.packed_cache if packed_cache else self.cache
-        if cache(_EVERY_TOKEN, batch) <= room:
+    def needed(self, context: int, batch: int, prompt: int | None = None, *, packed_cache: bool = False) -> int:
+        """What the compressed model never takes less than, where memory ends there: also products without a plan.
+
+        Those of the last token decode the largest layer.
+        """
+        peak, cache = (self.packed_cache_peak, self.packed_cache) if packed_cache else (self.peak, self.cache)
+        return max(peak(context, batch, prompt), self.resident + cache(context, batch) + self.decoded)
+
+    def _most(
+        self, cache: Callable[[int, int], int], beside: Callable[[Pass], int], context: int, batch: int,
+        prompt: int | None,
+    ) -> int:  # fmt: skip
+        """Beside what never changes: while the prompt is read, or behind it."""
+        if self.forward is None:
+            return cache(context, batch) + (self.decoded if beside is _packed_beside else 0)
+        read = min(prompt or context, context)
+        found = cache(read, batch) + beside(self.forward.prompt(read, batch))
+        if read < context:
+            found = max(found, cache(context, batch) + beside(self.forward.step(context, batch)))
+        return found
+
+
+def longest(needed: Callable[[int], int], limit: int) -> int | None:
+    """The most tokens for which ``needed``, which grows with them, is at most ``limit`` bytes.
+
+    -1 if not even one, None if MOST_TOKENS. What is needed grows nearly in a line, so it takes few calls.
+    """
+    fits, at_fits = 1, needed(1)
+    if at_fits > limit:
+        return -1
+    guess, is_known = _TYPICAL_TOKENS, False  # its slope
+    while (found := needed(guess)) <= limit:
+        if guess == MOST_TOKENS:
             return None
-        fits, too_many = -1, _EVERY_TOKEN
-        while too_many - fits > 1:
-            middle = (fits + too_many) // 2
-            fits, too_many = (middle, too_many) if cache(middle, batch) <= room else (fits, middle)
-        return fits
+        slope = (found - at_fits) / (guess - fits)
+        fits, at_fits = guess, found
+        crossing = fits + math.ceil((limit - found) / slope) + 1 if slope else MOST_TOKENS
+        guess, is_known = min(2 * fits if is_known else crossing, MOST_TOKENS), True
+    too_many, at_too_many, bisects = guess, found, False
+    while too_many - fits > 1:
+        width = too_many - fits
+        share = 0.5 if bisects else (limit - at_fits) / (at_too_many - at_fits)
+        guess = min(max(fits + int(share * width), fits + 1), too_many - 1)
+        found = needed(guess)
+        if found <= limit:
+            fits, at_fits = guess, found
+        else:
+            too_many, at_too_many = guess, found
+        bisects = not bisects and 2 * (too_many - fits) > width
+    return fits
+
+
+def _packed_beside(found: Pass) -> int:
+    return found.packed - found.cache
+
+
+def _plain_beside(found: Pass) -> int:
+    return found.plain - found.cache
 
 
 def model_memory(folder: Path, selection: Selection, weights: Weights | None) -> ModelMemory:
@@ -176,13 +239,28 @@ def model_memory(folder: Path, selection: Selection, weights: Weights | None) ->
     if model is None or not model.can_generate() or model.config.is_encoder_decoder:
         raise InputError("not a decoder-only language model of transformers", where=where, mend="leave --context out")
     spare(model)
+    model.config.pad_token_id = None  # else some look for it in what they are given, to warn
     held = model.state_dict().keys()
     buffers = sum(buffer.nbytes for name, buffer in model.named_buffers() if name not in held)
     packed = _selected(model, selection) if weights is None else _packed(model, weights.names)
-    decoded = max(_decoded_bytes(module, set(packed)) for module in model.modules())
+    decoded = {module: own for module in model.modules() if (own := _packed_of(module, set(packed)))}
+    largest = max((2 * sum(each.numel() for each in own) for own in decoded.values()), default=0)
     layers = tuple(_cache_layers(model.eval(), where))
     weights = weights or Weights.supposed(model, packed)
-    return ModelMemory(weights, MAX_TABLE_BYTES * len(packed), buffers, layers, decoded)
+    return ModelMemory(weights, MAX_TABLE_BYTES * len(packed), buffers, layers, largest, _forward(model, decoded))
+
+
+def _forward(model: nn.Module, decoded: Mapping[nn.Module, Sequence[nn.Parameter]]) -> ForwardMemory | None:
+    """None where the model's forward needs values."""
+    from samebits.integrations.forward_memory import ForwardMemory
+
+    found = ForwardMemory(model, decoded)
+    try:
+        found.prompt(2 * MANY_TOKENS, 1)
+        found.step(2, 1)
+    except MISSING_VALUES:
+        return None
+    return found
 
 
 def _selected(model: nn.Module, selection: Selection) -> list[nn.Parameter]:
@@ -204,10 +282,10 @@ def _packed(model: Any, names: Collection[str]) -> list[nn.Parameter]:
     return [owner.get_parameter(name) for _, owner, name in firsts]
 
 
-def _decoded_bytes(module: nn.Module, packed: Collection[nn.Parameter]) -> int:
+def _packed_of(module: nn.Module, packed: Collection[nn.Parameter]) -> list[nn.Parameter]:
     """What a module decodes for its forward; an embedding only the rows that it looks up."""
     own = [parameter for parameter in module.parameters(recurse=False) if parameter in packed]
-    return 0 if isinstance(module, nn.Embedding) else 2 * sum(parameter.numel() for parameter in own)
+    return [] if isinstance(module, nn.Embedding) else own
 
 
 def _cache_layers(model: Any, where: str) -> Iterator[CacheLayer]:
@@ -267,7 +345,7 @@ def _cache_after(model: Any, tokens: int, where: str) -> list[Any]:
         return next(value.layers for value in output.values() if isinstance(value, Cache))
     except StopIteration:
         raise InputError("its model gives no cache to measure", where=where, mend="leave --context out") from None
-    except (RuntimeError, NotImplementedError, AttributeError, ValueError) as error:
+    except MISSING_VALUES as error:
         reason = str(error).partition("\n")[0]
         what = f"its cache cannot be measured without weights ({reason})"
         raise InputError(what, where=where, mend="leave --context out") from None
