@@ -63,8 +63,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     found, captured = [], cuda_graphs.captured
 
-    def noted(run: Callable[[], Any]) -> Callable[[], Any]:
-        found.append(captured(run))
+    def noted(device: Any, run: Callable[[], Any]) -> Callable[[], Any]:
+        found.append(captured(device, run))
         return found[-1]
 
     monkeypatch.setattr(cuda_graphs, "captured", noted)

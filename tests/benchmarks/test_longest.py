@@ -39,8 +39,8 @@ def test_counts_what_the_last_step_held(most: int, held: int) -> None:
 
 
 def test_rows() -> None:
-    peak, cached, most = longest.rows("tiny", 64, "cpu")
-    parts = sum(peak[f"{part}_bytes"] for part in ("weights", "cache", "layer"))
+    peak, cached, most = longest.rows("tiny", longest.TABLES, 64, "cpu")
+    parts = sum(peak[f"{part}_bytes"] for part in ("weights", "cache", "beside"))
     assert peak["predicted_bytes"] == parts
     assert peak["measured_bytes"] is None
     assert most["bf16_tokens"] == most["samebits_tokens"] == 2 * (longest.PROMPT + 2 * longest.STEP)
@@ -54,16 +54,14 @@ def test_rows() -> None:
 def test_a_packed_model_is_predicted_to_hold_more() -> None:
     """In memory for which the tables of a tiny model's weights do not count."""
     name = "Mistral Nemo 12B"
-    memory, (cap, batch, _) = longest.predicted(name), longest.CASES[name]
-    packed, plain = (memory.longest(cap - used, batch) for used in (memory.peak(0, 0), memory.plain_peak(0, 0)))
-    assert packed is not None
-    assert plain is not None
-    assert packed > 6 * plain > 0
+    cap, batch, _ = longest.CASES[name]
+    tokens = longest.predicted_tokens(longest.predicted(name), cap, batch)
+    assert tokens["predicted_tokens"] > 6 * tokens["bf16_predicted_tokens"] > 0
 
 
 def test_no_ratio_where_bf16_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(longest.CASES, "tiny", (longest.GIB // 2, 1, None))
-    *_, most = longest.rows("tiny", 64, "cpu")
+    [most] = longest.rows("tiny", ["longest"], 64, "cpu")
     assert (most["bf16_tokens"], most["ratio"], most["packed_cache_ratio"]) == (None, None, None)
     assert most["samebits_tokens"]
 

@@ -277,7 +277,23 @@ def test_states_that_are_kept_in_modules(caplog: pytest.LogCaptureFixture) -> No
     with decoding_steps(model, capture):
         generated(model, cache_implementation="static")
     assert capture.captures == 0
-    assert "each step changes the model's model.layers.0.temporal_block." in caplog.text
+    assert "each step changes what its modules hold in Python" in caplog.text
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.options = {"counts": [0]}
+
+    def forward(self, ids: torch.Tensor, past_key_values: StaticCache) -> torch.Tensor:
+        self.options["counts"][0] += 1
+        return ids + self.options["counts"][0]
+
+
+def test_a_model_that_counts_its_steps(cache: StaticCache, caplog: pytest.LogCaptureFixture) -> None:
+    step = DecodingStep(Counting(), refuse)
+    assert [int(step(ids=torch.tensor(0), past_key_values=cache)) for _ in range(5)] == [1, 2, 3, 4, 5]
+    assert "each step changes what its modules hold in Python" in caplog.text
 
 
 @pytest.mark.parametrize("change", ["moved", "shortened", "counted", "tokens", "inside"])
@@ -488,7 +504,7 @@ def test_which_steps_are_replayed(kind: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(cuda_graphs, "replayed", lambda model, capture: seen.append(("calls", model)))
     model = made("llama")
     adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])) if kind == "has adapters" else model
-    cuda_graphs._steps(model.model if kind == "reads" else adapted)
+    cuda_graphs._steps(model.model if kind == "reads" else adapted, refuse)
     assert seen == [("calls", model.model) if kind == "reads" else ("steps", model)]
 
 

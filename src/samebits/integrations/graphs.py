@@ -6,13 +6,14 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from samebits.errors import InputError
-from samebits.integrations.replayed import replayed
+from samebits.integrations.replayed import Capture, replayed
 from samebits.kernels.replay import fast_replay
 from samebits.nn.packed_module import ACCELERATE
 
@@ -44,7 +45,8 @@ def cuda_graphs(model: nn.Module) -> Iterator[None]:
             )
         yield
         return
-    if len(devices) > 1:
+    device, *others = devices
+    if others:
         where = ", ".join(sorted(map(str, devices)))
         raise InputError(f"a CUDA graph of a model on {where}", mend="load all of it onto one GPU")
     if (
@@ -53,17 +55,17 @@ def cuda_graphs(model: nn.Module) -> Iterator[None]:
         and torch.distributed.get_world_size() > 1
     ):
         raise InputError("a CUDA graph in one of several processes", mend="run it without samebits.cuda_graphs there")
-    with torch.cuda.device(*devices), _steps(model):
+    with _steps(model, partial(captured, device)):
         yield
 
 
-def _steps(model: Any) -> AbstractContextManager[None]:
+def _steps(model: Any, capture: Capture) -> AbstractContextManager[None]:
     base = getattr(model, "get_base_model", lambda: model)()  # PEFT's
     if not _generates(base):
-        return replayed(model, captured)
+        return replayed(model, capture)
     from samebits.integrations.transformers.graphs import decoding_steps
 
-    return decoding_steps(base, captured)
+    return decoding_steps(base, capture)
 
 
 def _generates(model: Any) -> bool:
@@ -75,18 +77,25 @@ def _generates(model: Any) -> bool:
     return isinstance(model, GenerationMixin)
 
 
-def captured(run: Callable[[], Any]) -> Callable[[], Any]:
-    """A function that replays ``run`` on the current GPU, and gives the same tensors each time."""
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-    try:
-        with torch.cuda.graph(graph):
-            output = run()
-    finally:
-        torch.cuda.set_stream(stream)  # which torch does not if the capture has failed
-    start = fast_replay(graph)
+def captured(device: torch.device, run: Callable[[], Any]) -> Callable[[], Any]:
+    """A function that replays ``run`` on a GPU, whichever is current, and gives the same tensors each time."""
+    with torch.cuda.device(device):
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        try:
+            with torch.cuda.graph(graph, stream=_capture_stream(device)):
+                output = run()
+        finally:
+            torch.cuda.set_stream(stream)  # which torch does not if the capture has failed
+        start = fast_replay(graph)
 
     def replay() -> Any:
         start()
         return output
 
     return replay
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """torch's own is of the GPU that was current when it first captured."""
+    return torch.cuda.Stream(device)

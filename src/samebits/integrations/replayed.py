@@ -1,37 +1,46 @@
 """A module's forward, replayed: a denoising step of a diffusion model is one launch then.
 
-For each kind of inputs, that is tensors of the same shapes and everything else the same, the first call finds the plans
-(samebits.prepare) and runs as it is, the second is captured, and it and later ones copy their inputs to where the graph
-reads them, replay it and give copies of what it made. A graph holds for torch's settings and the module as they were:
-weights and whatever else its modules hold are compared at each call, by identity, and captured anew if another is
-there, as where an adapter's scale is set.
+For each kind of inputs, that is tensors of the same shapes and everything else the same, the first call runs as it is,
+and shows what it does beside giving its output: no replay does that, so a forward that changes what its modules hold or
+what it is given, or that draws random numbers, runs as it is ever after. Else the second call finds the plans
+(samebits.prepare) and is captured, and it and later ones copy their inputs to where the graph reads them, replay it and
+give copies of what it made. A graph holds for torch's settings and the module as they were: what can be reached from it
+(module_state.py) is compared at each call, and captured anew if anything is another, as where an adapter's scale is
+set.
 """
 
 from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Iterable, Iterator
+import random
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial, update_wrapper
 from itertools import chain
-from types import FunctionType, MethodType, ModuleType
+from threading import RLock
 from typing import Any
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.autograd import forward_ad
+from torch.nn.utils import parametrize
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from samebits.integrations.module_state import ModuleState
 from samebits.nn.prepare import prepare
 from samebits.nn.product import version_of
-from samebits.plans.environment import blas_state
+from samebits.plans.environment import getters, is_observed
 from samebits.plans.key import ALIGNMENT
 
 Capture = Callable[[Callable[[], Any]], Callable[[], Any]]  # makes of a function one that replays it
 MAX_GRAPHS = 8  # kinds of inputs; a graph keeps memory for all that is made between input and output
-_VALUES = (bool, int, float, str, type(None), torch.dtype, torch.device)  # as arguments
+MAX_FIRST_CALLS = 4  # of a kind, until its modules stay as they are
+MAX_USELESS_CALLS = 32  # that were looked at in a row, and none replayed
+_VALUES = (bool, int, float, str, type(None), torch.dtype, torch.device)  # as arguments, or in an output
+_PRECISIONS = (("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn"), ("mkldnn", "matmul"), ("mkldnn", "conv"))
 _log = logging.getLogger(__name__)
 
 
@@ -71,29 +80,20 @@ class Replays:
         self._model, self._forward, self._capture = model, forward, capture
         self._device = next(chain(model.parameters(), model.buffers())).device
         self._graphs: list[_Graph] = []
+        self._useless = 0  # calls that were looked at since the last replay
+        self._lock = RLock()  # a graph has one place for its inputs
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or _is_capturing(self._device):
-            return self._forward(*args, **kwargs)
-        given = _Given(args, kwargs)
-        graph = self._graph_of(given)
-        if graph.is_refused:
-            return self._forward(*args, **kwargs)
-        if graph.state is None:
-            return self._first(graph, given, args, kwargs)
-        if not graph.state.is_unchanged():
-            self._graphs.remove(graph)
-            return self(*args, **kwargs)
-        if graph.replay is None:
-            graph.replay = self._captured(graph, given)
-        if graph.replay is None:
-            return self._forward(*args, **kwargs)
-        graph.read(given)
-        self.count += 1
-        return tree_map(_copied, graph.replay())
+        if self._useless < MAX_USELESS_CALLS and not _is_seen_through(self._device):
+            with self._lock:
+                given = _Given(args, kwargs)
+                graph = self._graph_of(given)
+                if not graph.is_refused:
+                    return self._called(graph, given, partial(self._forward, *args, **kwargs))
+        return self._forward(*args, **kwargs)
 
     def _graph_of(self, given: _Given) -> _Graph:
-        kind = _settings(self._device), given.spec, list(map(_form, given.leaves))
+        kind = given.kind(self._device)
         for graph in self._graphs:
             if graph.kind == kind:
                 return graph
@@ -103,48 +103,102 @@ class Replays:
             made.refuse(obstacle)
         return made
 
-    def _first(self, graph: _Graph, given: _Given, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """As it is, which shows what it does in Python, as no replay does."""
-        run, marks = partial(self._forward, *args, **kwargs), given.marks()
-        prepare(self._model, call=run)
-        run()
-        before = _State(self._model)
+    def _called(self, graph: _Graph, given: _Given, run: Callable[[], Any]) -> Any:
+        if graph.state is None or not graph.state.is_unchanged():
+            return self._looked_at(graph, given, run)
+        if graph.replay is None:
+            self._capture_it(graph, given, run)
+        if graph.replay is None:
+            return run()
+        graph.read(given)
+        self.count += 1
+        self._useless = graph.first_calls = 0
+        return tree_map(_copied, graph.replay())
+
+    def _looked_at(self, graph: _Graph, given: _Given, run: Callable[[], Any]) -> Any:
+        """As it is."""
+        graph.forget()
+        self._useless += 1
+        if self._useless == MAX_USELESS_CALLS:
+            _log.warning(
+                "samebits.cuda_graphs: calls run as they are: none of the last %d was like one before", self._useless
+            )
+        if graph.first_calls == MAX_FIRST_CALLS:
+            graph.refuse("what its modules hold is another in each call, which no replay sees")
+            return run()
+        graph.first_calls += 1
+        state, numbers, before = self._state(), _random_numbers(self._device), given.contents()
         output = run()
-        if not before.is_unchanged():
-            graph.refuse("each step changes what its modules hold, which no replay does")
-        elif not given.is_same(_Given(args, kwargs)) or given.marks() != marks:
+        if obstacle := _obstacle_of(output):
+            graph.refuse(obstacle)
+        elif not given.is_unchanged(before):
             graph.refuse("it changes what it is given, which no replay does")
-        else:
-            graph.state = before
+        elif _random_numbers(self._device) != numbers:
+            graph.refuse("it draws random numbers")
+        elif state.is_too_large:
+            graph.refuse("its modules hold more than can be compared at each call")
+        elif state.is_unchanged():
+            graph.state = state
+        elif graph.first_calls > 1:  # the first one may fill what later ones find
+            graph.refuse("each step changes what its modules hold, which no replay does")
         return output
 
-    def _captured(self, graph: _Graph, given: _Given) -> Callable[[], Any] | None:
-        """None where it cannot be."""
+    def _capture_it(self, graph: _Graph, given: _Given, run: Callable[[], Any]) -> None:
+        """If it can be: of a forward that does nothing but give an output."""
+        prepare(self._model, call=run)
+        state = self._state()
+        caches = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)  # which is emptied where autocast ends, and has been filled before
         try:
             args, kwargs = tree_unflatten(graph.made_static(given), given.spec)
-            return self._capture(partial(self._forward, *args, **kwargs))
+            replay = self._capture(partial(self._forward, *args, **kwargs))
         except RuntimeError as error:
             graph.refuse(f"it cannot be captured: {error}")
-            return None
+            return
+        finally:
+            torch.set_autocast_cache_enabled(caches)
+        if state.is_unchanged():
+            graph.state, graph.replay = state, replay
+        else:
+            graph.refuse("each step changes what its modules hold, which no replay does")
+
+    def _state(self) -> ModuleState:
+        return ModuleState(self._model, without=[self])
 
 
 class _Given:
     """The arguments of a call, flattened."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.leaves, self.spec = tree_flatten((args, kwargs))
+        self._arguments = args, kwargs
+        self.leaves, self.spec = tree_flatten(self._arguments)
 
     def tensors(self) -> dict[int, torch.Tensor]:
         """By their numbers among the leaves."""
         return {number: leaf for number, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)}
 
-    def marks(self) -> list[tuple[int, int, int]]:
-        """Of tensors, which may be written to."""
-        return list(map(_mark, self.tensors().values()))
+    def kind(self, device: torch.device) -> tuple[Any, ...]:
+        """All that counts for a graph, which other arguments may have as well; and which of them are the same."""
+        numbers = {id(leaf): number for number, leaf in reversed(self.tensors().items())}
+        places = [numbers.get(id(leaf)) for leaf in self.leaves]
+        return _settings(device), self.spec, list(map(_form, self.leaves)), places
 
-    def is_same(self, other: _Given) -> bool:
-        """Whether what was given is still the same things: caches are filled."""
-        return self.spec == other.spec and all(map(operator.is_, self.leaves, other.leaves))
+    def contents(self) -> list[Any]:
+        """Of tensors, which may be written to; where torch does not count that, a copy."""
+        each = self.tensors().values()
+        return [
+            (_where(tensor), version_of(tensor), tensor.clone() if tensor.is_inference() else None) for tensor in each
+        ]
+
+    def is_unchanged(self, before: list[Any]) -> bool:
+        """Whether what was given is still the same things, and nobody has written to them: caches are filled."""
+        now = _Given(*self._arguments)
+        if self.spec != now.spec or not all(map(operator.is_, self.leaves, now.leaves)):
+            return False
+        return all(
+            (_where(tensor), version_of(tensor)) == (where, version) and (kept is None or _same(kept, tensor))
+            for tensor, (where, version, kept) in zip(now.tensors().values(), before, strict=True)
+        )
 
     def obstacle(self, device: torch.device) -> str | None:
         """Why they cannot be replayed; a graph would read them where they are now, or have them aligned otherwise."""
@@ -153,7 +207,7 @@ class _Given:
                 continue
             if not isinstance(leaf, torch.Tensor):
                 return f"an argument is a {type(leaf).__name__}, which may change from call to call"
-            if type(leaf) not in (torch.Tensor, nn.Parameter) or leaf.layout is not torch.strided:
+            if not _is_plain(leaf):
                 return f"an input is a {type(leaf).__name__} of layout {leaf.layout}"
             if leaf.device != device:
                 return f"an input of shape {list(leaf.shape)} is on {leaf.device}, the model on {device}"
@@ -168,29 +222,36 @@ class _Graph:
 
     Attributes:
         kind: settings, and forms of the arguments.
-        state: the module's; None before the first call has ended.
+        state: the module's; None before a call has left it as it was.
+        first_calls: since the last replay.
         static: where it reads each tensor, by its number; as far as memory is there once, see _root.
         replay: None until it is captured.
     """
 
     kind: tuple[Any, ...]
-    state: _State | None = None
+    state: ModuleState | None = None
+    first_calls: int = 0
     static: dict[int, torch.Tensor] = field(default_factory=dict)
     replay: Callable[[], Any] | None = None
     is_refused: bool = False
 
     def refuse(self, obstacle: str) -> None:
         self.is_refused = True
+        self.forget()
         _log.warning("samebits.cuda_graphs: calls run as they are: %s", obstacle)
+
+    def forget(self) -> None:
+        """What it holds for the module as it was."""
+        self.state, self.replay, self.static = None, None, {}
 
     def made_static(self, given: _Given) -> list[Any]:
         """What was given, with tensors of its own, which lie in memory as those do."""
-        leaves = [*given.leaves]
+        leaves, own = [*given.leaves], dict[int, torch.Tensor]()
         for number, tensor in given.tensors().items():
-            root = _root(tensor)
-            own = torch.empty_strided(root.shape, root.stride(), dtype=root.dtype, device=root.device)
-            self.static[number] = own
-            leaves[number] = own.expand(tensor.shape)
+            if id(tensor) not in own:
+                self.static[number] = _like(_root(tensor))
+                own[id(tensor)] = self.static[number].expand(tensor.shape)
+            leaves[number] = own[id(tensor)]
         self.read(given)
         return leaves
 
@@ -200,79 +261,83 @@ class _Graph:
             own.copy_(_root(given.leaves[number]))
 
 
-_WITHOUT_STATE = (Replays, nn.Module, torch.Tensor, type, ModuleType, FunctionType, MethodType)
-
-
-class _State:
-    """What a module's forward may depend on besides inputs and settings: all that its modules hold.
-
-    That is attributes, parameters, submodules and hooks, attributes of objects among these, as configurations and
-    processors, and what is in lists, sets and dicts: by identity, and of tensors also where they lie, and how often
-    torch has written to them.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._containers = list(_containers(model))
-        self._sizes = list(map(len, self._containers))
-        filled = (each for each in self._containers if each)  # few are
-        self._iterators = [each.values if isinstance(each, dict) else each.__iter__ for each in filled]
-        self._values = list(self._now())
-        self._tensors = [value for value in self._values if type(value) in (torch.Tensor, nn.Parameter)]
-        # which no others can have the ids of
-        self._storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in self._tensors]
-        self._marks = list(map(_mark, self._tensors))
-
-    def is_unchanged(self) -> bool:
-        return (
-            list(map(len, self._containers)) == self._sizes
-            and all(map(operator.is_, self._now(), self._values))
-            and list(map(_mark, self._tensors)) == self._marks
-        )
-
-    def _now(self) -> Iterator[Any]:
-        return chain.from_iterable(map(operator.call, self._iterators))
-
-
-def _containers(model: nn.Module) -> Iterable[Any]:
-    found: dict[int, Any] = {}
-    for module in model.modules():
-        own = vars(module)
-        for attributes in (own, *(vars(value) for value in own.values() if _has_attributes(value))):
-            found[id(attributes)] = attributes
-            found |= {id(value): value for value in attributes.values() if isinstance(value, dict | list | set)}
-    return found.values()
-
-
-def _has_attributes(value: Any) -> bool:
-    """Of its own, which are not looked at elsewhere."""
-    return hasattr(value, "__dict__") and not isinstance(value, _WITHOUT_STATE)
-
-
-def _mark(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """Changes where another memory is its, or torch has written to it."""
-    return tensor.data_ptr(), tensor.untyped_storage()._cdata, version_of(tensor)
-
-
-def _settings(device: torch.device) -> tuple[Any, ...]:
-    kind, sdpa = device.type, torch.backends.cuda
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0  # others may run meanwhile
+def _is_seen_through(device: torch.device) -> bool:
+    """Whether others see, or change, what happens inside a call, or what it gives is to be more than values."""
     return (
-        stream,
-        blas_state(),
-        torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
-        (sdpa.flash_sdp_enabled(), sdpa.mem_efficient_sdp_enabled(), sdpa.math_sdp_enabled(), sdpa.cudnn_sdp_enabled()),
+        torch.is_grad_enabled()
+        or torch.compiler.is_compiling()
+        or is_observed()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+        or parametrize._cache_enabled > 0  # of weights that are given back behind it
+        or nn.modules.module._has_any_global_hook()
+        or _is_capturing(device)
     )
 
 
+def _obstacle_of(output: Any) -> str | None:
+    """Why it cannot be copied from where the graph has made it, without which the next replay overwrites it."""
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, torch.Tensor):
+            if not _is_plain(leaf):
+                return f"its output has a {type(leaf).__name__} of layout {leaf.layout}"
+        elif type(leaf) not in _VALUES:
+            return f"its output has a {type(leaf).__name__}, whose tensors the next replay would overwrite"
+    return None
+
+
+def _settings(device: torch.device) -> tuple[Any, ...]:
+    kind, cuda, cudnn = device.type, torch.backends.cuda, torch.backends.cudnn
+    stream = torch.cuda.current_stream(device).cuda_stream if kind == "cuda" else 0  # others may run meanwhile
+    dispatch = sys.modules.get("diffusers.models.attention_dispatch")
+    return (
+        stream,
+        *(getter() for getter in getters()),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
+        (torch.get_default_dtype(), torch.get_default_device()),
+        *(torch._C._get_fp32_precision_getter(*each) for each in _PRECISIONS),
+        (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled()),
+        (cuda.fp16_bf16_reduction_math_sdp_allowed(), tuple(torch._C._get_sdp_priority_order())),
+        torch._C._get_cublas_allow_fp16_reduced_precision_reduction(),
+        torch._C._get_cublas_allow_fp16_accumulation(),
+        (cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
+        torch.backends.mha.get_fastpath_enabled(),
+        dispatch and dispatch._AttentionBackendRegistry._active_backend,
+    )
+
+
+def _random_numbers(device: torch.device) -> list[Any]:
+    """Where generators are that a forward may draw from."""
+    numpy = sys.modules.get("numpy")
+    own = torch.cuda.default_generators[device.index] if device.type == "cuda" else None
+    return [
+        random.getstate(),
+        bytes(torch.get_rng_state().tolist()),
+        own and (own.initial_seed(), own.get_offset()),
+        numpy and str(numpy.random.get_state(legacy=False)),
+    ]
+
+
 def _form(leaf: Any) -> tuple[Any, ...]:
-    """All that counts of an argument for a graph, which others may have as well; values as texts tell -0.0 from 0.0."""
+    """Values as texts tell -0.0 from 0.0."""
     kind = type(leaf)
     if not isinstance(leaf, torch.Tensor):
         return kind, repr(leaf) if kind in _VALUES else None
-    if leaf.layout is not torch.strided:
-        return kind, leaf.shape, leaf.layout
-    return kind, leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad, _misalignment(leaf)
+    if not _is_plain(leaf):
+        return kind, leaf.layout
+    return kind, *_where(leaf)[2:], leaf.dtype, leaf.device, leaf.requires_grad, _misalignment(leaf)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_nested
+
+
+def _where(tensor: torch.Tensor) -> tuple[Any, ...]:
+    if not _is_plain(tensor):
+        return (id(tensor),)
+    return tensor.data_ptr(), tensor.untyped_storage()._cdata, tensor.shape, tensor.stride()
 
 
 def _misalignment(tensor: torch.Tensor) -> int:
@@ -289,10 +354,26 @@ def _root(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    """In new memory, with the same strides."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
 def _copied(value: Any) -> Any:
     """The next replay writes where the tensors of this one are."""
-    return value.clone() if isinstance(value, torch.Tensor) else value
+    if not isinstance(value, torch.Tensor):
+        return value
+    root = _root(value)
+    return _like(root).copy_(root).expand(value.shape)
+
+
+def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """In bytes."""
+    return torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in (left, right)))
 
 
 def _is_capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()

@@ -425,6 +425,9 @@ static int may_repeat(Recall *self, Call *call, Shortcut *known, PyObject *resid
 static int may_decode(Call *call, Shortcut *known, PyObject *resident) {
     int same = call_read_bytes(call);
     if (same == SAME) same = bytes_are_of(resident, call->data);
+    long device = PyLong_AsLong(call->device);
+    if (PyErr_Occurred()) return FAILED;
+    if (device != known->device) return OTHER;  /* default streams of all devices have the same number */
     return same == SAME ? equals(call->stream, PyTuple_GetItem(known->where, 0)) : same;
 }
 

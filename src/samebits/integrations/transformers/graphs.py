@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache, StaticCache, StaticSlidingWindowLayer
 
+from samebits.integrations.module_state import ModuleState
 from samebits.integrations.replayed import Capture
 from samebits.integrations.transformers.ahead import ask, may_run_ahead
 from samebits.plans.environment import blas_state
@@ -127,27 +128,33 @@ class DecodingStep:
         """The step as it is; the last one before the capture shows what it does in Python, which no replay does."""
         if not self._captures or self.calls < self.EAGER_CALLS:
             return self.model(**arguments)
-        counts, before = _counts_of(self._windows), self._state()
+        counts, before = _counts_of(self._windows), self._cache_state()
+        model = self._model_state()
         output = self.model(**arguments)
         counted = {now - then for now, then in zip(_counts_of(self._windows), counts, strict=True)}
-        changed = sorted(place for place, _ in before.items() ^ self._state().items())
+        changed = sorted(place for place, _ in before.items() ^ self._cache_state().items())
         if changed:
             self._refuse(f"each step changes {changed[0]} in Python, which no replay does")
+        elif model and not model.is_unchanged():
+            self._refuse("each step changes what its modules hold in Python, which no replay does")
         elif counted - {1}:
             self._refuse("a sliding window does not take in one token a step")
         return output
 
-    def _state(self) -> dict[str, Any]:
-        """What a step may go on from: the cache, but for the counts of windows, and tensors that modules keep."""
+    def _model_state(self) -> ModuleState | None:
+        """But for the cache, and what stands for the model; tensors may be written to, as replays do that too."""
+        if not isinstance(self.model, nn.Module):
+            return None
+        without = (_cache_of(self._others), vars(self.model).get(_COMPILED))
+        return ModuleState(self.model, contents=False, without=without)
+
+    def _cache_state(self) -> dict[str, Any]:
+        """What a step may go on from in the cache, but for the counts of windows."""
         state: dict[str, Any] = {}
         for number, layer in enumerate(_cache_of(self._others).layers):
             for name, value in vars(layer).items():
                 if name != "cumulative_length_int" or layer not in self._windows:
                     _note(state, f"its cache's layers[{number}].{name}", value)
-        for path, module in self.model.named_modules() if isinstance(self.model, nn.Module) else ():
-            for name, value in (*vars(module).items(), *module._buffers.items()):
-                if isinstance(value, torch.Tensor):
-                    _note(state, f"the model's {'.'.join(filter(None, (path, name)))}", value)
         return state
 
     def _captured(self, inputs: dict[Place, torch.Tensor]) -> Callable[[], Any] | None:
