@@ -37,7 +37,7 @@ from samebits.plans.key import ALIGNMENT
 
 Capture = Callable[[Callable[[], Any]], Callable[[], Any]]  # makes of a function one that replays it
 MAX_GRAPHS = 8  # kinds of inputs; a graph keeps memory for all that is made between input and output
-MAX_FIRST_CALLS = 4  # of a kind, until its modules stay as they are
+MAX_FIRST_CALLS = 4  # of a kind, of which one must find its modules as the one before, and leave them so
 MAX_USELESS_CALLS = 32  # that were looked at in a row, and none replayed
 _VALUES = (bool, int, float, str, type(None), torch.dtype, torch.device)  # as arguments, or in an output
 _PRECISIONS = (("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn"), ("mkldnn", "matmul"), ("mkldnn", "conv"))
@@ -139,7 +139,7 @@ class Replays:
             graph.refuse("its modules hold more than can be compared at each call")
         elif state.is_unchanged():
             graph.state = state
-        elif graph.first_calls > 1:  # the first one may fill what later ones find
+        elif graph.first_calls == MAX_FIRST_CALLS:  # the first ones may fill what later ones find
             graph.refuse("each step changes what its modules hold, which no replay does")
         return output
 
