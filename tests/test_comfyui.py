@@ -94,6 +94,12 @@ def test_compress_and_load(nodes: Any, folder: Path) -> None:
             assert torch.equal(*(output.view(torch.int16) for output in outputs))
 
 
+def test_why_a_model_is_not_compressed(nodes: Any, folder: Path) -> None:
+    call(nodes.SamebitsCompressor, file="flux.safetensors")
+    with pytest.raises(RuntimeError, match=r"^samebits: .*/flux-samebits\.safetensors: the file exists; remove it"):
+        call(nodes.SamebitsCompressor, file="flux.safetensors")
+
+
 def test_lora_on_the_loaded_model(nodes: Any, folder: Path) -> None:
     (name,) = call(nodes.SamebitsCompressor, file="flux.safetensors")
     torch.manual_seed(1)

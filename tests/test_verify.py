@@ -116,6 +116,17 @@ def test_names_shapes_and_dtypes(packed: Path) -> None:
     assert against(packed, content) == Mismatch(HEAD, None, "BF16 [500, 128]", "F16 [500, 128]")
 
 
+def test_all_that_differ_are_named(packed: Path) -> None:
+    """Those that are on one side alone, and of the others those that are not the same."""
+    content = tensors()
+    content["extra"] = content.pop(HEAD)
+    content["model.norm.weight"] *= 2
+    path = write_file(packed.with_name("other.safetensors"), content)
+    verdict = verify_against(Checkpoint.open(packed), Checkpoint.open(path))
+    assert [mismatch.tensor for mismatch in verdict.mismatches] == ["extra", HEAD, "model.norm.weight"]
+    assert verdict.tensors == len(content) - 1
+
+
 def test_a_flipped_bit_of_a_packed_tensor(packed: Path, tmp_path: Path) -> None:
     entry = entry_of(packed, HEAD)
     flip(packed, in_planes(entry))

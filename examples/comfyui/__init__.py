@@ -65,8 +65,13 @@ class SamebitsCompressor:
     def compress(self, file: str) -> tuple[str]:
         source = Path(folder_paths.get_full_path_or_raise(MODELS, file))
         target = source.with_name(f"{source.stem}-samebits.safetensors")
-        command = "from samebits.cli import main; main()"
-        subprocess.run([sys.executable, "-c", command, "compress", str(source), str(target)], check=True)
+        code, line = "from samebits.cli import main; main()", ""
+        command = [sys.executable, "-c", code, "compress", str(source), str(target)]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+            for line in process.stderr or ():  # progress; of a failure the last one says why
+                print(line, end="", file=sys.stderr)
+        if process.returncode:
+            raise RuntimeError(line.strip() or f"samebits compress ended with exit code {process.returncode}")
         return (target.name,)
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -122,19 +122,19 @@ def verify_digests(checkpoint: Checkpoint, device: str = "cpu", progress: Progre
         FormatError: a tensor that is not even well formed.
     """
     unchecked = sum(entry.digest is None for entry in checkpoint)
-    return _verdict(checkpoint, lambda entry: _digest_mismatch(entry, device), progress, unchecked)
+    return _verdict([*checkpoint], lambda entry: _digest_mismatch(entry, device), progress, unchecked)
 
 
 def _verdict(
-    checkpoint: Checkpoint, find: Callable[[Entry], Mismatch | None], progress: Progress, unchecked: int = 0
+    entries: Sequence[Entry], find: Callable[[Entry], Mismatch | None], progress: Progress, unchecked: int = 0
 ) -> Verdict:
-    done, total, found = 0, sum(entry.original_nbytes for entry in checkpoint), []
-    for entry in checkpoint:
+    done, total, found = 0, sum(entry.original_nbytes for entry in entries), []
+    for entry in entries:
         if mismatch := find(entry):
             found.append(mismatch)
         done += entry.original_nbytes
         progress(done, total)
-    return Verdict(len(checkpoint.entries), done, unchecked, found)
+    return Verdict(len(entries), done, unchecked, found)
 
 
 def _digest_mismatch(entry: Entry, device: str) -> Mismatch | None:
@@ -183,9 +183,9 @@ def verify_against(
         Mismatch(name, None, *(("missing", "present") if name in original.entries else ("present", "missing")))
         for name in sorted({*checkpoint.entries} ^ {*original.entries})
     ]
-    if unpaired:
-        return Verdict(0, 0, 0, unpaired)
-    return _verdict(checkpoint, lambda entry: _compare(entry, original.entries[entry.name], device), progress)
+    paired = [entry for entry in checkpoint if entry.name in original.entries]
+    verdict = _verdict(paired, lambda entry: _compare(entry, original.entries[entry.name], device), progress)
+    return replace(verdict, mismatches=[*unpaired, *verdict.mismatches])
 
 
 def _compare(entry: Entry, expected: Entry, device: str) -> Mismatch | None:

@@ -27,7 +27,7 @@ from samebits.jobs import job
 from samebits.jobs.estimate import SAMPLE_WORDS
 from samebits.sizes import size
 from tests.cli.conftest import Command
-from tests.jobs.checkpoints import files_of, stored, tensors, weights, write_file, write_folder
+from tests.jobs.checkpoints import files_of, random_words, stored, tensors, weights, write_file, write_folder
 from tests.jobs.test_jobs import GAINS, in_planes
 
 TOTAL = sum(tensor.nbytes for tensor in tensors().values())
@@ -60,9 +60,11 @@ def test_compress_json(samebits: Command, source: Path, tmp_path: Path) -> None:
 
 
 def test_patterns_of_no_name_are_noted(samebits: Command, source: Path, tmp_path: Path) -> None:
-    outcome = samebits("compress", source, tmp_path / "a", "--include", "lm*", "--exclude", "head.*", "--json")
+    patterns = ("--include", "lm*", "--exclude", "head.*", "--json")
+    outcome = samebits("compress", source, tmp_path / "a", *patterns)
     assert outcome.err == f"note: --exclude head.* is the name of no tensor in {source}\n"
     assert outcome.json["sizes"]["packed_tensors"] == 1
+    assert samebits("estimate", source, *patterns).err == outcome.err
 
 
 def test_options_reach_the_job(samebits: Command, source: Path, tmp_path: Path) -> None:
@@ -190,6 +192,26 @@ def test_inspect(samebits: Command, source: Path, packed: Path) -> None:
         assert ("model.layers.*" in text) is not bool(arguments)
 
 
+def test_names_that_would_command_a_terminal(samebits: Command, tmp_path: Path) -> None:
+    name, shown = "a\x1b[2J\x1b[31m\x9b1m\nRED.weight", r"a\x1b[2J\x1b[31m\x9b1m\nRED.weight"
+    plain = write_file(tmp_path / "a.safetensors", {name: random_words(5000), "b": weights(64, 64)})
+    other = write_file(tmp_path / "c.safetensors", {name: -random_words(5000), "b": weights(64, 64)})
+    outcomes = [
+        samebits("inspect", plain, "--tensors"),
+        samebits("compress", plain, tmp_path / "b.safetensors"),
+        samebits("verify", tmp_path / "b.safetensors", "--against", other),
+        samebits("compress", plain, tmp_path / "d.safetensors", "--exclude", "\x1bx"),
+    ]
+    for outcome in outcomes:
+        assert not any(control in outcome.out + outcome.err for control in ("\x1b", "\x9b"))
+    inspected, compressed, verified, noted = outcomes
+    assert f" {shown} " in inspected.out
+    assert f"packing gains nothing: {shown}\n" in compressed.out
+    assert f"not identical: {shown.replace(chr(92) + 'n', ' ')}[0]: 0x" in verified.error
+    assert noted.err.startswith(r"note: --exclude \x1bx is the name of no tensor")
+    assert {tensor["name"] for tensor in samebits("inspect", plain, "--json").json["tensors"]} == {name, "b"}
+
+
 def test_exact_estimate_is_what_compress_writes(samebits: Command, source: Path, packed: Path) -> None:
     before = files_of(source.parent)
     report = samebits("estimate", source, "--exact", "--json").json
@@ -226,7 +248,6 @@ def test_unusable_input_is_one_line_and_exit_code_2(
         (("decompress", source, tmp_path / "b"), "source: not compressed by samebits or DFloat11; "),
         (("estimate", packed), "packed: already compressed by samebits; "),
         (("bench", tmp_path / "nowhere"), "nowhere: no such file or folder; check the path"),
-        (("generate", tmp_path / "empty", "--prompt", "x"), "empty: transformers cannot load it"),
         (("compress", source, tmp_path / "round"), "Too many levels of symbolic links; check the path"),
         (("compress", "", tmp_path / "b"), "Invalid value for 'SRC': it is empty; see `samebits compress --help`"),
         (("compress", source, ""), "Invalid value for 'DST': it is empty"),

@@ -70,8 +70,24 @@ def test_progress_that_stands_still(capsys: pytest.CaptureFixture[str], monkeypa
     assert capsys.readouterr().err == "compress: 10 % (1.00 kB of 10.00 kB)\n"
 
 
+def test_small_tensors_before_a_compilation(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Say nothing of the speed behind it."""
+    now = [100.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+    lines = console.Lines("compress")
+    for seconds, done in ((1, 10), (2, 20), (12, 30), (12.1, 1030), (17.1, 6030)):
+        now[0] = 100 + seconds
+        lines.show(done, 10000)
+    assert capsys.readouterr().err.splitlines() == [
+        "compress: 0 % (30 B of 10.00 kB)",
+        "compress: 60 % (6.03 kB of 10.00 kB), 1.00 kB/s, 4 s left",
+    ]
+
+
 def test_progress_without_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line every five seconds, with the speed since something was done first."""
+    """A line every five seconds, with the speed since some of it was done."""
     now = [100.0]
     monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
     lines = console.Lines("compress")

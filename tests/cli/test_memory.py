@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from samebits.cli import app
 from samebits.cli.generate import default_model
 from samebits.errors import InputError
+from samebits.integrations.model_memory import MOST_TOKENS
 from samebits.kernels.tables import MAX_TABLE_BYTES
 from samebits.sizes import parse_size
 from tests.cli.conftest import Command
@@ -96,6 +98,11 @@ def test_of_a_compressed_folder_counts_what_is_packed_there(
     assert report == before | {"path": report["path"]}
 
 
+def test_patterns_of_no_name_are_noted(samebits: Command, example: Path) -> None:
+    outcome = samebits("estimate", example, "--context", 9, "--exclude", "*embed*", "--exclude", "head.*")
+    assert (outcome.code, outcome.err) == (0, f"note: --exclude head.* is the name of no tensor in {example}\n")
+
+
 def test_without_weights(samebits: Command, example: Path, config: Path) -> None:
     there, supposed = (samebits("estimate", path, "--context", 9, "--json").json for path in (example, config))
     assert supposed["peak_bytes"] == pytest.approx(there["peak_bytes"], rel=0.01)
@@ -114,6 +121,29 @@ def test_unusable_input(samebits: Command, example: Path) -> None:
     assert "go with --context" in samebits("estimate", example, "--gpu", "1GB").error
     assert "is no size" in samebits("estimate", example, "--context", 9, "--gpu", "much").error
     assert "no config.json" in samebits("estimate", example / "model.safetensors", "--context", 9).error
+
+
+@pytest.mark.parametrize("option", ["--context", "--prompt", "--batch"])
+def test_more_than_can_be_asked_about(samebits: Command, config: Path, option: str) -> None:
+    arguments = {"--context": 1} | {option: app._MOST_SEQUENCES if option == "--batch" else app._MOST_TOKENS}
+    assert samebits("estimate", config, *(word for pair in arguments.items() for word in pair)).code == 0
+    arguments[option] += 1
+    outcome = samebits("estimate", config, *(word for pair in arguments.items() for word in pair))
+    assert (outcome.code, f"Invalid value for '{option}'" in outcome.error) == (2, True)
+
+
+def test_the_most_tokens_are_those_of_the_search(samebits: Command, config: Path) -> None:
+    assert app._MOST_TOKENS == MOST_TOKENS
+    outcome = samebits("estimate", config, "--context", 9, "--gpu", "9999TB")
+    assert " to spare; more than 16,777,216 tokens would\n" in outcome.out
+
+
+def test_a_forward_pass_too_large_to_be_followed(samebits: Command, config: Path) -> None:
+    path = config / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"intermediate_size": 1 << 24}))
+    outcome = samebits("estimate", config, "--context", MOST_TOKENS, "--batch", 1 << 16)
+    message = "samebits: a forward pass of 65,536 x 16,777,216 tokens is too large to be followed; give fewer\n"
+    assert (outcome.code, outcome.error) == (2, message)
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,25 @@ def test_a_config_that_does_not_fit(samebits: Command, copied_example: Path, wro
     assert (outcome.code, f"{copied_example}: transformers cannot load it (" in outcome.error) == (2, True)
 
 
+@pytest.mark.parametrize("command", [("generate",), ("bench",), ("verify", "--logits", "--against", EXAMPLE)])
+@pytest.mark.parametrize(
+    "path", ["./nothere", "../no/there", "/nothere", "no/there.safetensors", "unfinished", "empty"]
+)
+def test_paths_of_no_model(
+    samebits: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, command: tuple[str, ...]
+) -> None:
+    """All commands say the same of them, and the hub is not asked."""
+    monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", lambda *_: pytest.fail("asked the hub"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "unfinished" / ".samebits-job").mkdir(parents=True)
+    (tmp_path / "empty").mkdir()
+    expected = samebits("inspect", path)
+    messages = {"unfinished": "a job has not finished", "empty": "no safetensors files in this folder"}
+    assert messages.get(path, "no such file or folder") in expected.error
+    outcome = samebits(*command, path)
+    assert (outcome.code, outcome.error) == (2, expected.error)
+
+
 def test_unusable_arguments(samebits: Command, example: Path) -> None:
     cases: list[tuple[tuple[object, ...], str]] = [
         ((example / "model.safetensors",), "model.safetensors: a file, not a model folder; give a folder"),

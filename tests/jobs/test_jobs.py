@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -307,6 +308,22 @@ def test_files_without_a_recorded_name_get_the_usual_ones(tmp_path: Path) -> Non
     assert verify_digests(Checkpoint.open(tmp_path / "packed")).unchecked == len(tensors()) - len(GAINS)
 
 
+@pytest.mark.parametrize("sharded", [True, False])
+def test_files_of_diffusers_get_its_names(tmp_path: Path, sharded: bool) -> None:
+    """Also where they were saved from memory, without a name."""
+    source = write_folder(tmp_path / "source", sharded=sharded)
+    (source / "config.json").write_text('{"_class_name": "Transformer2DModel"}')
+    compress(source, tmp_path / "packed")
+    for path in (tmp_path / "packed").glob("*.safetensors"):
+        save_file(load_file(path), path)
+    decompress(tmp_path / "packed", tmp_path / "back")
+    assert stored(tmp_path / "back") == stored(source)
+    names = {path.name for path in (tmp_path / "back").glob("*.safetensors*")}
+    shards = {f"diffusion_pytorch_model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)}
+    index = {"diffusion_pytorch_model.safetensors.index.json"}
+    assert names == (shards | index if sharded else {"diffusion_pytorch_model.safetensors"})
+
+
 @pytest.mark.parametrize("has_index", [True, False])
 @pytest.mark.parametrize(
     "name", ["model-00001-of-00001", "diffusion_pytorch_model-00001-of-00001", "model-00002-of-00003"]
@@ -411,6 +428,22 @@ def test_what_cannot_be_copied_is_seen_before_anything_is_written(tmp_path: Path
     assert not (tmp_path / "packed").exists()
 
 
+def test_what_may_not_be_read_is_seen_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, opened = write_folder(tmp_path / "source"), Path.open
+
+    def deny(path: Path, *arguments: Any, **options: Any) -> Any:
+        if path.name == "tokenizer.json":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return opened(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", deny)
+    with pytest.raises(PermissionError, match=r"source/tokenizer.json"):
+        compress(source, tmp_path / "packed")
+    assert not (tmp_path / "packed").exists()
+
+
 def test_an_empty_tensor_with_a_dimension_that_torch_does_not_know(tmp_path: Path) -> None:
     """It has no values to cast."""
     header = {"a": {"dtype": "F32", "shape": [0, 1 << 63], "data_offsets": [0, 0]}}
@@ -444,6 +477,24 @@ def test_linked_folders_go_along(tmp_path: Path) -> None:
     others = {str(path.relative_to(tmp_path / "packed")) for path in (tmp_path / "packed").glob("*/**/*.txt")}
     assert others == {"extra/notes.txt", "one/deep/notes.txt", "two/deep/notes.txt"}
     assert not (tmp_path / "packed" / "one").is_symlink()
+
+
+@pytest.mark.parametrize("linked", ["model-00002-of-00003.safetensors", "config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize("through_another", [True, False])
+def test_files_that_are_links_into_the_destination(tmp_path: Path, through_another: bool, linked: str) -> None:
+    """They would be removed as weights that the destination holds."""
+    source, destination = write_folder(tmp_path / "source"), tmp_path / "packed"
+    destination.mkdir()
+    (source / linked).rename(tmp_path / linked)
+    if through_another:
+        (destination / linked).symlink_to(tmp_path / linked)
+    else:
+        (tmp_path / linked).rename(destination / linked)
+    (source / linked).symlink_to(Path("..", "packed", linked))
+    before = files_of(tmp_path)
+    with pytest.raises(InputError, match=r"packed: source and destination overlap; choose a destination elsewhere"):
+        compress(source, destination, overwrite=True)
+    assert files_of(tmp_path) == before
 
 
 def test_a_hub_id_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

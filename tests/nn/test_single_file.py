@@ -105,6 +105,15 @@ def test_a_plain_file_into_a_module(model: Model, plain: Path) -> None:
     assert same_bits(fresh(INPUT), model(INPUT))
 
 
+def test_layout_of_dfloat11(tmp_path: Path) -> None:
+    """Whose units would be given as they are stored."""
+    plain, path = tmp_path / "plain.safetensors", tmp_path / "df11.safetensors"
+    save_file({"blocks.0.layer.weight": torch.randn(64, 64).to(torch.bfloat16)}, plain)
+    assert run(["compress", str(plain), str(path), "--format", "df11"]) == 0
+    with pytest.raises(InputError, match=r"df11\.safetensors: in the layout of DFloat11; give `samebits decompress`"):
+        samebits.SingleFile(path)
+
+
 def test_errors(packed: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"no tensor's name begins with 'other\.'"):
         samebits.SingleFile(packed, "other.")

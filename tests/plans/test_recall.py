@@ -579,6 +579,18 @@ def test_products_of_one_input_after_the_first_alone(driver: Driver, monkeypatch
     assert [name for name, _ in driver.again] == ["joint"]
 
 
+def test_products_of_one_input_after_inference_mode(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where inputs have no versions, and nothing is made with others."""
+    monkeypatch.setattr(sys.modules[__name__], "ROOM", 2 * ctypes.sizeof(ProductStructure))
+    monkeypatch.setattr(torch.Tensor, "any", lambda self: True)  # nothing was computed
+    modules = [layer(0), layer(1)]
+    with torch.inference_mode():
+        ask(modules, driver, 4)
+    assert [name for name, _ in driver.again] == ["kernel", "kernel"]
+    ask(modules, driver, 8)
+    assert [name for name, _ in driver.again] == ["joint"]
+
+
 def test_one_product_of_one_input_again_and_again(driver: Driver) -> None:
     module, x = layer(0), x_of(1, 1)
     ask([module], driver, 2, x)

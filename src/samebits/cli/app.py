@@ -82,6 +82,7 @@ Model = Annotated[
 ]
 
 _MAX_SEED = 2**64 - 1  # that torch takes
+_MOST_TOKENS, _MOST_SEQUENCES = 1 << 24, 1 << 16  # whose memory is told; the former as in model_memory.py
 
 
 @app.callback(invoke_without_command=True)
@@ -190,10 +191,13 @@ def estimate(
     exclude: Exclude = [],  # noqa: B006
     cast: CastTo = None,
     exact: Annotated[bool, typer.Option("--exact", help="Encode everything, not only samples.")] = False,
-    context: Annotated[int | None, typer.Option(min=1, help="Tell the memory for this many tokens instead.")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="With --context: sequences.")] = 1,
+    context: Annotated[
+        int | None, typer.Option(min=1, max=_MOST_TOKENS, help="Tell the memory for this many tokens instead.")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, max=_MOST_SEQUENCES, help="With --context: sequences.")] = 1,
     prompt: Annotated[
-        int | None, typer.Option(min=1, help="With --context: tokens read at once.", show_default="all of them")
+        int | None,
+        typer.Option(min=1, max=_MOST_TOKENS, help="With --context: tokens read at once.", show_default="all of them"),
     ] = None,
     gpu: Annotated[str | None, typer.Option(metavar="SIZE", help="With --context: what fits, as 24GiB.")] = None,
     as_json: Json = False,

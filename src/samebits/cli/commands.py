@@ -15,12 +15,12 @@ from samebits.format.names import is_selected
 from samebits.integrations.model_shapes import model_shapes
 from samebits.jobs import estimate as estimates
 from samebits.jobs.compress import Compression, first_rounded
-from samebits.jobs.compress_df11 import Df11Compression, config_of
+from samebits.jobs.compress_df11 import Df11Compression
 from samebits.jobs.decompress import Decompression
 from samebits.jobs.device import resolve_device
 from samebits.jobs.job import JobReport
 from samebits.jobs.options import CompressOptions, RunOptions
-from samebits.jobs.source import resolve_source
+from samebits.jobs.source import config_of, resolve_source
 from samebits.jobs.summary import Sizes, by_kind
 from samebits.sizes import size
 from samebits.verify import Verdict, verify_against, verify_digests
@@ -33,13 +33,13 @@ def open_source(text: str) -> Checkpoint:
 
 def compress(source: str, destination: Path, options: CompressOptions, run: RunOptions, as_json: bool) -> None:
     checkpoint = open_source(source)
-    _note_patterns(checkpoint, options)
+    note_patterns(checkpoint, options)
     with progress_bar("compress") as progress:
         report = Compression(checkpoint, destination, options, run, progress).run()
     _report(report, as_json, also=_note_cast(checkpoint, options))
 
 
-def _note_patterns(checkpoint: Checkpoint, options: CompressOptions) -> None:
+def note_patterns(checkpoint: Checkpoint, options: CompressOptions) -> None:
     """Says which patterns are of no name: a slip, or that of a tied weight, which files have under its other name."""
     for option, patterns in (("include", options.include), ("exclude", options.exclude)):
         for pattern in patterns:
@@ -197,6 +197,7 @@ def _layout(checkpoint: Checkpoint) -> str:
 
 def estimate(source: str, options: CompressOptions, exact: bool, as_json: bool) -> None:
     checkpoint = open_source(source)
+    note_patterns(checkpoint, options)
     with progress_bar("estimate") as progress:
         result = estimates.estimate(checkpoint, options, exact=exact, progress=progress)
     cast = _note_cast(checkpoint, options)

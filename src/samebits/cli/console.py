@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from samebits.cli.failure import visible
 from samebits.sizes import size
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 _PIPE_WIDTH = 160
 _KEPT_WIDTH = 20  # up to which a column keeps its width on any terminal
 _SECONDS_BETWEEN_LINES = 5.0
+_UNDER_WAY = 0.05  # done, from which on speed is measured
 
 
 def print_json(value: dict[str, Any]) -> None:
@@ -25,12 +27,12 @@ def print_json(value: dict[str, Any]) -> None:
 
 
 def print_lines(*lines: str) -> None:
-    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    sys.stdout.write("".join(f"{visible(line)}\n" for line in lines))
 
 
 def note(line: str) -> None:
     """A remark on stderr."""
-    sys.stderr.write(f"{line}\n")
+    sys.stderr.write(f"{visible(line)}\n")
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -38,7 +40,8 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left")
+    table = Table(title=visible(title), title_justify="left")
+    rows = [[visible(cell) for cell in row] for row in rows]
     widths = [min(_KEPT_WIDTH, max(map(len, cells))) for cells in zip(columns, *rows, strict=True)]
     for number, (column, width) in enumerate(zip(columns, widths, strict=True)):
         table.add_column(column, justify="right" if number else "left", overflow="fold", min_width=width)
@@ -93,20 +96,22 @@ def compilation_noted() -> Iterator[None]:
 class Lines:
     """Progress where there is no terminal: a line every few seconds, and none for short work.
 
-    The speed is that since something was done first; what lies before, in a first run the codec's compilation, is not
-    going to be repeated.
+    The speed is that since some of it was done; what lies before, in a first run the codec's compilation, is not going
+    to be repeated, and small tensors that need none of it are done before.
     """
 
     def __init__(self, label: str) -> None:
         self.label = label
         self.last = time.monotonic()
-        self.first: tuple[float, int] | None = None  # when something was done, and how much of it
+        self.first: tuple[float, int] | None = None  # when it was under way, and how much was done
 
     def show(self, done: int, total: int) -> None:
         now = time.monotonic()
         if not done:
             return
-        start, before = self.first = self.first or (now, done)
+        if self.first is None and done >= _UNDER_WAY * total:
+            self.first = now, done
+        start, before = self.first or (now, done)
         if now - self.last < _SECONDS_BETWEEN_LINES:
             return
         self.last = now

@@ -48,7 +48,7 @@ def doctor(as_json: bool) -> None:
         print_json({"healthy": not any(f.mend for f in findings), "findings": [vars(f) for f in findings]})
         return
     for finding in findings:
-        print_lines(f"{finding.name:<16} {finding.found}")
+        print_lines(*f"{finding.name:<16} {finding.found}".split("\n"))  # of a compiler, say
         if finding.mend:
             print_lines(f"{'':<16} -> {finding.mend}")
 

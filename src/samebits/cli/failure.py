@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,6 +13,7 @@ from signal import SIGTERM
 
 from samebits.errors import SamebitsError
 
+_CONTROLS = re.compile(r"[\x00-\x08\n-\x1f\x7f-\x9f]")  # but for the tab
 _CLEAN_LINE = "\r\x1b[2K\x1b[?25h"  # without the bar of progress, and with a cursor again
 
 
@@ -24,8 +26,13 @@ def open_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
+def visible(text: str) -> str:
+    """Without control characters, which names in files may have, and which could do anything to a terminal."""
+    return _CONTROLS.sub(lambda found: repr(found[0])[1:-1], text)
+
+
 def line_of(message: str) -> str:
-    return f"samebits: {' '.join(message.split())}\n"
+    return f"samebits: {visible(' '.join(message.split()))}\n"
 
 
 def json_of(error: SamebitsError, kind: str | None = None) -> str:

@@ -14,9 +14,11 @@ from safetensors import SafetensorError
 import samebits
 from samebits.cli.console import compilation_noted, note, print_json, print_lines
 from samebits.errors import InputError
+from samebits.format.folder import Folder, single_file
 from samebits.integrations import INSTALL_TRANSFORMERS
 from samebits.integrations.model_shapes import WRONG_CONFIG
 from samebits.jobs.device import resolve_device
+from samebits.jobs.source import is_hub_id
 
 EXAMPLE = Path("examples/king-james/model")
 _MEND = "give a folder or hub id with the config, tokenizer and weights of a causal language model"
@@ -89,14 +91,25 @@ def load_model(path: str, **options: Any) -> Any:
 
 def _load(auto_class: str, path: str, **options: Any) -> Any:
     factory = getattr(import_transformers(), auto_class)
-    if Path(path).is_file():
-        raise InputError("a file, not a model folder", where=path, mend=_MEND)
+    _check_path(path)
     try:
         return factory.from_pretrained(path, **options)
     except (*WRONG_CONFIG, SafetensorError) as error:
         if "out of memory" in str(error):
             raise
         raise InputError(f"transformers cannot load it ({error})", where=path, mend=_MEND) from None
+
+
+def _check_path(text: str) -> None:
+    """Refuse what is no model folder as other commands do, and what is no hub id before it is asked for there."""
+    path = Path(text)
+    if path.is_dir():
+        if not any(path.glob("*.bin")):  # weights in another format, which transformers alone reads
+            Folder.scan(path)
+    elif path.exists():
+        raise InputError("a file, not a model folder", where=text, mend=_MEND)
+    elif not is_hub_id(text):
+        single_file(path)
 
 
 @compilation_noted()
@@ -120,7 +133,7 @@ def generate(path: str | None, prompt: str, sampling: Sampling, device: str, gra
     if as_json:
         print_json({"path": path, "prompt": prompt, "text": text, "tokens": new, "seconds": seconds, "device": device})
         return
-    print_lines(text)
+    print_lines(*text.split("\n"))
     note(f"{len(new)} tokens in {seconds:.1f} s on {device}")
 
 

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from samebits.cli.commands import open_source
+from samebits.cli.commands import note_patterns, open_source
 from samebits.cli.console import print_json, print_lines, print_table, progress_bar
 from samebits.df11.checkpoint import Df11Checkpoint
 from samebits.format.folder import CONFIG, INDEX_SUFFIX
 from samebits.format.safetensors_file import SUFFIX
-from samebits.integrations.model_memory import BITS_PER_WEIGHT, ModelMemory, Weights, longest, model_memory
+from samebits.integrations.model_memory import BITS_PER_WEIGHT, MOST_TOKENS, ModelMemory, Weights, longest, model_memory
 from samebits.jobs import estimate as estimates
 from samebits.jobs.options import CompressOptions
 from samebits.nn.convert import Selection
@@ -57,6 +57,7 @@ def _weights(source: str, options: CompressOptions, exact: bool) -> tuple[Path, 
     checkpoint = open_source(source)
     if checkpoint.is_packed and not isinstance(checkpoint, Df11Checkpoint):  # which is packed anew when it is loaded
         return checkpoint.path, Weights.stored(checkpoint)
+    note_patterns(checkpoint, options)
     with progress_bar("estimate") as progress:
         return checkpoint.path, Weights.estimated(
             estimates.estimate(checkpoint, options, exact=exact, progress=progress)
@@ -130,5 +131,5 @@ def _print_fit(memory: ModelMemory, gpu: str, limit: int, case: Case) -> None:
 
 def _longest(tokens: int | None) -> str:
     if tokens is None:
-        return "any number of tokens would"
+        return f"more than {MOST_TOKENS:,} tokens would"
     return "its weights alone are too large" if tokens < 0 else f"{tokens:,} token{'s' * (tokens != 1)} would"

@@ -178,9 +178,13 @@ class ModelMemory:
         if self.forward is None:
             return cache(context, batch) + (self.decoded if beside is _packed_beside else 0)
         read = min(prompt or context, context)
-        found = cache(read, batch) + beside(self.forward.prompt(read, batch))
-        if read < context:
-            found = max(found, cache(context, batch) + beside(self.forward.step(context, batch)))
+        try:
+            found = cache(read, batch) + beside(self.forward.prompt(read, batch))
+            if read < context:
+                found = max(found, cache(context, batch) + beside(self.forward.step(context, batch)))
+        except RuntimeError:  # a tensor of more bytes than torch can count
+            what = f"a forward pass of {batch:,} x {context:,} tokens is too large to be followed"
+            raise InputError(what, mend="give fewer") from None
         return found
 
 

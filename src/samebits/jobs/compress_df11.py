@@ -22,7 +22,7 @@ from samebits.df11.unit import UnitPlan
 from samebits.df11.unsaid import Unsaid
 from samebits.errors import DeviceError, DtypeError, FormatError, InputError
 from samebits.format.container import Checkpoint, Entry
-from samebits.format.folder import CONFIG, file_name_of, read_json
+from samebits.format.folder import CONFIG, file_name_of
 from samebits.format.safetensors_file import (
     FLOATS,
     SUFFIX,
@@ -35,6 +35,7 @@ from samebits.jobs.compress import SPACE, refuse_quantized
 from samebits.jobs.job import Job, Shard, write_json
 from samebits.jobs.options import RunOptions
 from samebits.jobs.pieces import Piece
+from samebits.jobs.source import config_of, stem_of
 from samebits.jobs.summary import Sizes
 from samebits.jobs.workspace import Workspace
 from samebits.progress import Progress, silent
@@ -42,7 +43,6 @@ from samebits.progress import Progress, silent
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_TRANSFORMERS, _DIFFUSERS = "model.safetensors", "diffusion_pytorch_model.safetensors"
 _SPLIT = "split_positions"  # of a unit's tensors the one that is not bytes
 
 
@@ -81,7 +81,7 @@ class Df11Compression(Job):
         if not self.is_folder:
             (shard,) = self.file_by_file([])
             return [replace(shard, metadata={**shard.metadata, **self._unsaid()})]
-        rest = _DIFFUSERS if "_class_name" in config_of(self.checkpoint) else _TRANSFORMERS
+        rest = stem_of(self.checkpoint) + SUFFIX
         files: dict[str, list[Entry]] = {rest: []}
         for entry in self.checkpoint:
             files.setdefault(self._file_of(entry.name) or rest, []).append(entry)
@@ -195,12 +195,6 @@ def _bytes_of(plans: Mapping[str, UnitPlan]) -> list[Stored]:
         for name, shape in sorted(plan.shapes().items())
         if name != _SPLIT
     ]
-
-
-def config_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The model's config.json, in the folder or beside the file; empty if there is none."""
-    folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
-    return read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
 
 
 def _check_source(checkpoint: Checkpoint) -> None:

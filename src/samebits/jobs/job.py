@@ -25,7 +25,7 @@ from samebits.jobs.pieces import Piece, Task, work
 from samebits.jobs.source import other_files, plain_names
 from samebits.jobs.summary import Sizes
 from samebits.jobs.workers import AHEAD, Workers, worker_count
-from samebits.jobs.workspace import FILES, Workspace, out_of_space, require_space
+from samebits.jobs.workspace import FILES, Workspace, out_of_space, rank, require_space
 from samebits.progress import Progress
 
 
@@ -85,6 +85,7 @@ class Job(ABC):
     Raises:
         InputError: source and destination do not fit together; a link in the source leads nowhere.
         DeviceError: the device asked for is missing.
+        OSError: a file of the source cannot be read.
     """
 
     command: str
@@ -263,12 +264,19 @@ def _check_readable(paths: Iterable[Path]) -> None:
         if path.is_symlink() and not path.exists():
             raise InputError("the link leads nowhere", where=str(path), mend="remove it, or fetch the file")
         check_regular(path)
+        path.open("rb").close()
+
+
+def _weights_in(folder: Path) -> set[str]:
+    """Weights, index and config of a folder, which a job that writes there removes, wherever links lead."""
+    return {os.path.realpath(path) for path in folder.iterdir() if rank(Path(path.name))}
 
 
 def _check_places(source: Path, destination: Path, is_folder: bool) -> None:
     where = str(destination)
     inner, outer = (Path(os.path.realpath(path)) for path in (destination, source))  # resolve() fails if links go round
-    if inner == outer or (is_folder and (inner in outer.parents or outer in inner.parents)):
+    overlap = inner == outer or (is_folder and (inner in outer.parents or outer in inner.parents))
+    if overlap or (is_folder and destination.is_dir() and _weights_in(source) & _weights_in(destination)):
         raise InputError("source and destination overlap", where=where, mend="choose a destination elsewhere")
     if is_folder and destination.suffix == SUFFIX and not destination.exists():
         mend = f"the source is a folder: give a name that does not end in {SUFFIX}"

@@ -8,14 +8,14 @@ import re
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePath, PurePosixPath
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from samebits.errors import InputError
 from samebits.format.container import Checkpoint
-from samebits.format.folder import INDEX_SUFFIX, shard_name
+from samebits.format.folder import CONFIG, INDEX_SUFFIX, read_json, shard_name
 from samebits.format.safetensors_file import SUFFIX
 
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*(?<!\.safetensors)")
 OTHER_WEIGHTS = (
     "pytorch_model*", "*.pth", "*.pt", "*.ckpt", "*.gguf", "*.ggml", "*.onnx", "*.onnx_data*", "*.h5", "*.msgpack",
     "*.tflite", "*.ot", "consolidated*", "*.mlmodel", "openvino*.bin",
@@ -33,7 +33,7 @@ def resolve_source(text: str) -> Path:
         InputError: neither a path nor a model on the hub.
     """
     path = Path(text)
-    if path.exists() or not _HUB_ID.fullmatch(text):
+    if path.exists() or "/" not in text or not is_hub_id(text):
         return path
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -44,6 +44,11 @@ def resolve_source(text: str) -> Path:
         reason = str(error).strip().partition("\n")[0]
         mend = "check the path, the hub id, the network, or log in with `hf auth login`"
         raise InputError(f"no such path, and not available on the hub ({reason})", where=text, mend=mend) from None
+
+
+def is_hub_id(text: str) -> bool:
+    """Whether a model on the hub may be named so; a few old ones have no slash."""
+    return _HUB_ID.fullmatch(text) is not None
 
 
 def _download(hub_id: str, transport_error: type[Exception]) -> str:
@@ -70,8 +75,20 @@ def plain_names(checkpoint: Checkpoint) -> list[str]:
     known = [info.original for file in files if (info := checkpoint.infos.get(file.path)) and info.original]
     if len(set(known)) == len(files):
         return known
-    stem = DIFFUSERS if any(file.path.name.startswith(DIFFUSERS) for file in files) else "model"
+    stem = stem_of(checkpoint)
     return [shard_name(stem, number, len(files)) for number in range(1, len(files) + 1)]
+
+
+def stem_of(checkpoint: Checkpoint) -> str:
+    """How loaders want the files of the plain model to begin."""
+    is_named = any(file.path.name.startswith(DIFFUSERS) for file in checkpoint.files)
+    return DIFFUSERS if is_named or "_class_name" in config_of(checkpoint) else "model"
+
+
+def config_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The model's config.json, in the folder or beside the file; empty if there is none."""
+    folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    return read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
 
 
 def other_files(folder: Path, weights: set[Path]) -> tuple[list[Path], list[Path]]:

@@ -10,8 +10,8 @@ import torch
 from safetensors import safe_open
 
 from samebits.api import decode
+from samebits.df11.checkpoint import Df11Checkpoint, open_checkpoint
 from samebits.errors import InputError
-from samebits.format.container import Checkpoint
 from samebits.format.folder import KEY
 from samebits.format.packed import PackedTensor
 from samebits.format.safetensors_file import SUFFIX
@@ -37,7 +37,7 @@ class SingleFile:
         is_packed: whether the file is compressed.
 
     Raises:
-        InputError: no such file, or no safetensors file by its name, or no tensor has the prefix.
+        InputError: no such file, or no safetensors file by its name, or DFloat11's, or no tensor has the prefix.
         FormatError: a damaged file; VersionError: of a later version.
     """
 
@@ -45,7 +45,10 @@ class SingleFile:
         self.path, self.prefix = Path(path), prefix
         if self.path.is_dir():
             raise InputError("a folder", where=str(path), mend=f"give one {SUFFIX} file")
-        checkpoint = Checkpoint.open(self.path)
+        checkpoint = open_checkpoint(self.path)
+        if isinstance(checkpoint, Df11Checkpoint):
+            mend = "give `samebits decompress` the file, and take what it writes"
+            raise InputError("in the layout of DFloat11", where=str(path), mend=mend)
         self.is_packed = checkpoint.is_packed
         self.metadata = {key: value for key, value in checkpoint.files[0].metadata.items() if key != KEY}
         self._entries = {
