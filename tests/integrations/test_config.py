@@ -42,6 +42,7 @@ def test_only_the_version_is_needed() -> None:
         ({"version": 1, "min_weight": 5}, InputError),
         ({"version": 1, "min_weights": "many"}, InputError),
         ({"version": 1, "min_weights": True}, InputError),
+        ({"version": 1, "min_weights": 0}, InputError),
         ({"version": 1, "exclude": "lm_head*"}, InputError),
         ({"version": 1, "include": [5]}, InputError),
     ],

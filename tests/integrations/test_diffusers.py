@@ -84,6 +84,15 @@ def test_saved_and_loaded_again(any_model: Reference, config: samebits.SamebitsC
     any_model.assert_same(model)
 
 
+@pytest.mark.parametrize("size", ["100KB", "1GB"])
+def test_saved_and_decompressed(flux: Reference, config: samebits.SamebitsConfig, size: str, tmp_path: Path) -> None:
+    flux.model.save_pretrained(tmp_path / "plain")
+    flux.load(quantization_config=config).save_pretrained(tmp_path / "packed", max_shard_size=size)
+    assert run(["decompress", str(tmp_path / "packed"), str(tmp_path / "back")]) == 0
+    assert_same_checkpoint(tmp_path / "back", tmp_path / "plain")
+    flux.assert_same(flux.load(tmp_path / "back"))
+
+
 def test_folder_of_the_command_line(any_model: Reference, tmp_path: Path) -> None:
     folder = compress_folder(any_model.folder, tmp_path / "compressed")
     model = any_model.load(folder)

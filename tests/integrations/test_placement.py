@@ -14,7 +14,7 @@ from transformers.core_model_loading import Concatenate, MergeModulelist, Transp
 import samebits
 from samebits.errors import InputError
 from samebits.integrations.transformers.names import arrange
-from tests.integrations.models import Reference, files
+from tests.integrations.models import Reference, compress_folder, files
 
 DISK = {"model.embed_tokens": "cpu", "lm_head": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}
 DISK |= {"model.layers.0": "cpu", "model.layers.1": "disk"}
@@ -82,6 +82,27 @@ def test_layers_on_disk(
     model = plain.load(**options, device_map=dict(DISK), offload_folder=tmp_path / "disk")
     on_disk = {name: parameter for name, parameter in model.named_parameters() if parameter.device.type == "meta"}
     assert "model.layers.1.self_attn.q_proj.sb_packed" in on_disk
+    plain.assert_same(model)
+    model.save_pretrained(tmp_path / "again")
+    plain.assert_same(plain.load(tmp_path / "again"))
+
+
+@pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules")
+@pytest.mark.parametrize("device_map", [{"": "disk"}, "auto"], ids=str)
+@pytest.mark.parametrize("compressed", [True, False])
+def test_tied_weights_on_disk(
+    references, device_map: Any, compressed: bool, config: samebits.SamebitsConfig, tmp_path: Path
+) -> None:
+    """They lie there once."""
+    plain: Reference = references("llama-tied")
+    options: dict[str, Any] = {"quantization_config": config}
+    if compressed:
+        options = {"folder": compress_folder(plain.folder, tmp_path / "packed")}
+    disk, memory = tmp_path / "disk", {"cpu": 1000} if device_map == "auto" else None
+    model = plain.load(**options, device_map=device_map, max_memory=memory, offload_folder=disk)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert "model.embed_tokens.sb_packed.safetensors" in files(disk)
+    assert "lm_head.sb_packed.safetensors" not in files(disk)
     plain.assert_same(model)
     model.save_pretrained(tmp_path / "again")
     plain.assert_same(plain.load(tmp_path / "again"))

@@ -237,6 +237,11 @@ def test_bad_arguments() -> None:
         samebits.compress(module, exclude=[1])  # type: ignore[list-item]
     with pytest.raises(InputError, match=r"min_weights is '9', which is no whole number"):
         samebits.compress(module, min_weights="9")  # type: ignore[arg-type]
+    for number in (0, -5):
+        with pytest.raises(
+            InputError, match=rf"min_weights is {number}, which is less than 1; 1 packs all that it can"
+        ):
+            samebits.compress(module, min_weights=number)
     with pytest.raises(InputError, match=r"embedding\.weight: on the meta device"):
         samebits.compress(copy.deepcopy(module).to("meta"))
     for change in (samebits.compress, samebits.decompress):

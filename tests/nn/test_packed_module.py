@@ -8,6 +8,8 @@ import pickle
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from threading import Barrier, Thread
 from typing import Any
@@ -391,6 +393,29 @@ TRANSFORMS: dict[str, Callable[[nn.Module], torch.Tensor]] = {
     "jacrev": lambda module: torch.func.jacrev(module)(INPUT[0, 0]),
     "grad of each": lambda module: torch.vmap(torch.func.grad(lambda x: module(x).float().square().sum()))(INPUT),
 }
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(
+    ("name", "shape"), [("linear", (2, 9, 64)), ("conv2d", (2, 8, 12, 6)), ("attention", (2, 9, 64))]
+)
+def test_transforms_where_no_gradients_are_recorded(
+    name: str, shape: tuple[int, ...], mode: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """There decoded weights have requires_grad, as parameters have."""
+    plain, _, _ = make(name)
+    module = copy.deepcopy(plain)
+    samebits.compress(module, min_weights=1)
+    inputs = [INPUT.reshape(shape)] * (3 if name == "attention" else 1)
+
+    def call(each: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
+        outputs = each(*inputs)
+        return outputs[0] if name == "attention" else outputs
+
+    for transform in (torch.vmap, lambda f: lambda *x: torch.func.jvp(f, x, x)[1]):
+        with mode():
+            outputs = [transform(partial(call, each))(*inputs) for each in (module, plain)]
+        assert same_bits(*outputs)
 
 
 def test_tangents_of_layers_whose_biases_are_trained() -> None:

@@ -18,6 +18,7 @@ from samebits.integrations import MINIMUM
 # The module that integrations extend, and these, which are imported once that is loaded.
 INTEGRATIONS = {
     "peft": ["peft"],
+    "sentence_transformers.base.model": ["sentence_transformers"],
     "transformers.integrations.moe": ["transformers.experts"],
     "transformers.quantizers.auto": ["transformers.quantizer"],
     "transformers.modeling_utils": ["transformers.model", "transformers.df11"],

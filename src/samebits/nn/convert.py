@@ -46,7 +46,7 @@ class Selection:
     ``include`` (empty: all) and none of ``exclude``.
 
     Raises:
-        InputError: something else than a number, or than strings.
+        InputError: something else than a number from 1 on, or than strings.
     """
 
     min_weights: int = MIN_WEIGHTS
@@ -57,6 +57,8 @@ class Selection:
         if isinstance(self.min_weights, bool) or not hasattr(self.min_weights, "__index__"):
             raise InputError(f"min_weights is {self.min_weights!r}, which is no whole number", mend="give one")
         object.__setattr__(self, "min_weights", index(self.min_weights))
+        if self.min_weights < 1:
+            raise InputError(f"min_weights is {self.min_weights}, which is less than 1", mend="1 packs all that it can")
         for name in ("include", "exclude"):
             patterns = getattr(self, name)
             if not isinstance(patterns, str) and isinstance(patterns, Iterable):
@@ -76,8 +78,8 @@ class Selection:
             return f"is a {type(parameter).__name__}, not a plain tensor"
         if torch.empty_like(parameter, device="meta").stride() != parameter.stride():
             return "has gaps or repetitions in memory"
-        if parameter.numel() < max(1, self.min_weights):
-            return f"fewer than {max(1, self.min_weights)} weights"
+        if parameter.numel() < self.min_weights:
+            return f"fewer than {self.min_weights} weights"
         if hasattr(module, "save_pretrained"):
             return "belongs to a model itself, whose class must stay"
         if isinstance(module, nn.RNNBase):
@@ -122,7 +124,7 @@ def _bias(attention: nn.Module) -> nn.Parameter | None:
     return attention._parameters["in_proj_bias" if isinstance(attention, nn.MultiheadAttention) else "bias"]
 
 
-HOLDS_ANY = Selection(min_weights=0)  # what a module can hold packed, if it were worth it
+HOLDS_ANY = Selection(min_weights=1)  # what a module can hold packed, if it were worth it
 
 
 @dataclass(frozen=True)

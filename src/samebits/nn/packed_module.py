@@ -27,7 +27,7 @@ from samebits.format.names import BARE, PACKED, WEIGHT
 from samebits.format.packed import Header, PackedTensor
 from samebits.nn.lazy import LazyTensor, LazyWeight
 from samebits.nn.product import FrozenProduct, check_unchanged, is_frozen, is_fusible, is_matrix, is_trained, version_of
-from samebits.nn.recipe import Piece, Recipe
+from samebits.nn.recipe import Piece, Recipe, showing
 from samebits.plans import dispatch
 from samebits.plans.key import has_planned_layout, is_gapless
 
@@ -142,11 +142,7 @@ class PackedModule(nn.Module):
             decoded[name] = weight = recipe.weight(self.sb_data(name))
             decoded.versions[name] = version_of(weight)
             return weight
-        shows = recipe.shows_requires_grad(weight.device)
-        if weight.requires_grad == shows:
-            return weight
-        with torch.inference_mode(False):  # as in Recipe.weight
-            return weight.detach().requires_grad_(shows)
+        return showing(weight, recipe.shows_requires_grad(weight.device))
 
     def sb_data(self, name: str) -> list[torch.Tensor]:
         """The stored tensors of the weight ``name``, in the order of its recipe's pieces.

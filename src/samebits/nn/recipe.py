@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from samebits.format.packed import Header, PackedTensor
 from samebits.kernels.ops import decode_experts, decode_packed, decode_rows, fields_of
@@ -70,10 +72,10 @@ class Recipe:
 
     def weight(self, data: Sequence[torch.Tensor]) -> torch.Tensor:
         """``decode(data)``, with requires_grad where it is to show."""
-        if not self.shows_requires_grad(data[0].device):
+        if not self.shows_requires_grad(data[0].device) or is_functorch_wrapped_tensor(data[0]):
             return self.decode(data)
-        with torch.inference_mode(False):  # as parameters are made: views of other tensors show nothing
-            return self.decode(data).detach().requires_grad_()
+        with _outside():
+            return showing(self.decode(data), shows=True)
 
     def decode(self, data: Sequence[torch.Tensor], entries: Container[int] | None = None) -> torch.Tensor:
         """The weight, a new tensor.
@@ -164,6 +166,28 @@ def shows_requires_grad(dtype: torch.dtype, device: torch.device) -> bool:
     if torch.is_grad_enabled() or device.type == "meta":
         return False
     return not torch.is_autocast_enabled(device.type) or torch.get_autocast_dtype(device.type) is dtype
+
+
+def showing(weight: torch.Tensor, shows: bool) -> torch.Tensor:
+    """A weight with requires_grad or without, as it is to show."""
+    if weight.requires_grad == shows or is_functorch_wrapped_tensor(weight):
+        return weight
+    with _outside():
+        weight = weight.detach()
+        weight.requires_grad = shows  # the method requires_grad_ is refused in torch.func
+        return weight
+
+
+def _outside() -> AbstractContextManager[object]:
+    """As parameters are made: views of other tensors show nothing, nor does what is made in torch.func."""
+    is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    return _outside_of_transforms() if is_transformed else torch.inference_mode(False)
+
+
+@contextmanager
+def _outside_of_transforms() -> Iterator[None]:
+    with torch.inference_mode(False), torch._C._DisableFuncTorch():
+        yield
 
 
 def _values(ids: torch.Tensor, size: int) -> Container[int] | None:

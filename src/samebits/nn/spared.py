@@ -6,19 +6,14 @@ to it: packed bytes would say uint8. Adapters are trained, saved and switched by
 
 from __future__ import annotations
 
-import inspect
-import re
-import sys
 import weakref
-from collections.abc import Iterator
-from functools import lru_cache
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 from torch import nn
 
-# In a class: the first parameter of itself or of a part, but for its device; several in a line.
-_ASKS = re.compile(r"next\(\s*(?:(?:iter|(?:itertools\.)?chain)\(\s*)*self((?:\.\w+)*)\.parameters\((?=([^\n]*))")
-_HARMLESS = re.compile(r"[\w=, ]*\)+\.(device|is_cuda|requires_grad|is_meta)\b")
+from samebits.nn.questions import CHILDREN, EVERY, LAST, Path, asked_parts
+
 _ASKED = "tells the model's code the dtype to compute with"
 _TRAINED = "belongs to an adapter"
 
@@ -28,11 +23,11 @@ _reasons: weakref.WeakKeyDictionary[Any, dict[str, str]] = weakref.WeakKeyDictio
 def spare(root: nn.Module) -> None:
     """Find these parameters, in a module and what is below; asked before any of it is packed."""
     for module in root.modules():
-        for path in _asked_parts(cast(Any, type(module))):
-            part = _part(module, path)
-            first = next(_parameters(part), None) if part is not None else None
-            if first is not None:
-                _reasons.setdefault(first[0], {})[first[1]] = _ASKED
+        for path in asked_parts(cast(Any, type(module))):
+            for asked in _parts(module, path):
+                parameters = list(_parameters(asked))
+                for owner, leaf in parameters[-1:] if path[-1:] == (LAST,) else parameters[:1]:
+                    _reasons.setdefault(owner, {})[leaf] = _ASKED
         for name in _adapters(module):
             part = getattr(module, name, None)
             for owner, leaf in _parameters(part) if isinstance(part, nn.Module) else ():
@@ -44,41 +39,25 @@ def reason_to_spare(module: nn.Module, name: str) -> str | None:
     return _reasons.get(module, {}).get(name)
 
 
-@lru_cache(maxsize=1024)
-def _asked_parts(cls: Any) -> frozenset[tuple[str, ...]]:
-    """Paths from a module to those whose first parameter is asked for, from the source of its class."""
-    found: set[tuple[str, ...]] = set()
-    for base in cls.__mro__:
-        if base.__module__.partition(".")[0] in ("torch", "builtins", "samebits"):
-            continue
-        if _may_ask(base.__module__):
-            asked = _ASKS.findall(_source(base))
-            found |= {tuple(path.split(".")[1:]) for path, rest in asked if not _HARMLESS.match(rest)}
-    return frozenset(found)
+def _parts(module: nn.Module, path: Path) -> Iterator[nn.Module]:
+    """The modules to which a path leads."""
+    found: list[Any] = [module]
+    for step in path if path[-1:] != (LAST,) else path[:-1]:
+        found = [each for part in found for each in _next(part, step)]
+        if step == EVERY:
+            break
+    return (part for part in found if isinstance(part, nn.Module))
 
 
-@lru_cache(maxsize=1024)
-def _may_ask(module: str) -> bool:
-    """Whether a class of a Python module may: to find one in the source takes a hundred times as long."""
-    source = _source(sys.modules.get(module))
-    return not source or _ASKS.search(source) is not None
-
-
-def _source(of: Any) -> str:
-    """Of a module or class; empty where there is none, as of what was made in a session, or by code."""
-    try:
-        return inspect.getsource(of)
-    except (OSError, TypeError):
-        return ""
-
-
-def _part(module: nn.Module, path: tuple[str, ...]) -> nn.Module | None:
-    for name in path:
-        found = getattr(module, name, None)
-        if not isinstance(found, nn.Module):
-            return None
-        module = found
-    return module
+def _next(part: Any, step: str) -> Iterable[Any]:
+    if isinstance(part, nn.Module):
+        if step == EVERY:
+            return part.modules()
+        if step == CHILDREN or step.startswith("["):
+            child = part._modules.get(step[1:-1])
+            return part.children() if child is None else [child]
+        return [getattr(part, step, None)]
+    return part.values() if isinstance(part, dict) else part if isinstance(part, (list, tuple)) else ()
 
 
 def _parameters(root: nn.Module) -> Iterator[tuple[nn.Module, str]]:

@@ -158,7 +158,7 @@ class SamebitsQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         if tuple(parameter.shape) != entry.shape:
             what = f"shape {list(entry.shape)} where the model has {list(parameter.shape)}"
             raise FormatError(what, where=entry.where, mend="these weights do not belong to this config.json")
-        if replace(self._selection, min_weights=0, include=(), exclude=()).reason_against(module, leaf, entry.name):
+        if replace(self._selection, min_weights=1, include=(), exclude=()).reason_against(module, leaf, entry.name):
             return
         recipe = Recipe(entry.shape, (Piece(slot_name(leaf), entry.header),), self._dtype_of(entry.name))
         pack(module, leaf, recipe, [torch.empty(entry.nbytes, dtype=torch.uint8, device="meta")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import wraps
 from pathlib import Path
@@ -11,6 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from transformers import modeling_utils
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_NAME
 
@@ -34,6 +36,7 @@ def register() -> None:
     PreTrainedModel.num_parameters = counting_weights(PreTrainedModel.num_parameters)
     PreTrainedModel.save_pretrained = _saving(PreTrainedModel.save_pretrained)
     PreTrainedModel.from_pretrained = classmethod(_loading(PreTrainedModel.from_pretrained.__func__))
+    modeling_utils.accelerate_dispatch = _dispatching(modeling_utils.accelerate_dispatch)
 
 
 def _loading(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -90,6 +93,25 @@ def _tying(original: Callable[..., Any]) -> Callable[..., Any]:
         share_ties(self)
 
     return tie_weights
+
+
+def _dispatching(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @wraps(original)
+    def accelerate_dispatch(*args: Any, **kwargs: Any) -> Any:
+        """What is tied lies on disk once: transformers finds it there by its other names unless it is packed."""
+        call = signature.bind(*args, **kwargs)
+        index, model = call.arguments["offload_index"] or {}, call.arguments["model"]
+        names: defaultdict[int, list[str]] = defaultdict(list)
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names[id(parameter)].append(name)
+        for tied in names.values():
+            for found in [index[name] for name in tied if name in index][:1]:
+                index.update({name: found for name in tied if name not in index})
+        return original(*args, **kwargs)
+
+    return accelerate_dispatch
 
 
 def _saving(original: Callable[..., Any]) -> Callable[..., Any]:

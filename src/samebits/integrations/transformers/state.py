@@ -154,6 +154,6 @@ def _converted(model: Any, tensors: Tensors, headers: Mapping[str, Header], min_
 
 def _encoded(tensors: Tensors, min_weights: int) -> Iterable[tuple[str, torch.Tensor]]:
     for name, tensor in tensors.items():
-        large = tensor.dtype == torch.bfloat16 and tensor.numel() >= max(1, min_weights)
+        large = tensor.dtype == torch.bfloat16 and tensor.numel() >= min_weights
         packed = encode(tensor) if large else None
         yield (name, tensor) if packed is None or packed.is_raw else (stored_name(name), packed.data)
