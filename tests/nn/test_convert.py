@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
@@ -248,6 +249,20 @@ def test_bad_arguments() -> None:
         with pytest.raises(InputError, match=r"Tensor is no torch module; samebits\.encode and samebits\.decode take"):
             change(torch.ones(3))  # type: ignore[operator]
     assert same_bits(call(module), expected)
+
+
+@pytest.mark.parametrize(
+    ("function", "mend"),
+    [
+        (samebits.prepare, "one of its parts"),
+        (lambda given: samebits.offload(given, "5MB"), "one of its parts"),
+        (lambda given: samebits.cuda_graphs(given).__enter__(), "its transformer or unet"),
+    ],
+)
+def test_what_is_no_module(function: Callable[[Any], object], mend: str) -> None:
+    """As a pipeline is none."""
+    with pytest.raises(InputError, match=rf"SimpleNamespace is no torch module; give a model, of a pipeline {mend}"):
+        function(SimpleNamespace())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

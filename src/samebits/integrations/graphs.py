@@ -15,7 +15,7 @@ from torch import nn
 from samebits.errors import InputError
 from samebits.integrations.replayed import Capture, replayed
 from samebits.kernels.replay import fast_replay
-from samebits.nn.packed_module import ACCELERATE
+from samebits.nn.packed_module import ACCELERATE, check_module
 
 _log = logging.getLogger(__name__)
 
@@ -35,8 +35,9 @@ def cuda_graphs(model: nn.Module) -> Iterator[None]:
         model: one of transformers or PEFT's around one, a pipeline's transformer or UNet, or any other module.
 
     Raises:
-        InputError: not all of it is on one GPU, or it is one of several processes.
+        InputError: it is no module, or not all of it is on one GPU, or it is one of several processes.
     """
+    check_module(model, "give a model, of a pipeline its transformer or unet")
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     if not any(device.type == "cuda" for device in devices):
         if hasattr(model, ACCELERATE):

@@ -22,7 +22,16 @@ from samebits.errors import DtypeError, InputError, SamebitsError
 from samebits.format.names import MIN_WEIGHTS, is_selected
 from samebits.format.packed import PackedTensor
 from samebits.nn.offload import refuse_offloaded
-from samebits.nn.packed_module import PackedModule, pack, packed_parameters, share_ties, sharers, unpack, whole
+from samebits.nn.packed_module import (
+    PackedModule,
+    check_module,
+    pack,
+    packed_parameters,
+    share_ties,
+    sharers,
+    unpack,
+    whole,
+)
 from samebits.nn.spared import reason_to_spare, spare
 from samebits.progress import Progress
 
@@ -185,7 +194,7 @@ def compress(
         DtypeError: there are weights that could be packed, but none is bfloat16, and nothing is packed yet.
         InputError: not a module, or weights on the meta device.
     """
-    _check_module(module)
+    check_module(module, "samebits.encode and samebits.decode take single tensors")
     refuse_offloaded(module)
     selection = Selection(min_weights, include, exclude)
     spare(module)
@@ -201,12 +210,6 @@ def compress(
     return result
 
 
-def _check_module(module: object) -> None:
-    if not isinstance(module, nn.Module):
-        mend = "samebits.encode and samebits.decode take single tensors"
-        raise InputError(f"{type(module).__name__} is no torch module", mend=mend)
-
-
 def decompress(module: nn.Module, *, progress: Progress | None = None) -> None:
     """Undo compress, or the loading of a compressed model: plain parameters again, and the original classes.
 
@@ -219,7 +222,7 @@ def decompress(module: nn.Module, *, progress: Progress | None = None) -> None:
         InputError: not a module, or offloaded, or weights are on the meta device, where accelerate leaves those it
             offloads.
     """
-    _check_module(module)
+    check_module(module, "samebits.encode and samebits.decode take single tensors")
     refuse_offloaded(module)
     share_ties(module)
     groups = tied(list(packed_parameters(module)))

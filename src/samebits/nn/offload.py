@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from samebits.errors import InputError
 from samebits.nn.df11 import holds_units
-from samebits.nn.packed_module import PackedModule
+from samebits.nn.packed_module import PackedModule, check_module
 from samebits.nn.streaming import Block, Owners, Streamer, block_bytes, lane_to
 from samebits.sizes import parse_size
 
@@ -118,10 +118,12 @@ def offload(module: nn.Module, gpu_memory: int | str, *, device: torch.device | 
         device: that computes; None: the current GPU, or the CPU where there is none.
 
     Raises:
-        InputError: it does not fit even with every block streamed; or its weights are not in memory, or are moved by
-            accelerate, or in DFloat11's own layout; or ``gpu_memory`` is neither a whole number nor a size.
+        InputError: it is no module, or does not fit even with every block streamed; or its weights are not in memory or
+            moved by accelerate, or in DFloat11's own layout; or ``gpu_memory`` is neither a whole number nor a
+            size.
         ResourceError: main memory cannot be pinned; the module is not offloaded then.
     """
+    check_module(module, "give a model, of a pipeline one of its parts")
     budget = _bytes(gpu_memory)
     device = _full(device)
     _check(module)

@@ -65,6 +65,15 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def check_module(module: object, mend: str) -> None:
+    """
+    Raises:
+        InputError: it is none.
+    """
+    if not isinstance(module, nn.Module):
+        raise InputError(f"{type(module).__name__} is no torch module", mend=mend)
+
+
 class PackedModule(nn.Module):
     """What the subclasses share; their other base is the module's original class."""
 

@@ -16,7 +16,7 @@ from samebits.format.packed import Header
 from samebits.kernels.linear.products import is_supported
 from samebits.kernels.residents import Resident, resident
 from samebits.nn.offload import streaming_device
-from samebits.nn.packed_module import PackedLinearModule
+from samebits.nn.packed_module import PackedLinearModule, check_module
 from samebits.plans.calibrate import UNSUPPORTED
 from samebits.plans.environment import blas_state
 from samebits.plans.key import PlanKey
@@ -137,8 +137,9 @@ def prepare(
         progress: is called with the number of plans found and their total.
 
     Raises:
-        InputError: a batch size below 1.
+        InputError: no module, or a batch size below 1.
     """
+    check_module(model, "give a model, of a pipeline one of its parts")
     if batch_sizes is None:
         batch_sizes = () if call else (1,)
     if any(size < 1 for size in batch_sizes):
