@@ -23,11 +23,13 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from samebits.nn.product import version_of
+from samebits.nn.recipe import Recipe
 
 MAX_VALUES = 1 << 19  # more would take too long to compare
 _LEAVES = (
     torch.Tensor, ModuleType, BuiltinFunctionType, ReferenceType, enum.Enum, logging.Logger, bool, int, float, complex,
     str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, range, slice,
+    Recipe,  # whose headers keep what was worked out of them
 )  # fmt: skip
 _BASES = {object, nn.Module, torch.Tensor, nn.Parameter, dict, list, tuple, set, frozenset, deque, type}
 

@@ -65,7 +65,7 @@ def decoding_steps(model: Any, capture: Capture) -> Iterator[None]:
 
 
 class DecodingStep:
-    """Stands for a model in decoding: runs it twice as it is, then captures it, and replays what it has captured.
+    """Stands for a model in decoding: runs it as it is, twice at least, captures it, and replays what it has captured.
 
     From call to call the contents of tensors may change, those in dicts too (a mask for each kind of attention). Where
     anything else does, such as the cache, which the graph writes to, it begins anew.
@@ -75,6 +75,7 @@ class DecodingStep:
     """
 
     EAGER_CALLS = 2  # as many as products that share an input need to be made by one launch
+    MAX_EAGER_CALLS = 4  # until its modules stay as they are
 
     def __init__(self, model: Callable[..., Any], capture: Capture, known: set[int] | None = None) -> None:
         self.model, self.capture, self.calls = model, capture, 0
@@ -136,7 +137,10 @@ class DecodingStep:
         if changed:
             self._refuse(f"each step changes {changed[0]} in Python, which no replay does")
         elif model and not model.is_unchanged():
-            self._refuse("each step changes what its modules hold in Python, which no replay does")
+            if self.calls < self.MAX_EAGER_CALLS:  # the first ones may fill what later ones find
+                self._eager_calls = self.calls + 1
+            else:
+                self._refuse("each step changes what its modules hold in Python, which no replay does")
         elif counted - {1}:
             self._refuse("a sliding window does not take in one token a step")
         return output
