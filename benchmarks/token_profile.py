@@ -145,7 +145,7 @@ def steps(model: Any, batches: list[int], device: str) -> Iterator[tuple[int, st
         for way in ("eager", "graph"):
             step(), step()
             wait(device)
-            yield batch, way, captured(step) if way == "graph" and device == "cuda" else step
+            yield batch, way, captured(model.device, step) if way == "graph" and device == "cuda" else step
 
 
 def call_microseconds(model: Any, device: str) -> dict[tuple[int, int], float]:

@@ -21,8 +21,8 @@ from samebits.errors import DtypeError, InputError
 from samebits.integrations.replayed import replayed
 from tests.integrations.diffusers_models import assert_same_bytes, make, output
 from tests.integrations.models import MIN_WEIGHTS, packed_parameters
+from tests.integrations.tape import Tapes
 from tests.integrations.test_diffusers_pipeline import drawn, load
-from tests.integrations.test_replayed import Recorder
 
 IMAGE_PARTS = ("image_encoder", "feature_extractor")  # not of a control pipeline
 PARTS = ("transformer", "text_encoder")
@@ -86,7 +86,7 @@ def test_adapters_of_steps_that_are_replayed(device: str, folder: Path) -> None:
         lambda pipeline: pipeline.unload_lora_weights(),
     ]
     plain, packed = pair(folder, device)
-    capture = Recorder()
+    capture = Tapes()
     replays = replayed(packed.transformer, capture) if device == "cpu" else samebits.cuda_graphs(packed.transformer)
     with replays:
         for change in changes:

@@ -96,7 +96,6 @@ class ForwardMemory:
 
     def _run(self, tokens: int, batch: int, cache: Any) -> Any:
         """The cache behind a pass."""
-
         ids = torch.zeros(batch, tokens, dtype=torch.int64, device="meta")
         options: dict[str, Any] = {} if cache is None else {"past_key_values": cache}
         if "logits_to_keep" in inspect.signature(self._model.forward).parameters:

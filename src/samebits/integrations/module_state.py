@@ -48,7 +48,7 @@ class ModuleState:
     """
 
     def __init__(self, model: nn.Module, *, contents: bool = True, without: Iterable[Any] = ()) -> None:
-        self._mark = _mark if contents else _place
+        self._mark = mark if contents else _place
         self._sized, self._readers, self.is_too_large = list[Any](), list[Reader](), False
         self._held: list[Any] = []  # whose ids are known
         self._objects: list[Any] = []  # of classes that may become others
@@ -160,6 +160,6 @@ def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), storage._cdata, tensor.shape, tensor.stride(), tensor.requires_grad
 
 
-def _mark(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Changes also where torch has written to it."""
+def mark(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Of one with strides: changes also where torch has written to it."""
     return *_place(tensor), version_of(tensor)

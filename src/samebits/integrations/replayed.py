@@ -29,10 +29,9 @@ from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from samebits.integrations.module_state import ModuleState
+from samebits.integrations.module_state import ModuleState, mark
 from samebits.nn.prepare import prepare
-from samebits.nn.product import version_of
-from samebits.plans.environment import getters, is_observed
+from samebits.plans.environment import getters, is_transformed
 from samebits.plans.key import ALIGNMENT
 
 Capture = Callable[[Callable[[], Any]], Callable[[], Any]]  # makes of a function one that replays it
@@ -186,9 +185,7 @@ class _Given:
     def contents(self) -> list[Any]:
         """Of tensors, which may be written to; where torch does not count that, a copy."""
         each = self.tensors().values()
-        return [
-            (_where(tensor), version_of(tensor), tensor.clone() if tensor.is_inference() else None) for tensor in each
-        ]
+        return [(mark(tensor), tensor.clone() if tensor.is_inference() else None) for tensor in each]
 
     def is_unchanged(self, before: list[Any]) -> bool:
         """Whether what was given is still the same things, and nobody has written to them: caches are filled."""
@@ -196,8 +193,8 @@ class _Given:
         if self.spec != now.spec or not all(map(operator.is_, self.leaves, now.leaves)):
             return False
         return all(
-            (_where(tensor), version_of(tensor)) == (where, version) and (kept is None or _same(kept, tensor))
-            for tensor, (where, version, kept) in zip(now.tensors().values(), before, strict=True)
+            mark(tensor) == marked and (kept is None or _same(kept, tensor))
+            for tensor, (marked, kept) in zip(now.tensors().values(), before, strict=True)
         )
 
     def obstacle(self, device: torch.device) -> str | None:
@@ -266,9 +263,7 @@ def _is_seen_through(device: torch.device) -> bool:
     return (
         torch.is_grad_enabled()
         or torch.compiler.is_compiling()
-        or is_observed()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
+        or is_transformed()
         or forward_ad._current_level >= 0
         or parametrize._cache_enabled > 0  # of weights that are given back behind it
         or nn.modules.module._has_any_global_hook()
@@ -327,17 +322,11 @@ def _form(leaf: Any) -> tuple[Any, ...]:
         return kind, repr(leaf) if kind in _VALUES else None
     if not _is_plain(leaf):
         return kind, leaf.layout
-    return kind, *_where(leaf)[2:], leaf.dtype, leaf.device, leaf.requires_grad, _misalignment(leaf)
+    return kind, leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad, _misalignment(leaf)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_nested
-
-
-def _where(tensor: torch.Tensor) -> tuple[Any, ...]:
-    if not _is_plain(tensor):
-        return (id(tensor),)
-    return tensor.data_ptr(), tensor.untyped_storage()._cdata, tensor.shape, tensor.stride()
 
 
 def _misalignment(tensor: torch.Tensor) -> int:

@@ -13,7 +13,7 @@ from samebits.errors import InputError
 from samebits.format.packed import PackedTensor
 from samebits.kernels.ops import decoded
 from samebits.plans import dispatch
-from samebits.plans.environment import casts, is_observed
+from samebits.plans.environment import casts, is_transformed
 from samebits.plans.key import is_gapless
 
 
@@ -120,9 +120,4 @@ def _is_watched() -> bool:
         return True
     if torch.compiler.is_compiling():  # the graph has the operator, which knows torch.vmap
         return False
-    return (
-        torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._len_torch_dispatch_stack() > 0
-        or is_observed()
-        or torch._C._get_tracing_state() is not None
-    )
+    return is_transformed()

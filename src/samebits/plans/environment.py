@@ -103,6 +103,16 @@ def is_observed() -> bool:
     return any(type(torch._C._get_function_stack_at(place)) is not DeviceContext for place in range(count))
 
 
+def is_transformed() -> bool:
+    """Whether torch's functions are asked for more than values: by torch.func, a mode, or a trace."""
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._len_torch_dispatch_stack() > 0
+        or is_observed()
+        or torch._C._get_tracing_state() is not None
+    )
+
+
 def blas_state() -> str | None:
     """What may change between two calls, in words; None where no plan can be trusted."""
     global _last
