@@ -50,7 +50,7 @@ def test_a_replayed_step_is_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     samebits.prepare(model, [2])
     setting = generate.Setting("graphs", 2, 50, 20)
     replayed = generate.measure(model, setting, "cuda")
-    monkeypatch.setattr(cuda_graphs, "captured", lambda run: run)
+    monkeypatch.setattr(cuda_graphs, "captured", lambda device, run: run)
     called = generate.measure(model, setting, "cuda")
     assert replayed.tokens == called.tokens
 
@@ -64,7 +64,7 @@ def test_windows_are_replayed(monkeypatch: pytest.MonkeyPatch, graphs: list[Any]
     setting = generate.Setting("graphs", 2, 50, 40)
     replayed = generate.measure(model, setting, "cuda")
     assert len(graphs) == 4
-    monkeypatch.setattr(cuda_graphs, "captured", lambda run: run)
+    monkeypatch.setattr(cuda_graphs, "captured", lambda device, run: run)
     called = generate.measure(model, setting, "cuda")
     assert replayed.tokens == called.tokens
 

@@ -181,6 +181,7 @@ CHANGES: dict[str, Callable[[Scaled], object]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_has_changed_is_captured_anew(scaled: Scaled, change: str) -> None:
+    """Tensors are compared before a replay, which reads them, all else meanwhile, and the replay is thrown away."""
     capture = Tapes()
     with replayed(scaled, capture):
         for seed in range(3):
@@ -188,7 +189,7 @@ def test_what_has_changed_is_captured_anew(scaled: Scaled, change: str) -> None:
         CHANGES[change](scaled)
         for seed in range(4):
             assert_same_bytes(called(scaled, x_of(seed)), expected(scaled, x_of(seed)))
-    assert (capture.captures, capture.replays) == (2, 5)
+    assert (capture.captures, capture.replays) == (2, 5 + ("in place" not in change and "memory" not in change))
 
 
 @pytest.mark.parametrize("setting", ["autocast", "inference", "attention"])

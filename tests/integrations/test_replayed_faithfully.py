@@ -121,7 +121,8 @@ def test_changes_however_deep_are_seen(model: Model, change: str, monkeypatch: p
         after = [model(x_of(seed)) for seed in range(3)]
         assert_same(after[-1], eager(model, x_of(2)))
     assert not torch.equal(before[-1], after[-1])
-    assert (tapes.captures, tapes.replays) == (2, 4)
+    is_written_to = change == "a module in a tuple"  # and so seen before a replay
+    assert (tapes.captures, tapes.replays) == (2, 4 if is_written_to else 5)
 
 
 def test_requires_grad_is_seen(model: Model) -> None:

@@ -6,7 +6,8 @@ what it is given, or that draws random numbers, runs as it is ever after. Else t
 (samebits.prepare) and is captured, and it and later ones copy their inputs to where the graph reads them, replay it and
 give copies of what it made. A graph holds for torch's settings and the module as they were: what can be reached from it
 (module_state.py) is compared at each call, and captured anew if anything is another, as where an adapter's scale is
-set.
+set. Tensors are compared before the graph is launched, since it reads them, and all else while the GPU works: a replay
+changes nothing that others see.
 """
 
 from __future__ import annotations
@@ -103,16 +104,18 @@ class Replays:
         return made
 
     def _called(self, graph: _Graph, given: _Given, run: Callable[[], Any]) -> Any:
-        if graph.state is None or not graph.state.is_unchanged():
-            return self._looked_at(graph, given, run)
-        if graph.replay is None:
+        if graph.replay is None and graph.state is not None and graph.state.is_unchanged():
             self._capture_it(graph, given, run)
-        if graph.replay is None:
-            return run()
-        graph.read(given)
-        self.count += 1
-        self._useless = graph.first_calls = 0
-        return tree_map(_copied, graph.replay())
+            if graph.is_refused:
+                return run()
+        if graph.replay is not None and graph.state is not None and graph.state.is_in_place():
+            graph.read(given)
+            output = tree_map(_copied, graph.replay())
+            if graph.state.is_unchanged():  # compared while the GPU works; else what was made is thrown away
+                self.count += 1
+                self._useless = graph.first_calls = 0
+                return output
+        return self._looked_at(graph, given, run)
 
     def _looked_at(self, graph: _Graph, given: _Given, run: Callable[[], Any]) -> Any:
         """As it is."""
