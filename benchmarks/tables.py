@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from common import read_results
+from glance import glance
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("families", "h100", "language-models", "offload", "parallel", "plans")
@@ -436,6 +437,8 @@ def table_text(name: str, table: str, root: str = "") -> str:
 
     ``root`` leads from the page to the repository's root.
     """
+    if name == "glance":
+        return glance(root)
     results = read_results(name)
     rows = [row for row in results["rows"] if row["table"] == table]
     if not rows:
