@@ -5,12 +5,16 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from samebits.kernels import residents
-from samebits.kernels.residents import may_start_early
+from samebits.kernels.residents import may_start_early, resident
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +61,33 @@ def test_inference_tensors_have_no_version() -> None:
     with torch.inference_mode():
         data = torch.zeros(8, dtype=torch.uint8)
     assert [may_start_early(data) for _ in range(2)] == [False, False]
+
+
+def test_two_threads_know_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one of them keeps, launches of the other read."""
+    data, inside = torch.zeros(8, dtype=torch.uint8), Barrier(2)
+
+    def both_look() -> bool:
+        inside.wait(60)
+        return False
+
+    monkeypatch.setattr(residents, "_is_gathered", both_look)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = [future.result() for future in [pool.submit(resident, data) for _ in range(2)]]
+    assert first is second is resident(data) is not None
+
+
+def test_what_may_be_gathered_does_not_tell() -> None:
+    """fully_shard has a tensor's bytes come and go without a word, and makes a class of each module's."""
+    known, data = (torch.zeros(8, dtype=torch.uint8) for _ in range(2))
+    assert [may_start_early(known) for _ in range(2)] == [False, True]
+    made = type("FSDPLinear", (FSDPModule, nn.Linear), {})
+    assert [may_start_early(data) for _ in range(2)] == [False, False]
+    assert resident(data) is None
+    assert may_start_early(known)  # of before, which is not what is gathered
+    del made
+    gc.collect()
+    assert resident(data) is not None
 
 
 def test_forgets_tensors_that_are_gone() -> None:

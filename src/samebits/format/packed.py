@@ -184,7 +184,7 @@ class Header:
         Raises:
             FormatError, VersionError: as parse.
         """
-        return cls.parse(data[: HEADER_BYTES + 8 * MAX_DIMENSIONS].cpu().numpy().tobytes())
+        return cls.parse(bytes(data[: HEADER_BYTES + 8 * MAX_DIMENSIONS].tolist()))
 
     @classmethod
     def parse(cls, data: bytes) -> Header:
@@ -308,8 +308,14 @@ class PackedTensor:
         return self.data[self.header.sections[name]]
 
     def array(self, name: Section, dtype: str) -> NDArray[Any]:
-        """A section as a NumPy view (CPU only)."""
-        return self.section(name).numpy().view(np.dtype(dtype))
+        """A section as a NumPy view (CPU only).
+
+        By DLPack: behind Tensor.numpy() the memory can never be resized again, as torch's fully_shard does with what it
+        gathers. NumPy before 2.1 lets nobody write to such views.
+        """
+        section = self.section(name)
+        view: NDArray[Any] = np.from_dlpack(section)
+        return (view if view.flags.writeable else section.numpy()).view(np.dtype(dtype))
 
     @classmethod
     def raw(cls, tensor: torch.Tensor, original_digest: int) -> PackedTensor:

@@ -6,16 +6,20 @@ those.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from threading import RLock
 from typing import Any
 
 import torch
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 residents: dict[int, Resident] = {}  # by id of the tensor
 gradients: dict[int, Gradients] = {}  # likewise, of the same tensors
+_lock = RLock()  # a tensor that is collected meanwhile is forgotten by the same thread
 
 
 MAX_SHAPES = 16  # of inputs of one weight, for which something is kept
@@ -153,14 +157,24 @@ class Gradients(Recalled):
 
 
 def resident(tensor: torch.Tensor) -> Resident | None:
-    """Of a tensor's present bytes; None of an inference tensor, which does not tell when they change."""
+    """Of a tensor's present bytes; None of one that does not tell when they change.
+
+    That is an inference tensor, or one that torch's fully_shard gathers and gives back: whatever is first seen since it
+    is at work may be such.
+    """
     key = id(tensor)
     known = residents.get(key)
     if known is not None and known.now() is tensor:
         return known
-    if tensor.is_inference():
+    if tensor.is_inference() or _is_gathered():
         return None
-    has_changed = known is not None and known.is_of(tensor)
+    with _lock:  # of two threads' the first one stays: launches keep what it has
+        known = residents.get(key)
+        return known if known is not None and known.now() is tensor else _settled_in(tensor, known)
+
+
+def _settled_in(tensor: torch.Tensor, known: Resident | None) -> Resident:
+    key, has_changed = id(tensor), known is not None and known.is_of(tensor)
     if not has_changed:
         weakref.finalize(tensor, _forget, key).atexit = False
     else:
@@ -176,6 +190,20 @@ def make_room(kept: dict[Hashable, Any], shape: Hashable) -> None:
     """For what is to be kept by that shape: where there are too many, all that is kept goes."""
     if shape not in kept and len(kept) >= MAX_SHAPES:
         kept.clear()
+
+
+def _is_gathered() -> bool:
+    """Whether torch's fully_shard is at work: it has made classes of modules' classes then."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    kind: type | None = getattr(fsdp, "FSDPModule", None)
+    return kind is not None and any(issubclass(each, nn.Module) for each in _subclasses(kind))
+
+
+def _subclasses(kind: type) -> Iterator[type]:
+    each: type
+    for each in kind.__subclasses__():
+        yield each
+        yield from _subclasses(each)
 
 
 def _forget(key: int) -> None:

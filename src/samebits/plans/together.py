@@ -273,7 +273,7 @@ class Together:
         if group.is_given_up or any(other.is_of(packed, bias) for other in group.others):
             return True
         others = [other for other in group.others if other.now()]
-        if len(others) + 1 >= MAX_TOGETHER:
+        if len(others) + 1 >= MAX_TOGETHER or resident(packed.data) is None:
             return True
         group.replace_others(*others, _Weight(packed, bias))
         kept.forget_products()  # which make it alone
