@@ -128,7 +128,9 @@ class LazyTensor(torch.Tensor):
 
     @property
     def data(self) -> LazyTensor:
-        return self
+        """Decoded: ``other.data = weight.data`` takes its memory, and torch does not ask whether there is any."""
+        with torch.inference_mode(False):
+            return HeldView(self.decode())
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
