@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from samebits.cli import bench
-from samebits.cli.generate import default_model
+from samebits.cli.generate import default_model, running
+from samebits.errors import InputError
 from tests.cli.conftest import Command
 
 PROMPT = "And the king said"
@@ -55,6 +57,30 @@ def test_the_example_is_the_default(samebits: Command, example: Path) -> None:
     outcome = samebits("generate", "--prompt", PROMPT, "--max-new-tokens", 5, "--greedy", "--device", "cpu")
     assert (outcome.code, outcome.out.startswith(PROMPT)) == (0, True)
     assert outcome.err.startswith("5 tokens in ")
+
+
+def test_more_tokens_than_the_model_has_positions(samebits: Command, example: Path, tmp_path: Path) -> None:
+    """One line, not a traceback; and figures of coding are not lost for it."""
+    config = GPT2Config(vocab_size=3072, n_positions=32, n_embd=64, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
+    GPT2LMHeadModel(config).bfloat16().save_pretrained(tmp_path / "gpt2")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(example / file, tmp_path / "gpt2")
+    assert samebits("generate", tmp_path / "gpt2", "--max-new-tokens", 4, "--device", "cpu").code == 0
+    outcome = samebits("generate", tmp_path / "gpt2", "--max-new-tokens", 60, "--greedy", "--device", "cpu")
+    assert outcome.code == 2
+    assert "gpt2: the model cannot be run (index out of range in self); give fewer tokens than it has" in outcome.error
+    assert "Traceback" not in outcome.error
+    outcome = samebits("bench", tmp_path / "gpt2", "--device", "cpu", "--json")
+    assert outcome.code == 0
+    assert "note: no model was run" in outcome.err
+    assert outcome.json["coding"]
+
+
+def test_what_is_wrong_in_samebits_is_not_the_models() -> None:
+    with pytest.raises(TypeError, match="not callable"), running("a model"):
+        bench._seconds(None, "cpu")
+    with pytest.raises(InputError, match="a model: the model cannot be run \\(one\\); give fewer"), running("a model"):
+        raise ValueError("one\ntwo")
 
 
 def test_a_damaged_model_does_not_generate(samebits: Command, packed_example: Path) -> None:

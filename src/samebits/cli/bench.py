@@ -15,7 +15,7 @@ from samebits import api
 from samebits.bf16 import same_words
 from samebits.cli.commands import open_source
 from samebits.cli.console import compilation_noted, note, print_json, print_lines, print_table
-from samebits.cli.generate import Sampling, default_model, import_transformers, load_model, run_model
+from samebits.cli.generate import Sampling, default_model, import_transformers, load_model, run_model, running
 from samebits.errors import InputError, MismatchError
 from samebits.format.container import Checkpoint, Entry
 from samebits.format.packed import PackedTensor
@@ -183,4 +183,5 @@ def _run(load_model: Callable[[], Any], device: str) -> tuple[Running, list[int]
 def _generate(model: Any, device: str) -> list[int]:
     prompt = torch.arange(1, _PROMPT_TOKENS + 1, device=device)[None] % model.config.get_text_config().vocab_size
     inputs = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
-    return run_model(model, inputs, Sampling(_NEW_TOKENS, None, 0))
+    with running(model.name_or_path):
+        return run_model(model, inputs, Sampling(_NEW_TOKENS, None, 0))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from samebits.jobs.device import resolve_device
 from samebits.jobs.source import is_hub_id
 
 EXAMPLE = Path("examples/king-james/model")
+_SOURCES = Path(samebits.__file__).parent
 _MEND = "give a folder or hub id with the config, tokenizer and weights of a causal language model"
 
 
@@ -122,11 +125,13 @@ def generate(path: str | None, prompt: str, sampling: Sampling, device: str, gra
     device = resolve_device(device)
     tokenizer = load_tokenizer(path)
     model = load_model(path, dtype="auto").to(device).eval()
-    inputs = tokenizer(prompt, return_tensors="pt").to(device)
+    with running(path):
+        inputs = tokenizer(prompt, return_tensors="pt").to(device)
     if inputs["input_ids"].shape[1] == 0:
         raise InputError("the prompt has no tokens", where=path, mend="give a longer --prompt")
     start = time.monotonic()
-    tokens = run_model(model, inputs, sampling, graphs)
+    with running(path):
+        tokens = run_model(model, inputs, sampling, graphs)
     seconds = time.monotonic() - start
     new = tokens[inputs["input_ids"].shape[1] :]
     text = tokenizer.decode(tokens, skip_special_tokens=True)
@@ -135,6 +140,24 @@ def generate(path: str | None, prompt: str, sampling: Sampling, device: str, gra
         return
     print_lines(*text.split("\n"))
     note(f"{len(new)} tokens in {seconds:.1f} s on {device}")
+
+
+@contextmanager
+def running(path: str) -> Iterator[None]:
+    """Inside, a model or tokenizer runs, which what its files say, or too many tokens, may not let it.
+
+    Raises:
+        InputError: transformers or torch raised an error, and nothing of samebits did.
+    """
+    try:
+        yield
+    except WRONG_CONFIG as error:
+        origin = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+        if "out of memory" in str(error) or origin.is_relative_to(_SOURCES):
+            raise
+        what = str(error).strip().split("\n", 1)[0]
+        mend = "give fewer tokens than it has positions for, or fetch config.json and the files beside it again"
+        raise InputError(f"the model cannot be run ({what})", where=path, mend=mend) from None
 
 
 def run_model(model: Any, inputs: Any, sampling: Sampling, graphs: bool = False) -> list[int]:

@@ -103,7 +103,7 @@ def read_patterns(path: Path) -> Patterns:
         try:
             compile_pattern(pattern)
         except InputError as error:
-            raise error.at(str(path)) from None
+            raise InputError(error.what, where=f"{path}: {error.where}", mend="correct the pattern") from None
     return patterns
 
 

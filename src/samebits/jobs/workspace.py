@@ -70,8 +70,10 @@ class Workspace:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, SamebitsError) and not (isinstance(error, ResourceError) and self._has_finished()):
-            self._discard()  # running it again would end the same way, or begin anew
+        if isinstance(error, SamebitsError | OSError):
+            can_go_on = isinstance(error, ResourceError | OSError) and self._has_finished()
+            if not can_go_on:
+                self._discard()  # running it again would end the same way, or begin anew
         self._release()
 
     def _take_lock(self) -> None:
@@ -296,5 +298,5 @@ def out_of_space(error: OSError, folder: Path) -> ResourceError | None:
         return ResourceError("a file would be larger than it may be", where=str(folder), mend=mend)
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return None
-    mend = "free some and run the same command again: it goes on where it stopped"
+    mend = "free some and run the same command again: it goes on with the first file that was not finished"
     return ResourceError("no space left", where=str(folder), mend=mend)
