@@ -128,9 +128,7 @@ class LazyTensor(torch.Tensor):
 
     @property
     def data(self) -> LazyTensor:
-        """Decoded: ``other.data = weight.data`` takes its memory, and torch does not ask whether there is any."""
-        with torch.inference_mode(False):
-            return HeldView(self.decode())
+        return self
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
