@@ -8,9 +8,11 @@ packed model, the logits behind some steps, the adapters, and the bytes held.
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,12 +22,30 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from transformers import AutoModelForCausalLM
 
 import samebits
 from tests.integrations.models import MIN_WEIGHTS, VOCABULARY
 
 RANKS, STEPS = 2, 4
+
+
+def shards_bytes() -> bool:
+    """Whether this torch's fully_shard takes parameters of integers (2.13 does, 2.11 not; pytorch issue 177844)."""
+    return "requires_grad=param.requires_grad" in inspect.getsource(_fsdp_param.FSDPParam._init_sharded_param)
+
+
+class Parameter(nn.Parameter):
+    """With no gradient where there can be none, which older torch forgets for what it shards."""
+
+    def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
+        return nn.Parameter(data, requires_grad and data.is_floating_point())
+
+
+if not shards_bytes():
+    _fsdp_param.nn = SimpleNamespace(Module=nn.Module, Parameter=Parameter)
+
 WAYS: dict[str, dict[str, Any]] = {
     "as it is": {},
     "kept after forward": {"reshard_after_forward": False},
