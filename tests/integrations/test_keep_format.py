@@ -23,6 +23,7 @@ from tests.integrations.models import Reference, assert_same_bits, make
 from tests.jobs.checkpoints import stored
 
 FOLDER = VECTORS / "tiny-llama"
+ONE_GPU = pytest.mark.skipif(torch.cuda.device_count() > 1, reason="auto is several GPUs, which such a model refuses")
 
 
 def load(folder: Path | str = FOLDER, **options: Any) -> Any:
@@ -104,7 +105,7 @@ def test_copies_run_on_their_own(plain: Reference) -> None:
     plain.assert_same(copied)
 
 
-@pytest.mark.parametrize("device_map", ["auto", {"": "cpu"}])
+@pytest.mark.parametrize("device_map", [pytest.param("auto", marks=ONE_GPU), {"": "cpu"}])
 def test_device_map(plain: Reference, device_map: Any) -> None:
     plain.assert_same(load(device_map=device_map))
 
@@ -179,11 +180,6 @@ def test_a_damaged_stream(tmp_path: Path) -> None:
     model = load(folder)
     with pytest.raises(FormatError, match="does not fit its tables"):
         model(torch.arange(5)[None])
-
-
-ONE_GPU = pytest.mark.skipif(
-    torch.cuda.device_count() > 1, reason="auto means several GPUs, which such a model refuses"
-)
 
 
 @pytest.mark.gpu
