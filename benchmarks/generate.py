@@ -330,7 +330,7 @@ def rows(
     if others := [setting for setting in settings if setting.way != "eager"]:
         middle = time.monotonic() + BF16_SHARE * (deadline - time.monotonic())
         plain = list(measure_each(name, others, device, False, middle, separate))
-        packed = measure_each(name, others[: len(plain)], device, True, deadline, separate)
+        packed = measure_each(name, others[: len(plain)], device, True, deadline, separate) if plain else ()
         for ours, bf16, setting in zip(packed, plain, others, strict=False):
             yield row_of(name, setting, bf16, ours)
 

@@ -3,6 +3,7 @@ at its peak; and what a packed cache costs.
 
     python benchmarks/longest.py                                     on a GPU, to results/longest.json
     python benchmarks/longest.py --models "Mistral Nemo 12B"
+    python benchmarks/longest.py --tables longest --allocator expandable_segments       torch's other way to take memory
     python benchmarks/longest.py --models tiny --device cpu --name trial                no cap there, a few steps
 
 Table "longest": tokens in the key-value cache, of all sequences together, when the memory of a smaller card is spent.
@@ -19,6 +20,10 @@ samebits.PackedCache with the compressed one; random entries are normal, and tak
 models. The result is what the cache held after the last step that succeeded: up to 1 % less than possible. Reading so
 long a prompt at once would take more, for its activations. Positions beyond those that a model was trained for count
 like others; several sequences (``batch``) keep below them.
+
+torch's allocator decides how much of the memory left the cache can use: by default it takes segments of 20 MiB for
+blocks below 10 MiB, whole ones above, and a growing cache leaves holes in them; with expandable_segments (torch's
+PYTORCH_CUDA_ALLOC_CONF) it takes pages of 2 MiB and gives back each. Rows say which (``allocator``).
 
 BF16 counts only where at least ROOM bytes are left beside its weights; else it does not fit, and there is no ratio.
 ``predicted_tokens`` are those of ``samebits estimate --context 1 --prompt 128 --batch N --gpu M`` for a folder with the
@@ -76,7 +81,8 @@ GENERATED = 16  # of them
 CACHED: dict[str, tuple[int, ...]] = {"Llama 3.1 8B": (4096, 32768, 131072), "tiny": (512,)}  # tokens
 STEPS = 32
 TABLES = ("peak", "cache", "longest")
-KEYS = ("model", "cap_bytes", "batch", "context")
+KEYS = ("model", "cap_bytes", "batch", "context", "allocator")
+ALLOCATORS = {"default": "", "expandable_segments": "expandable_segments:True"}
 
 
 def predicted(name: str) -> ModelMemory:
@@ -214,7 +220,7 @@ def cache_row(name: str, model: Any, context: int, device: str) -> dict[str, Any
     return row
 
 
-def rows(name: str, tables: Collection[str], context: int, device: str) -> Iterator[dict[str, Any]]:
+def rows(name: str, tables: Collection[str], context: int, device: str, allocator: str) -> Iterator[dict[str, Any]]:
     """Those of a model; one model at a time is in memory."""
     memory = predicted(name)
     cap, batch, paper = CASES.get(name, (0, 1, None))
@@ -239,7 +245,7 @@ def rows(name: str, tables: Collection[str], context: int, device: str) -> Itera
         forget(device)
     ratio, packed_ratio = (significant(most / plain) if most and plain else None for most in (ours, packed))
     yield {
-        "table": "longest", "model": name, "cap_bytes": cap, "batch": batch,
+        "table": "longest", "model": name, "cap_bytes": cap, "batch": batch, "allocator": allocator,
         "bf16_room_bytes": cap - plain_bytes, "bf16_tokens": plain,
         "samebits_tokens": ours, "ratio": ratio, "packed_cache_tokens": packed, "packed_cache_ratio": packed_ratio,
         "paper_ratio": paper,
@@ -261,14 +267,17 @@ def main() -> int:
         "--models", type=lambda text: text.split(","), default=list(DEFAULT_MODELS), help=", ".join(MODELS)
     )
     parser.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES))
+    parser.add_argument("--allocator", choices=tuple(ALLOCATORS), default="default", help="for the table longest")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--context", type=int, default=CONTEXT, help="of the table peak")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("no CUDA device")
+    if ALLOCATORS[options.allocator]:
+        torch._C._accelerator_setAllocatorSettings(ALLOCATORS[options.allocator])
     device = torch.cuda.get_device_name() if options.device == "cuda" else cpu_name()
     for name in options.models:
-        for row in rows(name, options.tables, options.context, options.device):
+        for row in rows(name, options.tables, options.context, options.device, options.allocator):
             print(row, flush=True)
             print(add_results(options.name, device, [row], KEYS, (*PACKAGES, "transformers")), flush=True)
     return 0

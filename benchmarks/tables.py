@@ -302,6 +302,7 @@ COLUMNS: dict[str, dict[str, Cell]] = {
         "model": "model",
         "card": gibibytes("cap_bytes"),
         "sequences": "batch",
+        "torch's allocator": "allocator",
         "left beside BF16": gibibytes("bf16_room_bytes"),
         "BF16, tokens": tokens_that_fit,
         "samebits, tokens": decimals("samebits_tokens", 0),

@@ -117,6 +117,7 @@ def test_no_case_is_taken_after_the_deadline(capsys: pytest.CaptureFixture[str])
     settings = [generate.Setting("eager", 1, 3, 2)]
     assert list(generate.measure_each("tiny", settings, "cpu", False, time.monotonic(), False)) == []
     assert f"no time left for\n  {settings[0]}" in capsys.readouterr().out
+    assert list(generate.rows("tiny", settings, "cpu", 0)) == []
 
 
 def test_rows_stay_if_a_later_case_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

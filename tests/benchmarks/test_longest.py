@@ -39,7 +39,7 @@ def test_counts_what_the_last_step_held(most: int, held: int) -> None:
 
 
 def test_rows() -> None:
-    peak, cached, most = longest.rows("tiny", longest.TABLES, 64, "cpu")
+    peak, cached, most = longest.rows("tiny", longest.TABLES, 64, "cpu", "default")
     parts = sum(peak[f"{part}_bytes"] for part in ("weights", "cache", "beside"))
     assert peak["predicted_bytes"] == parts
     assert peak["measured_bytes"] is None
@@ -48,6 +48,7 @@ def test_rows() -> None:
     assert most["packed_cache_tokens"] == most["samebits_tokens"]
     assert most["ratio"] == most["packed_cache_ratio"] == 1
     assert most["predicted_tokens"] > 0
+    assert most["allocator"] == "default"
     assert most["bf16_predicted_tokens"] > 0
 
 
@@ -61,7 +62,7 @@ def test_a_packed_model_is_predicted_to_hold_more() -> None:
 
 def test_no_ratio_where_bf16_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(longest.CASES, "tiny", (longest.GIB // 2, 1, None))
-    [most] = longest.rows("tiny", ["longest"], 64, "cpu")
+    [most] = longest.rows("tiny", ["longest"], 64, "cpu", "default")
     assert (most["bf16_tokens"], most["ratio"], most["packed_cache_ratio"]) == (None, None, None)
     assert most["samebits_tokens"]
 
