@@ -137,10 +137,22 @@ def test_parts_are_read_once_and_never_written(
     assert torch.equal(layer.weight.view(torch.int16), plain.view(torch.int16))
 
 
-@pytest.mark.parametrize("ask", ["share_memory_", "data_ptr"])
+@pytest.mark.parametrize(
+    "lent",
+    [lambda t: t, lambda t: t.data, lambda t: t.detach(), lambda t: t[2:5], lambda t: t.t(), lambda t: t.to("cpu")],
+)
+def test_no_other_tensor_becomes_what_has_no_memory(layer: nn.Linear, lent: Callable[..., torch.Tensor]) -> None:
+    """torch would take the geometry, and read at address 0."""
+    other = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    with pytest.raises(RuntimeError, match="incompatible tensor type"):
+        other.data = lent(layer.weight)
+    assert other.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("ask", ["share_memory_", "data_ptr", "untyped_storage", "storage"])
 def test_it_has_no_memory_to_share(layer: nn.Linear, ask: str) -> None:
     for weight in (layer.weight, layer.weight[2:]):
-        with pytest.raises(InputError, match=rf"no memory of its own \({ask}\); take a copy"):
+        with pytest.raises(InputError, match=rf"no memory of its own \((untyped_)?{ask}\); take a copy"):
             getattr(weight, ask)()
 
 

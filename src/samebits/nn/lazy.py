@@ -38,6 +38,8 @@ _PARTS = frozenset(
 _SMALL = 1 << 19
 
 
+_DEVICE = torch.ops.prim.device.default
+
 _requires_grad: Any = torch._C.TensorBase.requires_grad
 
 
@@ -48,10 +50,12 @@ class LazyTensor(torch.Tensor):
 
     Attributes:
         source: gives the plain tensor that this is, or is a view of.
+        shown_device: where that is.
         shadow: a tensor without memory, of the geometry that this has in what ``source`` gives.
     """
 
     source: Callable[[], torch.Tensor]
+    shown_device: torch.device
     shadow: torch.Tensor
     has_small_views = False
 
@@ -67,6 +71,8 @@ class LazyTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch declares no class method
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if func is _DEVICE:
+            return args[0].shown_device
         kwargs = kwargs or {}
         if func is _ATEN.detach.default and isinstance(args[0], LazyWeight):
             return LazyWeight(args[0].recipe, args[0].packed, requires_grad=False)
@@ -97,6 +103,9 @@ class LazyTensor(torch.Tensor):
 
     def data_ptr(self) -> Any:
         return _has_no_memory("data_ptr")
+
+    def untyped_storage(self) -> Any:
+        return _has_no_memory("untyped_storage")
 
     def share_memory_(self) -> Any:
         return _has_no_memory("share_memory_")
@@ -171,11 +180,9 @@ class LazyWeight(LazyTensor):
         """Args: what Recipe.decode takes."""
         shows = recipe.shows_requires_grad(data[0].device) if requires_grad is None else requires_grad
         with torch.inference_mode(False):  # see Recipe.weight
-            weight: LazyWeight = torch.Tensor._make_wrapper_subclass(
-                cls, recipe.shape, strides=recipe.stride or None, dtype=recipe.dtype, device=data[0].device,
-                requires_grad=shows,
-            )  # fmt: skip
-        torch._C._set_throw_on_mutable_data_ptr(weight)  # kernels that would read at address 0
+            weight: LazyWeight = _without_memory(
+                cls, recipe.shape, recipe.stride or None, recipe.dtype, data[0].device, requires_grad=shows
+            )
         weight.recipe, weight.packed = recipe, tuple(data)
         weight.has_small_views = weight.dim() > 2 and weight.numel() <= _SMALL
         return weight
@@ -204,10 +211,7 @@ class LazyView(LazyTensor):
     @staticmethod
     def __new__(cls, like: LazyTensor, source: Callable[[], torch.Tensor], shadow: torch.Tensor) -> LazyView:
         """Args: like: on its device."""
-        view: LazyView = torch.Tensor._make_wrapper_subclass(
-            cls, shadow.shape, strides=shadow.stride(), dtype=shadow.dtype, device=like.device
-        )
-        torch._C._set_throw_on_mutable_data_ptr(view)
+        view: LazyView = _without_memory(cls, shadow.shape, shadow.stride(), shadow.dtype, like.shown_device)
         view.shadow, view.source = shadow, source
         return view
 
@@ -235,6 +239,29 @@ class HeldView(LazyTensor):
 
     def data_ptr(self) -> int:
         return self.plain.data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.plain.untyped_storage()
+
+
+def _without_memory(
+    cls: type, shape: Sequence[int], stride: Sequence[int] | None, dtype: torch.dtype, device: torch.device,
+    requires_grad: bool = False,
+) -> Any:  # fmt: skip
+    """A tensor that says it is on ``device``.
+
+    To torch it is on the meta device, which has no memory: so ``other.data = weight`` is refused, which of a wrapper on
+    the device would take the geometry, and read at address 0.
+    """
+    autocast = getattr(torch._C.DispatchKey, f"Autocast{device.type.upper()}", None)
+    made: Any = torch.Tensor._make_wrapper_subclass(
+        cls, shape, strides=stride, dtype=dtype, device=torch.device("meta"), requires_grad=requires_grad,
+        dispatch_device=True,
+        _extra_dispatch_keys=None if autocast is None else torch._C.DispatchKeySet(autocast),
+    )  # fmt: skip
+    torch._C._set_throw_on_mutable_data_ptr(made)
+    made.shown_device = device
+    return made
 
 
 class _Once:
