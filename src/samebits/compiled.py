@@ -8,10 +8,11 @@ the loops that it needs.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from numba import njit
+from numba import cfunc, njit, types
 
 Loop = TypeVar("Loop", bound=Callable[..., Any])
 
@@ -24,6 +25,20 @@ def compiled(function: Loop) -> Loop:
 def inlined(function: Loop) -> Loop:
     """What becomes a part of each loop that calls it."""
     return _compiled(function, inline="always")
+
+
+def callback(function: Callable[[int], None]) -> Callable[[], Any]:
+    """A loop for C to call with an address, made at the first call."""
+    signature = types.void(types.int64)
+
+    @cache
+    def made() -> Any:
+        try:
+            return cfunc(signature, cache=True)(function)
+        except RuntimeError:  # no such folder
+            return cfunc(signature)(function)
+
+    return made
 
 
 def folder_of(loop: Callable[..., Any]) -> Path | None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from samebits.bf16 import words_of
-from samebits.codecs import decode_loops
+from samebits.codecs import decode_loops, openmp
 from samebits.codecs.compact import decode_compact
 from samebits.codecs.huffman import CanonicalCode
 from samebits.codecs.memory import empty
@@ -104,8 +105,15 @@ def _decode_entries(
     """Decode entries of ``words`` words to ``out``, each from one of ``places`` on (in words)."""
     chunks = packed.header.geometry.chunks_of_runs(words)
     count = len(entries) * chunks
-    run_ranges(decode_loops.decode_entries, count, _grain(count, 512 * packed.header.chunk_stages), words_of(out),
-               entries, places, words, chunks, *_arguments(packed))  # fmt: skip
+    header, geometry = packed.header, packed.header.geometry
+    shifts, table, *stored = _arrays(packed)
+    numbers = geometry.rows, geometry.columns, geometry.chunk_stages, header.code is Code.QUAD, header.window
+    arrays: list[NDArray[Any]] = [words_of(out), entries, places, shifts, table, *stored]
+    total = count * 512 * header.chunk_stages
+    if openmp.run(decode_loops.decode_task, count, total, arrays, [words, chunks, *numbers, header.max_code_length]):
+        return
+    run_ranges(decode_loops.decode_entries, count, _grain(count, 512 * packed.header.chunk_stages), *arrays[:3], words,
+               chunks, *numbers, shifts, table, header.max_code_length, *stored)  # fmt: skip
 
 
 def _grain(chunks: int, words: int) -> int:
@@ -113,19 +121,19 @@ def _grain(chunks: int, words: int) -> int:
     return grain_of(chunks * words, words) if chunks * words > TASK_WORDS else max(1, chunks)
 
 
-def _arguments(packed: PackedTensor) -> tuple[Any, ...]:
-    """What the loops take of a packed tensor."""
-    header, geometry = packed.header, packed.header.geometry
+def _arrays(packed: PackedTensor) -> list[NDArray[Any]]:
+    """What the loops take of a packed tensor: row shifts, decode table, offsets, planes, streams."""
+    header = packed.header
+    code, *arrays = packed.arrays(("code", "<u2"), ("offsets", "<u4"), ("planes", "<u4"), ("streams", "<u4"))
     shifts = packed.array("row_shifts", "i1") if header.has_row_shifts else np.array([header.shift], np.int8)
-    return (geometry.rows, geometry.columns, geometry.chunk_stages, header.code is Code.QUAD, header.window, shifts,
-            _table(packed), header.max_code_length, packed.array("offsets", "<u4"), packed.array("planes", "<u4"),
-            packed.array("streams", "<u4"))  # fmt: skip
+    table = _table(code.tobytes(), header.max_code_length, header.code)
+    return [shifts, table, *arrays]
 
 
-def _table(packed: PackedTensor) -> NDArray[np.uint16]:
+@lru_cache(maxsize=256)  # 16 KB of a quad code, 64 of a single one
+def _table(section: bytes, width: int, code: Code) -> NDArray[np.uint16]:
     """Of quads as CanonicalCode.decode_table; of single exponents as several_symbols, four items for each entry."""
-    width = packed.header.max_code_length
-    table = CanonicalCode.from_section(packed.array("code", "<u2")).decode_table(width)
-    if packed.code is Code.SINGLE:
+    table = CanonicalCode.from_section(np.frombuffer(section, "<u2")).decode_table(width)
+    if code is Code.SINGLE:
         return decode_loops.several_symbols(table, width).view(np.uint16)
     return table

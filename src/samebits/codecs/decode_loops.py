@@ -9,9 +9,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numba import carray
 
 from samebits.codecs.loops import HEAD_WORDS, U64, chunk_extent, plane_places
-from samebits.compiled import compiled
+from samebits.codecs.openmp import COUNT, DONE, FIELDS, GRAIN, NEXT, fetch_add, pointer
+from samebits.compiled import callback, compiled
 from samebits.vectors import join_quad_row, join_single_row, load64, load_bits, store32
 
 if TYPE_CHECKING:
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
 SLACK = 512 * 13 // 32 + 4
 _EACH = np.uint32(0x01010101)
+_NUMBERS = FIELDS + 2 * 8  # behind the arrays of a task
+_TASK_FIELDS = _NUMBERS + 8
 _BEYOND = 24  # bytes behind a stream's exponents that look-ups may write
 
 
@@ -49,6 +53,41 @@ def decode_entries(
             into = output[places[run] : places[run] + entry_words]
             _decode_chunk(into, begin, chunk, rows, columns, chunk_stages, quad, window, shifts, table, width, offsets,
                           planes, streams, room)  # fmt: skip
+
+
+@callback
+def decode_task(address: int) -> None:
+    """``decode_entries`` as openmp.run takes it: its arrays, then its other arguments but the last two."""
+    task = carray(pointer(address), _TASK_FIELDS, np.int64)
+    output = carray(pointer(task[FIELDS]), (task[FIELDS + 1],), np.uint16)
+    entries = carray(pointer(task[FIELDS + 2]), (task[FIELDS + 3],), np.int64)
+    places = carray(pointer(task[FIELDS + 4]), (task[FIELDS + 5],), np.int64)
+    shifts = carray(pointer(task[FIELDS + 6]), (task[FIELDS + 7],), np.int8)
+    table = carray(pointer(task[FIELDS + 8]), (task[FIELDS + 9],), np.uint16)
+    offsets = carray(pointer(task[FIELDS + 10]), (task[FIELDS + 11],), np.uint32)
+    planes = carray(pointer(task[FIELDS + 12]), (task[FIELDS + 13],), np.uint32)
+    streams = carray(pointer(task[FIELDS + 14]), (task[FIELDS + 15],), np.uint32)
+    entry_words, chunks_per_entry, rows, columns = (
+        task[_NUMBERS],
+        task[_NUMBERS + 1],
+        task[_NUMBERS + 2],
+        task[_NUMBERS + 3],
+    )
+    chunk_stages, quad, window, width = (
+        task[_NUMBERS + 4],
+        task[_NUMBERS + 5] != 0,
+        task[_NUMBERS + 6],
+        task[_NUMBERS + 7],
+    )
+    count, grain = task[COUNT], task[GRAIN]
+    while True:
+        first = fetch_add(address + 8 * NEXT, grain)
+        if first >= count:
+            return
+        last = min(first + grain, count)
+        decode_entries(output, entries, places, entry_words, chunks_per_entry, rows, columns, chunk_stages, quad,
+                       window, shifts, table, width, offsets, planes, streams, first, last)  # fmt: skip
+        fetch_add(address + 8 * DONE, last - first)
 
 
 @compiled

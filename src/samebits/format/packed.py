@@ -308,14 +308,19 @@ class PackedTensor:
         return self.data[self.header.sections[name]]
 
     def array(self, name: Section, dtype: str) -> NDArray[Any]:
-        """A section as a NumPy view (CPU only).
+        """A section as a NumPy view (CPU only)."""
+        [array] = self.arrays((name, dtype))
+        return array
+
+    def arrays(self, *sections: tuple[Section, str]) -> list[NDArray[Any]]:
+        """Sections as NumPy views (CPU only), each of the dtype beside its name.
 
         By DLPack: behind Tensor.numpy() the memory can never be resized again, as torch's fully_shard does with what it
         gathers. NumPy before 2.1 lets nobody write to such views.
         """
-        section = self.section(name)
-        view: NDArray[Any] = np.from_dlpack(section)
-        return (view if view.flags.writeable else section.numpy()).view(np.dtype(dtype))
+        view: NDArray[Any] = np.from_dlpack(self.data)
+        whole = view if view.flags.writeable else self.data.numpy()
+        return [whole[self.header.sections[name]].view(np.dtype(dtype)) for name, dtype in sections]
 
     @classmethod
     def raw(cls, tensor: torch.Tensor, original_digest: int) -> PackedTensor:

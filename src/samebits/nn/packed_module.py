@@ -22,11 +22,21 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
+from samebits.codecs.decode import decode_cpu
 from samebits.errors import DigestError, DtypeError, FormatError, InputError, SamebitsError
 from samebits.format.names import BARE, PACKED, WEIGHT
 from samebits.format.packed import Header, PackedTensor
 from samebits.nn.lazy import LazyTensor, LazyWeight
-from samebits.nn.product import FrozenProduct, check_unchanged, is_frozen, is_fusible, is_matrix, is_trained, version_of
+from samebits.nn.product import (
+    FrozenProduct,
+    check_unchanged,
+    is_alone,
+    is_frozen,
+    is_fusible,
+    is_matrix,
+    is_trained,
+    version_of,
+)
 from samebits.nn.recipe import Piece, Recipe, showing
 from samebits.plans import dispatch
 from samebits.plans.key import has_planned_layout, is_gapless
@@ -499,7 +509,10 @@ class PackedLinearModule(PackedModule):
             packed = PackedTensor(cast(Header, recipe.matrix), data)
             return FrozenProduct.apply(input, bias, packed, self._sb_untracked)  # type: ignore[no-any-return, no-untyped-call]
         if not is_fusible(input, bias):
-            return super().forward(input)  # type: ignore[no-any-return]
+            if not is_alone(input, bias, data):
+                return super().forward(input)  # type: ignore[no-any-return]
+            self.sb_data("weight")  # which looks at it
+            return F.linear(input, decode_cpu(PackedTensor(cast(Header, recipe.matrix), data)), bias)
         if input.dim() > 2 and not is_gapless(input):
             if not is_matrix(input, bias, recipe.shows_requires_grad(input.device)):
                 return super().forward(input)  # type: ignore[no-any-return]

@@ -87,6 +87,18 @@ def is_fusible(input: torch.Tensor, bias: torch.Tensor | None) -> bool:
     return not _is_watched() and _is_plain(input) and (bias is None or _is_plain(bias))
 
 
+def is_alone(input: torch.Tensor, bias: torch.Tensor | None, data: torch.Tensor) -> bool:
+    """Whether that is all that is asked for on a CPU, of an input that torch multiplies as it lies.
+
+    Args:
+        data: the packed weight's bytes.
+    """
+    if not (_takes_no_gradient(input) and (bias is None or _takes_no_gradient(bias))):
+        return False
+    is_here = input.is_cpu and type(data) in (torch.Tensor, nn.Parameter) and data.is_cpu
+    return is_here and (input.dim() <= 2 or is_gapless(input)) and not _is_watched("cpu")
+
+
 def is_trained(input: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """Whether gradients of these are recorded, and the product is of two dimensions and BF16."""
     if not torch.is_grad_enabled() or not (_is_own(input) and (bias is None or _is_own(bias))):
@@ -111,12 +123,16 @@ def _is_own(tensor: torch.Tensor) -> bool:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """One of these on a GPU, of which no gradient is wanted."""
-    return _is_own(tensor) and tensor.is_cuda and not (tensor.requires_grad and torch.is_grad_enabled())
+    return _takes_no_gradient(tensor) and tensor.is_cuda
 
 
-def _is_watched() -> bool:
+def _takes_no_gradient(tensor: torch.Tensor) -> bool:
+    return _is_own(tensor) and not (tensor.requires_grad and torch.is_grad_enabled())
+
+
+def _is_watched(device: str = "cuda") -> bool:
     """Whether more than values is asked for: by autocast, forward-mode differentiation, torch.func, a mode, a trace."""
-    if casts("cuda") or forward_ad._current_level >= 0:
+    if casts(device) or forward_ad._current_level >= 0:
         return True
     if torch.compiler.is_compiling():  # the graph has the operator, which knows torch.vmap
         return False
