@@ -8,7 +8,7 @@ than all others.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -99,10 +99,17 @@ class CompactWords:
 
 def decode_compact(packed: PackedTensor, output: NDArray[np.uint16]) -> None:
     """Decode a validated packed tensor into ``output``, the tensor's words."""
-    table = compact_loops.decode_table(frequencies_of(packed.array("code", "u1")))
+    code, sizes, planes, coded = packed.arrays(
+        ("code", "u1"), ("offsets", "<u2"), ("planes", "u1"), ("streams", "<u4")
+    )
     streams = np.zeros(packed.header.stream_words + compact_loops.SLACK, np.uint32)
-    streams[: packed.header.stream_words] = packed.array("streams", "<u4")
-    lengths = packed.array("offsets", "<u2").astype(np.int64)
+    streams[: packed.header.stream_words] = coded
+    lengths = sizes.astype(np.int64)
     starts = np.cumsum(lengths) - lengths
-    run_ranges(compact_loops.decode_runs, starts.size, _TASK_RUNS, output, table, starts, packed.array("planes", "u1"),
-               streams)  # fmt: skip
+    table = _table(code.tobytes())
+    run_ranges(compact_loops.decode_runs, starts.size, _TASK_RUNS, output, table, starts, planes, streams)
+
+
+@lru_cache(maxsize=256)  # a kilobyte each
+def _table(section: bytes) -> NDArray[np.uint32]:
+    return compact_loops.decode_table(frequencies_of(np.frombuffer(section, np.uint8)))
