@@ -45,7 +45,7 @@ def run_ranges(function: Callable[..., Any], count: int, grain: int, *arguments:
     If one of them fails, or the caller is interrupted, none is running any more when this raises.
     """
     starts = range(0, count, grain)
-    if len(starts) <= 1 or threads() == 1:
+    if threads() == 1 or len(starts) <= 1:  # a wrong number of threads is told of, however little there is to do
         return [function(*arguments, first, min(first + grain, count)) for first in starts]
     submit = _pool(os.getpid()).submit  # a forked child makes a pool of its own
     tasks = [submit(function, *arguments, first, min(first + grain, count)) for first in starts]

@@ -8,7 +8,9 @@ import os
 import resource
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -25,6 +27,7 @@ from samebits.format import mapping
 from samebits.format.container import Checkpoint
 from samebits.jobs import job
 from samebits.jobs.estimate import SAMPLE_WORDS
+from samebits.parallel import threads
 from samebits.sizes import size
 from tests.cli.conftest import Command
 from tests.jobs.checkpoints import files_of, random_words, stored, tensors, weights, write_file, write_folder
@@ -248,7 +251,7 @@ def test_unusable_input_is_one_line_and_exit_code_2(
         (("decompress", source, tmp_path / "b"), "source: not compressed by samebits or DFloat11; "),
         (("estimate", packed), "packed: already compressed by samebits; "),
         (("bench", tmp_path / "nowhere"), "nowhere: no such file or folder; check the path"),
-        (("compress", source, tmp_path / "round"), "Too many levels of symbolic links; check the path"),
+        (("compress", source, tmp_path / "round"), "round: the link leads nowhere; remove it"),
         (("compress", "", tmp_path / "b"), "Invalid value for 'SRC': it is empty; see `samebits compress --help`"),
         (("compress", source, ""), "Invalid value for 'DST': it is empty"),
         (("verify", packed, "--against", ""), "Invalid value for '--against': it is empty"),
@@ -299,6 +302,55 @@ def test_operating_system_errors(
     assert (outcome.code, "out of memory" in outcome.error) == (2, True)
 
 
+def test_no_space_for_temporary_files(
+    samebits: Command, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mapping, "SCRATCH_IN_MEMORY", 1000)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+        outcome = samebits("verify", packed)
+    message = "No space left on device; free some space, or set TMPDIR to a folder with more\n"
+    assert (outcome.code, outcome.error.startswith(f"samebits: {tmp_path}/samebits-")) == (2, True)
+    assert outcome.error.endswith(f": {message}")
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "nowhere")])
+    outcome = samebits("verify", packed)
+    message = f"No usable temporary directory found in ['{tmp_path}/nowhere']; set TMPDIR to a folder that can be"
+    assert (outcome.code, outcome.error) == (2, f"samebits: {message} written\n")
+
+
+@pytest.fixture
+def too_many_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setenv("SAMEBITS_THREADS", "many")
+    threads.cache_clear()
+    yield "SAMEBITS_THREADS='many' is no number of threads"
+    monkeypatch.undo()
+    threads.cache_clear()
+
+
+def test_no_number_of_threads(samebits: Command, source: Path, packed: Path, too_many_threads: str) -> None:
+    """However little there is to do."""
+    for arguments in (
+        ("verify", packed),
+        ("verify", packed, "--against", source),
+        ("compress", source, source.parent / "again"),
+        ("decompress", packed, source.parent / "again"),
+        ("estimate", source),
+    ):
+        outcome = samebits(*arguments)
+        message = f"samebits: {too_many_threads}; set it to 1 or more\n"
+        assert (outcome.code, outcome.error) == (2, message), arguments
+
+
+def test_doctor_finds_no_number_of_threads(samebits: Command, too_many_threads: str) -> None:
+    report = samebits("doctor", "--json").json
+    found = {finding["name"]: finding for finding in report["findings"]}
+    expected = {"name": "CPU threads", "found": too_many_threads, "mend": "set it to 1 or more"}
+    assert (report["healthy"], found["CPU threads"]) == (False, expected)
+    assert "GPU" in found
+
+
 def test_a_defect_is_told_from_a_difference(
     samebits: Command, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,8 +358,12 @@ def test_a_defect_is_told_from_a_difference(
     outcome = samebits("compress", source, tmp_path / "packed")
     assert outcome.code == 70
     assert "Traceback" in outcome.err
-    assert outcome.err.endswith("KeyError: 'nothing'\nsamebits: a defect of samebits; report the lines above and the "
-                                "output of `samebits doctor`\n")  # fmt: skip
+    mend = "report the lines above and the output of `samebits doctor`"
+    assert outcome.err.endswith(f"KeyError: 'nothing'\nsamebits: a defect of samebits; {mend}\n")
+    outcome = samebits("compress", source, tmp_path / "packed", "--json")
+    found = {"kind": "KeyError", "what": "a defect of samebits", "where": None, "mend": mend}
+    assert (outcome.code, json.loads(outcome.out)) == (70, {"error": found})
+    assert "Traceback" in outcome.err
 
 
 def test_interrupts(samebits: Command, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
-from samebits.cli import logits
+from samebits.cli import generate, logits
 from samebits.cli.generate import default_model
 from samebits.format.container import Checkpoint
 from samebits.jobs.compress import Compression
 from samebits.jobs.options import CompressOptions, RunOptions
-from tests.cli.conftest import Command
+from tests.cli.conftest import Command, Outcome
 
 VOCABULARY = 3072
 
@@ -115,13 +115,13 @@ def test_position_and_token_of_a_mismatch() -> None:
 
 
 def test_a_mismatch_behind_the_first_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = SimpleNamespace(config=SimpleNamespace(get_text_config=SimpleNamespace))
     runs = [[torch.zeros(256, 4), torch.zeros(44, 4)] for _ in range(2)]
     runs[1][1][3, 2] = 1
     left = iter(runs)
-    monkeypatch.setattr(logits, "_load", lambda path, device: model)
+    monkeypatch.setattr(logits, "_load", lambda path, device: None)
     monkeypatch.setattr(logits, "_logits", lambda model, windows: iter(next(left)))
-    verdict = logits.compare("a", "b", torch.zeros(300, dtype=torch.int64), "cpu", lambda done, total: None)
+    windows = torch.zeros(300, dtype=torch.int64).split(logits.WINDOW)
+    verdict = logits.compare("a", "b", windows, "cpu", lambda done, total: None)
     assert verdict.mismatch == logits.LogitMismatch(259, 2, "0x3f800000", "0x00000000")
 
 
@@ -185,8 +185,57 @@ def test_against_weights_in_another_format(samebits: Command, example: Path, tmp
 
 def test_windows_are_no_longer_than_a_model_takes(samebits: Command, tmp_path: Path) -> None:
     """One that has learned where each token is."""
-    torch.manual_seed(0)
-    config = GPT2Config(n_embd=64, n_head=4, n_layer=1, n_positions=20, vocab_size=128)
-    GPT2LMHeadModel(config).to(torch.bfloat16).save_pretrained(tmp_path)
-    arguments = ("verify", "--logits", tmp_path, "--against", tmp_path, "--device", "cpu")
+    models = [write_gpt2(tmp_path / str(positions), positions=positions) for positions in (20, 30)]
+    for pair in (models, models[::-1]):  # the weights of neither are in the other, but both run
+        outcome = samebits("verify", "--logits", pair[0], "--against", pair[1], "--device", "cpu")
+        assert (outcome.code, "not identical: at position 0 the logit of token 0" in outcome.error) == (1, True)
+    arguments = ("verify", "--logits", models[0], "--against", models[0], "--device", "cpu")
     assert samebits(*arguments, "--json").json["positions"] == logits.RANDOM_TOKENS
+
+
+def write_gpt2(folder: Path, *, positions: int = 20, vocabulary: int = 128) -> Path:
+    torch.manual_seed(positions)
+    config = GPT2Config(n_embd=64, n_head=4, n_layer=1, n_positions=positions, vocab_size=vocabulary)
+    GPT2LMHeadModel(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def refused(outcome: Outcome) -> str:
+    """What one line and, for --json, one object say of unusable input."""
+    found = json.loads(outcome.out)["error"]
+    assert (outcome.code, found["kind"]) == (2, "InputError")
+    where = f"{found['where']}: " if found["where"] else ""
+    assert outcome.err == f"samebits: {where}{found['what']}; {found['mend']}\n"
+    return outcome.err
+
+
+def test_tokens_that_the_model_does_not_know(samebits: Command, example: Path, text: Path, tmp_path: Path) -> None:
+    """Its tokenizer is another model's."""
+    folder = write_gpt2(tmp_path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(example / name, folder)
+    arguments = ("verify", "--logits", folder, "--against", folder, "--device", "cpu", "--json")
+    assert f", which its tokenizer makes of {text}, is not in its vocabulary of 128; " in refused(
+        samebits(*arguments, "--text", text)
+    )
+
+
+def test_models_of_other_vocabularies(samebits: Command, tmp_path: Path) -> None:
+    folders = [write_gpt2(tmp_path / str(vocabulary), vocabulary=vocabulary) for vocabulary in (128, 200)]
+    error = refused(samebits("verify", "--logits", folders[0], "--against", folders[1], "--json"))
+    message = f"{folders[0]}: its vocabulary is of 128 tokens, that of {folders[1]} of 200; compare two forms of one"
+    assert message in error
+
+
+def test_logits_of_another_shape(samebits: Command, example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    widths = iter((4, 5))
+    monkeypatch.setattr(logits, "_logits", lambda model, windows: iter([torch.zeros(1024, next(widths))]))
+    error = refused(samebits("verify", "--logits", example, "--against", example, "--device", "cpu", "--json"))
+    assert "logits torch.float32 [1024, 5] instead of torch.float32 [1024, 4]; compare two forms of one" in error
+
+
+def test_a_model_that_cannot_be_run(samebits: Command, example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LlamaForCausalLM, "forward", lambda *_, **__: torch.zeros(2) @ torch.zeros(3))
+    monkeypatch.setattr(generate, "_SOURCES", Path("/nothing"))  # where that went wrong would be here
+    error = refused(samebits("verify", "--logits", example, "--against", example, "--device", "cpu", "--json"))
+    assert f"{example}: the model cannot be run (" in error

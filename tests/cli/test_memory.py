@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -82,6 +84,35 @@ def test_a_config_that_no_model_can_be_made_of(samebits: Command, config: Path) 
     path.write_text(json.dumps(json.loads(path.read_text()) | {"num_attention_heads": 0}))
     outcome = samebits("estimate", config, "--context", 9)
     assert (outcome.code, f"{path}: its model cannot be made (" in outcome.error) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("hidden_size", "320", "its model cannot be made (Validation error for field 'hidden_size'"),
+        ("intermediate_size", -1, "its model cannot be made (Trying to create tensor with negative dimension"),
+        ("architectures", [1], "its model cannot be made ("),
+        *((key, 10**9, f"{key} is 1000000000; fetch") for key in ("num_hidden_layers", "n_layer", "decoder_layers")),
+        ("sliding_window", "x", "the model cannot be run (new(): invalid data type 'str'); fetch it again\n"),
+        ("sliding_window", [1], "the model cannot be run ("),
+        ("sliding_window", 1.5, "the model cannot be run (slice indices must be integers"),
+    ],
+)
+def test_a_config_with_wrong_values(samebits: Command, config: Path, key: str, value: object, message: str) -> None:
+    """Some of which only show where the model runs."""
+    path = config / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    outcome = samebits("estimate", config, "--context", 9)
+    assert (outcome.code, f"{path}: {message}" in outcome.error) == (2, True)
+
+
+def test_what_libraries_say_of_a_config_is_not_shown(config: Path) -> None:
+    """transformers of the token, torch of a model without any weights."""
+    path = config / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"pad_token_id": -1, "hidden_size": 0}))
+    command = [sys.executable, "-c", "from samebits.cli import main; main()", "estimate", config, "--context", "9"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("options", [(), ("--min-weights", 1024)], ids=str)

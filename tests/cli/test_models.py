@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
-from samebits.cli import bench
+from samebits.cli import bench, generate
 from samebits.cli.generate import default_model, running
 from samebits.errors import InputError
 from tests.cli.conftest import Command
@@ -112,6 +120,54 @@ def test_weights_that_are_missing(samebits: Command, without_a_norm: Path, comma
     assert f"{without_a_norm}: LlamaForCausalLM needs weights that are missing: model.norm.weight; " in outcome.error
 
 
+@pytest.mark.parametrize("command", [("generate",), ("verify", "--logits", "--against", EXAMPLE)])
+@pytest.mark.parametrize("pack", [False, True])
+def test_weights_of_other_shapes(
+    samebits: Command, copied_example: Path, tmp_path: Path, command: tuple[object, ...], pack: bool
+) -> None:
+    path = copied_example / "model.safetensors"
+    tensors = load_file(path)
+    for name in ("model.norm.weight", "model.layers.1.mlp.up_proj.weight"):
+        tensors[name] = tensors[name][:-8].clone()
+    save_file(tensors, path, metadata={"format": "pt"})
+    folder = tmp_path / "packed" if pack else copied_example
+    if pack:
+        assert samebits("compress", copied_example, folder).code == 0
+    outcome = samebits(*command, folder, "--device", "cpu")
+    assert (outcome.code, outcome.error) == (
+        2,
+        f"samebits: {folder}: LlamaForCausalLM needs weights of other shapes: model.layers.1.mlp.up_proj.weight as "
+        "[832, 320], not [824, 320] and 1 more; these weights do not belong to this config.json; fetch both again\n",
+    )
+
+
+def test_experts_of_other_shapes(samebits: Command, tmp_path: Path) -> None:
+    """Which transformers cannot put together, and says so where nobody sees it."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 32, "num_hidden_layers": 1}
+    config = Qwen3MoeConfig(vocab_size=64, num_attention_heads=2, num_key_value_heads=2, num_experts=4, **sizes)
+    Qwen3MoeForCausalLM(config).bfloat16().save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.mlp.experts.1.down_proj.weight"
+    tensors[name] = tensors[name][:-8].clone()
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    outcome = samebits("verify", "--logits", tmp_path, "--against", tmp_path, "--device", "cpu")
+    message = "transformers cannot convert the weights of model.layers.0.mlp.experts.down_proj; these weights do not"
+    assert (outcome.code, f"{tmp_path}: {message}" in outcome.error) == (2, True)
+    assert logging.getLogger("transformers.modeling_utils").getEffectiveLevel() == logging.ERROR
+
+
+def test_models_of_another_kind(samebits: Command, tmp_path: Path) -> None:
+    """They may have no tokenizer either."""
+    config = T5Config(vocab_size=64, d_model=64, d_kv=16, d_ff=64, num_layers=1, num_heads=4)
+    T5ForConditionalGeneration(config).bfloat16().save_pretrained(tmp_path)
+    message = f"{tmp_path}: T5 is no causal language model; {generate._MEND}\n"
+    for command in (("generate",), ("verify", "--logits", "--against", tmp_path)):
+        outcome = samebits(*command, tmp_path, "--device", "cpu")
+        assert (outcome.code, outcome.error) == (2, f"samebits: {message}")
+    outcome = samebits("bench", tmp_path, "--device", "cpu")
+    assert (outcome.code, outcome.err) == (0, f"note: no model was run: {message}")
+
+
 def test_bench_of_what_cannot_run_measures_its_tensors(samebits: Command, without_a_norm: Path) -> None:
     outcome = samebits("bench", without_a_norm, "--device", "cpu")
     assert outcome.code == 0
@@ -127,7 +183,7 @@ def test_a_plain_model_that_is_cut_off(samebits: Command, copied_example: Path) 
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"num_attention_heads": 0}, {"hidden_size": "160"}, {"hidden_size": 640}, {"pad_token_id": 10**6}]
+    "wrong", [{"num_attention_heads": 0}, {"hidden_size": "160"}, {"hidden_size": 325}, {"pad_token_id": 10**6}]
 )
 def test_a_config_that_does_not_fit(samebits: Command, copied_example: Path, wrong: dict[str, Any]) -> None:
     path = copied_example / "config.json"

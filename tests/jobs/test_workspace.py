@@ -642,3 +642,28 @@ def test_an_error_in_a_worker_names_the_tensor(tmp_path: Path) -> None:
     with pytest.raises(SamebitsError, match=r"samebits-00003-of-00003.safetensors: lm_head.weight: the decoded words"):
         decompress(tmp_path / "packed", tmp_path / "back", workers=2)
     assert not (tmp_path / "back").exists()
+
+
+@pytest.mark.parametrize("place", ["link", "link/inside"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_destination_behind_a_link_that_leads_nowhere(tmp_path: Path, place: str, overwrite: bool) -> None:
+    """Neither goes a job there, nor does it take the link's place."""
+    source, file = write_folder(tmp_path / "source"), write_file(tmp_path / "a.safetensors", {"a": weights(64, 64)})
+    for path, suffix in ((source, ""), (file, ".safetensors")):
+        link = tmp_path / (f"link{suffix}" if place == "link" else "link")
+        link.unlink(missing_ok=True)
+        link.symlink_to(tmp_path / f"nothing{suffix}")
+        before = files_of(tmp_path)
+        with pytest.raises(InputError) as refused:
+            compress(path, tmp_path / f"{place}{suffix}", overwrite=overwrite)
+        assert str(refused.value) == f"{link}: the link leads nowhere; remove it"
+        assert (link.is_symlink(), link.exists(), files_of(tmp_path)) == (True, False, before)
+
+
+def test_a_link_that_leads_nowhere_where_a_folder_goes(tmp_path: Path) -> None:
+    source, destination = write_folder(tmp_path / "source"), tmp_path / "packed"
+    destination.mkdir()
+    (destination / "extra").symlink_to("nothing")
+    with pytest.raises(InputError, match=r"packed/extra: a file is in the way; remove it"):
+        compress(source, destination, overwrite=True)
+    assert [path.name for path in destination.iterdir()] == ["extra"]

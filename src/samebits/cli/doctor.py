@@ -60,7 +60,7 @@ def examine() -> Iterator[Finding]:
     for name in _REQUIRED:
         yield Finding(name, version(name))
     yield from _optional_packages()
-    yield Finding("CPU threads", str(threads()))
+    yield _tested("CPU threads", lambda: str(threads()))
     yield _loop_cache()
     yield _tested("CPU round trip", lambda: _round_trip("cpu"))
     yield from _gpu()

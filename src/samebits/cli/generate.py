@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +27,9 @@ from samebits.jobs.source import is_hub_id
 EXAMPLE = Path("examples/king-james/model")
 _SOURCES = Path(samebits.__file__).parent
 _MEND = "give a folder or hub id with the config, tokenizer and weights of a causal language model"
+_OTHER_WEIGHTS = "these weights do not belong to this config.json; fetch both again"
+_FEWER_TOKENS = "give fewer tokens than it has positions for, or fetch config.json and the files beside it again"
+_UNCONVERTED = re.compile(r"^(\S+) +\| \S*CONVERSION", re.MULTILINE)  # in a report of transformers, in colour or not
 
 
 @dataclass(frozen=True)
@@ -78,29 +83,77 @@ def load_tokenizer(path: str) -> Any:
     return _load("AutoTokenizer", path)
 
 
+def load_config(path: str) -> Any:
+    """The config of the causal language model of a folder or hub id.
+
+    Raises:
+        InputError: transformers is missing or cannot load it, or it is that of another kind of model.
+    """
+    config = _load("AutoConfig", path)
+    has_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    if not has_code and type(config) not in import_transformers().MODEL_FOR_CAUSAL_LM_MAPPING:
+        what = f"{type(config).__name__.removesuffix('Config')} is no causal language model"
+        raise InputError(what, where=path, mend=_MEND)
+    return config
+
+
 def load_model(path: str, **options: Any) -> Any:
     """The causal language model of a folder or hub id, on the CPU.
 
     Raises:
-        InputError: transformers is missing or cannot load it, or weights are missing, which would be random.
+        InputError: transformers is missing or cannot load it, it is another kind of model, or weights are missing or
+            have other shapes, which would be random.
     """
-    model, found = _load("AutoModelForCausalLM", path, output_loading_info=True, **options)
-    missing = sorted(found["missing_keys"])
+    load_config(path)
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # so that we can say which
+    model, found = _load("AutoModelForCausalLM", path, **options)
+    kind, missing, others = type(model).__name__, sorted(found["missing_keys"]), sorted(found["mismatched_keys"])
+    if others:
+        name, shape, expected = others[0]
+        what = f"{kind} needs weights of other shapes: {name} as {list(expected)}, not {list(shape)}{_more(others)}"
+        raise InputError(what, where=path, mend=_OTHER_WEIGHTS)
     if missing:
-        names = missing[0] + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
-        raise InputError(f"{type(model).__name__} needs weights that are missing: {names}", where=path, mend=_MEND)
+        what = f"{kind} needs weights that are missing: {missing[0]}{_more(missing)}"
+        raise InputError(what, where=path, mend=_MEND)
     return model
+
+
+def _more(found: Sequence[object]) -> str:
+    return f" and {len(found) - 1} more" if len(found) > 1 else ""
 
 
 def _load(auto_class: str, path: str, **options: Any) -> Any:
     factory = getattr(import_transformers(), auto_class)
     _check_path(path)
+    with _kept_reports() as reports:
+        try:
+            return factory.from_pretrained(path, **options)
+        except (*WRONG_CONFIG, SafetensorError) as error:
+            if "out of memory" in str(error):
+                raise
+            if names := _UNCONVERTED.findall("\n".join(reports)):
+                what = f"transformers cannot convert the weights of {names[0]}{_more(names)}"
+                raise InputError(what, where=path, mend=_OTHER_WEIGHTS) from None
+            raise InputError(f"transformers cannot load it ({error})", where=path, mend=_MEND) from None
+
+
+@contextmanager
+def _kept_reports() -> Iterator[list[str]]:
+    """Inside, what transformers reports of weights while it loads them, which nobody sees, and its errors refer to."""
+    logger, reports = logging.getLogger("transformers.modeling_utils"), []
+
+    def keep(record: logging.LogRecord) -> bool:
+        reports.append(record.getMessage())
+        return record.levelno >= logging.ERROR
+
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    logger.addFilter(keep)
     try:
-        return factory.from_pretrained(path, **options)
-    except (*WRONG_CONFIG, SafetensorError) as error:
-        if "out of memory" in str(error):
-            raise
-        raise InputError(f"transformers cannot load it ({error})", where=path, mend=_MEND) from None
+        yield reports
+    finally:
+        logger.removeFilter(keep)
+        logger.setLevel(level)
 
 
 def _check_path(text: str) -> None:
@@ -123,6 +176,7 @@ def generate(path: str | None, prompt: str, sampling: Sampling, device: str, gra
         raise InputError("not a text in UTF-8", where="--prompt", mend="convert it") from None
     path = path or default_model()
     device = resolve_device(device)
+    load_config(path)  # of another kind of model there need be no tokenizer
     tokenizer = load_tokenizer(path)
     model = load_model(path, dtype="auto").to(device).eval()
     with running(path):
@@ -143,7 +197,7 @@ def generate(path: str | None, prompt: str, sampling: Sampling, device: str, gra
 
 
 @contextmanager
-def running(path: str) -> Iterator[None]:
+def running(path: str, mend: str = _FEWER_TOKENS) -> Iterator[None]:
     """Inside, a model or tokenizer runs, which what its files say, or too many tokens, may not let it.
 
     Raises:
@@ -156,7 +210,6 @@ def running(path: str) -> Iterator[None]:
         if "out of memory" in str(error) or origin.is_relative_to(_SOURCES):
             raise
         what = str(error).strip().split("\n", 1)[0]
-        mend = "give fewer tokens than it has positions for, or fetch config.json and the files beside it again"
         raise InputError(f"the model cannot be run ({what})", where=path, mend=mend) from None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 
 from samebits.cli.commands import open_source
 from samebits.cli.console import print_json, print_lines, progress_bar
-from samebits.cli.generate import load_model, load_tokenizer
+from samebits.cli.generate import load_config, load_model, load_tokenizer, running
 from samebits.errors import InputError, MismatchError, ResourceError
 from samebits.format.mapping import scratch
 from samebits.format.safetensors_file import FLOATS, SUFFIX
@@ -24,6 +24,7 @@ from samebits.verify import first_difference, repeatable_attention
 
 WINDOW = 256  # tokens of a forward pass at most
 RANDOM_TOKENS = 1024  # without a text
+_ONE_MODEL = "compare two forms of one model"
 
 
 @dataclass(frozen=True)
@@ -66,9 +67,10 @@ def verify_logits(path: str, against: str, text: Path | None, device: str, as_js
     """
     device = resolve_device(device)
     _check_dtypes(path, against)
-    tokens = None if text is None else read_tokens(against, text)
+    window, vocabulary = _limits(path, against)
+    tokens = _random_tokens(vocabulary) if text is None else read_tokens(against, text, vocabulary)
     with progress_bar("verify") as progress:
-        verdict = compare(path, against, tokens, device, progress)
+        verdict = compare(path, against, tokens.split(window), device, progress)
     count = verdict.positions * verdict.vocabulary
     if as_json:
         mismatch = vars(verdict.mismatch) if verdict.mismatch else None
@@ -98,38 +100,58 @@ def _check_dtypes(path: str, against: str) -> None:
             raise InputError(what, where=entry.where, mend="compare the weights instead: leave --logits out")
 
 
-def read_tokens(model: str, text: Path) -> torch.Tensor:
+def _limits(path: str, against: str) -> tuple[int, int]:
+    """How many tokens both models read at once, and how many they know.
+
+    Raises:
+        InputError: they do not know as many.
+    """
+    ours, theirs = (load_config(each).get_text_config() for each in (path, against))
+    if ours.vocab_size != theirs.vocab_size:
+        what = f"its vocabulary is of {ours.vocab_size:,} tokens, that of {against} of {theirs.vocab_size:,}"
+        raise InputError(what, where=path, mend=_ONE_MODEL)
+    positions = [getattr(config, "max_position_embeddings", None) or WINDOW for config in (ours, theirs)]
+    return max(1, min(WINDOW, *positions)), ours.vocab_size
+
+
+def _random_tokens(vocabulary: int) -> torch.Tensor:
+    return torch.randint(max(1, vocabulary), (RANDOM_TOKENS,), generator=torch.Generator().manual_seed(0))
+
+
+def read_tokens(model: str, text: Path, vocabulary: int) -> torch.Tensor:
     """A text as the model's tokenizer cuts it: int64 [tokens].
 
     Raises:
-        InputError: it is not UTF-8, or empty.
+        InputError: it is not UTF-8, or empty, or has tokens that are not among the first ``vocabulary``.
     """
     try:
         words = text.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise InputError("not a text in UTF-8", where=str(text), mend="convert it") from None
-    tokens = torch.tensor(load_tokenizer(model)(words, verbose=False)["input_ids"], dtype=torch.int64)
+    tokenizer = load_tokenizer(model)
+    with running(model):
+        tokens = torch.tensor(tokenizer(words, verbose=False)["input_ids"], dtype=torch.int64)
     if not len(tokens):
         raise InputError("the text has no tokens", where=str(text), mend="give a longer one")
+    if (last := int(tokens.max())) >= vocabulary:
+        what = f"token {last:,}, which its tokenizer makes of {text}, is not in its vocabulary of {vocabulary:,}"
+        raise InputError(what, where=model, mend="fetch the tokenizer again, or leave --text out")
     return tokens
 
 
 @repeatable_attention()
-def compare(path: str, against: str, tokens: torch.Tensor | None, device: str, progress: Progress) -> LogitVerdict:
-    """Run ``against``, then ``path``, over the same tokens: random ones without any given.
+def compare(path: str, against: str, windows: Sequence[torch.Tensor], device: str, progress: Progress) -> LogitVerdict:
+    """Run ``against``, then ``path``, over the same tokens: a forward pass for each window.
 
     Raises:
-        MismatchError: their logits differ in shape or dtype.
+        InputError: a model cannot be run, or their logits differ in shape or dtype.
     """
     model = _load(against, device)
-    if tokens is None:
-        vocabulary = model.config.get_text_config().vocab_size
-        tokens = torch.randint(vocabulary, (RANDOM_TOKENS,), generator=torch.Generator().manual_seed(0))
-    windows = tokens.split(min(WINDOW, getattr(model.config.get_text_config(), "max_position_embeddings", WINDOW)))
+    positions = sum(map(len, windows))
     expected, done = torch.empty(0), 0
     for logits in _logits(model, windows):
         if not done:
-            expected = _space(len(tokens), logits)
+            expected = _space(positions, logits)
         expected[done : done + len(logits)] = logits
         done += len(logits)
         progress(done * logits[0].nbytes, 2 * expected.nbytes)
@@ -149,11 +171,12 @@ def _load(path: str, device: str) -> Any:
     return load_model(path, dtype=torch.bfloat16).to(device).eval()
 
 
-def _logits(model: Any, windows: tuple[torch.Tensor, ...]) -> Iterator[torch.Tensor]:
+def _logits(model: Any, windows: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Of each window [tokens, vocabulary], on the CPU."""
     for window in windows:
-        with torch.inference_mode():
-            yield model(input_ids=window[None].to(model.device), use_cache=False).logits[0].cpu().contiguous()
+        with running(model.name_or_path), torch.inference_mode():
+            logits = model(input_ids=window[None].to(model.device), use_cache=False).logits[0].cpu().contiguous()
+        yield logits
 
 
 def _space(positions: int, logits: torch.Tensor) -> torch.Tensor:
@@ -172,7 +195,7 @@ def _space(positions: int, logits: torch.Tensor) -> torch.Tensor:
 def _first_mismatch(found: torch.Tensor, expected: torch.Tensor, start: int) -> LogitMismatch | None:
     if (found.dtype, found.shape) != (expected.dtype, expected.shape):
         described, wanted = (f"{tensor.dtype} {list(tensor.shape)}" for tensor in (found, expected))
-        raise MismatchError(f"logits {described} instead of {wanted}", mend="compare two forms of one model")
+        raise InputError(f"logits {described} instead of {wanted}", mend=_ONE_MODEL)
     words = [tensor.reshape(-1).view(torch.uint8).numpy() for tensor in (found, expected)]
     first = first_difference(*words)
     if first is None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from samebits.cli.commands import note_patterns, open_source
 from samebits.cli.console import print_json, print_lines, print_table, progress_bar
+from samebits.cli.generate import import_transformers, running
 from samebits.df11.checkpoint import Df11Checkpoint
 from samebits.format.folder import CONFIG, INDEX_SUFFIX
 from samebits.format.safetensors_file import SUFFIX
@@ -36,13 +38,17 @@ def estimate_memory(
     source: str, options: CompressOptions, case: Case, gpu: str | None, exact: bool, as_json: bool
 ) -> None:
     limit = None if gpu is None else parse_size(gpu)
+    import_transformers()
     path = Path(source)
     bare = (path / CONFIG).is_file() and not any(path.glob(f"*{SUFFIX}")) and not any(path.glob(f"*{INDEX_SUFFIX}"))
     folder, weights = (path, None) if bare else _weights(source, options, exact)
     selection = Selection(options.min_weights, options.include, options.exclude)
-    memory = model_memory(folder, selection, weights)
+    with running(str(folder / CONFIG), mend="fetch it again"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch and transformers, which have no values here
+        memory = model_memory(folder, selection, weights)
+        figures = _figures(memory, case, limit)  # follows every forward pass that is told of
     if as_json:
-        print_json({"path": folder, **vars(case), **_figures(memory, case, limit)})
+        print_json({"path": folder, **vars(case), **figures})
         return
     _print(memory, f"{folder}: {case.context:,} tokens, batch {case.batch}", case)
     if bare:

@@ -6,8 +6,10 @@ import errno
 import os
 import signal
 import sys
+import tempfile
 import traceback
 from contextlib import suppress
+from pathlib import Path
 
 import typer
 
@@ -53,7 +55,8 @@ def run(arguments: list[str]) -> int:
             mend = "close other programs, use fewer --workers, or --device cpu"
             return _refuse(ResourceError("out of memory", mend=mend), arguments)
         traceback.print_exc()
-        return _fail("a defect of samebits; report the lines above and the output of `samebits doctor`", DEFECT)
+        mend = "report the lines above and the output of `samebits doctor`"
+        return _refuse(SamebitsError("a defect of samebits", mend=mend), arguments, type(error).__name__, DEFECT)
     except KeyboardInterrupt:
         return _refuse(interruption(arguments), arguments, kind_of(signal.SIGINT), INTERRUPTED)
 
@@ -74,6 +77,14 @@ def _fail(message: str, code: int) -> int:
 
 def _described(error: OSError) -> SamebitsError:
     reason, where = error.strerror or str(error), str(error.filename) if error.filename else None
+    if error.errno in (errno.ENOSPC, errno.EDQUOT) and where and _is_temporary(where):
+        return ResourceError(reason, where=where, mend="free some space, or set TMPDIR to a folder with more")
+    if where is None and "temporary directory" in reason:
+        return ResourceError(reason, mend="set TMPDIR to a folder that can be written")
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return ResourceError(reason, where=where, mend="free some space, or raise the limit")
     return InputError(reason, where=where, mend="check the path and its permissions" if where else None)
+
+
+def _is_temporary(file: str) -> bool:
+    return tempfile.tempdir is not None and Path(file).parent == Path(tempfile.tempdir)

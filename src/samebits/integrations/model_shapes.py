@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +21,7 @@ WRONG_CONFIG = (
     StrictDataclassError, OSError, ValueError, LookupError, ArithmeticError, TypeError, AttributeError, AssertionError,
     ImportError, RuntimeError,
 )  # what libraries raise for one  # fmt: skip
+_LAYERS = re.compile(r"(n|num|encoder|decoder)_(\w+_)?layers?$")  # as configs name their number
 _MAX_LAYERS = 10_000  # of a model; a class with more would take forever to build
 
 
@@ -47,7 +49,7 @@ def _check_size(config: Mapping[str, Any], folder: Path) -> None:
     for key, value in config.items():
         if isinstance(value, dict):
             _check_size(value, folder)
-        elif key.startswith("num_") and key.endswith("layers") and isinstance(value, int) and value > _MAX_LAYERS:
+        elif _LAYERS.match(key) and isinstance(value, int) and value > _MAX_LAYERS:
             raise InputError(f"{key} is {value}", where=str(folder / CONFIG), mend="fetch config.json again")
 
 

@@ -42,7 +42,8 @@ class Workspace:
 
     Raises (on entering):
         ResourceError: another job holds the destination, or this is Windows.
-        InputError: the destination is in use, or another job left finished shards, and ``overwrite`` is not set.
+        InputError: the destination is in use, or another job left finished shards, and ``overwrite`` is not set; it is
+            a link that leads nowhere, or in a folder that is one.
     """
 
     def __init__(self, destination: Path, is_folder: bool, identity: dict[str, Any], overwrite: bool) -> None:
@@ -55,6 +56,9 @@ class Workspace:
         self._made_destination = self._is_fresh = False
 
     def __enter__(self) -> Self:
+        for path in (self.destination, *self.destination.parents):
+            if path.is_symlink() and not path.exists():
+                raise InputError("the link leads nowhere", where=str(path), mend="remove it")
         if self.is_folder and self.destination.exists() and not self.destination.is_dir():
             raise InputError("a file is in the way", where=str(self.destination), mend="give a folder")
         self._made_destination = self.is_folder and not self.destination.exists()
@@ -223,7 +227,7 @@ class Workspace:
             if place.is_dir() and not place.is_symlink():
                 raise InputError("a folder is in the way", where=str(place), mend="remove it")
         for folder in {self._place(parent) for file in files for parent in file.parents}:
-            if folder.exists() and not folder.is_dir():
+            if os.path.lexists(folder) and not folder.is_dir():
                 raise InputError("a file is in the way", where=str(folder), mend="remove it")
 
     def publish(self) -> None:
