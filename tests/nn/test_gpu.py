@@ -65,6 +65,24 @@ def test_all_kernels_run_on_the_current_stream(pair: tuple[nn.Sequential, nn.Seq
     assert len({*kernels.values()}) == 1, kernels
 
 
+def test_a_weight_that_is_read(pair: tuple[nn.Sequential, nn.Sequential]) -> None:
+    """It has no memory, and computes as what has, also where autocast asks for other types."""
+    (_, dense, *_), (_, packed, *_) = pair
+    weight, plain, other = packed.weight, dense.weight, torch.ones(3, dtype=torch.bfloat16, device="cuda")
+    assert (weight.device, weight.is_cuda, weight.is_meta, weight.get_device()) == (plain.device, True, False, 0)
+    for lent in (weight, weight.data, weight[2:5], weight.t()):
+        with pytest.raises(RuntimeError, match="incompatible tensor type"):
+            other.data = lent
+    x = torch.randn(2, 256, device="cuda")
+    for dtype in (torch.float16, torch.bfloat16):
+        with torch.autocast("cuda", dtype):
+            for made, expected in ((F.linear(x, weight), F.linear(x, plain)), (weight.t() @ weight, plain.t() @ plain)):
+                assert made.dtype is expected.dtype is dtype
+                assert_same(made, expected)
+    assert_same(weight.t().clone(), plain.t().clone())
+    assert_same(weight.to("cpu"), plain.to("cpu"))
+
+
 @pytest.mark.parametrize("trained", [True, False])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("bias", [True, False])

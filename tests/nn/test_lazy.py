@@ -149,6 +149,14 @@ def test_no_other_tensor_becomes_what_has_no_memory(layer: nn.Linear, lent: Call
     assert other.tolist() == [1, 1, 1]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_sees_where_it_is(layer: nn.Linear, plain: torch.Tensor, dtype: torch.dtype) -> None:
+    with torch.autocast("cpu", dtype):
+        made, expected = layer.weight.t() @ layer.weight, plain.t() @ plain
+    assert made.dtype is expected.dtype is dtype
+    assert torch.equal(made.view(torch.int16), expected.view(torch.int16))
+
+
 @pytest.mark.parametrize("ask", ["share_memory_", "data_ptr", "untyped_storage", "storage"])
 def test_it_has_no_memory_to_share(layer: nn.Linear, ask: str) -> None:
     for weight in (layer.weight, layer.weight[2:]):
