@@ -22,7 +22,6 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
-from samebits.codecs.decode import decode_cpu
 from samebits.errors import DigestError, DtypeError, FormatError, InputError, SamebitsError
 from samebits.format.names import BARE, PACKED, WEIGHT
 from samebits.format.packed import Header, PackedTensor
@@ -511,8 +510,7 @@ class PackedLinearModule(PackedModule):
         if not is_fusible(input, bias):
             if not is_alone(input, bias, data):
                 return super().forward(input)  # type: ignore[no-any-return]
-            self.sb_data("weight")  # which looks at it
-            return F.linear(input, decode_cpu(PackedTensor(cast(Header, recipe.matrix), data)), bias)
+            return F.linear(input, recipe.decode(self.sb_data("weight")), bias)
         if input.dim() > 2 and not is_gapless(input):
             if not is_matrix(input, bias, recipe.shows_requires_grad(input.device)):
                 return super().forward(input)  # type: ignore[no-any-return]

@@ -22,6 +22,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 
+from samebits.codecs.decode import decode_cpu
 from samebits.format.packed import PackedTensor
 from samebits.kernels import decode, nvrtc
 from samebits.kernels.decode_together import DecodeTogether
@@ -208,11 +209,18 @@ def weight(packed: PackedTensor) -> torch.Tensor:
     Args:
         packed: on any device.
     """
-    made = decode_packed(packed)
+    made = decoded(packed)
     kept = residents.get(id(packed.data))  # as the decoder on a GPU has it, in whatever torch sees of this call
     if kept is not None and kept.now() is packed.data:
         _remember_weight(kept, packed)
     return made
+
+
+def decoded(packed: PackedTensor) -> torch.Tensor:
+    """``decode_packed``, on a CPU without torch's operator, which takes longer than a small weight, if none is due."""
+    data = packed.data
+    is_plain = data.is_cpu and type(data) in (torch.Tensor, nn.Parameter) and packed.header.fits(data)
+    return decode_cpu(packed) if is_plain and not environment.is_transformed() else decode_packed(packed)
 
 
 def _remember_weight(kept: Recalled, packed: PackedTensor) -> None:
