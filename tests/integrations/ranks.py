@@ -24,8 +24,8 @@ import samebits
 from samebits.errors import InputError
 from samebits.nn.packed_module import packed_parameters
 from tests.integrations.models import MIN_WEIGHTS, VOCABULARY, outputs
+from tests.integrations.torchrun import RANKS, leave
 
-RANKS = 2
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "tensor_parallel.py"
 PROMPT = "In the beginning"
 
@@ -80,6 +80,7 @@ def main() -> None:
     torch.save(result, folder / f"{os.environ['RANK']}.pt")
     sys.argv[1:] = str(folder / "example"), PROMPT
     runpy.run_path(str(EXAMPLE))
+    leave()
 
 
 if __name__ == "__main__":

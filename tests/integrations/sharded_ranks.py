@@ -27,8 +27,9 @@ from transformers import AutoModelForCausalLM
 
 import samebits
 from tests.integrations.models import MIN_WEIGHTS, VOCABULARY
+from tests.integrations.torchrun import RANKS, leave
 
-RANKS, STEPS = 2, 4
+STEPS = 4
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
@@ -100,6 +101,7 @@ def main() -> None:
     found = {way: {form: trained(folder, device, way, form) for form in (False, True)} for way in WAYS}
     torch.save(found, folder / f"{dist.get_rank()}.pt")
     dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

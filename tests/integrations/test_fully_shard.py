@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from tests.integrations import sharded_ranks
 from tests.integrations.models import assert_same_bits
+from tests.integrations.torchrun import RANKS, ROOT, TWO_GPUS, torchrun
 
-ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "examples" / "king-james" / "model"
-TWO_GPUS = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
-
-
-def torchrun(device: str, *command: str | Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
-    if device == "cpu":
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={sharded_ranks.RANKS}"]
-    done = subprocess.run([*run, *command], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=TWO_GPUS)])
@@ -37,7 +24,7 @@ def found(request: pytest.FixtureRequest, references, tmp_path_factory) -> list[
     for file in references("llama").folder.iterdir():
         (folder / file.name).symlink_to(file)
     torchrun(request.param, sharded_ranks.__file__, folder, request.param)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(sharded_ranks.RANKS)]
+    return [torch.load(folder / f"{rank}.pt") for rank in range(RANKS)]
 
 
 @pytest.mark.parametrize("way", sharded_ranks.WAYS)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +17,8 @@ from samebits.nn.packed_module import PackedModule
 from tests.df11.checkpoints import VECTORS
 from tests.integrations import ranks
 from tests.integrations.models import Reference, assert_same_bits, assert_same_checkpoint, compress_folder, make
+from tests.integrations.torchrun import RANKS, ROOT, TWO_GPUS, torchrun
 
-ROOT = Path(__file__).resolve().parents[2]
 DF11 = "df11"  # a checkpoint in DFloat11's layout
 NAMES = ["llama", "llama-tied", "qwen3", DF11]
 NAMES += ["mixtral"] if parallel._transformers() >= parallel.MOE_MINIMUM else []
@@ -51,15 +48,8 @@ def launch(originals: Callable[[str], Reference], folder: Path, device: str) -> 
     make("llama", folder / "example", vocab_size=3072)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (folder / "example" / file).symlink_to(ROOT / "examples" / "king-james" / "model" / file)
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
-    if device == "cpu":
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks.RANKS}"]
-    done = subprocess.run(
-        [*command, ranks.__file__, folder, *names], env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    return Launched(folder, [torch.load(folder / f"{rank}.pt") for rank in range(ranks.RANKS)], done.stdout)
+    printed = torchrun(device, ranks.__file__, folder, *names)
+    return Launched(folder, [torch.load(folder / f"{rank}.pt") for rank in range(RANKS)], printed)
 
 
 @pytest.fixture(scope="module")
@@ -73,9 +63,6 @@ def originals(references, plain: Reference, tmp_path_factory) -> Callable[[str],
         return plain if name == DF11 else references(name)
 
     return original
-
-
-TWO_GPUS = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < ranks.RANKS, reason="needs two GPUs")]
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=TWO_GPUS)])

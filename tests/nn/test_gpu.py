@@ -117,6 +117,21 @@ def test_bytes_that_were_written_to_are_not_captured_unread(pair: tuple[nn.Seque
 
 
 @torch.no_grad()
+def test_bytes_whose_memory_was_freed(pair: tuple[nn.Sequential, nn.Sequential]) -> None:
+    """As torch's fully_shard frees them behind a forward pass: no kernel reads at address 0."""
+    _, packed = pair
+    x = torch.randn(4, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    output, kept = packed[1](x), packed[1].weight
+    for parameter in packed[1].parameters():
+        if parameter.dtype is torch.uint8:
+            parameter.untyped_storage().resize_(0)
+    with pytest.raises(InputError, match="memory was freed"):
+        kept.clone()
+    with pytest.raises(InputError, match="memory was freed"):
+        output.sum().backward()
+    torch.cuda.synchronize()
+
+
 def test_a_parent_hands_a_view_of_a_weight_to_a_kernel() -> None:
     """Which reads memory, as Triton's and others do."""
     layer = nn.Conv1d(2048, 2048, 4, groups=2048, device="cuda", dtype=torch.bfloat16)

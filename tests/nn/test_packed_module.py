@@ -24,7 +24,7 @@ import samebits
 from samebits.errors import DigestError, DtypeError, FormatError, InputError
 from samebits.nn import packed_module, recipe
 from samebits.nn.lazy import LazyTensor, LazyWeight
-from samebits.nn.packed_module import PackedModule, packed_class, share_ties
+from samebits.nn.packed_module import PackedModule, packed_class, packed_parameters, share_ties
 from tests.nn.modules import CASES, INPUT, MIN_WEIGHTS, TOKENS, make, same_bits, watch_decoding
 
 NAMES = ["tied", "experts", "linear"]
@@ -347,6 +347,26 @@ def test_gradients_of_weights_that_were_written_to(name: str) -> None:
         each.load_state_dict(each.state_dict())
         with pytest.raises(error, match=r"inplace operation|written to between a forward pass and its backward pass"):
             output.float().sum().backward()
+
+
+@pytest.mark.parametrize("name", ["linear", "conv2d", "attention"])
+def test_bytes_whose_memory_was_freed(name: str) -> None:
+    """As torch's fully_shard frees them behind a forward pass: a weight that was kept, and gradients, are refused."""
+    module, call, _ = make(name)
+    samebits.compress(module, min_weights=MIN_WEIGHTS)
+    module._apply(torch.clone)  # to memory of torch's own
+    module.register_forward_pre_hook(lambda _, args: _as_leaves(args, []))
+    output = call(module)
+    kept = [getattr(each, weight) for _, each, weight in packed_parameters(module)]
+    assert kept
+    for parameter in module.parameters():
+        if parameter.dtype is torch.uint8:
+            parameter.untyped_storage().resize_(0)
+    for each in kept:
+        with pytest.raises(InputError, match="memory was freed"):
+            each.clone()
+    with pytest.raises(InputError, match="memory was freed"):
+        output.float().sum().backward()
 
 
 def test_other_hooks_get_what_they_got() -> None:

@@ -177,7 +177,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
         (call, "decode_cuda", _decode),
         (prefetch, "decode_cuda", _decode),
         (recall.decode, "decode_cuda", _decode),
-        (recall, "decoded", _decode),
+        (recall, "decode_weight", _decode),
         (recall, "_can_recall", True),
         (dispatch, "together", Together()),
     ]

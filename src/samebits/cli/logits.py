@@ -111,7 +111,8 @@ def _limits(path: str, against: str) -> tuple[int, int]:
         what = f"its vocabulary is of {ours.vocab_size:,} tokens, that of {against} of {theirs.vocab_size:,}"
         raise InputError(what, where=path, mend=_ONE_MODEL)
     positions = [getattr(config, "max_position_embeddings", None) or WINDOW for config in (ours, theirs)]
-    return max(1, min(WINDOW, *positions)), ours.vocab_size
+    limits = [number for number in positions if number > 0]  # XLNet says -1: none
+    return min([WINDOW, *limits]), ours.vocab_size
 
 
 def _random_tokens(vocabulary: int) -> torch.Tensor:
@@ -186,7 +187,7 @@ def _space(positions: int, logits: torch.Tensor) -> torch.Tensor:
     try:
         return scratch(nbytes).view(logits.dtype).reshape(shape)
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         mend = "give a shorter --text, or set TMPDIR to a folder with more space"
         raise ResourceError(f"no space for {size(nbytes)} of logits", where=error.filename, mend=mend) from None

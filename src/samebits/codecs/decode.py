@@ -103,16 +103,16 @@ def _decode_entries(
     packed: PackedTensor, out: torch.Tensor, words: int, entries: NDArray[np.int64], places: NDArray[np.int64]
 ) -> None:
     """Decode entries of ``words`` words to ``out``, each from one of ``places`` on (in words)."""
-    chunks = packed.header.geometry.chunks_of_runs(words)
-    count = len(entries) * chunks
     header, geometry = packed.header, packed.header.geometry
+    chunks = geometry.chunks_of_runs(words)
+    count = len(entries) * chunks
     shifts, table, *stored = _arrays(packed)
     numbers = geometry.rows, geometry.columns, geometry.chunk_stages, header.code is Code.QUAD, header.window
     arrays: list[NDArray[Any]] = [words_of(out), entries, places, shifts, table, *stored]
     total = count * 512 * header.chunk_stages
     if openmp.run(decode_loops.decode_task, count, total, arrays, [words, chunks, *numbers, header.max_code_length]):
         return
-    run_ranges(decode_loops.decode_entries, count, _grain(count, 512 * packed.header.chunk_stages), *arrays[:3], words,
+    run_ranges(decode_loops.decode_entries, count, _grain(count, 512 * header.chunk_stages), *arrays[:3], words,
                chunks, *numbers, shifts, table, header.max_code_length, *stored)  # fmt: skip
 
 
@@ -124,10 +124,12 @@ def _grain(chunks: int, words: int) -> int:
 def _arrays(packed: PackedTensor) -> list[NDArray[Any]]:
     """What the loops take of a packed tensor: row shifts, decode table, offsets, planes, streams."""
     header = packed.header
-    code, *arrays = packed.arrays(("code", "<u2"), ("offsets", "<u4"), ("planes", "<u4"), ("streams", "<u4"))
-    shifts = packed.array("row_shifts", "i1") if header.has_row_shifts else np.array([header.shift], np.int8)
-    table = _table(code.tobytes(), header.max_code_length, header.code)
-    return [shifts, table, *arrays]
+    code, shifts, *arrays = packed.arrays(
+        ("code", "<u2"), ("row_shifts", "i1"), ("offsets", "<u4"), ("planes", "<u4"), ("streams", "<u4")
+    )
+    if not header.has_row_shifts:
+        shifts = np.array([header.shift], np.int8)
+    return [shifts, _table(code.tobytes(), header.max_code_length, header.code), *arrays]
 
 
 @lru_cache(maxsize=256)  # 16 KB of a quad code, 64 of a single one

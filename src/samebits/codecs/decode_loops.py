@@ -85,8 +85,11 @@ def decode_task(address: int) -> None:
         if first >= count:
             return
         last = min(first + grain, count)
-        decode_entries(output, entries, places, entry_words, chunks_per_entry, rows, columns, chunk_stages, quad,
-                       window, shifts, table, width, offsets, planes, streams, first, last)  # fmt: skip
+        try:
+            decode_entries(output, entries, places, entry_words, chunks_per_entry, rows, columns, chunk_stages, quad,
+                           window, shifts, table, width, offsets, planes, streams, first, last)  # fmt: skip
+        except Exception:  # no memory, which the caller says: from here it would be printed
+            return
         fetch_add(address + 8 * DONE, last - first)
 
 

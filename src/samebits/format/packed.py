@@ -312,12 +312,24 @@ class PackedTensor:
         [array] = self.arrays((name, dtype))
         return array
 
+    def check_not_freed(self) -> None:
+        """
+        Raises:
+            InputError: the bytes are no longer there, as behind a forward pass under torch's fully_shard.
+        """
+        if not self.data.data_ptr():
+            check_in_memory(self.data)
+
     def arrays(self, *sections: tuple[Section, str]) -> list[NDArray[Any]]:
         """Sections as NumPy views (CPU only), each of the dtype beside its name.
 
         By DLPack: behind Tensor.numpy() the memory can never be resized again, as torch's fully_shard does with what it
         gathers. NumPy before 2.1 lets nobody write to such views.
+
+        Raises:
+            InputError: the memory was freed.
         """
+        self.check_not_freed()
         view: NDArray[Any] = np.from_dlpack(self.data)
         whole = view if view.flags.writeable else self.data.numpy()
         return [whole[self.header.sections[name]].view(np.dtype(dtype)) for name, dtype in sections]

@@ -67,6 +67,7 @@ def repeat(packed: PackedTensor) -> Repeat | None:
 
 
 def _decode_compact(packed: PackedTensor, output: torch.Tensor) -> None:
+    packed.check_not_freed()
     if packed.data.data_ptr() % ALIGNMENT:
         packed = PackedTensor(packed.header, packed.data.clone())
     device = packed.device.index or 0
@@ -100,8 +101,10 @@ def launch(
         arguments: what it takes beyond the usual.
 
     Raises:
+        InputError: the packed bytes' memory was freed.
         DeviceError: as decode_cuda.
     """
+    packed.check_not_freed()
     if packed.data.data_ptr() % ALIGNMENT:
         packed = PackedTensor(packed.header, packed.data.clone())
     device = packed.data.get_device()

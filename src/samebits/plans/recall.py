@@ -209,14 +209,14 @@ def weight(packed: PackedTensor) -> torch.Tensor:
     Args:
         packed: on any device.
     """
-    made = decoded(packed)
+    made = decode_weight(packed)
     kept = residents.get(id(packed.data))  # as the decoder on a GPU has it, in whatever torch sees of this call
     if kept is not None and kept.now() is packed.data:
         _remember_weight(kept, packed)
     return made
 
 
-def decoded(packed: PackedTensor) -> torch.Tensor:
+def decode_weight(packed: PackedTensor) -> torch.Tensor:
     """``decode_packed``, on a CPU without torch's operator, which takes longer than a small weight, if none is due."""
     data = packed.data
     is_plain = data.is_cpu and type(data) in (torch.Tensor, nn.Parameter) and packed.header.fits(data)
