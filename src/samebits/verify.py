@@ -15,8 +15,9 @@ from samebits.df11.checkpoint import UnitEntry
 from samebits.digest import digest
 from samebits.errors import CHANGED, DigestError, SamebitsError
 from samebits.format.container import Checkpoint, Entry
+from samebits.format.header import STORED_DIGEST_END
 from samebits.format.mapping import scratch
-from samebits.format.packed import STORED_DIGEST_END, PackedTensor
+from samebits.format.packed import PackedTensor
 from samebits.progress import Progress, silent
 
 if TYPE_CHECKING:

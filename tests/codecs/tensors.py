@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from samebits.codecs import plan
-from samebits.format.packed import Header, PackedTensor
+from samebits.format.header import Header
+from samebits.format.packed import PackedTensor
 
 
 def tensor_of(words: NDArray[np.uint16]) -> torch.Tensor:

@@ -17,7 +17,8 @@ from samebits.codecs import encode as encode_module
 from samebits.codecs.reference import Reading, decode_reference, digest_reference
 from samebits.errors import DtypeError, InputError
 from samebits.format.geometry import Code
-from samebits.format.packed import Header, PackedTensor
+from samebits.format.header import Header
+from samebits.format.packed import PackedTensor
 from tests.codecs import zoo
 from tests.codecs.slow_encoder import huffman_lengths
 from tests.codecs.strategies import words_of_any_shape

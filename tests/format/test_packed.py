@@ -14,7 +14,8 @@ import samebits
 from samebits.codecs.reference import Reading
 from samebits.errors import DigestError, DtypeError, FormatError, InputError
 from samebits.format.geometry import Code, Layout
-from samebits.format.packed import Header, PackedTensor
+from samebits.format.header import Header
+from samebits.format.packed import PackedTensor
 from tests.codecs.malformed import COMPACT, QUAD, SINGLE
 from tests.codecs.tensors import bytes_of, packed_of, tensor_of, words_of
 from tests.codecs.zoo import ZOO, Case, normal

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 import samebits
 from samebits.format.geometry import Code
-from samebits.format.packed import PackedTensor, Section
+from samebits.format.header import Section
+from samebits.format.packed import PackedTensor
 from samebits.kernels.decode_together import DecodeTogether, suits
 from samebits.kernels.ops import fields_of
 from samebits.kernels.structures import MAX_DECODED

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 import samebits
 from samebits.format.geometry import Code, Layout
-from samebits.format.packed import Header, PackedTensor
+from samebits.format.header import Header
+from samebits.format.packed import PackedTensor
 from samebits.kernels import decode, nvrtc
 from samebits.kernels.decode import MAX_WARPS, decode_source, even_warps
 from samebits.kernels.decode_together import suits

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from samebits.format.geometry import STAGE, Code, Layout
-from samebits.format.packed import Header
+from samebits.format.header import Header
 from samebits.kernels import nvrtc
 from samebits.kernels.decode import STATIC_SHARED, staging_words
 from samebits.kernels.linear import chains

@@ -20,7 +20,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import samebits
 from samebits.errors import DigestError, InputError
-from samebits.nn import packed_module
+from samebits.nn import stored
 from samebits.nn.packed_module import PackedModule
 from tests.nn.modules import INPUT, MIN_WEIGHTS, TOKENS, Tied, make, same_bits
 
@@ -90,7 +90,7 @@ def test_what_a_load_brought_is_not_read_again(monkeypatch: pytest.MonkeyPatch) 
     samebits.compress(module, min_weights=MIN_WEIGHTS)
     expected = call(module)
     module.load_state_dict(module.state_dict())
-    monkeypatch.setattr(packed_module, "_refuse_other_bytes", lambda *_: pytest.fail("the bytes were read"))
+    monkeypatch.setattr(stored, "_refuse_other_bytes", lambda *_: pytest.fail("the bytes were read"))
     assert same_bits(call(module), expected)
 
 
@@ -184,8 +184,7 @@ def two_of_a_length() -> tuple[nn.Linear, nn.Linear]:
     here, there = next(
         (here, there)
         for here, there in itertools.combinations(range(8), 2)
-        if headers[here].nbytes == headers[there].nbytes
-        and packed_module._form(headers[here]) != packed_module._form(headers[there])
+        if headers[here].nbytes == headers[there].nbytes and stored._form(headers[here]) != stored._form(headers[there])
     )
     return layers[here], layers[there]
 
@@ -484,6 +483,6 @@ def test_what_accelerate_places_anew_is_not_read(monkeypatch: pytest.MonkeyPatch
     """In each pass, on a GPU, that would wait for all that goes before."""
     layer, expected = packed_linear()
     dispatched = cpu_offload(layer, execution_device=torch.device("cpu"))
-    monkeypatch.setattr(packed_module, "_has_form", lambda header, stored: pytest.fail("bytes are read"))
+    monkeypatch.setattr(stored, "_has_form", lambda *_: pytest.fail("bytes are read"))
     for _ in range(2):
         assert same_bits(dispatched(INPUT), expected)

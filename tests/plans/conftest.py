@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import samebits
-from samebits.format.packed import Header, PackedTensor
+from samebits.format.header import Header
+from samebits.format.packed import PackedTensor
 from samebits.kernels import nvrtc
 from samebits.kernels.decode_together import DecodeTogether
 from samebits.kernels.linear.products import LinearPlan, Operands

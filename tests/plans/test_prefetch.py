@@ -12,7 +12,8 @@ import torch
 
 import samebits
 from samebits.errors import DeviceError
-from samebits.format.packed import Header, PackedTensor
+from samebits.format.header import Header
+from samebits.format.packed import PackedTensor
 from samebits.kernels.decode_together import DecodeTogether
 from samebits.kernels.linear.job import Spare
 from samebits.kernels.linear.products import LinearPlan, Operands

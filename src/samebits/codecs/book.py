@@ -8,7 +8,7 @@ import numpy as np
 
 from samebits.codecs.huffman import CanonicalCode, package_merge
 from samebits.compiled import compiled
-from samebits.format.packed import MAX_CODE_LENGTH, QUAD_SYMBOLS
+from samebits.format.header import MAX_CODE_LENGTH, QUAD_SYMBOLS
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -16,7 +16,8 @@ import numpy as np
 from samebits.bf16 import histogram_of_words
 from samebits.codecs import compact_loops
 from samebits.format.geometry import RUN_WORDS
-from samebits.format.packed import EXPONENTS, STATES, Header, PackedTensor, frequencies_of
+from samebits.format.header import EXPONENTS, STATES, Header
+from samebits.format.packed import PackedTensor, frequencies_of
 from samebits.parallel import run_ranges
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import numpy as np
 
 from samebits.compiled import compiled, inlined
 from samebits.format.geometry import RUN_WORDS
-from samebits.format.packed import ESCAPE, STATES
+from samebits.format.header import ESCAPE, STATES
 from samebits.vectors import load_bits
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ from samebits.codecs.compact import decode_compact
 from samebits.codecs.huffman import CanonicalCode
 from samebits.codecs.memory import empty
 from samebits.format.geometry import Code
-from samebits.format.packed import Header, PackedTensor
+from samebits.format.header import Header
+from samebits.format.packed import PackedTensor
 from samebits.parallel import TASK_WORDS, grain_of, run_ranges
 
 if TYPE_CHECKING:

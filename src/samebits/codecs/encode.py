@@ -23,12 +23,8 @@ from samebits.codecs.plan import Plan, can_be_packed, make_plan, wants_compact
 from samebits.codecs.row_statistics import ALIGNED, FRACTIONS, RowStatistics
 from samebits.digest import digest, digest_of_sums
 from samebits.format.geometry import ROW_GROUP, Code, Geometry, Layout
-from samebits.format.packed import (
-    EXPONENTS,
-    STORED_DIGEST_END,
-    Header,
-    PackedTensor,
-)
+from samebits.format.header import EXPONENTS, STORED_DIGEST_END, Header
+from samebits.format.packed import PackedTensor
 from samebits.parallel import grain_of, run_ranges
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from samebits.compiled import compiled
-from samebits.format.packed import COUNTS
+from samebits.format.header import COUNTS
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

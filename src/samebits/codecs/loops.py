@@ -12,7 +12,7 @@ import numpy as np
 from samebits.bf16 import count_exponents
 from samebits.compiled import compiled, inlined
 from samebits.digest import sum_words
-from samebits.format.packed import QUAD_SYMBOLS
+from samebits.format.header import QUAD_SYMBOLS
 from samebits.vectors import exponents_of_row, load64, quad_symbols_of_row, split_quad_row, split_single_row, store64
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from samebits.codecs.huffman import CanonicalCode, code_lengths
 from samebits.codecs.row_statistics import FRACTIONS, RowStatistics, shift_histogram
 from samebits.compiled import compiled
 from samebits.format.geometry import STREAMS, Code, Geometry, Layout
-from samebits.format.packed import MAX_COMPACT_WORDS, MAX_DIMENSIONS, MAX_SINGLE_CODE_LENGTH, MAX_WINDOW
+from samebits.format.header import MAX_COMPACT_WORDS, MAX_DIMENSIONS, MAX_SINGLE_CODE_LENGTH, MAX_WINDOW
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -10,7 +10,7 @@ import numpy as np
 
 from samebits.bf16 import entropy
 from samebits.compiled import compiled
-from samebits.format.packed import EXPONENTS, MAX_SHIFT
+from samebits.format.header import EXPONENTS, MAX_SHIFT
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

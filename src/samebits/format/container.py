@@ -16,8 +16,9 @@ import torch
 from samebits.digest import digest
 from samebits.errors import CHANGED, DAMAGED, DigestError, FormatError, SamebitsError
 from samebits.format.folder import KEY, VERSION, Folder, check_version, file_name_of, single_file
+from samebits.format.header import STORED_DIGEST_END, Header
 from samebits.format.names import original_name
-from samebits.format.packed import STORED_DIGEST_END, Header, PackedTensor
+from samebits.format.packed import PackedTensor
 from samebits.format.safetensors_file import SafetensorsFile, TensorSpec
 
 _FIELDS = {"version", "file", "digests", "digest"}  # of a file's samebits metadata

@@ -17,8 +17,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from samebits.errors import FormatError
+from samebits.format.header import align
 from samebits.format.mapping import check_regular, map_file
-from samebits.format.packed import align
 
 SUFFIX = ".safetensors"
 METADATA = "__metadata__"

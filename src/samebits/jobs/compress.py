@@ -14,8 +14,8 @@ from samebits.digest import digest
 from samebits.errors import DtypeError, FormatError, InputError
 from samebits.format.container import Checkpoint, Entry, FileInfo
 from samebits.format.folder import CONFIG, KEY, STEM, VERSION, read_json, shard_name
+from samebits.format.header import align
 from samebits.format.names import BARE, PACKED, stored_name
-from samebits.format.packed import align
 from samebits.format.safetensors_file import FLOATS, SafetensorsWriter, TensorSpec, header_bytes
 from samebits.jobs.job import Job, Shard
 from samebits.jobs.options import CompressOptions, RunOptions

@@ -11,8 +11,9 @@ from samebits.bf16 import entropy, exponent_histogram
 from samebits.codecs.encode import encode_cpu
 from samebits.format.container import Checkpoint, Entry
 from samebits.format.geometry import ROW_GROUP
+from samebits.format.header import MAX_COMPACT_WORDS
 from samebits.format.mapping import scratch
-from samebits.format.packed import MAX_COMPACT_WORDS, PackedTensor
+from samebits.format.packed import PackedTensor
 from samebits.jobs.compress import check_source
 from samebits.jobs.options import CompressOptions
 from samebits.progress import Progress, silent

@@ -12,9 +12,10 @@ from samebits.codecs.encode import encode_cpu
 from samebits.df11.checkpoint import Matrix
 from samebits.errors import SamebitsError
 from samebits.format.container import Entry
+from samebits.format.header import Header
 from samebits.format.mapping import create_mapped, map_file
 from samebits.format.names import stored_name
-from samebits.format.packed import Header, PackedTensor
+from samebits.format.packed import PackedTensor
 from samebits.format.safetensors_file import SafetensorsWriter, TensorSpec
 from samebits.verify import decode_checked
 

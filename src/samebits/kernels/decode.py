@@ -12,7 +12,8 @@ import torch
 
 from samebits.errors import DeviceError, InputError
 from samebits.format.geometry import LANES, ROW_GROUP, STAGE, Code, Geometry
-from samebits.format.packed import Header, PackedTensor, align
+from samebits.format.header import Header, align
+from samebits.format.packed import PackedTensor
 from samebits.kernels import nvrtc
 from samebits.kernels.repeat import Patch, Repeat, Step
 from samebits.kernels.residents import resident

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 
 from samebits.format.geometry import Code
-from samebits.format.packed import Header, PackedTensor, align
+from samebits.format.header import Header, align
+from samebits.format.packed import PackedTensor
 from samebits.kernels import nvrtc
 from samebits.kernels.decode import ALIGNMENT, ThreadBlock, is_too_large, is_whole
 from samebits.kernels.repeat import Patch, Repeat, Step

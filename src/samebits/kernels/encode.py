@@ -22,7 +22,8 @@ from samebits.codecs.plan import Plan, can_be_packed, is_small, make_plan, wants
 from samebits.codecs.row_statistics import ALIGNED, FRACTIONS, RowStatistics
 from samebits.errors import DeviceError
 from samebits.format.geometry import STAGE, Code, Geometry, Layout
-from samebits.format.packed import EXPONENTS, QUAD_SYMBOLS, STORED_DIGEST_END, PackedTensor
+from samebits.format.header import EXPONENTS, QUAD_SYMBOLS, STORED_DIGEST_END
+from samebits.format.packed import PackedTensor
 from samebits.kernels import nvrtc
 from samebits.kernels.structures import BookStructure, GeometryStructure, SourceStructure
 

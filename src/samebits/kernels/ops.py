@@ -23,7 +23,8 @@ import torch
 from samebits.codecs.decode import decode_cpu, decode_experts_cpu, decode_rows_cpu
 from samebits.errors import DtypeError, InputError
 from samebits.format.geometry import Code, Layout
-from samebits.format.packed import Header, PackedTensor
+from samebits.format.header import Header
+from samebits.format.packed import PackedTensor
 
 _LIBRARY = torch.library.Library("samebits", "DEF")
 _LIBRARY.define("decode(Tensor data, int[] shape, int[] fields) -> Tensor")

@@ -9,7 +9,8 @@ from functools import lru_cache
 import torch
 
 from samebits.format.geometry import Geometry
-from samebits.format.packed import Header, PackedTensor
+from samebits.format.header import Header
+from samebits.format.packed import PackedTensor
 
 MAX_TOGETHER = 4  # csrc/linear.cuh: kMaxTogether
 WALKS = 20  # csrc/linear.cuh: kWalks

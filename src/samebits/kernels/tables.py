@@ -14,7 +14,8 @@ from threading import Lock, Thread
 import torch
 
 from samebits.format.geometry import Code
-from samebits.format.packed import Header, PackedTensor, align
+from samebits.format.header import Header, align
+from samebits.format.packed import PackedTensor
 from samebits.kernels import nvrtc
 from samebits.kernels.residents import resident
 from samebits.kernels.structures import PackedStructure

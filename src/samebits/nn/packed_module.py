@@ -13,22 +13,20 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.weak import WeakIdKeyDictionary
 
-from samebits.errors import DigestError, DtypeError, FormatError, InputError, SamebitsError
+from samebits.errors import DtypeError, FormatError, InputError, SamebitsError
+from samebits.format.header import Header
 from samebits.format.names import BARE, PACKED, WEIGHT
-from samebits.format.packed import Header, PackedTensor
+from samebits.format.packed import PackedTensor
 from samebits.nn.lazy import LazyTensor, LazyWeight
 from samebits.nn.product import (
     FrozenProduct,
-    check_unchanged,
     is_alone,
     is_frozen,
     is_fusible,
@@ -37,41 +35,10 @@ from samebits.nn.product import (
     version_of,
 )
 from samebits.nn.recipe import Piece, Recipe, showing
+from samebits.nn.saved import Saved, hooks_around
+from samebits.nn.stored import Mark, accept, check
 from samebits.plans import dispatch
 from samebits.plans.key import has_planned_layout, is_gapless
-
-
-class _Saved(NamedTuple):
-    """What autograd keeps of a decoded weight, or a view of it, for the backward pass: how to decode it again."""
-
-    recipe: Recipe
-    data: list[torch.Tensor]
-    versions: list[int]
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-    def restore(self) -> torch.Tensor:
-        """
-        Raises:
-            InputError: see check_unchanged.
-        """
-        check_unchanged(self.data, self.versions)
-        return self.recipe.decode(self.data).as_strided(self.shape, self.stride, self.offset)
-
-
-Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
-
-
-def _hooks_around() -> Hooks:
-    """What autograd would do with a saved tensor without the hooks here: checkpointing and offloading hook in too."""
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # from torch 2.8 on
-    hooks: Hooks | None = top(True) if top else None
-    return hooks or (_same, _same)
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def check_module(module: object, mend: str) -> None:
@@ -88,7 +55,7 @@ class PackedModule(nn.Module):
 
     sb_base: type[nn.Module]
     sb_recipes: dict[str, Recipe]
-    sb_versions: dict[str, _Mark]  # by slot, as it was when it was last looked at
+    sb_versions: dict[str, Mark]  # by slot, as it was when it was last looked at
 
     def __new__(cls, *args: Any, **kwargs: Any) -> PackedModule:
         """One that is filled by a class that copies itself: it is known from here on."""
@@ -129,13 +96,13 @@ class PackedModule(nn.Module):
         """Has autograd keep packed what it wants to keep of the weights; not in torch.func, which has no such hooks."""
         if not torch.is_grad_enabled() or not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
             return nullcontext()
-        pack, unpack = _hooks_around()
+        pack, unpack = hooks_around()
         return saved_tensors_hooks(
             lambda tensor: self._sb_saved(tensor) or pack(tensor),
-            lambda saved: saved.restore() if isinstance(saved, _Saved) else unpack(saved),
+            lambda saved: saved.restore() if isinstance(saved, Saved) else unpack(saved),
         )
 
-    def _sb_saved(self, tensor: torch.Tensor) -> _Saved | None:
+    def _sb_saved(self, tensor: torch.Tensor) -> Saved | None:
         if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
             return None  # a child's weight, say
         for name, weight in (self.sb_decoded or {}).items():
@@ -144,7 +111,7 @@ class PackedModule(nn.Module):
             if tensor.dtype == weight.dtype and tensor.untyped_storage().data_ptr() == weight.data_ptr():
                 data, offset = self.sb_data(name), int(tensor.storage_offset())
                 versions = [version_of(each) for each in data]
-                return _Saved(self.sb_recipes[name], data, versions, tensor.shape, tensor.stride(), offset)
+                return Saved(self.sb_recipes[name], data, versions, tensor.shape, tensor.stride(), offset)
         return None
 
     def sb_weight(self, name: str) -> torch.Tensor:
@@ -175,25 +142,11 @@ class PackedModule(nn.Module):
                 known = self.sb_versions.get(piece.slot)
                 is_known = known is not None and known.holds(stored)
                 if not is_known or (piece.header and not piece.header.fits(stored)):
-                    self._check(piece, stored, f"{self.sb_base.__name__}.{name}")
-                    self.sb_versions[piece.slot] = _Mark.of(stored)
+                    if piece.header:  # what accelerate places anew in each pass would have to be waited for
+                        where, reads = f"{self.sb_base.__name__}.{name}", ACCELERATE not in self.__dict__
+                        check(piece.header, stored, known, where, reads=reads)
+                    self.sb_versions[piece.slot] = Mark.of(stored)
         return data
-
-    def _check(self, piece: Piece, stored: torch.Tensor, where: str) -> None:
-        """That what is in a piece's slot, and was not looked at before, can be decoded as the piece.
-
-        Raises:
-            DigestError, InputError: as the functions that it calls.
-        """
-        if piece.header is None:
-            return
-        known = self.sb_versions.get(piece.slot)
-        was_written_to = known is not None and known.is_of(stored) and not known.holds(stored)
-        if was_written_to and not _is_accepted(stored):
-            _refuse_other_bytes(piece.header, stored, where)
-        _refuse_other_length(piece.header, stored, where)
-        if ACCELERATE not in self.__dict__:  # what it places anew in each pass would have to be waited for
-            _refuse_other_form(piece.header, stored, where)
 
     def sb_is_unchanged(self, slot: str) -> bool:
         """Whether nothing has written to the bytes in a slot since they were last looked at."""
@@ -205,8 +158,7 @@ class PackedModule(nn.Module):
         for slot in slots:
             stored = self._parameters[slot]
             if stored is not None:
-                self.sb_versions[slot] = _Mark.of(stored)
-                _accepted[stored] = version_of(stored)
+                self.sb_versions[slot] = accept(stored)
 
     def sb_decode(self, name: str) -> torch.Tensor:
         """The weight ``name``, decoded anew."""
@@ -390,91 +342,6 @@ class _Loading(threading.local):
 
 
 _loading = _Loading()
-# Of bytes that were accepted for one of those who share them: their version.
-_accepted: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
-def _is_accepted(stored: torch.Tensor) -> bool:
-    return bool(_accepted.get(stored) == version_of(stored))
-
-
-class _Mark(NamedTuple):
-    """A parameter that was in a slot, and how often it had been written to."""
-
-    tensor: weakref.ref[torch.Tensor]  # its id may be another one's later
-    version: int
-
-    @classmethod
-    def of(cls, stored: torch.Tensor) -> _Mark:
-        return cls(weakref.ref(stored), version_of(stored))
-
-    def is_of(self, stored: torch.Tensor) -> bool:
-        return self.tensor() is stored
-
-    def holds(self, stored: torch.Tensor) -> bool:
-        """Whether the slot has neither another parameter now, nor its parameter other bytes."""
-        return self.is_of(stored) and self.version == version_of(stored)
-
-
-def _refuse_other_bytes(header: Header, stored: torch.Tensor, where: str) -> None:
-    """
-    Raises:
-        DigestError: packed bytes are others than they were, and not those of another tensor of the same form.
-        InputError: they are others, and cannot be read now.
-    """
-    if stored.is_meta:
-        return
-    if stored.is_cuda and torch.cuda.is_current_stream_capturing():
-        what = "its packed bytes were written to, and a graph is being captured"
-        raise InputError(what, where=where, mend="run the module once before it is captured")
-    try:
-        packed = PackedTensor.from_data(stored.detach().cpu())
-    except SamebitsError:
-        packed = None
-    if packed and _form(packed.header) == _form(header):  # or a decoder would err
-        return
-    what = "its packed bytes were changed, by what takes all parameters for numbers"
-    mend = "load it again; call samebits.decompress before weights are averaged or trained"
-    raise DigestError(what, where=where, mend=mend)
-
-
-def _form(header: Header) -> Header:
-    """All that a decoder asks of it."""
-    return replace(header, original_digest=0, stored_digest=0)
-
-
-def _refuse_other_length(header: Header, stored: torch.Tensor, where: str) -> None:
-    """
-    Raises:
-        DigestError: somebody put something else in the place of packed bytes, beyond whose end a decoder would read.
-    """
-    if not header.fits(stored):
-        raise DigestError(header.misfit(stored), where=where, mend="load it again")
-
-
-def _refuse_other_form(header: Header, stored: torch.Tensor, where: str) -> None:
-    """
-    Raises:
-        InputError: packed bytes of another form, which would be decoded as these.
-    """
-    if not _has_form(header, stored):
-        mend = "load them with load_state_dict, or call samebits.decompress first"
-        raise InputError("packed bytes of other modules in the place of its own", where=where, mend=mend)
-
-
-def _has_form(header: Header, stored: torch.Tensor) -> bool:
-    """Whether packed bytes are as a header says; True where they cannot be read now, False of several in torch.vmap."""
-    if torch._C._functorch.is_batchedtensor(stored):
-        return False
-    is_usual = type(stored) in (torch.Tensor, nn.Parameter) and not stored.is_meta
-    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(stored)
-    if not is_usual or is_wrapped or (stored.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return True
-    with torch._C._DisableFuncTorch(), _disable_current_modes():  # which would have other tensors made of these bytes
-        try:
-            return _form(Header.of(stored.detach())) == _form(header)
-        except SamebitsError:
-            return False
 
 
 class _EmbeddingRows(nn.Embedding):

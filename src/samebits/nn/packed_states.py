@@ -18,7 +18,8 @@ import torch
 
 from samebits.api import decode, encode
 from samebits.format.geometry import ROW_GROUP
-from samebits.format.packed import PackedTensor, align
+from samebits.format.header import align
+from samebits.format.packed import PackedTensor
 from samebits.kernels.pieces import STORED, Piece, Pieces, can_be_piece
 
 BLOCK_WORDS = 1 << 20  # of a block, at least

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from samebits.errors import InputError
-from samebits.format.packed import Header
+from samebits.format.header import Header
 from samebits.kernels.linear.products import is_supported
 from samebits.kernels.residents import Resident, resident
 from samebits.nn.offload import streaming_device

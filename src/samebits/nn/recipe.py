@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from samebits.format.packed import Header, PackedTensor
+from samebits.format.header import Header
+from samebits.format.packed import PackedTensor
 from samebits.kernels.ops import decode_experts, decode_packed, decode_rows, fields_of
 from samebits.plans.dispatch import decoded_weight
 

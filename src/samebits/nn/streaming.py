@@ -25,7 +25,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from samebits.errors import InputError, ResourceError
-from samebits.format.packed import align
+from samebits.format.header import align
 from samebits.kernels.pinned import PAGE, pin, unpin
 from samebits.nn.packed_module import PackedModule
 

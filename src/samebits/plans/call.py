@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from samebits.format.packed import Header, PackedTensor
+from samebits.format.header import Header
+from samebits.format.packed import PackedTensor
 from samebits.kernels.decode import decode_cuda
 from samebits.kernels.linear.launch import MAX_HOPPER_TOKENS
 from samebits.kernels.linear.products import LinearPlan, Operands, Products, is_launchable, is_supported, products_of

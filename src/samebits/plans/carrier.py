@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from samebits.format.packed import Header, PackedTensor
+from samebits.format.header import Header
+from samebits.format.packed import PackedTensor
 from samebits.kernels import nvrtc
 from samebits.kernels.decode_together import DecodeTogether
 from samebits.kernels.linear.products import Products

@@ -18,7 +18,8 @@ import torch
 from torch.nn import functional as F
 
 from samebits.bf16 import same_words
-from samebits.format.packed import Header, PackedTensor
+from samebits.format.header import Header
+from samebits.format.packed import PackedTensor
 from samebits.kernels import nvrtc
 from samebits.kernels.linear.products import (
     LinearPlan,

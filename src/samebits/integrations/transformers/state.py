@@ -19,8 +19,9 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from samebits.api import decode, encode
 from samebits.errors import InputError
+from samebits.format.header import Header
 from samebits.format.names import stored_name
-from samebits.format.packed import Header, PackedTensor
+from samebits.format.packed import PackedTensor
 from samebits.nn.packed_module import PackedModule
 
 Tensors = dict[str, torch.Tensor]

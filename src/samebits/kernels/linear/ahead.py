@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from samebits.format.geometry import LANES, SIGN_BYTES, STAGE, STAGE_WORDS
-from samebits.format.packed import Header
+from samebits.format.header import Header
 from samebits.kernels import nvrtc
 from samebits.kernels.linear.job import (
     CHUNK_STAGES,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise, product
 
-from samebits.format.packed import Header
+from samebits.format.header import Header
 from samebits.kernels import nvrtc
 from samebits.kernels.linear.job import CHUNK_STAGES, MAX_TOKENS, OCTET, JobFields, Launch, shares
 from samebits.kernels.linear.walk import IDLE, MAX_RANGES, OPENING, TURN, WalkPlanner, turns

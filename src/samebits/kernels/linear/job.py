@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from samebits.format.geometry import LANES, STAGE, STEPS
-from samebits.format.packed import Header, align
+from samebits.format.header import Header, align
 from samebits.kernels import nvrtc
 from samebits.kernels.decode import STATIC_SHARED, staging_words
 from samebits.kernels.structures import DIVISION_WORDS

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from samebits.format.geometry import LANES, SLAB_BYTES, STAGE, STEPS
-from samebits.format.packed import Header
+from samebits.format.header import Header
 from samebits.kernels import nvrtc
 from samebits.kernels.linear.cuts import Cut, Tiles, cuts_anywhere, hands_on, words
 from samebits.kernels.linear.job import ATOM_BYTES, OCTET, RIGHT, Arrangement, JobFields, Kernel, Launch, TensorPlanner

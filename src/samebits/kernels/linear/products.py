@@ -18,7 +18,8 @@ import torch
 
 from samebits.errors import DeviceError
 from samebits.format.geometry import ROW_GROUP, SLAB_BYTES, STAGE, Code, Layout
-from samebits.format.packed import Header, PackedTensor
+from samebits.format.header import Header
+from samebits.format.packed import PackedTensor
 from samebits.kernels import nvrtc
 from samebits.kernels.decode import decode_source
 from samebits.kernels.linear.job import CHUNK_STAGES, Arrangement, Launch

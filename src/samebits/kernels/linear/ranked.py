@@ -9,7 +9,7 @@ from functools import partial
 from itertools import accumulate
 from typing import Generic, NamedTuple, TypeVar
 
-from samebits.format.packed import Header
+from samebits.format.header import Header
 from samebits.kernels import nvrtc
 from samebits.kernels.linear.job import JobFields, TensorPlanner
 from samebits.kernels.shares import share_out

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from samebits.format.geometry import LANES, ROW_GROUP, STAGE
-from samebits.format.packed import Header
+from samebits.format.header import Header
 from samebits.kernels import nvrtc
 from samebits.kernels.linear.job import ATOM_BYTES, MAP_BYTES, Arrangement, Boxes, JobFields, Launch, Spare
 from samebits.kernels.linear.ranked import CLUSTER, Ranked, TilePlanner, ranked

@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from samebits.format.geometry import LANES, STAGE
-from samebits.format.packed import Header
+from samebits.format.header import Header
 from samebits.kernels import nvrtc
 from samebits.kernels.linear.job import (
     CHUNK_STAGES,

@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from samebits.format.geometry import ROW_GROUP, STAGE
-from samebits.format.packed import Header, align
+from samebits.format.header import Header, align
 from samebits.kernels import nvrtc
 from samebits.kernels.linear.job import (
     ATOM_BYTES,

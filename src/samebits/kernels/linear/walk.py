@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from samebits.format.geometry import SLAB_BYTES
-from samebits.format.packed import Header
+from samebits.format.header import Header
 from samebits.kernels.linear.job import CHUNK_STAGES, TensorPlanner
 
 MAX_RANGES = 255  # csrc: kRangeBit

@@ -1,0 +1,44 @@
+"""What autograd keeps of decoded weights: how to decode them again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from samebits.nn.product import check_unchanged
+from samebits.nn.recipe import Recipe
+
+
+class Saved(NamedTuple):
+    """What autograd keeps of a decoded weight, or a view of it, for the backward pass: how to decode it again."""
+
+    recipe: Recipe
+    data: list[torch.Tensor]
+    versions: list[int]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def restore(self) -> torch.Tensor:
+        """
+        Raises:
+            InputError: see check_unchanged.
+        """
+        check_unchanged(self.data, self.versions)
+        return self.recipe.decode(self.data).as_strided(self.shape, self.stride, self.offset)
+
+
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+
+def hooks_around() -> Hooks:
+    """What autograd would do with a saved tensor without the hooks here: checkpointing and offloading hook in too."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # from torch 2.8 on
+    hooks: Hooks | None = top(True) if top else None
+    return hooks or (_same, _same)
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
