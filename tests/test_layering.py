@@ -14,7 +14,8 @@ PACKAGE = SOURCE / "samebits"
 # Lowest first. A name covers what lies below it, unless a longer one does; those of one line may not import each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("samebits.errors",),
-    ("samebits.compiled", "samebits.parallel", "samebits.progress", "samebits.sizes", "samebits.vectors"),
+    ("samebits.cached", "samebits.progress", "samebits.sizes"),
+    ("samebits.compiled", "samebits.parallel", "samebits.vectors"),
     ("samebits.bf16", "samebits.digest"),
     ("samebits.format",),
     ("samebits.codecs",),

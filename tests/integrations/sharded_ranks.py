@@ -26,6 +26,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 from transformers import AutoModelForCausalLM
 
 import samebits
+from samebits.errors import InputError
 from tests.integrations.models import MIN_WEIGHTS, VOCABULARY
 from tests.integrations.torchrun import RANKS, leave
 
@@ -79,13 +80,25 @@ def trained(folder: Path, device: str, way: str, packed: bool) -> dict[str, Any]
         model(input_ids=tokens, labels=tokens).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+    model.load_state_dict(model.state_dict())
+    refused = refusal(base.model.layers[0].self_attn.q_proj.base_layer)
     with torch.no_grad():
         logits = model(input_ids=tokens).logits
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     return {
-        "logits": logits.cpu(), "adapters": {name: each.cpu() for name, each in state.items() if "lora_" in name},
+        "refused": refused, "logits": logits.cpu(),
+        "adapters": {name: each.cpu() for name, each in state.items() if "lora_" in name},
         "held": sum(local(each).nbytes for each in model.parameters()),
     }  # fmt: skip
+
+
+def refusal(layer: nn.Linear) -> str:
+    """What is said where a weight is asked for that is not whole here."""
+    try:
+        layer.weight.sum()
+    except InputError as error:
+        return str(error)
+    return ""
 
 
 def local(parameter: nn.Parameter) -> torch.Tensor:

@@ -50,6 +50,13 @@ def test_example(device: str, tmp_path: Path) -> None:
     assert all(each.any() for each in adapters)  # trained, and whole
 
 
+def test_a_weight_of_which_each_rank_has_a_part(found: list[dict[str, Any]]) -> None:
+    for each in found:
+        assert "is sharded" in each["as it is"][True]["refused"]
+        assert not each["packed weights ignored"][True]["refused"]
+        assert not each["as it is"][False]["refused"]
+
+
 def test_ranks_hold_parts_of_packed_bytes(found: list[dict[str, Any]]) -> None:
     """Of the plain weights all hold the half; ignored ones are whole on each."""
     for each in found:

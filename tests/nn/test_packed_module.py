@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
+import os
 import pickle
+import signal
+import sys
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -541,6 +546,65 @@ def test_threads_have_decoded_weights_of_their_own() -> None:
     assert all(tensor is read[0] for read in reads for tensor in read)
     assert reads[0][0] is not reads[1][0]
     assert not isinstance(reads[0][0], LazyTensor)
+
+
+def test_an_interrupted_forward_leaves_nothing_decoded() -> None:
+    """Wherever Python raises a KeyboardInterrupt: behind each call."""
+    module, call, expected = compressed("attention")
+    own = PackedModule.forward.__code__
+    for number in itertools.count():
+        returns = itertools.count()
+
+        def interrupt(frame: Any, event: str, _: Any, number: int = number, returns: Any = returns) -> None:
+            caller = {"c_return": frame, "return": frame.f_back}.get(event)
+            if caller and caller.f_code is own and next(returns) == number:
+                raise KeyboardInterrupt
+
+        sys.setprofile(interrupt)
+        try:
+            call(module)
+            break
+        except KeyboardInterrupt:
+            assert packed_module._running.of_module == {}
+        finally:
+            sys.setprofile(None)
+    assert number > 8
+    assert same_bits(call(module), expected)
+
+
+def test_what_is_loaded_is_there_before_the_module_has_it() -> None:
+    """Another thread may run it meanwhile: nothing decodes memory that is not filled."""
+    module, call, expected = compressed("linear")
+    other = copy.deepcopy(module)
+    samebits.decompress(other)
+    with torch.no_grad():
+        other.get_parameter("weight").mul_(torch.rand(len(other.get_parameter("weight")), 1).to(torch.bfloat16))
+    changed = call(other)
+    samebits.compress(other, min_weights=MIN_WEIGHTS)
+    assert not same_bits(changed, expected)
+    for load in (lambda state: module.load_state_dict(state), lambda state: samebits.load_state_dict(module, state)):
+        seen: list[torch.Tensor] = []
+        hook = module._register_load_state_dict_pre_hook(lambda *_, seen=seen: seen.append(call(module)))
+        load(other.state_dict())
+        hook.remove()
+        assert [same_bits(each, changed) for each in seen] == [True]
+        samebits.decompress(module)
+
+
+def test_a_forked_child_copies_a_module() -> None:
+    """Though another thread was looking at all modules when it was forked."""
+    module, _, _ = compressed("linear")
+    with packed_module._modules._lock:
+        child = os.fork()
+        if not child:
+            copy.deepcopy(module)
+            os._exit(0)
+    end = time.monotonic() + 60
+    while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < end:
+        time.sleep(0.01)
+    if not ended[0]:
+        os.kill(child, signal.SIGKILL)
+    assert ended == (child, 0)
 
 
 def test_threads_that_copy_and_look() -> None:

@@ -8,12 +8,13 @@ than all others.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from samebits.bf16 import histogram_of_words
+from samebits.cached import cached_property
 from samebits.codecs import compact_loops
 from samebits.format.geometry import RUN_WORDS
 from samebits.format.header import EXPONENTS, STATES, Header

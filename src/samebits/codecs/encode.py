@@ -10,13 +10,13 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from samebits.bf16 import histogram_of_words, words_of
+from samebits.cached import cached_property
 from samebits.codecs import loops
 from samebits.codecs.compact import CompactWords
 from samebits.codecs.plan import Plan, can_be_packed, make_plan, wants_compact

@@ -10,11 +10,11 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from samebits.cached import cached_property
 from samebits.codecs.reference_compact import CompactReading, must
 
 if TYPE_CHECKING:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from samebits.cached import cached_property
 from samebits.errors import FormatError
 
 if TYPE_CHECKING:

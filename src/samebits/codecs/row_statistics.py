@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from samebits.bf16 import entropy
+from samebits.cached import cached_property
 from samebits.compiled import compiled
 from samebits.format.header import EXPONENTS, MAX_SHIFT
 

@@ -7,12 +7,12 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from samebits.cached import cached_property
 from samebits.digest import digest
 from samebits.errors import CHANGED, DAMAGED, DigestError, FormatError, SamebitsError
 from samebits.format.folder import KEY, VERSION, Folder, check_version, file_name_of, single_file

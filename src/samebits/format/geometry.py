@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cached_property
+
+from samebits.cached import cached_property
 
 ROW_GROUP = 8  # rows of a row group
 STAGE = 64  # columns of a stage

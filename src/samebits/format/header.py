@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import astuple, dataclass, replace
-from functools import cached_property
 from typing import Literal
 
 import numpy as np
 import torch
 
+from samebits.cached import cached_property
 from samebits.errors import DAMAGED, FormatError, VersionError
 from samebits.format.geometry import MAX_CHUNK_STAGES, RUN_WORDS, STREAMS, Code, Geometry, Layout
 

@@ -7,6 +7,7 @@ returns), and a LazyWeight elsewhere. An embedding's forward decodes the rows th
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections import defaultdict
@@ -34,7 +35,7 @@ from samebits.nn.product import (
     is_trained,
     version_of,
 )
-from samebits.nn.recipe import Piece, Recipe, showing
+from samebits.nn.recipe import Piece, Recipe, is_sharded, showing
 from samebits.nn.saved import Saved, hooks_around
 from samebits.nn.stored import Mark, accept, check
 from samebits.plans import dispatch
@@ -74,18 +75,19 @@ class PackedModule(nn.Module):
             return type(self).forward(self, *args, **kwargs)
         if torch.compiler.is_compiling():  # a graph keeps no more than it needs
             return super().forward(*args, **kwargs)
-        running, before = _running.of_module, self.sb_decoded
-        decoded = running[id(self)] = _Decoded(args)
+        running, key, decoded = _running.of_module, id(self), _Decoded(args)
+        before = running.get(key)
+        running[key] = decoded
         try:
             with self._sb_hooks():
                 result = super().forward(*args, **kwargs)
             decoded.refuse_changes(self)
             return result
-        finally:
+        finally:  # no call, behind which Python would raise a KeyboardInterrupt
             if before is None:
-                del running[id(self)]
+                del running[key]
             else:
-                running[id(self)] = before
+                running[key] = before
 
     @property
     def sb_decoded(self) -> _Decoded | None:
@@ -232,11 +234,11 @@ class PackedModule(nn.Module):
         self.sb_accept(self.sb_slots)
 
     def _prepare(self, piece: Piece, data: torch.Tensor | None, prefix: str, messages: list[str]) -> None:
-        """Have all who share a packed tensor hold another one, not filled yet: who holds this one decodes this one."""
-        if data is None or piece.header is None or data.device.type == "meta":
+        """Have all who share a packed tensor hold the other one; nobody decodes what is not whole, in no thread."""
+        if not isinstance(data, torch.Tensor) or piece.header is None or data.device.type == "meta":
             return
         try:
-            header = PackedTensor.from_data(data).header
+            header = PackedTensor.from_data(_gathered(data)).header
         except SamebitsError as error:
             raise error.at(prefix + piece.slot) from None
         if header == piece.header:
@@ -246,7 +248,10 @@ class PackedModule(nn.Module):
             raise FormatError(what, where=prefix + piece.slot, mend="load a state dict of the same model")
         old = self._parameters[piece.slot]
         assert old is not None
-        new = nn.Parameter(torch.empty_like(data, device=old.device), requires_grad=False)
+        if is_sharded(old):
+            what, mend = "packed bytes of other weights, for a sharded module", "load them before torch's fully_shard"
+            raise FormatError(what, where=prefix + piece.slot, mend=mend)
+        new = nn.Parameter(data.to(old.device, copy=True), requires_grad=False)  # filled: others may run it
         for module, slots in _loading.replace(old, new, messages).items():
             for name, recipe in module.sb_recipes.items():
                 pieces = (replace(own, header=header) if own.slot in slots else own for own in recipe.pieces)
@@ -435,12 +440,18 @@ class _Modules:
         with self._lock:
             self._held.add(module)
 
+    def renew_lock(self) -> None:
+        """In a forked child, where nobody would release it."""
+        self._lock = threading.Lock()
+
     def now(self) -> list[nn.Module]:
         with self._lock:
             return list(self._held)
 
 
 _modules = _Modules()  # all packed ones, and some that were
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_modules.renew_lock)
 Kind = tuple[Callable[[type[nn.Module]], bool], type[PackedModule]]
 _CLASSES: dict[tuple[type[nn.Module], tuple[str, ...]], type[PackedModule]] = {}
 _KINDS: list[Kind] = []
@@ -576,6 +587,11 @@ def packed_parameters(model: nn.Module) -> Iterator[tuple[str, PackedModule, str
     for prefix, module in list(model.named_modules()):
         for name in list(module.sb_recipes) if isinstance(module, PackedModule) else ():
             yield f"{prefix}.{name}" if prefix else name, module, name
+
+
+def _gathered(data: torch.Tensor) -> torch.Tensor:
+    """All of a tensor of which each process has a part."""
+    return cast(Any, data).full_tensor() if is_sharded(data) else data
 
 
 def _parameter(stored: torch.Tensor) -> nn.Parameter:

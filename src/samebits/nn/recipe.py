@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 
+from samebits.errors import InputError
 from samebits.format.header import Header
 from samebits.format.packed import PackedTensor
 from samebits.kernels.ops import decode_experts, decode_packed, decode_rows, fields_of
@@ -202,8 +203,20 @@ def _values(ids: torch.Tensor, size: int) -> Container[int] | None:
     return values
 
 
+def is_sharded(data: torch.Tensor) -> bool:
+    """Whether each process has a part of it, as torch's fully_shard leaves it outside of a forward or backward pass."""
+    return type(data) not in (torch.Tensor, torch.nn.Parameter) and hasattr(data, "full_tensor")
+
+
 def _decode(piece: Piece, data: torch.Tensor) -> torch.Tensor:
+    """
+    Raises:
+        InputError: it is sharded.
+    """
     if piece.header is None:
         return data
+    if is_sharded(data):
+        what = "a packed weight is sharded, so its bytes are not all here"
+        raise InputError(what, mend="call unshard() of the module that fully_shard was given first")
     packed = PackedTensor(piece.header, data)
     return decode_packed(packed) if torch.compiler.is_compiling() else decoded_weight(packed)

@@ -58,7 +58,8 @@ def load_state_dict(
         _, first, first_name = owned[0]
         parameter = first._parameters[first_name]
         assert parameter is not None
-        data = nn.Parameter(torch.empty_like(packed.data, device=parameter.device), requires_grad=False)
+        filled = packed.data.to(parameter.device, copy=True)  # other threads may run the module already
+        data = nn.Parameter(filled, requires_grad=False)
         for _, owner, name in owned:
             recipe = whole(packed, name, parameter)
             pack(owner, name, recipe if assign else replace(recipe, dtype=parameter.dtype), [data])

@@ -6,9 +6,9 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate, pairwise, product
 
+from samebits.cached import cached_property
 from samebits.format.header import Header
 from samebits.kernels import nvrtc
 from samebits.kernels.linear.job import CHUNK_STAGES, MAX_TOKENS, OCTET, JobFields, Launch, shares

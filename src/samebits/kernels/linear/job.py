@@ -6,10 +6,10 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
+from samebits.cached import cached_property
 from samebits.format.geometry import LANES, STAGE, STEPS
 from samebits.format.header import Header, align
 from samebits.kernels import nvrtc

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
 
+from samebits.cached import cached_property
 from samebits.format.geometry import LANES, STAGE
 from samebits.format.header import Header
 from samebits.kernels import nvrtc
