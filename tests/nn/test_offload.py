@@ -16,7 +16,7 @@ from torch import nn
 import samebits
 from samebits.errors import InputError
 from samebits.nn import offload as module
-from samebits.nn import packed_module
+from samebits.nn import stored
 from samebits.nn.offload import BUFFERS, Offloaded
 from tests.nn.modules import MIN_WEIGHTS, Experts, same_bits
 from tests.nn.test_streaming import LateLane
@@ -125,7 +125,7 @@ def test_copies_that_are_as_late_as_they_may(
 def test_bytes_that_come_are_meant(model: nn.Module, expected: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their digests are not compared at every pass, which would read them all."""
     looked_at: list[str] = []
-    monkeypatch.setattr(packed_module, "_refuse_other_bytes", lambda piece, stored, where: looked_at.append(where))
+    monkeypatch.setattr(stored, "_refuse_other_bytes", lambda piece, data, where: looked_at.append(where))
     offload(model)
     with torch.no_grad():
         for _ in range(2):

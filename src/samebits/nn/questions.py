@@ -9,14 +9,12 @@ import ast
 import dis
 import inspect
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from tokenize import TokenError
 from types import CellType, CodeType, FunctionType
 from typing import Any
 
 import torch
-
-from samebits.cached import cached_property
 
 CHILDREN, EVERY = "*", "**"  # steps: to each child, or to all that is below and no further
 LAST = "$"  # ends a path: the last parameter is asked for, not the first
