@@ -54,6 +54,7 @@ class PackedStructure(ctypes.Structure):
 
     @classmethod
     def of(cls, packed: PackedTensor, table: torch.Tensor | None = None) -> PackedStructure:
+        packed.check_not_freed()
         structure = cls.from_buffer_copy(cls._without_data(packed.header))
         structure.data = packed.data.data_ptr()
         structure.table = table.data_ptr() if table is not None else None
@@ -78,6 +79,7 @@ class CompactStructure(ctypes.Structure):
 
     @classmethod
     def of(cls, packed: PackedTensor) -> CompactStructure:
+        packed.check_not_freed()
         header = packed.header
         starts = [header.sections[name].start for name in ("code", "offsets", "planes", "streams")]
         return cls(packed.data.data_ptr(), *starts, header.words, header.symbol_count, header.runs,

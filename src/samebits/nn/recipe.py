@@ -116,7 +116,7 @@ class Recipe:
             return weight.index_select(0, ids.reshape(-1)).view((*ids.shape, *self.shape[1:]))
         if piece.header is None:
             return data[0].index_select(0, ids.reshape(-1)).view((*ids.shape, *self.shape[1:])).to(self.dtype)
-        return decode_rows(PackedTensor(piece.header, data[0]), ids).to(self.dtype)
+        return decode_rows(_packed(piece.header, data[0]), ids).to(self.dtype)
 
     def entry(self, data: Sequence[torch.Tensor], number: int) -> torch.Tensor:
         """``decode(data)[number]``, decoding no more than that takes; ``number`` may be negative.
@@ -155,7 +155,7 @@ class Recipe:
             return self.decode(data, _values(ids, self.shape[0]))
         if piece.header is None or self.stride:
             return self.decode(data)
-        return decode_experts(PackedTensor(piece.header, data[0]), ids).to(self.dtype)
+        return decode_experts(_packed(piece.header, data[0]), ids).to(self.dtype)
 
 
 def shows_requires_grad(dtype: torch.dtype, device: torch.device) -> bool:
@@ -208,15 +208,19 @@ def is_sharded(data: torch.Tensor) -> bool:
     return type(data) not in (torch.Tensor, torch.nn.Parameter) and hasattr(data, "full_tensor")
 
 
-def _decode(piece: Piece, data: torch.Tensor) -> torch.Tensor:
+def _packed(header: Header, data: torch.Tensor) -> PackedTensor:
     """
     Raises:
         InputError: it is sharded.
     """
-    if piece.header is None:
-        return data
     if is_sharded(data):
         what = "a packed weight is sharded, so its bytes are not all here"
         raise InputError(what, mend="call unshard() of the module that fully_shard was given first")
-    packed = PackedTensor(piece.header, data)
+    return PackedTensor(header, data)
+
+
+def _decode(piece: Piece, data: torch.Tensor) -> torch.Tensor:
+    if piece.header is None:
+        return data
+    packed = _packed(piece.header, data)
     return decode_packed(packed) if torch.compiler.is_compiling() else decoded_weight(packed)
