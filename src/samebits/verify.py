@@ -121,9 +121,12 @@ def verify_digests(checkpoint: Checkpoint, device: str = "cpu", progress: Progre
 
     Raises:
         FormatError: a tensor that is not even well formed.
+        InputError: a file was written to meanwhile.
     """
     unchecked = sum(entry.digest is None for entry in checkpoint)
-    return _verdict([*checkpoint], lambda entry: _digest_mismatch(entry, device), progress, unchecked)
+    verdict = _verdict([*checkpoint], lambda entry: _digest_mismatch(entry, device), progress, unchecked)
+    checkpoint.check_unchanged()
+    return verdict
 
 
 def _verdict(
@@ -179,6 +182,7 @@ def verify_against(
     Raises:
         FormatError: a tensor that is not even well formed.
         DigestError: a damaged packed tensor of the original.
+        InputError: a file was written to meanwhile.
     """
     unpaired = [
         Mismatch(name, None, *(("missing", "present") if name in original.entries else ("present", "missing")))
@@ -186,6 +190,8 @@ def verify_against(
     ]
     paired = [entry for entry in checkpoint if entry.name in original.entries]
     verdict = _verdict(paired, lambda entry: _compare(entry, original.entries[entry.name], device), progress)
+    checkpoint.check_unchanged()
+    original.check_unchanged()
     return replace(verdict, mismatches=[*unpaired, *verdict.mismatches])
 
 

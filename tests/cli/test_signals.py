@@ -57,6 +57,21 @@ if __name__ == "__main__":
     {place} = {function}
     main()
 """
+AT_A_FILE_THAT_BECAME_SHORTER = """
+import os, pathlib, sys, threading
+from samebits.cli.failure import sayer
+from samebits.digest import digest
+from samebits.format.mapping import map_file
+from samebits.jobs.signals import end_by_signals
+
+path = pathlib.Path(sys.argv[1])
+path.write_bytes(bytes(1 << 20))
+end_by_signals(sayer(sys.argv[2:]))
+data = map_file(path, 0, 1 << 20)
+os.truncate(path, 0)
+{read}
+print("not reached")
+"""
 SWALLOWED, RAISED = "Swallowed()", "signal.raise_signal(signal.SIGTERM)"
 
 
@@ -116,3 +131,13 @@ def test_a_signal_that_is_ignored_stays_so(source: Path) -> None:
 def test_as_a_module(source: Path) -> None:
     code, out, err = started("-m", "samebits", "inspect", source)
     assert (code, "tensors packed" in out, err) == (0, True, "")
+
+
+@pytest.mark.parametrize("read", ["digest(data)", "data.sum()", "threading.Thread(target=data.sum).start()"])
+def test_a_mapped_file_became_shorter(tmp_path: Path, read: str) -> None:
+    script = AT_A_FILE_THAT_BECAME_SHORTER.format(read=f"{read}; threading.Event().wait(60)")
+    code, out, err = started("-c", script, tmp_path / "file", "compress", "--json")
+    assert code == 128 + signal.SIGBUS
+    assert json.loads(out)["error"]["kind"] == "ResourceError"
+    assert err.startswith("samebits: a file that was being read became shorter")
+    assert err.count("\n") == 1

@@ -9,9 +9,9 @@ import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from signal import SIGTERM
+from signal import SIGINT, SIGTERM
 
-from samebits.errors import SamebitsError
+from samebits.errors import ResourceError, SamebitsError
 
 _CONTROLS = re.compile(r"[\x00-\x08\n-\x1f\x7f-\x9f]")  # but for the tab
 _CLEAN_LINE = "\r\x1b[2K\x1b[?25h"  # without the bar of progress, and with a cursor again
@@ -47,15 +47,22 @@ def interruption(arguments: list[str]) -> SamebitsError:
     return SamebitsError("interrupted", mend="the same command goes on where it stopped" if resumable else None)
 
 
+def _unreadable() -> SamebitsError:
+    """Of a command that reads memory which is a file's, and is not there any more."""
+    mend = "run the same command again when nothing writes to the files"
+    return ResourceError("a file that was being read became shorter, or its disk fails", mend=mend)
+
+
 def sayer(arguments: list[str]) -> Callable[[int], None]:
     """Says which signal ended a command, past the streams, which the signal may have found at work."""
     out, err = sys.stdout.fileno(), sys.stderr.fileno()
     is_terminal = sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
     def say(number: int) -> None:
-        error = interruption(arguments)
+        ends_by_itself = number not in (SIGINT, SIGTERM)
+        error = _unreadable() if ends_by_itself else interruption(arguments)
         if "--json" in arguments:
-            _write(out, json_of(error, kind_of(number)))
+            _write(out, json_of(error, None if ends_by_itself else kind_of(number)))
         _write(err, (_CLEAN_LINE if is_terminal else "") + line_of(str(error)))
 
     return say

@@ -241,6 +241,11 @@ class Checkpoint:
             result[entry.file.path].append(entry)
         return result
 
+    def check_unchanged(self) -> None:
+        """See SafetensorsFile.check_unchanged."""
+        for file in self.files:
+            file.check_unchanged()
+
     def __iter__(self) -> Iterator[Entry]:
         return iter(self.entries.values())
 

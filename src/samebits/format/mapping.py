@@ -28,13 +28,25 @@ def check_regular(path: Path) -> None:
 
 
 def map_file(path: Path, start: int, nbytes: int) -> torch.Tensor:
-    """Bytes [start, start + nbytes) of a file: uint8 [nbytes], read-only (writing to it ends the process)."""
+    """Bytes [start, start + nbytes) of a file: uint8 [nbytes], read-only (writing to it ends the process).
+
+    Raises:
+        InputError: the file ends before them.
+    """
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
-    array = np.memmap(path, np.uint8, "r", start, (nbytes,))
+    try:
+        array = np.memmap(path, np.uint8, "r", start, (nbytes,))
+    except ValueError:
+        raise changed(path) from None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch knows no read-only tensors and says so
         return torch.from_numpy(array)
+
+
+def changed(path: Path) -> InputError:
+    """Of a file that is not what it was when it was opened."""
+    return InputError("the file has changed while it was read", where=str(path), mend="run it again")
 
 
 def map_writable(path: Path, start: int, nbytes: int) -> torch.Tensor:

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from samebits.errors import FormatError
 from samebits.format.header import align
-from samebits.format.mapping import check_regular, map_file
+from samebits.format.mapping import changed, check_regular, map_file
 
 SUFFIX = ".safetensors"
 METADATA = "__metadata__"
@@ -63,11 +63,18 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class SafetensorsFile:
-    """A safetensors file's header; ``tensors`` in the order in which the header names them."""
+    """A safetensors file's header; ``tensors`` in the order in which the header names them.
+
+    Attributes:
+        size: of the file, bytes, when it was opened.
+        time: when it had been written to last, ns.
+    """
 
     path: Path
     metadata: dict[str, str]
     tensors: dict[str, TensorSpec]
+    size: int
+    time: int
 
     @classmethod
     def open(cls, path: Path) -> SafetensorsFile:
@@ -80,6 +87,7 @@ class SafetensorsFile:
         """
         check_regular(path)
         with path.open("rb") as file:
+            stat = os.fstat(file.fileno())
             _validate(path)
             (length,) = struct.unpack("<Q", file.read(_LENGTH_BYTES))
             text = file.read(length)
@@ -87,13 +95,25 @@ class SafetensorsFile:
             header = json.loads(text, object_pairs_hook=_unique)
             metadata = header.pop(METADATA, None) or {}
             first = _LENGTH_BYTES + length
-            return cls(path, metadata, {name: _spec(name, entry, first) for name, entry in header.items()})
+            tensors = {name: _spec(name, entry, first) for name, entry in header.items()}
+            return cls(path, metadata, tensors, stat.st_size, stat.st_mtime_ns)
         except FormatError as error:
             raise error.at(str(path)) from None
 
     def data(self, spec: TensorSpec) -> torch.Tensor:
         """A tensor's bytes: uint8 [nbytes], mapped, read-only."""
         return map_file(self.path, spec.start, spec.nbytes)
+
+    def check_unchanged(self) -> None:
+        """Behind reading: bytes that were written meanwhile may be those of another file.
+
+        Raises:
+            InputError: it has been written to, or replaced, since it was opened.
+            OSError: it is gone.
+        """
+        stat = self.path.stat()
+        if (stat.st_size, stat.st_mtime_ns) != (self.size, self.time):
+            raise changed(self.path)
 
 
 def _validate(path: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from samebits.df11.checkpoint import UnitEntry
-from samebits.errors import InputError
+from samebits.errors import InputError, SamebitsError
 from samebits.format.container import Checkpoint, Entry
 from samebits.format.folder import CONFIG, INDEX_SUFFIX, VERSION, index_name, is_numbered, read_json
 from samebits.format.mapping import check_regular
@@ -145,7 +145,7 @@ class Job(ABC):
 
         Raises:
             FormatError, DigestError: a damaged source.
-            InputError: the destination is in use.
+            InputError: the destination is in use; the source was written to meanwhile.
             ResourceError: no space, a killed worker, another job at work on the destination.
         """
         start = time.monotonic()
@@ -153,7 +153,11 @@ class Job(ABC):
             with Workspace(self.destination, self.is_folder, self._identity(), self.run_options.overwrite) as space:
                 resumed = self._run_in(space)
                 sizes, not_gained, raw_units = self.measure(space.staged)  # what cannot be opened is not published
+                self.checkpoint.check_unchanged()
                 space.publish()
+        except SamebitsError:
+            self.checkpoint.check_unchanged()  # or that is why
+            raise
         except OSError as error:
             raise out_of_space(error, self.destination) or error from None
         skipped = [str(path) for path in self.skipped if not path.name.endswith(INDEX_SUFFIX)]
@@ -182,6 +186,7 @@ class Job(ABC):
             recorded: Future[None] | None = None
             for shard in pending:
                 self.write(shard, space.out / shard.target, self._pieces(shard, results))
+                self.checkpoint.check_unchanged()
                 if recorded:
                     recorded.result()
                 recorded = recorder.submit(space.record, shard.target)
@@ -193,12 +198,11 @@ class Job(ABC):
 
     def _identity(self) -> dict[str, Any]:
         """A job of the same identity may take up what another began."""
-        stats = [(file.path.name, file.path.stat()) for file in self.checkpoint.files]
         return {
             "command": self.command,
             "format": VERSION,
             "source": str(self.checkpoint.path.resolve()),
-            FILES: [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats],
+            FILES: [[file.path.name, file.size, file.time] for file in self.checkpoint.files],
             **self.identity(),
         }
 

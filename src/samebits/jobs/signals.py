@@ -2,10 +2,13 @@
 
 An exception would have to get through code of others, which may swallow it or be left half imported. Nothing is lost
 without one: what a job has written it takes up again, as after a kill.
+
+SIGBUS comes of reading a mapped file that became shorter: Python would go on where it came, which is to read again.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -14,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM)
+_BUS = getattr(signal, "SIGBUS", None)  # Windows has none
 
 
 class Interrupted(BaseException):
@@ -38,6 +42,8 @@ def end_by_signals(say: Callable[[int], None]) -> None:
     for number in NUMBERS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
             signal.signal(number, _receive)
+    if _BUS:
+        ctypes.CDLL(None).signal(int(_BUS), _handler)
 
 
 def end_by_default() -> None:
@@ -60,6 +66,16 @@ def _end(number: int) -> None:
     if _state.say:
         _state.say(number)
     os._exit(128 + number)
+
+
+def _end_at_once(number: int) -> None:
+    """The system's own handler, in whichever thread read: loops over data hold no lock of Python's."""
+    if _state.say:
+        _state.say(number)
+    os._exit(128 + number)
+
+
+_handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(_end_at_once)  # the system is to call it as long as this process runs
 
 
 @contextmanager
