@@ -12,6 +12,7 @@ from samebits.integrations.hooks import register_on_import
 
 if TYPE_CHECKING:
     from samebits.api import decode, encode
+    from samebits.errors import SamebitsError
     from samebits.format.packed import PackedTensor
     from samebits.integrations.graphs import cuda_graphs
     from samebits.integrations.transformers.cache import PackedCache
@@ -27,6 +28,7 @@ __all__ = [
     "PackedCache",
     "PackedTensor",
     "SamebitsConfig",
+    "SamebitsError",
     "SingleFile",
     "__version__",
     "compress",
@@ -46,6 +48,7 @@ _HOMES = {
     "PackedCache": "samebits.integrations.transformers.cache",
     "PackedTensor": "samebits.format.packed",
     "SamebitsConfig": "samebits.integrations.transformers.quantizer",
+    "SamebitsError": "samebits.errors",
     "SingleFile": "samebits.nn.single_file",
     "compress": "samebits.nn.convert",
     "cuda_graphs": "samebits.integrations.graphs",

@@ -130,6 +130,7 @@ def test_unusable_input(samebits: Command, example: Path, packed_example: Path, 
     (tmp_path / "empty").write_text("")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     assert "not a text in UTF-8" in samebits(*both, "--logits", "--text", tmp_path / "binary").error
+    assert "the text has no tokens" in samebits(*both, "--logits", "--text", tmp_path / "empty").error
     assert "No such file" in samebits(*both, "--logits", "--text", tmp_path / "none").error
     assert "--text goes with --logits" in samebits(*both, "--text", tmp_path / "empty").error
     assert "--logits needs --against" in samebits("verify", packed_example, "--logits").error

@@ -55,6 +55,12 @@ def test_the_same_text_from_compressed_and_plain(
     assert (compressed["tokens"], compressed["text"]) == (plain["tokens"], plain["text"])
 
 
+def test_graphs_change_nothing_on_a_cpu(samebits: Command, example: Path) -> None:
+    options = ("generate", example, "--max-new-tokens", 1, "--device", "cpu")
+    assert "--graphs is for GPUs" in samebits(*options, "--graphs").error
+    assert "--graphs" not in samebits(*options).error
+
+
 def test_the_seed_decides_what_is_sampled(samebits: Command, example: Path) -> None:
     options = ("--temperature", 2.0, "--seed")
     texts = [generated(samebits, example, *options, seed)["text"] for seed in (1, 1, 2)]

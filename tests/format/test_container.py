@@ -350,6 +350,7 @@ def test_a_shard_of_the_index_is_missing(tmp_path: Path) -> None:
     [
         ({"weight_map": {"ghost": "model-00001-of-00003.safetensors"}}, "ghost: the index puts it into"),
         ({"weight_map": {"a": "../model.safetensors"}}, "is no name for a safetensors file"),
+        ({"weight_map": {"a": None}}, "None is no name for a safetensors file"),
         ({"weight_map": {"a": 5}}, "is no name for a safetensors file"),
         ({"weight_map": {"a": "a\0.safetensors"}}, "is no name for a safetensors file"),
         ({"weight_map": {"a": "\ud800.safetensors"}}, "is no name for a safetensors file"),

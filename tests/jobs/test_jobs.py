@@ -22,6 +22,7 @@ from samebits.jobs.decompress import Decompression
 from samebits.jobs.job import JobReport
 from samebits.jobs.options import CompressOptions, RunOptions
 from samebits.jobs.source import other_files, resolve_source
+from samebits.jobs.workers import worker_count
 from samebits.verify import verify_against, verify_digests
 from tests.jobs.checkpoints import (
     CONFIG,
@@ -131,6 +132,23 @@ def test_what_is_not_packed_lies_aligned(tmp_path: Path) -> None:
     compress(tmp_path / "plain.safetensors", tmp_path / "packed.safetensors")
     assert Checkpoint.open(tmp_path / "packed.safetensors").entries["b"].spec.start % 4 == 0
     assert stored(tmp_path / "packed.safetensors") == stored(tmp_path / "plain.safetensors")
+
+
+def test_tensors_of_more_dimensions_than_the_format_has(tmp_path: Path) -> None:
+    shape = (2,) * 8 + (64, 64)
+    tensor = weights(256, 64 * 64).reshape(shape)
+    save_file({"deep": tensor, "wide": weights(64, 64)}, tmp_path / "source.safetensors")
+    report = compress(tmp_path / "source.safetensors", tmp_path / "packed.safetensors")
+    assert packed_names(tmp_path / "packed.safetensors") == {"wide"}
+    assert report.not_gained == []
+
+
+def test_no_more_workers_than_there_is_work_for() -> None:
+    assert worker_count(100_000, tasks=3, nbytes=1) == 3
+    assert worker_count(100_000, tasks=0, nbytes=0) == 1
+    assert worker_count(100_000, tasks=100_000, nbytes=1) < 10_000
+    assert worker_count(2, tasks=3, nbytes=1) == 2
+    assert worker_count(None, tasks=3, nbytes=1) == 1
 
 
 def test_decompress_with_several_workers(tmp_path: Path) -> None:
@@ -506,6 +524,7 @@ def test_a_hub_id_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert resolve_source("some/model") == folder
     assert resolve_source(str(folder)) == folder
     assert resolve_source("no hub id") == Path("no hub id")
+    assert resolve_source("gpt2") == Path("gpt2")
 
 
 def test_a_hub_id_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,7 +116,6 @@ def test_bytes_that_were_written_to_are_not_captured_unread(pair: tuple[nn.Seque
         layer(x)
 
 
-@torch.no_grad()
 def test_bytes_whose_memory_was_freed(pair: tuple[nn.Sequential, nn.Sequential]) -> None:
     """As torch's fully_shard frees them behind a forward pass: no kernel reads at address 0."""
     _, packed = pair
@@ -130,6 +129,27 @@ def test_bytes_whose_memory_was_freed(pair: tuple[nn.Sequential, nn.Sequential])
     with pytest.raises(InputError, match="memory was freed"):
         output.sum().backward()
     torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_a_norm_with_a_kernel_of_its_own_on_gpus(mode: Callable[[], AbstractContextManager[None]]) -> None:
+    """Torch takes it apart on other devices, which rounds otherwise."""
+    plain = nn.RMSNorm((64, 96), device="cuda", dtype=torch.bfloat16).requires_grad_(False)
+    nn.init.normal_(plain.weight, std=0.02)
+    packed = copy.deepcopy(plain)
+    assert samebits.compress(packed).packed
+    outputs, gradients = [], []
+    with mode():
+        for norm in (plain, packed):
+            torch.manual_seed(0)
+            x = torch.randn(50, 64, 96, device="cuda").to(torch.bfloat16).requires_grad_(torch.is_grad_enabled())
+            outputs.append(norm(x))
+            if x.requires_grad:
+                outputs[-1].sum().backward()
+                gradients.append(x.grad)
+    assert_same(*outputs)
+    if gradients:
+        assert_same(*gradients)
 
 
 def test_a_parent_hands_a_view_of_a_weight_to_a_kernel() -> None:

@@ -224,7 +224,7 @@ def generate(
     prompt: Annotated[str, typer.Option(help="Text to go on from.")] = "In the beginning",
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
     greedy: Annotated[bool, typer.Option("--greedy", help="Always the likeliest token; otherwise sample.")] = False,
-    temperature: Annotated[float, typer.Option(min=0.01, help="For sampling.")] = 0.8,
+    temperature: Annotated[float, typer.Option(min=0.01, max=100, help="For sampling.")] = 0.8,
     seed: Annotated[int, typer.Option(min=0, max=_MAX_SEED, help="For sampling.")] = 0,
     graphs: Annotated[bool, typer.Option("--graphs", help="On a GPU: replay each step as a CUDA graph.")] = False,
     device: On = Device.AUTO,

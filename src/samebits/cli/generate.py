@@ -176,6 +176,8 @@ def generate(path: str | None, prompt: str, sampling: Sampling, device: str, gra
         raise InputError("not a text in UTF-8", where="--prompt", mend="convert it") from None
     path = path or default_model()
     device = resolve_device(device)
+    if graphs and device == "cpu":
+        note("note: --graphs is for GPUs, and changes nothing on a CPU")
     load_config(path)  # of another kind of model there need be no tokenizer
     tokenizer = load_tokenizer(path)
     model = load_model(path, dtype="auto").to(device).eval()

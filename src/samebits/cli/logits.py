@@ -132,7 +132,7 @@ def read_tokens(model: str, text: Path, vocabulary: int) -> torch.Tensor:
     tokenizer = load_tokenizer(model)
     with running(model):
         tokens = torch.tensor(tokenizer(words, verbose=False)["input_ids"], dtype=torch.int64)
-    if not len(tokens):
+    if not words or not len(tokens):  # a tokenizer may begin each text with a token of its own
         raise InputError("the text has no tokens", where=str(text), mend="give a longer one")
     if (last := int(tokens.max())) >= vocabulary:
         what = f"token {last:,}, which its tokenizer makes of {text}, is not in its vocabulary of {vocabulary:,}"

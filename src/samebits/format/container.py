@@ -55,7 +55,8 @@ class FileInfo:
         if unknown := info.keys() - _FIELDS:
             raise FormatError(f"its samebits metadata has a field {min(unknown)!r}", mend=DAMAGED)
         own = _digests(None if info.get("digest") is None else {"": info["digest"]})
-        return cls(_digests(info.get("digests")), file_name_of(info.get("file")), own[""] if own else None)
+        original = None if info.get("file") is None else file_name_of(info["file"])
+        return cls(_digests(info.get("digests")), original, own[""] if own else None)
 
     def to_json(self) -> str:
         info: dict[str, Any] = {"version": VERSION}

@@ -58,7 +58,7 @@ class Folder:
         if not isinstance(weight_map, dict) or not isinstance(metadata, dict) or not weight_map:
             raise FormatError("the index has no weight_map", where=str(path), mend=DAMAGED)
         try:
-            names = sorted({file_name_of(name) or "" for name in weight_map.values()})
+            names = sorted({file_name_of(name) for name in weight_map.values()})
         except FormatError as error:
             raise error.at(str(path)) from None
         for name in names:
@@ -160,10 +160,8 @@ def check_version(version: object) -> None:
         )
 
 
-def file_name_of(name: object) -> str | None:
+def file_name_of(name: object) -> str:
     """A file name from untrusted text: it must stay in its folder."""
-    if name is None:
-        return None
     if not isinstance(name, str) or Path(name).name != name or Path(name).suffix != SUFFIX or not _can_be_named(name):
         raise FormatError(f"{name!r} is no name for a safetensors file", mend=DAMAGED)
     return name
@@ -179,7 +177,8 @@ def _can_be_named(name: str) -> bool:
 
 def single_file(path: Path) -> Path:
     if not path.exists():
-        raise InputError("no such file or folder", where=str(path), mend="check the path")
+        mend = "check the path; a model on the hub is named OWNER/NAME"
+        raise InputError("no such file or folder", where=str(path), mend=mend)
     if path.suffix != SUFFIX:
         mend = "give a model folder or a .safetensors file"
         raise InputError("not a safetensors file", where=str(path), mend=mend)

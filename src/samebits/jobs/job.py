@@ -179,10 +179,13 @@ class Job(ABC):
         space.check_places([*(Path(shard.target) for shard in self.shards), *self.others])
         pending = [shard for shard in self.shards if not space.is_finished(shard.target)]
         self._advance(self._total - sum(shard.nbytes for shard in pending))
-        count = 1 if self.device == "cuda" else worker_count(self.run_options.workers, self._work(pending))
+        changing = [entry for shard in pending for entry in shard.entries if self.changes(entry)]
+        work_bytes = sum(entry.original_nbytes for entry in changing)
+        on_cpus = self.device == "cpu"
+        count = worker_count(self.run_options.workers, len(changing), work_bytes) if on_cpus else 1
         require_space(space.folder, self._space(pending, count))
         with Workers(count) as workers, ThreadPoolExecutor(1) as recorder:  # a shard reaches the disk beside the next
-            results = workers.map(work, self._tasks(pending, space))
+            results = workers.map(work, self._tasks(changing, space))
             recorded: Future[None] | None = None
             for shard in pending:
                 self.write(shard, space.out / shard.target, self._pieces(shard, results))
@@ -206,18 +209,14 @@ class Job(ABC):
             **self.identity(),
         }
 
-    def _work(self, shards: Iterable[Shard]) -> int:
-        return sum(entry.original_nbytes for shard in shards for entry in shard.entries if self.changes(entry))
-
     def _space(self, shards: list[Shard], workers: int) -> int:
         entries = [entry for shard in shards for entry in shard.entries]
         spools = sorted((self.result_bytes(entry) for entry in entries if self.changes(entry)), reverse=True)
         result = sum(self.result_bytes(entry) for entry in entries) + sum(spools[: AHEAD * workers])
         return result + sum((self.checkpoint.path / path).stat().st_size for path in self.others)
 
-    def _tasks(self, shards: Iterable[Shard], space: Workspace) -> Iterator[Task]:
-        changing = (entry for shard in shards for entry in shard.entries if self.changes(entry))
-        for number, entry in enumerate(changing):
+    def _tasks(self, entries: Iterable[Entry], space: Workspace) -> Iterator[Task]:
+        for number, entry in enumerate(entries):
             spool, pack = space.folder / f"spool-{number}", self.packs(entry)
             matrix = entry.matrix if isinstance(entry, UnitEntry) else None
             yield Task(entry.name, entry.file.path, entry.spec, entry.header, matrix, pack, spool, self.device)

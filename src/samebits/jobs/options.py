@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from samebits.codecs.plan import can_be_packed
 from samebits.errors import InputError
 from samebits.format.container import Entry
 from samebits.format.names import MIN_WEIGHTS, is_selected
@@ -30,8 +31,8 @@ class CompressOptions:
         return is_selected(name, self.include, self.exclude)
 
     def is_large(self, entry: Entry) -> bool:
-        """Wide enough to be packed if its dtype were BF16."""
-        return entry.words >= max(1, self.min_weights) and self.matches(entry.name)
+        """Whether it would be packed if its dtype were BF16."""
+        return entry.words >= self.min_weights and can_be_packed(entry.shape) and self.matches(entry.name)
 
     def casts(self, entry: Entry) -> bool:
         if not self.cast or not entry.words or entry.dtype == "BF16":

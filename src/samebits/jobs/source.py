@@ -15,7 +15,7 @@ from samebits.format.container import Checkpoint
 from samebits.format.folder import CONFIG, INDEX_SUFFIX, read_json, shard_name
 from samebits.format.safetensors_file import SUFFIX
 
-_HUB_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*(?<!\.safetensors)")
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.safetensors)")
 OTHER_WEIGHTS = (
     "pytorch_model*", "*.pth", "*.pt", "*.ckpt", "*.gguf", "*.ggml", "*.onnx", "*.onnx_data*", "*.h5", "*.msgpack",
     "*.tflite", "*.ot", "consolidated*", "*.mlmodel", "openvino*.bin",
@@ -33,7 +33,7 @@ def resolve_source(text: str) -> Path:
         InputError: neither a path nor a model on the hub.
     """
     path = Path(text)
-    if path.exists() or "/" not in text or not is_hub_id(text):
+    if path.exists() or not is_hub_id(text):
         return path
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -47,7 +47,7 @@ def resolve_source(text: str) -> Path:
 
 
 def is_hub_id(text: str) -> bool:
-    """Whether a model on the hub may be named so; a few old ones have no slash."""
+    """Whether a model on the hub may be named so: OWNER/NAME, as those few are now that once had no owner."""
     return _HUB_ID.fullmatch(text) is not None
 
 

@@ -23,14 +23,15 @@ Result = TypeVar("Result")
 
 MAX_WORKERS = 8  # each costs some 300 MB and brings threads of its own
 BYTES_PER_WORKER = 512 << 20  # below this much work a process costs more time to start than it saves
+_MOST_PER_CORE = 4  # of those that are asked for
 AHEAD = 2  # tasks per worker that may be finished or running before their turn
 
 
-def worker_count(requested: int | None, nbytes: int) -> int:
-    """Processes for ``nbytes`` of work; 1 means none besides this one."""
-    if requested is not None:
-        return requested
-    return max(1, min(threads(), MAX_WORKERS, nbytes // BYTES_PER_WORKER))
+def worker_count(requested: int | None, tasks: int, nbytes: int) -> int:
+    """Processes for ``nbytes`` of work in so many tasks; 1 means none besides this one."""
+    if requested is None:
+        return max(1, min(threads(), MAX_WORKERS, nbytes // BYTES_PER_WORKER))
+    return max(1, min(requested, tasks, _MOST_PER_CORE * (os.cpu_count() or 1)))
 
 
 class Workers:

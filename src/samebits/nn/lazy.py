@@ -358,6 +358,22 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
 
+def _rms_norm(*arguments: Any) -> Any:
+    """With plain tensors, so that torch takes its kernel for their device.
+
+    It is the one operation of weights that torch has a kernel for on GPUs, and on all other devices, meta among them,
+    takes apart above autograd, where it does not arrive as one.
+    """
+    if any(isinstance(value, LazyTensor) for value in arguments):
+        return _FUSED_RMS_NORM(*_decoded(arguments))
+    return _FUSED_RMS_NORM.decompose(*arguments)
+
+
+_FUSED_RMS_NORM = _ATEN._fused_rms_norm.default
+_library = torch.library.Library("aten", "IMPL", "AutogradMeta")  # as long as it is kept, so is what is put into it
+_library.impl("_fused_rms_norm", _rms_norm)
+
+
 def _marked(tensor: LazyTensor) -> torch.Tensor:
     return tensor.decode().detach().requires_grad_(tensor.requires_grad)
 
