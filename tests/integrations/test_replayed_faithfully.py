@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import random
+import re
+from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from threading import Thread
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -123,6 +127,58 @@ def test_changes_however_deep_are_seen(model: Model, change: str, monkeypatch: p
     assert not torch.equal(before[-1], after[-1])
     is_written_to = change == "a module in a tuple"  # and so seen before a replay
     assert (tapes.captures, tapes.replays) == (2, 4 if is_written_to else 5)
+
+
+class Drawing(nn.Module):
+    """Whose output depends on what C keeps the state of."""
+
+    def __init__(self, source: Any, draw: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.source, self.draw = source, draw
+        self.scale = nn.Parameter(torch.ones(1), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * x * float(self.draw(self.source))
+
+
+SOURCES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "Python's generator": (lambda: random.Random(0), lambda source: source.random()),
+    "the system's": (random.SystemRandom, lambda source: source.random()),
+    "NumPy's generator": (lambda: np.random.default_rng(0), lambda source: source.random()),
+    "NumPy's older one": (lambda: np.random.RandomState(0), lambda source: source.random()),
+    "torch's generator": (torch.Generator, lambda source: torch.rand(1, generator=source)),
+    "a count": (lambda: count(1), next),
+    "a generator": (lambda: (each for each in range(100)), next),
+    "an iterator of a list": (lambda: iter([*range(100)]), next),
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_states_that_c_keeps(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    make, draw = SOURCES[name]
+    other = make()
+    model = Drawing(make(), draw)
+    with replayed(model, refuse), torch.no_grad():
+        made = [float(model(torch.ones(1))) for _ in range(8)]
+    assert len({*made}) == 8
+    if name != "the system's":
+        assert made == [pytest.approx(float(draw(other))) for _ in range(8)]
+    assert re.search("cannot be compared|changes what its modules hold", caplog.records[0].message)
+
+
+@pytest.mark.parametrize(
+    "values", [np.ones(3), bytearray([1, 1]), array("d", [1.0])], ids=lambda each: type(each).__name__
+)
+def test_arrays_that_are_written_to(values: Any) -> None:
+    model = Drawing(values, lambda source: source[0])
+    tapes = Tapes()
+    with replayed(model, tapes), torch.no_grad():
+        for _ in range(3):
+            assert float(model(torch.ones(1))) == 1
+        values[0] = 7
+        for _ in range(3):
+            assert float(model(torch.ones(1))) == 7
+    assert tapes.captures == 2
 
 
 def test_requires_grad_is_seen(model: Model) -> None:

@@ -2,7 +2,8 @@
 
 That is its attributes, parameters, submodules and hooks, and what is in these, however deep: in lists, dicts and sets,
 in attributes and slots of objects, as configurations, processors and what hooks keep, in functions (closures,
-defaults), and in their classes. Global variables that functions read are not looked at.
+defaults), and in their classes; states of random generators of its own, and what is in arrays. Global variables that
+functions read are not looked at.
 """
 
 from __future__ import annotations
@@ -10,14 +11,27 @@ from __future__ import annotations
 import enum
 import logging
 import operator
+import random
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
+from inspect import GEN_CLOSED, GEN_CREATED, getgeneratorstate
 from itertools import chain
-from types import BuiltinFunctionType, CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    FunctionType,
+    GeneratorType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+    WrapperDescriptorType,
+)
 from typing import Any, cast
 from weakref import ReferenceType
 
+import numpy as np
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -26,6 +40,7 @@ from samebits.nn.product import version_of
 from samebits.nn.recipe import Recipe
 
 MAX_VALUES = 1 << 19  # more would take too long to compare
+MAX_BYTES = 1 << 20  # of an array
 _LEAVES = (
     torch.Tensor, ModuleType, BuiltinFunctionType, ReferenceType, enum.Enum, logging.Logger, bool, int, float, complex,
     str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, range, slice,
@@ -46,17 +61,21 @@ class ModuleState:
 
     Attributes:
         is_too_large: there is more than can be compared at each call.
+        opaque: the class of something whose state cannot be compared at all, if there is one.
     """
 
     def __init__(self, model: nn.Module, *, contents: bool = True, without: Iterable[Any] = ()) -> None:
         self._mark = mark if contents else _place
         self._sized, self._readers, self.is_too_large = list[Any](), list[Reader](), False
+        self._hidden: list[Callable[[], Any]] = []
+        self.opaque: str | None = None
         self._held: list[Any] = []  # whose ids are known
         self._objects: list[Any] = []  # of classes that may become others
         self._follow(model, {id(each) for each in without})
         self._classes = list(map(type, self._objects))
         self._sizes = list(map(len, self._sized))
         self._values = list(self._now())
+        self._states = self._hidden_states()
         tensors = {id(value): value for value in self._values if isinstance(value, torch.Tensor)}
         self._tensors = [tensor for tensor in tensors.values() if tensor.layout is torch.strided]
         # which no others can have the ids of
@@ -77,7 +96,11 @@ class ModuleState:
             and all(map(operator.is_, map(type, self._objects), self._classes))
             and all(map(operator.is_, self._now(), self._values))
             and list(map(self._mark, self._tensors)) == self._marks
+            and self._hidden_states() == self._states
         )
+
+    def _hidden_states(self) -> list[Any]:
+        return list(map(operator.call, self._hidden))
 
     def _in_memory(self) -> tuple[list[int], list[int]]:
         return list(map(torch.Tensor.data_ptr, self._tensors)), list(map(_version, self._counted))
@@ -93,6 +116,10 @@ class ModuleState:
                 continue
             seen.add(id(value))
             self._held.append(value)
+            if hidden := _hidden_state(value):
+                self._hidden.append(hidden)
+            elif _is_opaque(value):
+                self.opaque = type(value).__name__
             if _is_of_python(type(value)):
                 self._objects.append(value)
                 pending.append(type(value))
@@ -136,6 +163,35 @@ def _readers(value: Any) -> Iterator[tuple[Reader, Any]]:
         yield own.values, own
     if slots := _slots(kind):
         yield partial(_attributes, value, slots), None
+
+
+def _hidden_state(value: Any) -> Callable[[], Any] | None:
+    """What tells by equality whether something has changed that C keeps."""
+    if isinstance(value, np.ndarray):
+        return partial(_array_state, value) if value.nbytes <= MAX_BYTES and not value.dtype.hasobject else None
+    if isinstance(value, random.Random):
+        return None if isinstance(value, random.SystemRandom) else value.getstate
+    if isinstance(value, torch.Generator):
+        return lambda: value.get_state().numpy().tobytes()
+    if isinstance(value, np.random.Generator):
+        return lambda: str(value.bit_generator.state)
+    if isinstance(value, np.random.RandomState):
+        return lambda: str(value.get_state(legacy=False))
+    if isinstance(value, GeneratorType) and getgeneratorstate(value) in (GEN_CREATED, GEN_CLOSED):  # a decorator's, say
+        return partial(getgeneratorstate, value)
+    if isinstance(value, bytearray | array) and memoryview(value).nbytes <= MAX_BYTES:
+        return partial(bytes, value)
+    return None
+
+
+def _array_state(value: np.ndarray[Any, Any]) -> tuple[Any, ...]:
+    return value.shape, value.strides, value.dtype, value.tobytes()
+
+
+def _is_opaque(value: Any) -> bool:
+    """C keeps where an iterator is, of generators and files too; others may write to what a memoryview shows."""
+    buffers = np.ndarray, random.SystemRandom, memoryview, bytearray, array
+    return isinstance(getattr(type(value), "__next__", None), WrapperDescriptorType) or isinstance(value, buffers)
 
 
 def _of_class(value: type) -> Iterator[tuple[Reader, Any]]:

@@ -139,6 +139,8 @@ class Replays:
             graph.refuse("it draws random numbers")
         elif state.is_too_large:
             graph.refuse("its modules hold more than can be compared at each call")
+        elif state.opaque:
+            graph.refuse(f"its modules hold what cannot be compared ({state.opaque})")
         elif state.is_unchanged():
             graph.state = state
         elif graph.first_calls == MAX_FIRST_CALLS:  # the first ones may fill what later ones find

@@ -136,6 +136,8 @@ class DecodingStep:
         changed = sorted(place for place, _ in before.items() ^ self._cache_state().items())
         if changed:
             self._refuse(f"each step changes {changed[0]} in Python, which no replay does")
+        elif model and model.opaque:
+            self._refuse(f"its modules hold what cannot be compared ({model.opaque})")
         elif model and not model.is_unchanged():
             if self.calls < self.MAX_EAGER_CALLS:  # the first ones may fill what later ones find
                 self._eager_calls = self.calls + 1
