@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from samebits.codecs.memory import staying
 from samebits.errors import DtypeError, InputError
 from samebits.format.packed import PackedTensor, check_in_memory
 
@@ -72,4 +73,7 @@ def decode(packed: PackedTensor, device: torch.device | str | None = None) -> to
         packed = packed.to(device)
     from samebits.kernels.ops import decode_packed
 
-    return decode_packed(packed)
+    if torch.compiler.is_compiling():
+        return decode_packed(packed)
+    with staying():
+        return decode_packed(packed)

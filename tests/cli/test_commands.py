@@ -457,6 +457,20 @@ def test_a_loop_that_is_kept_nowhere() -> None:
     assert folder_of(sum_words) is not None
 
 
+def test_doctor_finds_what_is_too_old(samebits: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    from samebits.cli import doctor
+
+    def older(name: str) -> str:
+        return "4.50.0" if name == "transformers" else version(name)
+
+    monkeypatch.setattr(doctor, "version", older)
+    report = samebits("doctor", "--json").json
+    (found,) = (finding for finding in report["findings"] if finding["name"] == "transformers")
+    assert found["found"] == "4.50.0, too old for packed weights"
+    assert found["mend"].startswith("pip install 'transformers>=5.")
+    assert report["healthy"] is False
+
+
 def test_doctor(samebits: Command) -> None:
     report = samebits("doctor", "--json").json
     found = {finding["name"]: finding for finding in report["findings"]}

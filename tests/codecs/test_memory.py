@@ -105,6 +105,24 @@ def test_what_is_free_outlives_what_is_never_kept() -> None:
     assert kept() == 2048
 
 
+def test_what_is_to_stay_gets_its_own() -> None:
+    """Or it would hold all of a larger block."""
+    weights = torch.randn(64, 64).to(torch.bfloat16)
+    packed = samebits.encode(weights)
+    place = empty((8192,)).data_ptr()
+    decoded = samebits.decode(packed)
+    assert decoded.untyped_storage().nbytes() == decoded.nbytes
+    assert decoded.data_ptr() != place
+    assert torch.equal(decoded.view(torch.int16), weights.view(torch.int16))
+    layer = torch.nn.Linear(64, 64).to(torch.bfloat16)
+    samebits.compress(layer)
+    samebits.decompress(layer)
+    assert layer.weight.untyped_storage().nbytes() == layer.weight.nbytes
+    before = kept()
+    empty((4096,))
+    assert kept() >= before
+
+
 def test_small_ones_are_left_to_the_c_library() -> None:
     empty((511,))
     assert kept() == 0

@@ -17,6 +17,7 @@ from torch import nn
 
 from samebits.errors import InputError
 from samebits.integrations import comfyui
+from samebits.integrations.comfyui import compress
 from samebits.nn.lazy import LazyWeight
 from samebits.nn.packed_module import packed_parameters
 from tests import comfyui as comfy
@@ -138,6 +139,14 @@ def test_packed(pair: Pair) -> None:
     pair.load().assert_same()
     with torch.no_grad():
         pair.load().assert_same()
+
+
+def test_packed_twice(pair: Pair) -> None:
+    module = pair.packed.model.diffusion_model
+    before = len(module._state_dict_hooks)
+    compress(pair.packed)
+    assert len(module._state_dict_hooks) == before
+    assert pair.plain.model.state_dict().keys() == pair.packed.model.state_dict().keys()
 
 
 def test_sizes_are_those_of_packed_weights(pair: Pair) -> None:

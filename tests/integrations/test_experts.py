@@ -17,6 +17,7 @@ from transformers.integrations import moe
 
 import samebits
 from samebits.codecs import decode
+from samebits.errors import FormatError
 from samebits.integrations.transformers.experts import PackedExperts
 from samebits.nn import recipe
 from tests.integrations.models import MIN_WEIGHTS, Reference, assert_same_bits, compress_folder, make, open_reference
@@ -170,6 +171,20 @@ def test_copies_and_pickles_of_experts(plain: Reference, tmp_path: Path) -> None
             assert type(other) is type(experts)
             assert_same_bits(other(hidden, *routing), expected)
             assert_same_bits(other(hidden, top_k_index=routing[0], top_k_weights=routing[1]), expected)
+
+
+def test_a_state_of_pieces_does_not_say_where_they_belong(plain: Reference, tmp_path: Path) -> None:
+    _, model = load(plain, "eager", True, tmp_path)
+    state = model.state_dict()
+    other = plain.load()
+    before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+    for strict in (True, False):
+        with pytest.raises(FormatError, match=r"sb_piece_\w+: a part of a weight.*save_pretrained"):
+            samebits.load_state_dict(other, state, strict=strict)
+    for name, tensor in other.state_dict().items():
+        assert_same_bits(tensor, before[name])
+    samebits.load_state_dict(model, state)  # which has the same
+    model.load_state_dict(state)
 
 
 def test_gpt_oss(tmp_path: Path, expert_decodes, row_decodes) -> None:

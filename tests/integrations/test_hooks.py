@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from samebits.integrations import numbers
+
 REGISTERED = """
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AUTO_QUANTIZATION_CONFIG_MAPPING
 assert AUTO_QUANTIZER_MAPPING["samebits"].__name__ == "SamebitsQuantizer"
@@ -130,6 +132,22 @@ hooks.MINIMUM["transformers"] = "99.0"
 import transformers.modeling_utils
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 assert "samebits" not in AUTO_QUANTIZER_MAPPING
+""")
+
+
+def test_versions() -> None:
+    found = [numbers(version) for version in ("5.17", "5.17.1", "5.17rc1", "6.0.dev0", "unknown")]
+    assert found == [(5, 17), (5, 17), (5, 17), (6, 0), ()]
+
+
+def test_a_plain_pipeline_is_fused_without_peft() -> None:
+    run_python("""
+import sys, samebits
+sys.modules["peft"] = None
+from samebits.integrations.diffusers import fuse
+from torch import nn
+fuse._refuse([nn.Linear(2, 2), None])
+assert "samebits.integrations.peft" not in sys.modules
 """)
 
 

@@ -12,7 +12,16 @@ from typing import Any
 import peft
 import pytest
 import torch
-from peft import LoHaConfig, LoraConfig, PeftModel, PromptTuningConfig, TrainableTokensConfig, get_peft_model
+from peft import (
+    LoHaConfig,
+    LoraConfig,
+    PeftModel,
+    PromptTuningConfig,
+    TrainableTokensConfig,
+    get_peft_model,
+    get_peft_model_state_dict,
+    set_peft_model_state_dict,
+)
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
@@ -551,3 +560,23 @@ def test_trained_prompts_are_not_packed(base: LlamaForCausalLM) -> None:
     report = samebits.compress(model.to(torch.bfloat16), min_weights=MIN_WEIGHTS)
     assert len(report.packed) == 2 + 2 * 7
     assert report.raw["prompt_encoder.default.embedding.weight"] == "belongs to an adapter"
+
+
+def test_what_an_adapter_had_is_packed_once_it_is_merged(base: LlamaForCausalLM) -> None:
+    model = adapted(copy.deepcopy(base), target_modules=["q_proj"], modules_to_save=["lm_head"])
+    samebits.compress(model, min_weights=MIN_WEIGHTS)
+    samebits.decompress(model)
+    merged = model.merge_and_unload()
+    assert "lm_head.weight" in samebits.compress(merged, min_weights=MIN_WEIGHTS).packed
+
+
+def test_an_adapters_embedding_that_gets_no_smaller(base: LlamaForCausalLM) -> None:
+    _, packed = pair(base)
+    model = adapted(packed, target_modules=["embed_tokens"])
+    name = "base_model.model.model.embed_tokens.base_layer.weight"
+    noise = torch.randint(-32768, 32767, model.get_input_embeddings().weight.shape, dtype=torch.int16)
+    state = get_peft_model_state_dict(model) | {name: noise.view(torch.bfloat16)}
+    before = logits(model)
+    with pytest.raises(InputError, match=r"embed_tokens.*gets no smaller.*exclude it"):
+        set_peft_model_state_dict(model, state)
+    assert_same(logits(model), before)

@@ -202,6 +202,15 @@ def test_offloaded_again_with_what_cannot_be(
     assert ("sb_offloaded" in vars(model)) is not wrapped
 
 
+def test_gradients_are_dropped(model: nn.Module, expected: torch.Tensor) -> None:
+    bias = model.blocks[0].attention.norm1.bias
+    bias.requires_grad_().grad = torch.ones_like(bias)
+    offload(model)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    with torch.no_grad():
+        assert same_bits(model(X), expected)
+
+
 def test_onload_undoes_it(model: nn.Module, expected: torch.Tensor) -> None:
     keys = vars(model).keys() | vars(model.blocks[0]).keys()
     offload(model)

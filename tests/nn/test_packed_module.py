@@ -237,6 +237,65 @@ def test_another_memory_format_is_refused() -> None:
     compressed("linear")[0].to(memory_format=torch.channels_last)  # it has no such weights
 
 
+@pytest.mark.parametrize(
+    ("layer", "own", "other"),
+    [
+        (nn.Conv2d(32, 64, 3), torch.channels_last, torch.contiguous_format),
+        (nn.Conv3d(16, 32, 3), torch.contiguous_format, torch.channels_last_3d),
+        (nn.Conv3d(16, 32, 3), torch.channels_last_3d, torch.contiguous_format),
+    ],
+)
+def test_memory_formats(layer: nn.Module, own: torch.memory_format, other: torch.memory_format) -> None:
+    module = copy.deepcopy(layer).to(torch.bfloat16).to(memory_format=own)
+    expected = module.weight.detach().clone()
+    assert samebits.compress(module).packed
+    with pytest.raises(InputError, match="memory format"):
+        module.to(memory_format=other)
+    module.to(memory_format=own)
+    assert module.weight.stride() == expected.stride()
+    assert same_bits(module.weight.clone(), expected)
+
+
+def test_memory_that_was_never_filled() -> None:
+    """It is not decoded: its bytes may lead anywhere."""
+    module, call, expected = compressed("linear")
+    state = copy.deepcopy(module.state_dict())
+    module.to_empty(device="cpu")
+    module.sb_packed.data.fill_(255)  # which nobody counts
+    with pytest.raises(DigestError, match="load it again"):
+        call(module)
+    module.load_state_dict(state)
+    assert same_bits(call(module), expected)
+
+
+def test_memory_is_known_where_it_was_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, call, expected = compressed("linear")
+    module._apply(torch.clone)
+    monkeypatch.setattr("samebits.nn.stored._refuse_other_bytes", lambda *_: pytest.fail("looked at again"))
+    assert same_bits(call(module), expected)
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor.clone, nn.Parameter])
+def test_functional_call_with_another_weight_is_refused(kind: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    module, call, expected = compressed("linear")
+    other = kind(torch.zeros(module.weight.shape, dtype=torch.bfloat16))
+    with pytest.raises(InputError, match=r"weight: torch\.func\.functional_call cannot"):
+        torch.func.functional_call(module, {"weight": other}, INPUT)
+    assert isinstance(module, PackedModule)
+    assert same_bits(call(module), expected)
+    own = dict(module.named_parameters())
+    assert same_bits(torch.func.functional_call(module, own, INPUT), expected)
+
+
+def test_state_with_gaps() -> None:
+    module, call, expected = compressed("linear")
+    state = copy.deepcopy(module.state_dict())
+    state["sb_packed"] = torch.stack([state["sb_packed"]] * 2, 1)[:, 0]
+    assert not state["sb_packed"].is_contiguous()
+    module.load_state_dict(state, assign=True)
+    assert same_bits(call(module), expected)
+
+
 def test_a_new_weight_replaces_the_packed_one() -> None:
     module, _, _ = compressed("linear")
     weight = nn.Parameter(torch.zeros(96, 64, dtype=torch.bfloat16))
@@ -493,11 +552,15 @@ def test_a_class_without_subclasses_is_left_as_it_is() -> None:
         pass
 
     module = Mine(64, 96).to(torch.bfloat16)
+    tied = nn.Linear(64, 96, bias=False)
+    tied.weight = module.weight
     expected = module(INPUT)
-    with pytest.raises(InputError, match=r"no subclass of Mine.*tag.*exclude it"):
-        samebits.compress(module)
+    report = samebits.compress(nn.ModuleList([tied, module]))
+    assert "of whose class no subclass can be made" in report.raw["0.weight"]
+    assert not report.packed
     assert type(module) is Mine
     assert list(module._parameters) == ["weight", "bias"]
+    assert tied.weight is module.weight
     assert same_bits(module(INPUT), expected)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -160,7 +162,7 @@ def test_nothing_to_prepare_on_the_cpu() -> None:
     assert samebits.prepare(nn.Linear(64, 64)).products == ()
 
 
-@pytest.mark.parametrize("sizes", [(0,), (1, -3)])
-def test_impossible_batch_sizes(sizes: tuple[int, ...]) -> None:
-    with pytest.raises(InputError, match="give whole numbers from 1 on"):
+@pytest.mark.parametrize("sizes", [(0,), (1, -3), 8, (1.5,), ("1",)])
+def test_impossible_batch_sizes(sizes: Any) -> None:
+    with pytest.raises(InputError, match="give a list of whole numbers from 1 on"):
         samebits.prepare(model(), sizes)

@@ -18,17 +18,13 @@ from samebits.cli.console import compilation_noted, print_json, print_lines
 from samebits.compiled import folder_of
 from samebits.digest import sum_words
 from samebits.errors import MismatchError, SamebitsError
-from samebits.integrations import MINIMUM
+from samebits.integrations import MINIMUM, numbers
 from samebits.jobs.device import can_build_kernels
 from samebits.parallel import threads
 
 _REQUIRED = ("torch", "numpy", "numba", "safetensors", "huggingface_hub")
-_OPTIONAL = {  # by what each is installed
-    "transformers": f"'transformers>={MINIMUM['transformers']}'",
-    "accelerate": "accelerate",
-    "diffusers": f"'diffusers>={MINIMUM['diffusers']}'",
-    "cuda-core": "cuda-core",
-}
+_OPTIONAL = ("transformers", "accelerate", "diffusers", "peft", "sentence_transformers", "cuda-core")
+_UNNEEDED = ("peft", "sentence_transformers")  # by most
 _WORDS = 1 << 16  # every BF16 word once
 
 
@@ -67,12 +63,15 @@ def examine() -> Iterator[Finding]:
 
 
 def _optional_packages() -> Iterator[Finding]:
-    for name, wanted in _OPTIONAL.items():
+    for name in _OPTIONAL:
+        install = f"pip install '{name}>={MINIMUM[name]}'" if name in MINIMUM else f"pip install {name}"
         try:
-            yield Finding(name, version(name))
+            found = version(name)
+            is_old = name in MINIMUM and numbers(found) < numbers(MINIMUM[name])
+            yield Finding(name, f"{found}, too old for packed weights" if is_old else found, install if is_old else "")
         except PackageNotFoundError:
-            needed = name != "cuda-core" or torch.cuda.is_available()
-            yield Finding(name, "not installed", f"pip install {wanted}" if needed else "")
+            needed = name not in _UNNEEDED and (name != "cuda-core" or torch.cuda.is_available())
+            yield Finding(name, "not installed", install if needed else "")
 
 
 def _loop_cache() -> Finding:

@@ -11,7 +11,8 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -38,6 +39,23 @@ class _Block:
         return array
 
 
+class _Asked(threading.local):
+    to_stay = False
+
+
+_asked = _Asked()
+
+
+@contextmanager
+def staying() -> Iterator[None]:
+    """What this thread decodes meanwhile is to stay: it gets no more memory than it needs, and its own."""
+    before, _asked.to_stay = _asked.to_stay, True
+    try:
+        yield
+    finally:
+        _asked.to_stay = before
+
+
 _blocks: list[_Block] = []
 _lock = threading.Lock()
 
@@ -45,7 +63,7 @@ _lock = threading.Lock()
 def empty(shape: Sequence[int]) -> torch.Tensor:
     """A BF16 tensor on the CPU, contiguous, of whatever the memory held."""
     words = math.prod(shape)
-    array = np.empty(words, np.int16) if 2 * words < _LEAST else _large(words)
+    array = _large(words) if 2 * words >= _LEAST and not _asked.to_stay else np.empty(words, np.int16)
     return torch.from_numpy(array).view(torch.bfloat16).view(tuple(shape))
 
 

@@ -142,7 +142,8 @@ class Header:
 
     def misfit(self, data: torch.Tensor) -> str:
         """What an error says of a tensor that cannot."""
-        return f"{list(data.shape)} of {data.dtype} in the place of {self.nbytes} packed bytes"
+        gaps = "" if data.is_contiguous() else " with gaps"
+        return f"{list(data.shape)} of {data.dtype}{gaps} in the place of {self.nbytes} packed bytes"
 
     def to_bytes(self) -> bytes:
         """The header and shape sections."""

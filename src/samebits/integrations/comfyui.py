@@ -82,7 +82,8 @@ def compress(
     module: nn.Module = model.model.diffusion_model
     others = [name for name, owner, _ in unpacked(module) if not is_layer(type(owner))]
     report = compress_module(module, min_weights=min_weights, include=include, exclude=[*exclude, *others])
-    module.register_state_dict_post_hook(name_as_before)
+    if name_as_before not in module._state_dict_hooks.values():
+        module.register_state_dict_post_hook(name_as_before)
     model.size = sum(tensor.nbytes for tensor in (*model.model.parameters(), *model.model.buffers()))
     return report
 

@@ -13,7 +13,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-from samebits.integrations import MINIMUM
+from samebits.integrations import MINIMUM, numbers
 
 # The module that integrations extend, and these, which are imported once that is loaded.
 INTEGRATIONS = {
@@ -72,12 +72,7 @@ def _is_supported(package: str) -> bool:
         found = version(package)
     except PackageNotFoundError:
         return False
-    return _numbers(found) >= _numbers(MINIMUM[package]) and _is_supported(NEEDED.get(package, ""))
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """The first two."""
-    return tuple(map(int, version.split(".")[:2]))
+    return numbers(found) >= numbers(MINIMUM[package]) and _is_supported(NEEDED.get(package, ""))
 
 
 class _Finder(MetaPathFinder):

@@ -176,8 +176,15 @@ def _loading_plain(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _packed(name: str, weight: torch.Tensor) -> tuple[str, torch.Tensor]:
+    """
+    Raises:
+        InputError: it does not get smaller, so that there is nothing to put in the place of the base's.
+    """
     packed = encode(weight.to(torch.bfloat16))  # as it would be copied to the base's
-    return (name, weight) if packed.is_raw else (stored_name(name), packed.data)
+    if packed.is_raw:
+        mend = "exclude it from samebits.compress, then load the adapter"
+        raise InputError("the adapter's own weight gets no smaller, and the base's is packed", where=name, mend=mend)
+    return stored_name(name), packed.data
 
 
 def _knowing_targets(original: Callable[..., None]) -> Callable[..., None]:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from samebits.api import encode
+from samebits.codecs.memory import staying
 from samebits.errors import DtypeError, InputError, SamebitsError
 from samebits.format.names import MIN_WEIGHTS, is_selected
 from samebits.format.packed import PackedTensor
@@ -27,6 +28,7 @@ from samebits.nn.packed_module import (
     check_module,
     pack,
     packed_parameters,
+    refuses_subclasses,
     share_ties,
     sharers,
     unpack,
@@ -104,6 +106,8 @@ class Selection:
             return "a vector, small beside its module's matrix"
         if reason := reason_to_spare(module, name):
             return reason
+        if refused := refuses_subclasses(module, name):
+            return f"belongs to a module of whose class no subclass can be made ({refused})"
         return None if is_selected(full_name, self.include, self.exclude) else "not selected"
 
     def reason_against_tied(self, owned: Sequence[Owned]) -> str | None:
@@ -234,7 +238,7 @@ def decompress(module: nn.Module, *, progress: Progress | None = None) -> None:
     for owned in _tracked(groups, progress):
         first, first_name = cast(PackedModule, owned[0][1]), owned[0][2]
         recipe = first.sb_recipes[first_name]
-        with torch.inference_mode(False):  # it stays when that mode is left
+        with torch.inference_mode(False), staying():  # also when that mode is left
             weight = nn.Parameter(first.sb_decode(first_name), requires_grad=recipe.requires_grad)
         for owner, name in everywhere[tuple(id(first._parameters[slot]) for slot in recipe.slots)]:
             unpack(owner, name, weight)

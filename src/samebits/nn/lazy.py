@@ -7,6 +7,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.overrides import enable_reentrant_dispatch
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
@@ -189,6 +190,12 @@ class LazyWeight(LazyTensor):
 
     def decode(self) -> torch.Tensor:
         return self.recipe.decode(self.packed)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return nn.Parameter(self.decode(), self.recipe.requires_grad)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(self.decode(), self.recipe.requires_grad).__reduce_ex__(protocol)
 
     def decode_near(self, device: torch.device | None) -> torch.Tensor:
         """The plain tensor, on ``device`` if that decodes faster and this is in main memory, else where this is."""

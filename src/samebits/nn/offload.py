@@ -301,6 +301,8 @@ def _choose(found: _Blocks, budget: int) -> list[int]:
 
 def _offload(module: nn.Module, found: _Blocks, chosen: Sequence[int], device: torch.device) -> Offloaded:
     module.requires_grad_(False)
+    for parameter in module.parameters():
+        parameter.grad = None
     lane = lane_to(device)
     blocks = [Block(found.names[i], found.weights[i], lane) for i in chosen]
     streamed = {id(weight) for i in chosen for weight, _ in found.weights[i]}

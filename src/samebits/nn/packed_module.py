@@ -8,6 +8,7 @@ returns), and a LazyWeight elsewhere. An embedding's forward decodes the rows th
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import weakref
 from collections import defaultdict
@@ -20,6 +21,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
+from torch.nn.utils._named_member_accessor import swap_tensor
 
 from samebits.errors import DtypeError, FormatError, InputError, SamebitsError
 from samebits.format.header import Header
@@ -37,9 +39,11 @@ from samebits.nn.product import (
 )
 from samebits.nn.recipe import Piece, Recipe, is_sharded, showing
 from samebits.nn.saved import Saved, hooks_around
-from samebits.nn.stored import Mark, accept, check
+from samebits.nn.stored import Mark, accept, check, distrust, keeps_bytes
 from samebits.plans import dispatch
 from samebits.plans.key import has_planned_layout, is_gapless
+
+PIECE = "sb_piece_"  # how slots of pieces begin
 
 
 def check_module(module: object, mend: str) -> None:
@@ -197,6 +201,10 @@ class PackedModule(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in self.__dict__.get("sb_recipes", ()):
             super().__setattr__(name, value)
+        elif sys._getframe(1).f_code is swap_tensor.__code__:  # it would put back a weight that is packed no more
+            what = "torch.func.functional_call cannot put a tensor in the place of a packed weight"
+            mend = "exclude it from samebits.compress"
+            raise InputError(what, where=f"{self.sb_base.__name__}.{name}", mend=mend)
         elif isinstance(value, LazyWeight):
             pack(self, name, value.recipe, value.packed)
         elif value is not None and not isinstance(value, nn.Parameter):  # as torch refuses it
@@ -219,17 +227,25 @@ class PackedModule(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> PackedModule:
         check_dtype(fn)
-        probe = torch.empty(2, 2, 2, 2, dtype=torch.bfloat16)
-        if any(len(recipe.shape) == probe.dim() for recipe in self.sb_recipes.values()) and fn(probe).stride(1) == 1:
-            mend = "change it before samebits.compress"
-            raise InputError("the memory format of packed weights cannot be changed", mend=mend)
-        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
+        for recipe in self.sb_recipes.values():
+            probe = recipe.probe()
+            if fn(probe).stride() != probe.stride():
+                mend = "change it before samebits.compress"
+                raise InputError("the memory format of packed weights cannot be changed", mend=mend)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if not keeps_bytes(fn):
+            stored = {slot: self._parameters[slot] for slot in self.sb_slots}
+            self.__dict__["sb_versions"] = {slot: distrust(each) for slot, each in stored.items() if each is not None}
+        return self
 
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Other bytes have another header, and often another length."""
         *_, messages = args
         for piece in [piece for recipe in self.sb_recipes.values() for piece in recipe.pieces]:
-            self._prepare(piece, state_dict.get(prefix + piece.slot), prefix, messages)
+            data = state_dict.get(prefix + piece.slot)
+            if isinstance(data, torch.Tensor) and not data.is_contiguous():
+                state_dict[prefix + piece.slot] = data = data.contiguous()
+            self._prepare(piece, data, prefix, messages)
         super()._load_from_state_dict(state_dict, prefix, *args)
         self.sb_accept(self.sb_slots)
 
@@ -472,6 +488,15 @@ def packed_class(base: type[nn.Module], names: tuple[str, ...]) -> type[PackedMo
     return _CLASSES.setdefault((base, names), type(f"Packed{base.__name__}", _bases(base, names), members))
 
 
+def refuses_subclasses(module: nn.Module, name: str) -> str | None:
+    """Why no subclass of a module's class can be made in which the parameter ``name`` is packed; None if one can."""
+    try:
+        packed_class(_base_of(module), (name,))
+    except TypeError as error:
+        return str(error)
+    return None
+
+
 def _bases(base: type[nn.Module], names: tuple[str, ...]) -> tuple[type[nn.Module], ...]:
     usual = PackedLinearModule if base.forward is nn.Linear.forward and names == (WEIGHT[1:],) else PackedModule
     kind = next((kind for accepts, kind in _KINDS if accepts(base)), usual)
@@ -503,7 +528,7 @@ def check_dtype(convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
 def slot_name(name: str, piece: int | None = None) -> str:
     """The parameter that holds the packed parameter ``name``, or one of its pieces."""
     if piece is not None:
-        return f"sb_piece_{name}_{piece}"
+        return f"{PIECE}{name}_{piece}"
     return PACKED[1:] if name == WEIGHT[1:] else f"{BARE[1:]}_{name}"
 
 

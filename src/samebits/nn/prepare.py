@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from operator import index
 from typing import Any, NamedTuple
 
 import torch
@@ -137,13 +138,12 @@ def prepare(
         progress: is called with the number of plans found and their total.
 
     Raises:
-        InputError: no module, or a batch size below 1.
+        InputError: no module, or batch sizes that are no whole numbers from 1 on.
     """
     check_module(model, "give a model, of a pipeline one of its parts")
     if batch_sizes is None:
         batch_sizes = () if call else (1,)
-    if any(size < 1 for size in batch_sizes):
-        raise InputError(f"batch sizes {list(batch_sizes)}", mend="give whole numbers from 1 on")
+    batch_sizes = _whole_numbers(batch_sizes)
     kinds = _kinds(model)
     for weights in kinds.values():
         for weight in weights:
@@ -176,6 +176,16 @@ def prepare(
         outcome = Outcome(None, OTHER_LAYOUT)
         products.append(Prepared(kind.rows, kind.columns, tokens, kind.has_bias, len(users), outcome))
     return Preparation(tuple(products))
+
+
+def _whole_numbers(batch_sizes: Sequence[int]) -> list[int]:
+    try:
+        sizes = [index(size) for size in batch_sizes]
+    except TypeError:
+        sizes = [0]
+    if min(sizes, default=1) < 1:
+        raise InputError(f"batch sizes {batch_sizes!r}", mend="give a list of whole numbers from 1 on")
+    return sizes
 
 
 def _note_tokens(call: Callable[[], object], sizes: _Sizes, left: _Sizes) -> None:

@@ -68,6 +68,15 @@ class Recipe:
     def slots(self) -> list[str]:
         return [piece.slot for piece in self.pieces]
 
+    def probe(self) -> torch.Tensor:
+        """A tensor of two along each dimension, which lie in memory in the order of the weight's."""
+        sizes = [2] * len(self.shape)
+        if not self.stride:
+            return torch.empty(sizes, dtype=torch.bfloat16)
+        order = sorted(range(len(sizes)), key=lambda place: -self.stride[place])
+        places = sorted(range(len(sizes)), key=lambda place: order[place])
+        return torch.empty(sizes, dtype=torch.bfloat16).permute(places)
+
     def shows_requires_grad(self, device: torch.device) -> bool:
         """Whether the weight is to have requires_grad now: see shows_requires_grad below."""
         return self.requires_grad and shows_requires_grad(self.dtype, device)
@@ -88,7 +97,8 @@ class Recipe:
                 them are not decoded, and whatever the memory held stays in their place.
         """
         if not self.pieces[0].index:
-            return self._arrange(_decode(self.pieces[0], data[0])).to(self.dtype)
+            whole = data[0].clone() if self.pieces[0].header is None else _decode(self.pieces[0], data[0])
+            return self._arrange(whole).to(self.dtype)
         weight = torch.empty(self.shape, dtype=torch.bfloat16, device=data[0].device)
         for piece, stored in zip(self.pieces, data, strict=True):
             at = piece.index[0]

@@ -22,6 +22,10 @@ _reasons: weakref.WeakKeyDictionary[Any, dict[str, str]] = weakref.WeakKeyDictio
 
 def spare(root: nn.Module) -> None:
     """Find these parameters, in a module and what is below; asked before any of it is packed."""
+    for module in root.modules():  # adapters may have been merged or removed; what the modules above ask is as it was
+        reasons = _reasons.get(module, {})
+        for leaf in [leaf for leaf, reason in reasons.items() if reason == _TRAINED]:
+            del reasons[leaf]
     for module in root.modules():
         for path in asked_parts(cast(Any, type(module))):
             for asked in _parts(module, path):

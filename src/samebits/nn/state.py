@@ -15,7 +15,7 @@ from samebits.errors import FormatError, SamebitsError
 from samebits.format.names import original_name
 from samebits.format.packed import PackedTensor
 from samebits.nn.convert import HOLDS_ANY, Owned, tied, unpacked
-from samebits.nn.packed_module import pack, packed_parameters, slot_name, whole
+from samebits.nn.packed_module import PIECE, pack, packed_parameters, slot_name, whole
 from samebits.nn.spared import spare
 
 
@@ -41,6 +41,7 @@ def load_state_dict(
         RuntimeError: other keys or shapes that do not fit, as torch raises it.
     """
     spare(module)
+    _refuse_pieces(module, state_dict)
     found: list[tuple[list[Owned], PackedTensor]] = []
     plain: list[tuple[list[Owned], PackedTensor]] = []
     for owned in [*tied(list(unpacked(module))), *([buffer] for buffer in _buffers(module))]:
@@ -97,6 +98,18 @@ def as_plain(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
 
 def _key(full_name: str, name: str) -> str:
     return full_name[: len(full_name) - len(name)] + slot_name(name)
+
+
+def _refuse_pieces(module: nn.Module, state_dict: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        FormatError: experts in several packed pieces, whose places only a module that has them so knows.
+    """
+    known = {path for path, _ in module.named_parameters(remove_duplicate=False)}
+    for key in state_dict:
+        if key.rpartition(".")[2].startswith(PIECE) and key not in known:
+            mend = "save the model with save_pretrained and load that, then this state dict fits"
+            raise FormatError("a part of a weight, and the module has no such parts", where=key, mend=mend)
 
 
 def _buffers(module: nn.Module) -> Iterator[Owned]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -35,6 +37,8 @@ class Mark(NamedTuple):
         return self.is_of(stored) and self.version == version_of(stored)
 
 
+_NEVER = -1  # is no version
+
 # Of bytes that were accepted for one of those who share them: their version.
 _accepted: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -43,6 +47,19 @@ def accept(stored: torch.Tensor) -> Mark:
     """That its bytes are those that are meant to be there."""
     _accepted[stored] = version_of(stored)
     return Mark.of(stored)
+
+
+def distrust(stored: torch.Tensor) -> Mark:
+    """That its bytes may be any: they are looked at before they are decoded."""
+    _accepted.pop(stored, None)
+    return Mark(weakref.ref(stored), _NEVER)
+
+
+def keeps_bytes(convert: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    """Whether what a function makes of bytes are these bytes, unlike what torch's ``to_empty`` makes."""
+    probe = torch.frombuffer(bytearray(os.urandom(16)), dtype=torch.uint8)  # what memory held may be an earlier one
+    made = convert(probe)
+    return made.is_meta or torch.equal(made.cpu(), probe)
 
 
 def _is_accepted(stored: torch.Tensor) -> bool:

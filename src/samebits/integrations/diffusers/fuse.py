@@ -10,6 +10,8 @@ from diffusers.loaders.lora_base import LoraBaseMixin
 from diffusers.loaders.peft import PeftAdapterMixin
 from torch import nn
 
+from samebits.nn.packed_module import packed_parameters
+
 
 def register() -> None:
     """Put the methods in their place."""
@@ -40,10 +42,10 @@ def _refuse(models: Sequence[Any]) -> None:
     Raises:
         InputError: a layer with an adapter is packed.
     """
-    from samebits.integrations.peft import refuse_merging  # diffusers can be there without PEFT
-
     for model in models:
-        if isinstance(model, nn.Module):
+        if isinstance(model, nn.Module) and next(packed_parameters(model), None) is not None:
+            from samebits.integrations.peft import refuse_merging  # diffusers can be there without PEFT
+
             refuse_merging(model)
 
 

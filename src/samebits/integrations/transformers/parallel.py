@@ -30,6 +30,7 @@ from samebits.api import decode, encode
 from samebits.errors import InputError
 from samebits.format.container import Checkpoint, Entry
 from samebits.format.packed import PackedTensor
+from samebits.integrations import numbers
 from samebits.integrations.transformers.experts import is_experts
 from samebits.nn.convert import Selection
 from samebits.nn.packed_module import PackedModule
@@ -109,16 +110,12 @@ def bind_late(model: Any) -> None:
         InputError: a mixture of experts, with a version of transformers that would give wrong results.
     """
     for module in model.modules():
-        if is_experts(type(module)) and _transformers() < MOE_MINIMUM:
+        if is_experts(type(module)) and numbers(version("transformers")) < MOE_MINIMUM:
             needed = ".".join(map(str, MOE_MINIMUM))
             mend = f"install transformers {needed} or newer, or use device_map='auto'"
             raise InputError(f"compressed experts cannot be split over devices before transformers {needed}", mend=mend)
         if _can_be_split(module):
             module.forward = partial(_forward, module)
-
-
-def _transformers() -> tuple[int, ...]:
-    return tuple(map(int, version("transformers").split(".")[:2]))
 
 
 def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
