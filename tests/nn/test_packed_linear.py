@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -241,6 +242,40 @@ def test_compiled_by_inductor(products: list[torch.Tensor], monkeypatch: pytest.
             made.append(torch.compile(module, fullgraph=True)(INPUT))
     assert same_bits(*made)
     assert not products
+
+
+class Wrapped(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+def test_guards_of_what_is_compiled(products: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are evaluated at every call: no more than those of torch's own layer, and a text."""
+    dense, packed = make()
+    monkeypatch.setattr(product, "_is_plain", lambda tensor: True)
+
+    def guarded(module: nn.Module) -> set[str]:
+        """What is asked of the module."""
+        names: set[str] = set()
+
+        def keep_all(entries: Sequence[Any]) -> list[bool]:
+            names.update(entry.name for entry in entries)
+            return [True] * len(entries)
+
+        torch.compiler.reset()
+        compiled = torch.compile(
+            Wrapped(module), backend="eager", fullgraph=True, options={"guard_filter_fn": keep_all}
+        )
+        with torch.no_grad():
+            assert same_bits(compiled(INPUT), dense(INPUT))
+        return {name.partition("['layer']")[2] for name in names if "['layer']" in name}
+
+    own, found = guarded(dense), guarded(packed)
+    assert {name.replace("weight", "sb_packed") for name in own} | {".sb_operands"} == found
 
 
 def test_compiled_again_for_another_header(products: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import wraps
 from typing import Any
 
@@ -85,7 +84,7 @@ def _freezing(original: Callable[..., Any]) -> Callable[..., Any]:
         _refuse_targets(self.peft_config[call.arguments["adapter_name"]], model)
         result = original(self, model, *args, **kwargs)
         for _, module, name in packed_parameters(model):
-            module.sb_recipes[name] = replace(module.sb_recipes[name], requires_grad=False)
+            module.sb_change(name, requires_grad=False)
         return result
 
     return inject_adapter

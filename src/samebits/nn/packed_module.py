@@ -37,7 +37,7 @@ from samebits.nn.product import (
     is_trained,
     version_of,
 )
-from samebits.nn.recipe import Piece, Recipe, is_sharded, showing
+from samebits.nn.recipe import Piece, Recipe, is_sharded, showing, shows_requires_grad
 from samebits.nn.saved import Saved, hooks_around
 from samebits.nn.stored import Mark, accept, check, distrust, keeps_bytes
 from samebits.plans import dispatch
@@ -166,6 +166,11 @@ class PackedModule(nn.Module):
             if stored is not None:
                 self.sb_versions[slot] = accept(stored)
 
+    def sb_change(self, name: str, **fields: Any) -> None:
+        """Give fields of the recipe of the weight ``name`` other values."""
+        self.sb_recipes[name] = replace(self.sb_recipes[name], **fields)
+        _keep_operands(self)
+
     def sb_decode(self, name: str) -> torch.Tensor:
         """The weight ``name``, decoded anew."""
         return self.sb_recipes[name].decode(self.sb_data(name))
@@ -271,7 +276,7 @@ class PackedModule(nn.Module):
         for module, slots in _loading.replace(old, new, messages).items():
             for name, recipe in module.sb_recipes.items():
                 pieces = (replace(own, header=header) if own.slot in slots else own for own in recipe.pieces)
-                module.sb_recipes[name] = replace(recipe, pieces=tuple(pieces))
+                module.sb_change(name, pieces=tuple(pieces))
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """For pickle and deepcopy: the class is made, not found."""
@@ -379,13 +384,16 @@ ACCELERATE = "_hf_hook"  # an attribute of modules whose parameters accelerate m
 class PackedLinearModule(PackedModule):
     """For classes whose forward is nn.Linear's: on a GPU the product need not decode the weight first."""
 
+    sb_operands: str  # of the weight's recipe
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not isinstance(self, PackedModule):
             return type(self).forward(self, input)
-        recipe, own = self.sb_recipes["weight"], self._parameters
+        own = self._parameters
         bias: Any = own["bias"] if "bias" in own else self.bias  # noqa: SIM401 - the first way takes less time
         if torch.compiler.is_compiling():
-            return self._sb_traced(input, bias)
+            return _traced(self, self.sb_operands, input, bias)
+        recipe = self.sb_recipes["weight"]
         if not recipe.operands:
             return super().forward(input)  # type: ignore[no-any-return]
         data: Any = own[_DATA]
@@ -422,27 +430,38 @@ class PackedLinearModule(PackedModule):
             return True
         return has_planned_layout(input)
 
-    def _sb_traced(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """As torch multiplies in traces.
 
-        Inputs without gaps it multiplies in two dimensions, whatever strides a dimension of 1 will have; others too,
-        where the weight has requires_grad, but adds the bias then.
-        """
-        recipe, is_whole = self.sb_recipes["weight"], input.is_contiguous()
-        is_fused = bool(recipe.operands) and is_fusible(input, bias)
-        is_frozen = not is_fused and is_whole and bool(recipe.operands) and is_trained(input, bias)
-        is_operator = is_fused or is_frozen
-        is_folded = input.dim() > 2 and (is_operator if is_whole else recipe.shows_requires_grad(input.device))
-        rows = input.flatten(0, -2) if is_folded else input
-        addend = None if is_folded and not is_whole else bias
-        if is_operator:
-            product = torch.ops.samebits.linear if is_fused else torch.ops.samebits.frozen_linear
-            numbers = [int(number) for number in recipe.operands.split()]
-            y = product(rows, self._parameters[_DATA], addend, numbers[:2], numbers[2:])
-        else:
-            y = F.linear(rows, self.sb_decode("weight"), addend)
-        y = y.unflatten(0, input.shape[:-1]) if is_folded else y
-        return y if addend is bias else y + bias  # type: ignore[no-any-return]
+def _traced(module: PackedLinearModule, operands: str, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """As torch multiplies in traces.
+
+    Inputs without gaps it multiplies in two dimensions, whatever strides a dimension of 1 will have; others too, where
+    the weight has requires_grad, but adds the bias then.
+
+    Args:
+        operands: Recipe.operands, the only attribute of the module that is asked for where the product is an operator:
+            what is asked for is guarded at every call, and only texts and parameters as fast as torch's own layers'.
+    """
+    is_whole = input.is_contiguous()
+    is_fused = bool(operands) and is_fusible(input, bias)
+    is_frozen = not is_fused and is_whole and bool(operands) and is_trained(input, bias)
+    is_operator = is_fused or is_frozen
+    is_folded = input.dim() > 2 and (is_operator if is_whole else _shows_requires_grad(module, operands, input.device))
+    rows = input.flatten(0, -2) if is_folded else input
+    addend = None if is_folded and not is_whole else bias
+    if is_operator:
+        product = torch.ops.samebits.linear if is_fused else torch.ops.samebits.frozen_linear
+        height, width, _, *fields = [int(number) for number in operands.split()]
+        y = product(rows, module._parameters[_DATA], addend, [height, width], fields)
+    else:
+        y = F.linear(rows, module.sb_decode("weight"), addend)
+    y = y.unflatten(0, input.shape[:-1]) if is_folded else y
+    return y if addend is bias else y + bias  # type: ignore[no-any-return]
+
+
+def _shows_requires_grad(module: PackedLinearModule, operands: str, device: torch.device) -> bool:
+    if not operands:
+        return module.sb_recipes["weight"].shows_requires_grad(device)
+    return operands.split()[2] == "1" and shows_requires_grad(torch.bfloat16, device)
 
 
 class _Modules:
@@ -641,8 +660,15 @@ def _become(module: nn.Module, recipes: dict[str, Recipe]) -> None:
         module.__dict__["sb_versions"] = {}
         module.__class__ = packed_class(base, tuple(recipes))
         packed = cast(PackedModule, module)
+        _keep_operands(packed)
         packed.sb_accept(packed.sb_slots)
         _modules.add(packed)
     else:
         del module.__dict__["sb_recipes"], module.__dict__["sb_versions"]
+        module.__dict__.pop("sb_operands", None)
         module.__class__ = base
+
+
+def _keep_operands(module: PackedModule) -> None:
+    if isinstance(module, PackedLinearModule):
+        module.__dict__["sb_operands"] = module.sb_recipes["weight"].operands

@@ -44,8 +44,8 @@ class Recipe:
         requires_grad: of the parameter that was packed.
         stride: of the parameter, in elements; empty: contiguous. torch chooses by strides how it computes.
         matrix: the header, if the weight is one packed matrix and nothing else.
-        operands: its rows, columns and fields_of(matrix) then, else nothing. As text, because torch.compile guards each
-            number of a tuple by itself, at every call, and a text as one.
+        operands: for traces, its rows, columns, requires_grad and fields_of(matrix) then, else nothing. As text, since
+            torch.compile guards each number of a tuple by itself, at every call, and a text as one.
     """
 
     shape: tuple[int, ...]
@@ -60,7 +60,7 @@ class Recipe:
         piece = self.pieces[0]
         is_matrix = not (piece.index or self.stride) and len(self.shape) == 2 and self.dtype is torch.bfloat16
         matrix = piece.header if is_matrix else None
-        numbers = (*matrix.shape, *fields_of(matrix)) if matrix else ()
+        numbers = (*matrix.shape, self.requires_grad, *fields_of(matrix)) if matrix else ()
         object.__setattr__(self, "matrix", matrix)
         object.__setattr__(self, "operands", " ".join(str(int(number)) for number in numbers))
 

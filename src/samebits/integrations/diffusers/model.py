@@ -6,7 +6,6 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -55,7 +54,7 @@ def _apply(self: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool 
         check_dtype(fn)
         if fn(torch.empty(0, dtype=torch.float32)).dtype == torch.bfloat16:
             for _, module, name in packed_parameters(self):
-                module.sb_recipes[name] = replace(module.sb_recipes[name], dtype=torch.bfloat16)
+                module.sb_change(name, dtype=torch.bfloat16)
     return super(ModelMixin, self)._apply(fn, recurse)
 
 

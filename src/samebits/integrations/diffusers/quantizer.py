@@ -251,7 +251,7 @@ class SamebitsQuantizer(DiffusersQuantizer):  # type: ignore[misc]
 def convert(model: nn.Module, dtype: torch.dtype) -> None:
     """As ``model.to(dtype)`` of a plain model does: all that is floating point, buffers too."""
     for _, owner, name in packed_parameters(model):
-        owner.sb_recipes[name] = replace(owner.sb_recipes[name], dtype=dtype)
+        owner.sb_change(name, dtype=dtype)
     for module in model.modules():
         for parameter in module._parameters.values():
             if parameter is not None and parameter.is_floating_point():
