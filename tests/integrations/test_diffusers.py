@@ -255,6 +255,18 @@ def test_compressed_in_place_and_saved(any_model: Reference, tmp_path: Path) -> 
     any_model.assert_same(any_model.load(tmp_path / "packed"))
 
 
+def test_blocks_keep_their_classes(any_model: Reference) -> None:
+    """By which caches of diffusers, skipped layers and regional compilation find them."""
+    model, plain = any_model.load(), any_model.model
+    report = samebits.compress(model, min_weights=1)
+    blocks = [(name, module) for name, module in plain.named_modules() if name and module._modules]
+    kept = [(name, module) for name, module in blocks if not type(module).__module__.startswith("torch.nn.")]
+    assert kept
+    assert all(type(model.get_submodule(name)) is type(module) for name, module in kept)
+    own = [f"{name}.{leaf}" for name, module in kept for leaf, _ in module.named_parameters(recurse=False)]
+    assert all("by its class" in report.raw[name] or "fewer than" in report.raw[name] for name in own)
+
+
 @pytest.mark.parametrize("source", ["plain", "packed"])
 def test_single_file(
     flux: Reference, flux_folder: Path, config: samebits.SamebitsConfig, source: str, tmp_path: Path

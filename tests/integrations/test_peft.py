@@ -580,3 +580,12 @@ def test_an_adapters_embedding_that_gets_no_smaller(base: LlamaForCausalLM) -> N
     with pytest.raises(InputError, match=r"embed_tokens.*gets no smaller.*exclude it"):
         set_peft_model_state_dict(model, state)
     assert_same(logits(model), before)
+
+
+def test_casts_of_all_frozen_parameters_are_refused(base: LlamaForCausalLM) -> None:
+    dense, packed = (adapted(model, target_modules=["q_proj"]) for model in pair(base))
+    before = logits(packed)
+    with pytest.raises(InputError, match="packed bytes cannot be cast"):
+        peft.cast_mixed_precision_params(packed, torch.bfloat16)
+    assert_same(logits(packed), before)
+    peft.cast_mixed_precision_params(dense, torch.bfloat16)

@@ -72,6 +72,14 @@ def test_dequantized(reference: Reference, config: samebits.SamebitsConfig, tmp_
     assert_same_checkpoint(tmp_path, reference.folder)
 
 
+def test_loaded_in_inference_mode(reference: Reference, config: samebits.SamebitsConfig) -> None:
+    """The model can be trained around afterwards."""
+    with torch.inference_mode():
+        model = reference.load(quantization_config=config)
+    assert not any(parameter.is_inference() for parameter in model.parameters())
+    reference.assert_same(model)
+
+
 def test_dequantized_after_loading_a_folder(reference: Reference, tmp_path: Path) -> None:
     model = reference.load(compress_folder(reference.folder, tmp_path / "compressed")).dequantize()
     reference.assert_same(model)

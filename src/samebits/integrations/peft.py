@@ -57,8 +57,9 @@ def register() -> None:
         for module in (save_and_load, peft.utils, peft.peft_model, peft):
             setattr(module, name, wrapped)
     prepare = _refusing_float32(other.prepare_model_for_kbit_training)
+    cast = _refusing_casts(other.cast_mixed_precision_params)
     for module in (other, peft.utils, peft):
-        module.prepare_model_for_kbit_training = prepare
+        module.prepare_model_for_kbit_training, module.cast_mixed_precision_params = prepare, cast
     if is_transformers_ge_v5:  # with others PEFT does without, and it cannot be imported
         from peft.utils import transformers_weight_conversion as weights
 
@@ -136,6 +137,21 @@ def _refusing_float32(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(model, *args, **kwargs)
 
     return prepare_model_for_kbit_training
+
+
+def _refusing_casts(original: Callable[..., None]) -> Callable[..., None]:
+    @wraps(original)
+    def cast_mixed_precision_params(model: Any, *args: Any, **kwargs: Any) -> None:
+        """
+        Raises:
+            InputError: the model is compressed, and all that takes no gradient would become numbers of another dtype.
+        """
+        if next(packed_parameters(model), None) is not None:
+            mend = "leave it out: adapters are float32 by themselves, and the base is BF16"
+            raise InputError("a compressed model's packed bytes cannot be cast", mend=mend)
+        original(model, *args, **kwargs)
+
+    return cast_mixed_precision_params
 
 
 def _counting(original: Callable[..., tuple[int, int]]) -> Callable[..., tuple[int, int]]:

@@ -317,7 +317,8 @@ def encode_parameter(weight: torch.Tensor, full_name: str) -> PackedTensor | Non
         mend = "load the model, or bring offloaded weights back, before compressing"
         raise InputError("on the meta device there are no values to pack", where=full_name, mend=mend)
     try:
-        packed = encode(weight.detach())
+        with torch.inference_mode(False):  # it stays when that mode is left
+            packed = encode(weight.detach())
     except SamebitsError as error:
         raise error.at(full_name) from None
     return None if packed.is_raw else packed
@@ -388,7 +389,8 @@ def _pack_tied(owned: list[Owned]) -> torch.device:
     weight: nn.Parameter = getattr(first, first_name)
     packed = encode_parameter(weight, full_name)
     if packed is not None:
-        data = nn.Parameter(packed.data, requires_grad=False)
+        with torch.inference_mode(False):
+            data = nn.Parameter(packed.data, requires_grad=False)
         for _, owner, name in owned:
             pack(owner, name, whole(packed, name, weight), [data])
     return weight.device

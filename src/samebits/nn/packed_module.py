@@ -15,11 +15,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import wraps
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.fx import Proxy
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.nn.utils._named_member_accessor import swap_tensor
 
@@ -79,6 +82,9 @@ class PackedModule(nn.Module):
             return type(self).forward(self, *args, **kwargs)
         if torch.compiler.is_compiling():  # a graph keeps no more than it needs
             return super().forward(*args, **kwargs)
+        if any(isinstance(each, Proxy) for each in (*args, *kwargs.values())):
+            what = "torch.fx.symbolic_trace would keep decoded weights, whatever these are later"
+            raise InputError(what, where=self.sb_base.__name__, mend="use torch.export, or samebits.decompress first")
         running, key, decoded = _running.of_module, id(self), _Decoded(args)
         before = running.get(key)
         running[key] = decoded
@@ -122,7 +128,7 @@ class PackedModule(nn.Module):
 
     def sb_weight(self, name: str) -> torch.Tensor:
         """What the attribute ``name`` gives."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
             return self.sb_decode(name)
         decoded = self.sb_decoded
         if decoded is None or isinstance(self, nn.Embedding):
@@ -250,9 +256,19 @@ class PackedModule(nn.Module):
             data = state_dict.get(prefix + piece.slot)
             if isinstance(data, torch.Tensor) and not data.is_contiguous():
                 state_dict[prefix + piece.slot] = data = data.contiguous()
+            if isinstance(data, torch.Tensor) and (now := _loading.now(data, messages)) is not None:
+                state_dict[prefix + piece.slot] = data = now.detach()
             self._prepare(piece, data, prefix, messages)
+        self._refuse_plain(state_dict, prefix, messages)
         super()._load_from_state_dict(state_dict, prefix, *args)
         self.sb_accept(self.sb_slots)
+
+    def _refuse_plain(self, state_dict: Mapping[str, Any], prefix: str, messages: list[str]) -> None:
+        """Of a weight that is packed here and plain there, which ``strict=False`` would leave as it is."""
+        for name, recipe in self.sb_recipes.items():
+            if prefix + name in state_dict and not any(prefix + slot in state_dict for slot in recipe.slots):
+                mend = "call samebits.decompress before it is loaded, and samebits.compress again"
+                messages.append(f"{prefix}{name} is packed in the module, and plain in the state dict; {mend}")
 
     def _prepare(self, piece: Piece, data: torch.Tensor | None, prefix: str, messages: list[str]) -> None:
         """Have all who share a packed tensor hold the other one; nobody decodes what is not whole, in no thread."""
@@ -335,22 +351,37 @@ class _Loading(threading.local):
     Attributes:
         messages: of the call's errors; each call has a list of its own, by which it is known.
         holders: modules and their slots by the id of the parameter there.
+        replaced: memory of packed tensors whose place others have taken, where they begin there, and these.
     """
 
     def __init__(self) -> None:
         self.messages: list[str] | None = None
         self.holders: dict[int, list[tuple[weakref.ref[nn.Module], str]]] = {}
+        self.replaced: list[tuple[StorageWeakRef, int, weakref.ref[nn.Parameter]]] = []
 
     def replace(self, old: nn.Parameter, new: nn.Parameter, messages: list[str]) -> dict[PackedModule, list[str]]:
         """Put another parameter wherever ``old`` is; returns who had it, and in which slots."""
         found = self._holding(old) if self.messages is messages else {}
         if not found:  # the first that is asked for, or it came since
             self._look()
+            self.replaced = self.replaced if self.messages is messages else []
             self.messages, found = messages, self._holding(old)
         for holder, slots in found.items():
             holder._parameters.update(dict.fromkeys(slots, new))
         self.holders[id(new)] = self.holders.pop(id(old), [])
+        self.replaced.append((StorageWeakRef(old.untyped_storage()), int(old.storage_offset()), weakref.ref(new)))
         return found
+
+    def now(self, data: torch.Tensor, messages: list[str]) -> nn.Parameter | None:
+        """What has taken the place of ``data``, if that is a module's own memory, as in an updated ``state_dict()``.
+
+        A parameter that has several names there is loaded under one of them; under the others it means what it is now.
+        """
+        if self.messages is not messages or not self.replaced or is_sharded(data) or data.is_meta:
+            return None
+        place = data.untyped_storage()._cdata, data.storage_offset()
+        found = (new() for old, start, new in self.replaced if (old.cdata, start) == place and not old.expired())
+        return next(found, None)
 
     def _look(self) -> None:
         self.holders = defaultdict(list)
@@ -504,7 +535,20 @@ def packed_class(base: type[nn.Module], names: tuple[str, ...]) -> type[PackedMo
         return _CLASSES[base, names]
     members: dict[str, Any] = {name: _property(name) for name in names}
     members |= {"sb_base": base, "__module__": __name__, "__doc__": f"{base.__name__} with packed weights."}
-    return _CLASSES.setdefault((base, names), type(f"Packed{base.__name__}", _bases(base, names), members))
+    bases = _bases(base, names)
+    if not issubclass(bases[0], PackedLinearModule):  # whose forward is what it seems
+        members["forward"] = _forward_like(base.forward, bases[0].forward)
+    return _CLASSES.setdefault((base, names), type(f"Packed{base.__name__}", bases, members))
+
+
+def _forward_like(seen: Callable[..., Any], made: Callable[..., Any]) -> Callable[..., Any]:
+    """``made``, which takes any arguments, with the signature of ``seen``: others ask what a module's forward takes."""
+
+    @wraps(seen)
+    def forward(self: PackedModule, *args: Any, **kwargs: Any) -> Any:
+        return made(self, *args, **kwargs)
+
+    return forward
 
 
 def refuses_subclasses(module: nn.Module, name: str) -> str | None:
@@ -538,8 +582,11 @@ def check_dtype(convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
     Raises:
         DtypeError: ``convert`` does.
     """
-    dtype = convert(torch.empty(0, dtype=torch.bfloat16)).dtype
-    if dtype != torch.bfloat16 or convert(torch.empty(0, dtype=torch.uint8)).dtype != torch.uint8:
+    dtype = convert(torch.empty(0, dtype=torch.bfloat16, device="cpu")).dtype  # whatever torch's default is
+    if dtype == torch.bfloat16 and convert(torch.empty(0, dtype=torch.uint8, device="cpu")).dtype != torch.uint8:
+        mend = "call module.to, which converts what is floating point alone"
+        raise DtypeError("a compressed model's packed bytes cannot become numbers", mend=mend)
+    if dtype != torch.bfloat16:
         mend = "call samebits.decompress on it first"
         raise DtypeError(f"a compressed model, which is bfloat16 and packed bytes, cannot become {dtype}", mend=mend)
 

@@ -72,10 +72,10 @@ class Recipe:
         """A tensor of two along each dimension, which lie in memory in the order of the weight's."""
         sizes = [2] * len(self.shape)
         if not self.stride:
-            return torch.empty(sizes, dtype=torch.bfloat16)
+            return torch.empty(sizes, dtype=torch.bfloat16, device="cpu")
         order = sorted(range(len(sizes)), key=lambda place: -self.stride[place])
         places = sorted(range(len(sizes)), key=lambda place: order[place])
-        return torch.empty(sizes, dtype=torch.bfloat16).permute(places)
+        return torch.empty(sizes, dtype=torch.bfloat16, device="cpu").permute(places)
 
     def shows_requires_grad(self, device: torch.device) -> bool:
         """Whether the weight is to have requires_grad now: see shows_requires_grad below."""

@@ -16,6 +16,7 @@ from samebits.nn.questions import CHILDREN, EVERY, LAST, Path, asked_parts
 
 _ASKED = "tells the model's code the dtype to compute with"
 _TRAINED = "belongs to an adapter"
+_KNOWN = "belongs to a block, which diffusers knows by its class"
 
 _reasons: weakref.WeakKeyDictionary[Any, dict[str, str]] = weakref.WeakKeyDictionary()
 
@@ -32,6 +33,8 @@ def spare(root: nn.Module) -> None:
                 parameters = list(_parameters(asked))
                 for owner, leaf in parameters[-1:] if path[-1:] == (LAST,) else parameters[:1]:
                     _reasons.setdefault(owner, {})[leaf] = _ASKED
+        for block in _blocks(module):
+            _reasons.setdefault(block, {}).update(dict.fromkeys(block._parameters, _KNOWN))
         for name in _adapters(module):
             part = getattr(module, name, None)
             for owner, leaf in _parameters(part) if isinstance(part, nn.Module) else ():
@@ -69,6 +72,14 @@ def _parameters(root: nn.Module) -> Iterator[tuple[nn.Module, str]]:
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 yield module, name
+
+
+def _blocks(model: nn.Module) -> Iterator[nn.Module]:
+    """Of a model of diffusers: what has others in it, by whose class caches, skipped layers and compilers find it."""
+    bases = [(base.__module__.partition(".")[0], base.__name__) for base in type(model).__mro__]
+    if ("diffusers", "ModelMixin") in bases:
+        own = (module for module in model.modules() if not type(module).__module__.startswith("torch.nn."))
+        yield from (module for module in own if module._modules and module is not model)
 
 
 def _adapters(module: nn.Module) -> tuple[str, ...]:

@@ -52,7 +52,7 @@ def _apply(self: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool 
     """Refuse another dtype before any part of the model is converted to it. BF16 is none, whatever it was loaded as."""
     if next(packed_parameters(self), None) is not None:
         check_dtype(fn)
-        if fn(torch.empty(0, dtype=torch.float32)).dtype == torch.bfloat16:
+        if fn(torch.empty(0, dtype=torch.float32, device="cpu")).dtype == torch.bfloat16:
             for _, module, name in packed_parameters(self):
                 module.sb_change(name, dtype=torch.bfloat16)
     return super(ModelMixin, self)._apply(fn, recurse)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import nn
 
 from samebits.errors import DtypeError, FormatError, InputError, SamebitsError
 from samebits.integrations import INSTALL_TRANSFORMERS, MINIMUM
@@ -240,6 +241,7 @@ class SamebitsQuantizer(HfQuantizer):  # type: ignore[misc]
         if self._failure:
             raise self._failure
         _check_shapes(model, shapes)
+        _leave_inference_mode(model)
         compute_as_plain(model)
         parallel.unbind(model)
         self.report = report(model, self._selection)
@@ -261,6 +263,17 @@ class SamebitsQuantizer(HfQuantizer):  # type: ignore[misc]
     def sb_decompressed(self, model: Any) -> None:
         """samebits.decompress has made the model plain."""
         self.remove_quantization_config(model)
+
+
+def _leave_inference_mode(model: nn.Module) -> None:
+    """What was loaded in it, and not packed, is as transformers would leave it without a quantizer."""
+    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_inference():
+                with torch.inference_mode(False):
+                    own = nn.Parameter(parameter.clone(), parameter.requires_grad)
+                module._parameters[name] = made.setdefault(id(parameter), (parameter, own))[1]
 
 
 class _Pack(ConversionOps):  # type: ignore[misc]
