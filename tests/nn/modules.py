@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from samebits.nn import product, recipe
+from samebits.nn import recipe
+from samebits.plans import dispatch
 
 MIN_WEIGHTS = 1024
 
@@ -31,7 +32,7 @@ def watch_decoding(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
         return torch.from_numpy(words).view(torch.bfloat16)
 
     monkeypatch.setattr(recipe.Recipe, "decode", partialmethod(partial(watched, recipe.Recipe.decode)))
-    monkeypatch.setattr(product, "decoded", partial(watched, product.decoded))
+    monkeypatch.setattr(dispatch, "decoded_weight", partial(watched, dispatch.decoded_weight))
     return seen
 
 

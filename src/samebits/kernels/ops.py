@@ -51,15 +51,6 @@ def decode_packed(packed: PackedTensor) -> torch.Tensor:
     return torch.ops.samebits.decode(packed.data, packed.shape, fields_of(packed.header))  # type: ignore[no-any-return]
 
 
-def decoded(packed: PackedTensor) -> torch.Tensor:
-    """``decode_packed`` where no trace sees it: on a GPU by the kernel itself, which takes the host less time."""
-    if not packed.data.is_cuda:
-        return decode_packed(packed)
-    from samebits.kernels.decode import decode_cuda
-
-    return decode_cuda(packed)
-
-
 def decode_rows(packed: PackedTensor, ids: torch.Tensor) -> torch.Tensor:
     """``decode_packed(packed)[ids]`` by the operator decode_rows."""
     return torch.ops.samebits.decode_rows(  # type: ignore[no-any-return]

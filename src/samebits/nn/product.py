@@ -11,7 +11,6 @@ from torch.autograd import forward_ad
 
 from samebits.errors import InputError
 from samebits.format.packed import PackedTensor
-from samebits.kernels.ops import decoded
 from samebits.plans import dispatch
 from samebits.plans.environment import casts, is_transformed
 from samebits.plans.key import is_gapless
@@ -50,7 +49,8 @@ class FrozenProduct(torch.autograd.Function):
         rows, of_input = grad.reshape(-1, grad.shape[-1]), None
         if has_input:
             check_unchanged([packed.data], [ctx.version])
-            product = dispatch.gradient(rows, packed) if is_fusible(rows, None) else rows.mm(decoded(packed))
+            fuses = is_fusible(rows, None)
+            product = dispatch.gradient(rows, packed) if fuses else rows.mm(dispatch.decoded_weight(packed))
             of_input = product.view(*grad.shape[:-1], packed.shape[1])
         return of_input, rows.sum(0) if has_bias else None, None, None
 

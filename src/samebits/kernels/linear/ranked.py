@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -19,7 +19,7 @@ CLUSTER = 2  # kCluster: blocks
 TileT = TypeVar("TileT")
 
 
-class TilePlanner(TensorPlanner, Generic[TileT]):
+class TilePlanner(TensorPlanner, ABC, Generic[TileT]):
     """Of one tensor; how many clusters it has is found for all tensors of a launch."""
 
     def __init__(self, header: Header, m: int, device: int) -> None:
