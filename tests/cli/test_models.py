@@ -174,6 +174,14 @@ def test_models_of_another_kind(samebits: Command, tmp_path: Path) -> None:
     assert (outcome.code, outcome.err) == (0, f"note: no model was run: {message}")
 
 
+def test_bench_that_finds_a_difference(samebits: Command, example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "same_words", lambda *_: False)
+    outcome = samebits("bench", example, "--device", "cpu", "--json")
+    assert outcome.code == 1
+    assert outcome.json["error"]["kind"] == "MismatchError"
+    assert outcome.json["error"]["what"] in outcome.error
+
+
 def test_bench_of_what_cannot_run_measures_its_tensors(samebits: Command, without_a_norm: Path) -> None:
     outcome = samebits("bench", without_a_norm, "--device", "cpu")
     assert outcome.code == 0

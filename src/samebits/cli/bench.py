@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from samebits import api
 from samebits.bf16 import same_words
 from samebits.cli.commands import open_source
 from samebits.cli.console import compilation_noted, note, print_json, print_lines, print_table
+from samebits.cli.failure import json_of
 from samebits.cli.generate import Sampling, default_model, import_transformers, load_model, run_model, running
 from samebits.errors import InputError, MismatchError
 from samebits.format.container import Checkpoint, Entry
@@ -56,8 +58,13 @@ def bench(path: str | None, device: str, as_json: bool) -> None:
     device = resolve_device(device)
     checkpoint = open_source(path or default_model())
     source = checkpoint.path
-    coding = measure_coding(checkpoint, device)
-    models = _measure_models(checkpoint, device)
+    try:
+        coding = measure_coding(checkpoint, device)
+        models = _measure_models(checkpoint, device)
+    except MismatchError as error:
+        if as_json:
+            sys.stdout.write(json_of(error))
+        raise
     if as_json:
         running = {name: vars(model) for name, model in models.items()}
         print_json({"path": source, "device": device, "coding": vars(coding), "models": running})
