@@ -26,7 +26,7 @@ def load_state_dict(
 
     Nothing is encoded, and nothing decoded but buffers, and parameters that ``compress`` would leave as they are, such
     as an embedding's with max_norm. Parameters that are packed in both may have other bytes; those that are packed in
-    ``module`` alone are missing in the state dict. Tied ones stay tied, whichever of their names are there.
+    ``module`` alone are an error. Tied ones stay tied, whichever of their names are there.
 
     Args:
         module: of the same parameters, on any device; on the meta device with ``assign``.
