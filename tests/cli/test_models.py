@@ -57,8 +57,8 @@ def test_the_same_text_from_compressed_and_plain(
 
 def test_graphs_change_nothing_on_a_cpu(samebits: Command, example: Path) -> None:
     options = ("generate", example, "--max-new-tokens", 1, "--device", "cpu")
-    assert "--graphs is for GPUs" in samebits(*options, "--graphs").error
-    assert "--graphs" not in samebits(*options).error
+    assert "--graphs is for GPUs" in samebits(*options, "--graphs").err
+    assert "--graphs" not in samebits(*options).err
 
 
 def test_the_seed_decides_what_is_sampled(samebits: Command, example: Path) -> None:
