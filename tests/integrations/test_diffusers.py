@@ -21,7 +21,7 @@ from samebits.cli.run import run
 from samebits.errors import DigestError, DtypeError, FormatError, InputError
 from samebits.format.container import Checkpoint
 from samebits.integrations.diffusers.quantizer import convert
-from samebits.nn.packed_module import PackedLinearModule
+from samebits.nn.packed_linear import PackedLinearModule
 from samebits.plans import dispatch
 from tests.integrations.diffusers_models import (
     ARCHITECTURES,

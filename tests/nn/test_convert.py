@@ -20,7 +20,8 @@ from samebits import bf16
 from samebits.bf16 import is_bf16
 from samebits.errors import DeviceError, DtypeError, InputError
 from samebits.nn import convert
-from samebits.nn.packed_module import PackedLinearModule, PackedModule, packed_parameters
+from samebits.nn.packed_linear import PackedLinearModule
+from samebits.nn.packed_module import PackedModule, packed_parameters
 from tests.nn.modules import CASES, INPUT, MIN_WEIGHTS, Tied, make, same_bits
 
 MODES = [torch.no_grad, torch.inference_mode, torch.enable_grad]

@@ -26,7 +26,8 @@ import samebits
 from samebits.format.packed import PackedTensor
 from samebits.kernels.ops import decode_packed
 from samebits.nn import product
-from samebits.nn.packed_module import PackedLinearModule, PackedModule
+from samebits.nn.packed_linear import PackedLinearModule
+from samebits.nn.packed_module import PackedModule
 from samebits.plans import dispatch
 from tests.nn.modules import INPUT, products_of, same_bits
 

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 import samebits
 from samebits.errors import DigestError, DtypeError, FormatError, InputError
-from samebits.nn import packed_module, recipe
+from samebits.nn import held, packed_module, recipe
 from samebits.nn.lazy import LazyTensor, LazyWeight
 from samebits.nn.packed_module import PackedModule, packed_class, packed_parameters, share_ties
 from tests.nn.modules import CASES, INPUT, MIN_WEIGHTS, TOKENS, make, same_bits, watch_decoding
@@ -180,8 +180,8 @@ def test_who_shares_is_looked_for_once_in_a_load(monkeypatch: pytest.MonkeyPatch
     modules = [nn.Sequential(*(nn.Linear(64, 96) for _ in range(3))).to(torch.bfloat16) for _ in range(2)]
     for module in modules:
         samebits.compress(module)
-    looked, look = [], packed_module._loading._look
-    monkeypatch.setattr(packed_module._loading, "_look", lambda: (looked.append(1), look()))
+    looked, look = [], held.loading._look
+    monkeypatch.setattr(held.loading, "_look", lambda: (looked.append(1), look()))
     modules[0].load_state_dict(modules[1].state_dict())
     assert looked == [1]
     assert same_bits(modules[0][2].weight, modules[1][2].weight + 0)
@@ -657,7 +657,7 @@ def test_what_is_loaded_is_there_before_the_module_has_it() -> None:
 def test_a_forked_child_copies_a_module() -> None:
     """Though another thread was looking at all modules when it was forked."""
     module, _, _ = compressed("linear")
-    with packed_module._modules._lock:
+    with held.modules._lock:
         child = os.fork()
         if not child:
             copy.deepcopy(module)
@@ -764,5 +764,5 @@ def test_a_kind_that_is_registered_later(monkeypatch: pytest.MonkeyPatch) -> Non
         pass
 
     assert not issubclass(packed_class(CopiesItself, ("w",)), Kind)
-    packed_module.register_kind(lambda base: base is CopiesItself, Kind)
+    packed_module.register_kind(lambda base, names: base is CopiesItself, Kind)
     assert issubclass(packed_class(CopiesItself, ("w",)), Kind)

@@ -47,7 +47,7 @@ from samebits.kernels.structures import (
     ProductStructure,
     TogetherStructure,
 )
-from samebits.nn import packed_module
+from samebits.nn import packed_linear
 from samebits.nn import product as eligible
 from samebits.plans import call, carrier, carry, dispatch, planner, prefetch, recall, together
 from samebits.plans.carrier import Carrier, Window
@@ -323,7 +323,7 @@ def carrying(driver: Driver, monkeypatch: pytest.MonkeyPatch, steps: int = 12) -
 
 
 def carrier_of(module: nn.Linear) -> Carrier:
-    kept = resident(module._parameters[packed_module._DATA])
+    kept = resident(module._parameters[packed_linear._DATA])
     assert kept is not None
     [carrier] = kept.carriers.values()
     assert isinstance(carrier, Carrier)
@@ -335,7 +335,7 @@ def step(modules: list[nn.Linear]) -> list[torch.Tensor]:
 
 
 def prefetched_of(module: nn.Linear) -> tuple[Any, torch.Tensor] | None:
-    kept = resident(module._parameters[packed_module._DATA])
+    kept = resident(module._parameters[packed_linear._DATA])
     assert kept is not None
     return kept.prefetched
 
@@ -392,7 +392,7 @@ def test_a_weight_whose_memory_was_replaced_is_not_decoded_ahead(
 ) -> None:
     """As offloading does it, behind torch's back and at the same address: what comes there may be on its way yet."""
     modules = carrying(driver, monkeypatch)
-    data = modules[1]._parameters[packed_module._DATA]
+    data = modules[1]._parameters[packed_linear._DATA]
     version, address = data._version, data.data_ptr()
     memory = (ctypes.c_uint8 * data.numel()).from_address(address)
     held, data.data = data.data, data.data.clone()  # offloaded
@@ -498,7 +498,7 @@ def test_weights_decoded_ahead_on_another_stream(driver: Driver, monkeypatch: py
 
 def test_nothing_that_was_decoded_ahead_is_kept_alive(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     modules = carrying(driver, monkeypatch)
-    data = [module._parameters[packed_module._DATA] for module in modules]
+    data = [module._parameters[packed_linear._DATA] for module in modules]
     kept = [resident(each) for each in data]
     watched = [*data, *kept, modules[2].bias, kept[0].shortcuts[torch.Size((1, 1, K))]]  # type: ignore[union-attr]
 
@@ -930,17 +930,17 @@ def no_bias(driver: Driver, module: nn.Linear) -> None:
 
 
 def change_bytes(driver: Driver, module: nn.Linear) -> None:
-    module._parameters[packed_module._DATA].add_(0)
+    module._parameters[packed_linear._DATA].add_(0)
 
 
 def move_bytes(driver: Driver, module: nn.Linear) -> None:
-    own = module._parameters[packed_module._DATA]
+    own = module._parameters[packed_linear._DATA]
     own.data = own.data.clone()
 
 
 def replace_bytes(driver: Driver, module: nn.Linear) -> None:
     own = module._parameters
-    own[packed_module._DATA] = nn.Parameter(own[packed_module._DATA].clone(), requires_grad=False)
+    own[packed_linear._DATA] = nn.Parameter(own[packed_linear._DATA].clone(), requires_grad=False)
 
 
 @pytest.mark.parametrize(
@@ -984,7 +984,7 @@ def test_a_product_whose_bytes_another_thread_replaced_meanwhile(driver: Driver)
 
 def packed_of(module: nn.Linear) -> PackedTensor:
     header = module.sb_recipes["weight"].matrix
-    return PackedTensor(header, module._parameters[packed_module._DATA])
+    return PackedTensor(header, module._parameters[packed_linear._DATA])
 
 
 def test_gradients_of_inputs(driver: Driver) -> None:
@@ -1187,7 +1187,7 @@ def test_training_decodes_nothing_ahead(driver: Driver, monkeypatch: pytest.Monk
         with torch.no_grad():  # as inside of an operation of autograd's
             [module(x_of(1, 1).requires_grad_()) for module in modules]
     assert all(prefetched_of(module) is None for module in modules[1:])
-    assert not resident(modules[0]._parameters[packed_module._DATA]).carriers
+    assert not resident(modules[0]._parameters[packed_linear._DATA]).carriers
     assert len(driver.again) > 0
 
 
@@ -1265,7 +1265,7 @@ def test_other_inputs_go_the_usual_way(driver: Driver) -> None:
     module = layer(0)
     warm(module, driver, 2)
     room = torch.zeros(4 * K + 8, dtype=torch.bfloat16)
-    data = module._parameters[packed_module._DATA]
+    data = module._parameters[packed_linear._DATA]
     for x in (room[1:][: 2 * K].view(2, K), room[: 4 * K].view(2, 2 * K)[:, :K], room[: 2 * K].view(K, 2).t()):
         dispatch.product_again(x_of(2), data, None)  # is remembered
         assert ways(driver) == (0, 1)
@@ -1307,7 +1307,7 @@ def autocast(dtype: torch.dtype) -> Iterator[None]:
 
 def test_who_asks_for_more_than_values(driver: Driver) -> None:
     module = layer(0, bias=True)
-    data, bias = module._parameters[packed_module._DATA], module.bias
+    data, bias = module._parameters[packed_linear._DATA], module.bias
     warm(module, driver)
 
     def again(b: torch.Tensor | None = bias) -> bool:
@@ -1397,7 +1397,7 @@ def test_each_thread_has_its_turn(driver: Driver, monkeypatch: pytest.MonkeyPatc
 def test_nothing_is_kept_alive(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "any", lambda self: True)
     modules = [layer(0, bias=True), layer(1, bias=True)]
-    data = [module._parameters[packed_module._DATA] for module in modules]
+    data = [module._parameters[packed_linear._DATA] for module in modules]
     watched = (*data, *(module.bias for module in modules), torch.bfloat16, x_of(1, 1).shape)
 
     def step() -> weakref.ref[torch.Tensor]:
@@ -1426,7 +1426,7 @@ def test_no_more_shapes_than_there_is_room_for(driver: Driver) -> None:
     module = layer(0)
     for tokens in range(1, 40):
         warm(module, driver, tokens)
-    kept = resident(module._parameters[packed_module._DATA])
+    kept = resident(module._parameters[packed_linear._DATA])
     assert kept is not None
     assert 1 <= len(kept.shortcuts) <= MAX_SHAPES
 

@@ -93,4 +93,4 @@ def is_layer(cls: type[nn.Module]) -> bool:
     return hasattr(cls, "comfy_cast_weights")
 
 
-register_kind(is_layer, PatchableModule)
+register_kind(lambda base, names: is_layer(base), PatchableModule)

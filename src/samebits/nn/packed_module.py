@@ -7,44 +7,31 @@ returns), and a LazyWeight elsewhere. An embedding's forward decodes the rows th
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
-import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import wraps
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import Proxy
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn import functional as F
 from torch.nn.utils._named_member_accessor import swap_tensor
 
 from samebits.errors import DtypeError, FormatError, InputError, SamebitsError
-from samebits.format.header import Header
 from samebits.format.names import BARE, PACKED, WEIGHT
 from samebits.format.packed import PackedTensor
+from samebits.nn.held import loading, modules
 from samebits.nn.lazy import LazyTensor, LazyWeight
 from samebits.nn.product import (
-    FrozenProduct,
-    is_alone,
-    is_frozen,
-    is_fusible,
-    is_matrix,
-    is_trained,
     version_of,
 )
-from samebits.nn.recipe import Piece, Recipe, is_sharded, showing, shows_requires_grad
+from samebits.nn.recipe import Piece, Recipe, is_sharded, showing
 from samebits.nn.saved import Saved, hooks_around
 from samebits.nn.stored import Mark, accept, check, distrust, keeps_bytes
-from samebits.plans import dispatch
-from samebits.plans.key import has_planned_layout, is_gapless
 
 PIECE = "sb_piece_"  # how slots of pieces begin
 
@@ -59,8 +46,13 @@ def check_module(module: object, mend: str) -> None:
 
 
 class PackedModule(nn.Module):
-    """What the subclasses share; their other base is the module's original class."""
+    """What the subclasses share; their other base is the module's original class.
 
+    Attributes:
+        sb_has_signature: whether the kind's forward is written as that of its modules' classes, not for any arguments.
+    """
+
+    sb_has_signature: ClassVar[bool] = False
     sb_base: type[nn.Module]
     sb_recipes: dict[str, Recipe]
     sb_versions: dict[str, Mark]  # by slot, as it was when it was last looked at
@@ -69,7 +61,7 @@ class PackedModule(nn.Module):
         """One that is filled by a class that copies itself: it is known from here on."""
         make = cls.sb_base.__new__
         made: PackedModule = object.__new__(cls) if make is object.__new__ else make(cls, *args, **kwargs)
-        _modules.add(made)
+        modules.add(made)
         return made
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -175,7 +167,10 @@ class PackedModule(nn.Module):
     def sb_change(self, name: str, **fields: Any) -> None:
         """Give fields of the recipe of the weight ``name`` other values."""
         self.sb_recipes[name] = replace(self.sb_recipes[name], **fields)
-        _keep_operands(self)
+        self.sb_recipes_changed()
+
+    def sb_recipes_changed(self) -> None:
+        """For what a kind of modules keeps of its recipes."""
 
     def sb_decode(self, name: str) -> torch.Tensor:
         """The weight ``name``, decoded anew."""
@@ -256,7 +251,7 @@ class PackedModule(nn.Module):
             data = state_dict.get(prefix + piece.slot)
             if isinstance(data, torch.Tensor) and not data.is_contiguous():
                 state_dict[prefix + piece.slot] = data = data.contiguous()
-            if isinstance(data, torch.Tensor) and (now := _loading.now(data, messages)) is not None:
+            if isinstance(data, torch.Tensor) and (now := loading.now(data, messages)) is not None:
                 state_dict[prefix + piece.slot] = data = now.detach()
             self._prepare(piece, data, prefix, messages)
         self._refuse_plain(state_dict, prefix, messages)
@@ -289,7 +284,7 @@ class PackedModule(nn.Module):
             what, mend = "packed bytes of other weights, for a sharded module", "load them before torch's fully_shard"
             raise FormatError(what, where=prefix + piece.slot, mend=mend)
         new = nn.Parameter(data.to(old.device, copy=True), requires_grad=False)  # filled: others may run it
-        for module, slots in _loading.replace(old, new, messages).items():
+        for module, slots in loading.replace(old, new, messages).items():
             for name, recipe in module.sb_recipes.items():
                 pieces = (replace(own, header=header) if own.slot in slots else own for own in recipe.pieces)
                 module.sb_change(name, pieces=tuple(pieces))
@@ -304,7 +299,7 @@ class PackedModule(nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.__dict__["sb_versions"] = {}
         self.sb_accept(self.sb_slots)
-        _modules.add(self)
+        modules.add(self)
 
 
 class _Decoded(dict[str, torch.Tensor]):
@@ -345,62 +340,6 @@ class _Running(threading.local):
 _running = _Running()
 
 
-class _Loading(threading.local):
-    """Who holds which packed tensors: looked for once in a call of load_state_dict, for a thread.
-
-    Attributes:
-        messages: of the call's errors; each call has a list of its own, by which it is known.
-        holders: modules and their slots by the id of the parameter there.
-        replaced: memory of packed tensors whose place others have taken, where they begin there, and these.
-    """
-
-    def __init__(self) -> None:
-        self.messages: list[str] | None = None
-        self.holders: dict[int, list[tuple[weakref.ref[nn.Module], str]]] = {}
-        self.replaced: list[tuple[StorageWeakRef, int, weakref.ref[nn.Parameter]]] = []
-
-    def replace(self, old: nn.Parameter, new: nn.Parameter, messages: list[str]) -> dict[PackedModule, list[str]]:
-        """Put another parameter wherever ``old`` is; returns who had it, and in which slots."""
-        found = self._holding(old) if self.messages is messages else {}
-        if not found:  # the first that is asked for, or it came since
-            self._look()
-            self.replaced = self.replaced if self.messages is messages else []
-            self.messages, found = messages, self._holding(old)
-        for holder, slots in found.items():
-            holder._parameters.update(dict.fromkeys(slots, new))
-        self.holders[id(new)] = self.holders.pop(id(old), [])
-        self.replaced.append((StorageWeakRef(old.untyped_storage()), int(old.storage_offset()), weakref.ref(new)))
-        return found
-
-    def now(self, data: torch.Tensor, messages: list[str]) -> nn.Parameter | None:
-        """What has taken the place of ``data``, if that is a module's own memory, as in an updated ``state_dict()``.
-
-        A parameter that has several names there is loaded under one of them; under the others it means what it is now.
-        """
-        if self.messages is not messages or not self.replaced or is_sharded(data) or data.is_meta:
-            return None
-        place = data.untyped_storage()._cdata, data.storage_offset()
-        found = (new() for old, start, new in self.replaced if (old.cdata, start) == place and not old.expired())
-        return next(found, None)
-
-    def _look(self) -> None:
-        self.holders = defaultdict(list)
-        for module in _modules.now():
-            for slot, held in vars(module).get("_parameters", {}).items():  # it may be filled just now
-                self.holders[id(held)].append((weakref.ref(module), slot))
-
-    def _holding(self, parameter: nn.Parameter) -> dict[PackedModule, list[str]]:
-        found: dict[PackedModule, list[str]] = {}
-        for reference, slot in self.holders.get(id(parameter), ()):
-            holder = reference()
-            if isinstance(holder, PackedModule) and holder._parameters.get(slot) is parameter:
-                found.setdefault(holder, []).append(slot)
-        return found
-
-
-_loading = _Loading()
-
-
 class _EmbeddingRows(nn.Embedding):
     """Stands behind an embedding's own class, in the place of nn.Embedding, where the others' forwards end too."""
 
@@ -408,123 +347,17 @@ class _EmbeddingRows(nn.Embedding):
         return cast(PackedModule, self).sb_rows("weight", input)
 
 
-_DATA = PACKED[1:]  # the parameter that holds a packed weight
 ACCELERATE = "_hf_hook"  # an attribute of modules whose parameters accelerate moves
 
 
-class PackedLinearModule(PackedModule):
-    """For classes whose forward is nn.Linear's: on a GPU the product need not decode the weight first."""
-
-    sb_operands: str  # of the weight's recipe
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if not isinstance(self, PackedModule):
-            return type(self).forward(self, input)
-        own = self._parameters
-        bias: Any = own["bias"] if "bias" in own else self.bias  # noqa: SIM401 - the first way takes less time
-        if torch.compiler.is_compiling():
-            return _traced(self, self.sb_operands, input, bias)
-        recipe = self.sb_recipes["weight"]
-        if not recipe.operands:
-            return super().forward(input)  # type: ignore[no-any-return]
-        data: Any = own[_DATA]
-        made: torch.Tensor | None = dispatch.product_again(input, data, bias)
-        if made is not None:
-            return made
-        if is_frozen(input, bias):
-            packed = PackedTensor(cast(Header, recipe.matrix), data)
-            return FrozenProduct.apply(input, bias, packed, self._sb_untracked)  # type: ignore[no-any-return, no-untyped-call]
-        if not is_fusible(input, bias):
-            if not is_alone(input, bias, data):
-                return super().forward(input)  # type: ignore[no-any-return]
-            return F.linear(input, recipe.decode(self.sb_data("weight")), bias)
-        if input.dim() > 2 and not is_gapless(input):
-            if not is_matrix(input, bias, recipe.shows_requires_grad(input.device)):
-                return super().forward(input)  # type: ignore[no-any-return]
-            input = input.flatten(0, -2).unflatten(0, input.shape[:-1])  # the same memory
-            made = dispatch.product_again(input, data, bias)
-            if made is not None:
-                return made
-        assert recipe.matrix is not None
-        self.sb_data("weight")  # which looks at it
-        return dispatch.linear_of_module(input, PackedTensor(recipe.matrix, data), bias)
-
-    def _sb_untracked(self, input: torch.Tensor) -> torch.Tensor:
-        """``forward`` where no gradients are recorded, of an input without gaps."""
-        if input.is_cuda:
-            return PackedLinearModule.forward(self, input)
-        return F.linear(input, self.sb_decode("weight"), cast("torch.Tensor | None", self.bias))
-
-    def sb_may_be_fused(self, input: torch.Tensor) -> bool:
-        """Whether plans are made for inputs that lie in memory as this one does; else the product is left to torch."""
-        if input.dim() == 3 and is_matrix(input, self.bias, self.sb_recipes["weight"].requires_grad):
-            return True
-        return has_planned_layout(input)
-
-
-def _traced(module: PackedLinearModule, operands: str, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """As torch multiplies in traces.
-
-    Inputs without gaps it multiplies in two dimensions, whatever strides a dimension of 1 will have; others too, where
-    the weight has requires_grad, but adds the bias then.
-
-    Args:
-        operands: Recipe.operands, the only attribute of the module that is asked for where the product is an operator:
-            what is asked for is guarded at every call, and only texts and parameters as fast as torch's own layers'.
-    """
-    is_whole = input.is_contiguous()
-    is_fused = bool(operands) and is_fusible(input, bias)
-    is_frozen = not is_fused and is_whole and bool(operands) and is_trained(input, bias)
-    is_operator = is_fused or is_frozen
-    is_folded = input.dim() > 2 and (is_operator if is_whole else _shows_requires_grad(module, operands, input.device))
-    rows = input.flatten(0, -2) if is_folded else input
-    addend = None if is_folded and not is_whole else bias
-    if is_operator:
-        product = torch.ops.samebits.linear if is_fused else torch.ops.samebits.frozen_linear
-        height, width, _, *fields = [int(number) for number in operands.split()]
-        y = product(rows, module._parameters[_DATA], addend, [height, width], fields)
-    else:
-        y = F.linear(rows, module.sb_decode("weight"), addend)
-    y = y.unflatten(0, input.shape[:-1]) if is_folded else y
-    return y if addend is bias else y + bias  # type: ignore[no-any-return]
-
-
-def _shows_requires_grad(module: PackedLinearModule, operands: str, device: torch.device) -> bool:
-    if not operands:
-        return module.sb_recipes["weight"].shows_requires_grad(device)
-    return operands.split()[2] == "1" and shows_requires_grad(torch.bfloat16, device)
-
-
-class _Modules:
-    """As a weak set, which several threads may add to while others look."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._held: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-
-    def add(self, module: nn.Module) -> None:
-        with self._lock:
-            self._held.add(module)
-
-    def renew_lock(self) -> None:
-        """In a forked child, where nobody would release it."""
-        self._lock = threading.Lock()
-
-    def now(self) -> list[nn.Module]:
-        with self._lock:
-            return list(self._held)
-
-
-_modules = _Modules()  # all packed ones, and some that were
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_modules.renew_lock)
-Kind = tuple[Callable[[type[nn.Module]], bool], type[PackedModule]]
+Names = tuple[str, ...]
+Kind = tuple[Callable[[type[nn.Module], Names], bool], type[PackedModule]]
 _CLASSES: dict[tuple[type[nn.Module], tuple[str, ...]], type[PackedModule]] = {}
 _KINDS: list[Kind] = []
 
 
 def register_kind(*kind: *Kind) -> None:
-    """Have modules whose class a function accepts become a subclass of PackedModule when they are packed."""
+    """Have modules become a subclass of PackedModule where their class, and what is packed in them, is accepted."""
     _KINDS.append(kind)
     _CLASSES.clear()  # of those that were made without knowing
 
@@ -535,10 +368,11 @@ def packed_class(base: type[nn.Module], names: tuple[str, ...]) -> type[PackedMo
         return _CLASSES[base, names]
     members: dict[str, Any] = {name: _property(name) for name in names}
     members |= {"sb_base": base, "__module__": __name__, "__doc__": f"{base.__name__} with packed weights."}
-    bases = _bases(base, names)
-    if not issubclass(bases[0], PackedLinearModule):  # whose forward is what it seems
-        members["forward"] = _forward_like(base.forward, bases[0].forward)
-    return _CLASSES.setdefault((base, names), type(f"Packed{base.__name__}", bases, members))
+    kind = next((kind for accepts, kind in _KINDS if accepts(base, names)), PackedModule)
+    if not kind.sb_has_signature:
+        members["forward"] = _forward_like(base.forward, kind.forward)
+    made = type(f"Packed{base.__name__}", _bases(kind, base, names), members)
+    return _CLASSES.setdefault((base, names), made)
 
 
 def _forward_like(seen: Callable[..., Any], made: Callable[..., Any]) -> Callable[..., Any]:
@@ -560,9 +394,7 @@ def refuses_subclasses(module: nn.Module, name: str) -> str | None:
     return None
 
 
-def _bases(base: type[nn.Module], names: tuple[str, ...]) -> tuple[type[nn.Module], ...]:
-    usual = PackedLinearModule if base.forward is nn.Linear.forward and names == (WEIGHT[1:],) else PackedModule
-    kind = next((kind for accepts, kind in _KINDS if accepts(base)), usual)
+def _bases(kind: type[PackedModule], base: type[nn.Module], names: Names) -> tuple[type[nn.Module], ...]:
     if not issubclass(base, nn.Embedding) or WEIGHT[1:] not in names:
         return kind, base
     return (kind, _EmbeddingRows) if base is nn.Embedding else (kind, base, _EmbeddingRows)
@@ -665,7 +497,7 @@ def share_ties(model: nn.Module) -> None:
 def sharers() -> dict[tuple[int, ...], list[tuple[PackedModule, str]]]:
     """All packed weights there are, also outside of a module at hand: by the ids of the parameters that hold them."""
     found: dict[tuple[int, ...], list[tuple[PackedModule, str]]] = {}
-    for module in [module for module in _modules.now() if isinstance(module, PackedModule)]:
+    for module in [module for module in modules.now() if isinstance(module, PackedModule)]:
         for name, recipe in vars(module).get("sb_recipes", {}).items():  # it may be filled just now
             found.setdefault(tuple(id(module._parameters.get(slot)) for slot in recipe.slots), []).append(
                 (module, name)
@@ -707,15 +539,10 @@ def _become(module: nn.Module, recipes: dict[str, Recipe]) -> None:
         module.__dict__["sb_versions"] = {}
         module.__class__ = packed_class(base, tuple(recipes))
         packed = cast(PackedModule, module)
-        _keep_operands(packed)
+        packed.sb_recipes_changed()
         packed.sb_accept(packed.sb_slots)
-        _modules.add(packed)
+        modules.add(packed)
     else:
         del module.__dict__["sb_recipes"], module.__dict__["sb_versions"]
         module.__dict__.pop("sb_operands", None)
         module.__class__ = base
-
-
-def _keep_operands(module: PackedModule) -> None:
-    if isinstance(module, PackedLinearModule):
-        module.__dict__["sb_operands"] = module.sb_recipes["weight"].operands

@@ -17,7 +17,8 @@ from samebits.format.header import Header
 from samebits.kernels.linear.products import is_supported
 from samebits.kernels.residents import Resident, resident
 from samebits.nn.offload import streaming_device
-from samebits.nn.packed_module import PackedLinearModule, check_module
+from samebits.nn.packed_linear import PackedLinearModule
+from samebits.nn.packed_module import check_module
 from samebits.plans.calibrate import UNSUPPORTED
 from samebits.plans.environment import blas_state
 from samebits.plans.key import PlanKey

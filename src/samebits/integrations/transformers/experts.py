@@ -91,4 +91,4 @@ def is_experts(base: type[nn.Module]) -> bool:
     return getattr(base.forward, "__globals__", None) is vars(moe)
 
 
-register_kind(is_experts, PackedExperts)
+register_kind(lambda base, names: is_experts(base), PackedExperts)
