@@ -447,6 +447,9 @@ def table_text(name: str, table: str, root: str = "") -> str:
     dates = [row["date"] for row in rows]
     if table == "many":
         rows = joined(rows)
+    if {"model", "batch", "prompt"} <= rows[0].keys():  # in the order in which they were measured till here
+        places = list(dict.fromkeys(row["model"] for row in rows))
+        rows = sorted(rows, key=lambda row: (places.index(row["model"]), row["prompt"], row["batch"]))
     every_key, like = [key for key in rows[0] if key not in ("table", "date")], LIKE.get(name, name)
     columns = COLUMNS.get(f"{like}.{table}") or {key.replace("_", " "): key for key in every_key}
     lines = [list(columns), ["---", *["---:"] * (len(columns) - 1)]]

@@ -235,7 +235,7 @@ class PackedModule(nn.Module):
         check_dtype(fn)
         for recipe in self.sb_recipes.values():
             probe = recipe.probe()
-            if fn(probe).stride() != probe.stride():
+            if probe.dim() in (4, 5) and fn(probe).stride() != probe.stride():
                 mend = "change it before samebits.compress"
                 raise InputError("the memory format of packed weights cannot be changed", mend=mend)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
