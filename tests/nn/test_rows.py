@@ -115,13 +115,16 @@ def test_compiled_embeddings_decode_rows(kind: type[nn.Embedding]) -> None:
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         graph.graph.eliminate_dead_code()
-        operators.extend(str(node.target) for node in graph.graph.nodes if "samebits" in str(node.target))
+        called = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+        operators.extend(name for name in called if "samebits" in name or "embedding" in name)
         return aot_eager(graph, inputs)
 
     torch.compiler.reset()
     with torch.no_grad():
         assert same_bits(torch.compile(module, backend=backend, fullgraph=True)(IDS[2]), plain(IDS[2]))
-    assert operators == ["samebits.decode_rows"]
+    rows, places, embedding = operators
+    assert (rows, places) == ("samebits.decode_rows", "samebits.places")
+    assert "embedding" in embedding  # what Inductor makes one kernel of behind it depends on this
 
 
 INDEXING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import Proxy
+from torch.nn import functional as F
 from torch.nn.utils._named_member_accessor import swap_tensor
 
 from samebits.errors import DtypeError, FormatError, InputError, SamebitsError
@@ -344,7 +345,13 @@ class _EmbeddingRows(nn.Embedding):
     """Stands behind an embedding's own class, in the place of nn.Embedding, where the others' forwards end too."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return cast(PackedModule, self).sb_rows("weight", input)
+        module = cast(PackedModule, self)
+        if not torch.compiler.is_compiling():
+            return module.sb_rows("weight", input)
+        # To Inductor it is an embedding as ever: what it makes one kernel of behind it, and so how norms are summed,
+        # depends on what an operation reads.
+        rows = module.sb_rows("weight", input.reshape(-1))
+        return F.embedding(torch.ops.samebits.places(input), rows)
 
 
 ACCELERATE = "_hf_hook"  # an attribute of modules whose parameters accelerate moves
