@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -202,6 +203,27 @@ def test_parameters_split_from_one_tensor(tmp_path: Path, config: samebits.Sameb
         model.save_pretrained(tmp_path / "saved")
         assert_same_checkpoint(tmp_path / "saved", plain.folder)
         assert any(entry.name.endswith("gqkv_proj.weight") for entry in Checkpoint.open(tmp_path / "saved"))
+
+
+def test_compiled_by_inductor() -> None:
+    """What it makes one kernel of, and so where it rounds, is the same for a compressed model."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=1000,
+    )  # fmt: skip
+    plain = transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    packed = copy.deepcopy(plain)
+    assert len(samebits.compress(packed).packed) == 2 + 3 * 7
+    tokens = torch.arange(16)[:, None] * 37
+    logits = []
+    for model in (plain, packed):
+        torch.compiler.reset()
+        cache = transformers.StaticCache(config=config, max_cache_len=64)
+        with torch.no_grad():
+            compiled = torch.compile(model.forward, fullgraph=True)
+            logits.append(compiled(tokens, past_key_values=cache, use_cache=True).logits)
+    assert_same_bits(*logits)
 
 
 @pytest.mark.parametrize("name", ["llama-tied", "mixtral"])
