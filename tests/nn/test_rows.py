@@ -122,8 +122,8 @@ def test_compiled_embeddings_decode_rows(kind: type[nn.Embedding]) -> None:
     torch.compiler.reset()
     with torch.no_grad():
         assert same_bits(torch.compile(module, backend=backend, fullgraph=True)(IDS[2]), plain(IDS[2]))
-    rows, places, embedding = operators
-    assert (rows, places) == ("samebits.decode_rows", "samebits.places")
+    rows, embedding = operators
+    assert rows == "samebits.decode_rows"
     assert "embedding" in embedding  # what Inductor makes one kernel of behind it depends on this
 
 

@@ -2,8 +2,6 @@
 
     decode(data, shape, fields)                    the original tensor
     decode_rows(data, shape, fields, ids)          the same as decode(...)[ids], decoding no more than that takes
-    places(ids)                                    where decode_rows of the flattened ids gives their rows: int64, their
-                                                   shape
     decode_experts(data, shape, fields, routed)    of decode(...) only what lies at the indices ``routed`` of the first
                                                    dimension; the rest is whatever the memory held, and not to be read
 
@@ -31,7 +29,6 @@ from samebits.format.packed import PackedTensor
 _LIBRARY = torch.library.Library("samebits", "DEF")
 _LIBRARY.define("decode(Tensor data, int[] shape, int[] fields) -> Tensor")
 _LIBRARY.define("decode_rows(Tensor data, int[] shape, int[] fields, Tensor ids) -> Tensor")
-_LIBRARY.define("places(Tensor ids) -> Tensor")
 _LIBRARY.define("decode_experts(Tensor data, int[] shape, int[] fields, Tensor routed) -> Tensor")
 
 
@@ -120,10 +117,6 @@ def _rows_fake(data: torch.Tensor, shape: list[int], fields: list[int], ids: tor
     return data.new_empty((*ids.shape, *shape[1:]), dtype=torch.bfloat16)
 
 
-def _places(ids: torch.Tensor) -> torch.Tensor:
-    return torch.arange(ids.numel(), device=ids.device).view(ids.shape)
-
-
 def _experts_on_cpu(data: torch.Tensor, shape: list[int], fields: list[int], routed: torch.Tensor) -> torch.Tensor:
     _check_ids(data, shape, routed)
     return decode_experts_cpu(packed_of(data, shape, fields), routed)
@@ -144,7 +137,6 @@ def _experts_fake(data: torch.Tensor, shape: list[int], fields: list[int], route
 for _name, _on_cpu, _on_cuda, _fake in (
     ("decode", _decode_on_cpu, _decode_on_cuda, _decode_fake),
     ("decode_rows", _rows_on_cpu, _rows_on_cuda, _rows_fake),
-    ("places", _places, _places, _places),
     ("decode_experts", _experts_on_cpu, _experts_on_cuda, _experts_fake),
 ):
     _LIBRARY.impl(_name, _on_cpu, "CPU")

@@ -348,10 +348,11 @@ class _EmbeddingRows(nn.Embedding):
         module = cast(PackedModule, self)
         if not torch.compiler.is_compiling():
             return module.sb_rows("weight", input)
-        # To Inductor it is an embedding as ever: what it makes one kernel of behind it, and so how norms are summed,
-        # depends on what an operation reads.
+        # To Inductor it is an embedding as ever, which reads its ids and rows: what it makes one kernel of behind it,
+        # and so how norms are summed, depends on what an operation reads.
         rows = module.sb_rows("weight", input.reshape(-1))
-        return F.embedding(torch.ops.samebits.places(input), rows)
+        places = torch.arange(input.numel(), device=input.device).view(input.shape) + (input ^ input)
+        return F.embedding(places, rows)
 
 
 ACCELERATE = "_hf_hook"  # an attribute of modules whose parameters accelerate moves
