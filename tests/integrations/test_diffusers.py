@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 pytest.importorskip("diffusers")
 import diffusers
+from diffusers.configuration_utils import register_to_config
 from diffusers.hooks import apply_layerwise_casting
 
 import samebits
@@ -253,6 +255,33 @@ def test_compressed_in_place_and_saved(any_model: Reference, tmp_path: Path) -> 
     assert files(tmp_path / "packed") == {"config.json", "samebits.safetensors"}
     assert_same_checkpoint(tmp_path / "packed", tmp_path / "plain")
     any_model.assert_same(any_model.load(tmp_path / "packed"))
+
+
+class Attentive(diffusers.ModelMixin, diffusers.ConfigMixin):
+    """With torch's own attention, which has a module in it, and matrices of its own."""
+
+    config_name = "config.json"
+
+    @register_to_config
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 64)
+        self.attention = nn.MultiheadAttention(64, 4, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        return self.attention(y, y, y)[0]
+
+
+@torch.no_grad()
+def test_torchs_attention(config: samebits.SamebitsConfig, tmp_path: Path) -> None:
+    plain, x = Attentive().to(torch.bfloat16).eval(), torch.randn(2, 5, 8).to(torch.bfloat16)
+    plain.save_pretrained(tmp_path / "plain")
+    packed = Attentive.from_pretrained(tmp_path / "plain", dtype=torch.bfloat16, quantization_config=config)
+    assert "attention.sb_bare_in_proj_weight" in dict(packed.named_parameters())
+    packed.save_pretrained(tmp_path / "packed")
+    for model in (packed, Attentive.from_pretrained(tmp_path / "packed")):
+        assert torch.equal(model.eval()(x).view(torch.int16), plain(x).view(torch.int16))
 
 
 def test_blocks_keep_their_classes(any_model: Reference) -> None:

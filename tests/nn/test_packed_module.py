@@ -564,6 +564,23 @@ def test_a_class_without_subclasses_is_left_as_it_is() -> None:
     assert same_bits(module(INPUT), expected)
 
 
+def test_a_class_that_is_excluded_makes_no_subclass() -> None:
+    made: list[type] = []
+
+    class Watched(nn.Linear):
+        def __init_subclass__(cls) -> None:
+            made.append(cls)
+            raise RuntimeError("no")
+
+    def model() -> nn.Module:
+        return nn.ModuleList([Watched(64, 96), nn.Linear(64, 96)]).to(torch.bfloat16)
+
+    assert samebits.compress(model(), exclude=["0.*"]).raw["0.weight"] == "not selected"
+    assert not made
+    assert samebits.compress(model()).raw["0.weight"].endswith("no subclass can be made (no)")
+    assert made
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
 def test_bytes_are_not_converted(dtype: torch.dtype) -> None:
     module, call, expected = compressed("linear")

@@ -56,8 +56,16 @@ def register() -> None:
         wrapped = wrap(getattr(save_and_load, name))
         for module in (save_and_load, peft.utils, peft.peft_model, peft):
             setattr(module, name, wrapped)
-    prepare = _refusing_float32(other.prepare_model_for_kbit_training)
-    cast = _refusing_casts(other.cast_mixed_precision_params)
+    prepare = _of_plain_models(
+        other.prepare_model_for_kbit_training,
+        "a compressed model trains in BF16, and cannot be prepared for training in float32",
+        "leave it out; gradient_checkpointing_enable() and enable_input_require_grads() do the rest of it",
+    )
+    cast = _of_plain_models(
+        other.cast_mixed_precision_params,
+        "a compressed model's packed bytes cannot be cast",
+        "leave it out: adapters are float32 by themselves, and the base is BF16",
+    )
     for module in (other, peft.utils, peft):
         module.prepare_model_for_kbit_training, module.cast_mixed_precision_params = prepare, cast
     if is_transformers_ge_v5:  # with others PEFT does without, and it cannot be imported
@@ -123,35 +131,16 @@ def _refuse_targets(config: Any, model: nn.Module) -> None:
         raise InputError("PEFT cannot put an adapter on a packed parameter", where=found[patterns[0]], mend=mend)
 
 
-def _refusing_float32(original: Callable[..., Any]) -> Callable[..., Any]:
+def _of_plain_models(original: Callable[..., Any], what: str, mend: str) -> Callable[..., Any]:
+    """``original``, whose first argument is a model; a compressed one is refused."""
+
     @wraps(original)
-    def prepare_model_for_kbit_training(model: Any, *args: Any, **kwargs: Any) -> Any:
-        """
-        Raises:
-            InputError: the model is compressed. What is not packed would become float32, beside weights of BF16.
-        """
+    def of_plain_models(model: Any, *args: Any, **kwargs: Any) -> Any:
         if next(packed_parameters(model), None) is not None:
-            what = "a compressed model trains in BF16, and cannot be prepared for training in float32"
-            mend = "leave it out; gradient_checkpointing_enable() and enable_input_require_grads() do the rest of it"
             raise InputError(what, mend=mend)
         return original(model, *args, **kwargs)
 
-    return prepare_model_for_kbit_training
-
-
-def _refusing_casts(original: Callable[..., None]) -> Callable[..., None]:
-    @wraps(original)
-    def cast_mixed_precision_params(model: Any, *args: Any, **kwargs: Any) -> None:
-        """
-        Raises:
-            InputError: the model is compressed, and all that takes no gradient would become numbers of another dtype.
-        """
-        if next(packed_parameters(model), None) is not None:
-            mend = "leave it out: adapters are float32 by themselves, and the base is BF16"
-            raise InputError("a compressed model's packed bytes cannot be cast", mend=mend)
-        original(model, *args, **kwargs)
-
-    return cast_mixed_precision_params
+    return of_plain_models
 
 
 def _counting(original: Callable[..., tuple[int, int]]) -> Callable[..., tuple[int, int]]:

@@ -44,6 +44,11 @@ class Shard:
     metadata: dict[str, str]
     plain: str | None = None
 
+    def check_unchanged(self) -> None:
+        """See SafetensorsFile.check_unchanged."""
+        for file in {entry.file.path: entry.file for entry in self.entries}.values():
+            file.check_unchanged()
+
     @property
     def nbytes(self) -> int:
         """Bytes of the uncompressed tensors."""
@@ -189,7 +194,7 @@ class Job(ABC):
             recorded: Future[None] | None = None
             for shard in pending:
                 self.write(shard, space.out / shard.target, self._pieces(shard, results))
-                self.checkpoint.check_unchanged()
+                shard.check_unchanged()
                 if recorded:
                     recorded.result()
                 recorded = recorder.submit(space.record, shard.target)

@@ -37,6 +37,7 @@ from samebits.nn.packed_module import (
 from samebits.nn.spared import reason_to_spare, spare
 from samebits.progress import Progress
 
+_NOT_SELECTED = "not selected"
 Owned = tuple[str, nn.Module, str]  # full name of a parameter, the module that owns it, its name there
 
 
@@ -106,23 +107,31 @@ class Selection:
             return "a vector, small beside its module's matrix"
         if reason := reason_to_spare(module, name):
             return reason
-        if refused := refuses_subclasses(module, name):
-            return f"belongs to a module of whose class no subclass can be made ({refused})"
-        return None if is_selected(full_name, self.include, self.exclude) else "not selected"
+        if not is_selected(full_name, self.include, self.exclude):
+            return _NOT_SELECTED
+        refused = refuses_subclasses(module, (name,))  # last, as it may run code of the class
+        return f"belongs to a module of whose class no subclass can be made ({refused})" if refused else None
 
     def reason_against_tied(self, owned: Sequence[Owned]) -> str | None:
         """The same of a parameter that several modules own, which stays one: all must be able to hold it packed.
 
         It is selected by any of its names, unless one of them is excluded.
         """
-        anywhere = replace(self, include=(), exclude=())
-        for full_name, module, name in owned:
-            reason = anywhere.reason_against(module, name, full_name)
-            if reason:
-                return reason if full_name == owned[0][0] else f"tied to {full_name}: {reason}"
+        if reason := self._reason_of_one(owned):
+            return reason
         names = [full_name for full_name, _, _ in owned]
         included = any(is_selected(name, self.include, ()) for name in names)
-        return None if included and all(is_selected(name, (), self.exclude) for name in names) else "not selected"
+        if not included or not all(is_selected(name, (), self.exclude) for name in names):
+            return _NOT_SELECTED
+        return replace(self, include=(), exclude=())._reason_of_one(owned)
+
+    def _reason_of_one(self, owned: Sequence[Owned]) -> str | None:
+        """Why one of them cannot hold it, but for not being selected."""
+        for full_name, module, name in owned:
+            reason = self.reason_against(module, name, full_name)
+            if reason not in (None, _NOT_SELECTED):
+                return reason if full_name == owned[0][0] else f"tied to {full_name}: {reason}"
+        return None
 
 
 def _weights_in_matrices(module: nn.Module) -> int:

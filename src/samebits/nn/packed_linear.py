@@ -24,6 +24,7 @@ class PackedLinearModule(PackedModule):
     """For classes whose forward is nn.Linear's: on a GPU the product need not decode the weight first."""
 
     sb_has_signature = True
+    sb_kept = (*PackedModule.sb_kept, "sb_operands")
     sb_operands: str  # of the weight's recipe
 
     def sb_recipes_changed(self) -> None:

@@ -34,6 +34,7 @@ from samebits.nn.recipe import Piece, Recipe, is_sharded, showing
 from samebits.nn.saved import Saved, hooks_around
 from samebits.nn.stored import Mark, accept, check, distrust, keeps_bytes
 
+Names = tuple[str, ...]
 PIECE = "sb_piece_"  # how slots of pieces begin
 
 
@@ -51,9 +52,11 @@ class PackedModule(nn.Module):
 
     Attributes:
         sb_has_signature: whether the kind's forward is written as that of its modules' classes, not for any arguments.
+        sb_kept: names of what a module has in its own dict while it is packed.
     """
 
     sb_has_signature: ClassVar[bool] = False
+    sb_kept: ClassVar[Names] = ("sb_recipes", "sb_versions")
     sb_base: type[nn.Module]
     sb_recipes: dict[str, Recipe]
     sb_versions: dict[str, Mark]  # by slot, as it was when it was last looked at
@@ -234,9 +237,8 @@ class PackedModule(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> PackedModule:
         check_dtype(fn)
-        for recipe in self.sb_recipes.values():
-            probe = recipe.probe()
-            if probe.dim() in (4, 5) and fn(probe).stride() != probe.stride():
+        for probe in (recipe.probe() for recipe in self.sb_recipes.values() if len(recipe.shape) in (4, 5)):
+            if fn(probe).stride() != probe.stride():
                 mend = "change it before samebits.compress"
                 raise InputError("the memory format of packed weights cannot be changed", mend=mend)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -358,7 +360,6 @@ class _EmbeddingRows(nn.Embedding):
 ACCELERATE = "_hf_hook"  # an attribute of modules whose parameters accelerate moves
 
 
-Names = tuple[str, ...]
 Kind = tuple[Callable[[type[nn.Module], Names], bool], type[PackedModule]]
 _CLASSES: dict[tuple[type[nn.Module], tuple[str, ...]], type[PackedModule]] = {}
 _KINDS: list[Kind] = []
@@ -393,12 +394,12 @@ def _forward_like(seen: Callable[..., Any], made: Callable[..., Any]) -> Callabl
     return forward
 
 
-def refuses_subclasses(module: nn.Module, name: str) -> str | None:
-    """Why no subclass of a module's class can be made in which the parameter ``name`` is packed; None if one can."""
+def refuses_subclasses(module: nn.Module, names: Names) -> str | None:
+    """Why no subclass of a module's class can be made in which the parameters ``names`` are packed; None if one can."""
     try:
-        packed_class(_base_of(module), (name,))
-    except TypeError as error:
-        return str(error)
+        packed_class(_base_of(module), names)
+    except Exception as error:  # of the class's own __init_subclass__, say
+        return str(error) or type(error).__name__
     return None
 
 
@@ -463,11 +464,9 @@ def pack(module: nn.Module, name: str, recipe: Recipe, data: Sequence[torch.Tens
         recipe = replace(recipe, pieces=(replace(recipe.pieces[0], slot=slot_name(name)),))
     slots = {slot: _parameter(stored) for slot, stored in zip(recipe.slots, data, strict=True)}
     recipes[name] = recipe
-    try:
-        packed_class(_base_of(module), tuple(recipes))
-    except TypeError as error:
-        what = f"no subclass of {_base_of(module).__name__} can be made ({error})"
-        raise InputError(what, mend="exclude it from samebits.compress") from None
+    if refused := refuses_subclasses(module, tuple(recipes)):
+        what = f"no subclass of {_base_of(module).__name__} can be made ({refused})"
+        raise InputError(what, mend="exclude it from samebits.compress")
     _replace_parameters(module, old, slots)
     _become(module, recipes)
 
@@ -542,6 +541,8 @@ def _replace_parameters(module: nn.Module, old: Sequence[str], new: Mapping[str,
 
 def _become(module: nn.Module, recipes: dict[str, Recipe]) -> None:
     base = _base_of(module)
+    for name in module.sb_kept if isinstance(module, PackedModule) else ():
+        module.__dict__.pop(name, None)
     if recipes:
         module.__dict__["sb_recipes"] = recipes
         module.__dict__["sb_versions"] = {}
@@ -551,6 +552,4 @@ def _become(module: nn.Module, recipes: dict[str, Recipe]) -> None:
         packed.sb_accept(packed.sb_slots)
         modules.add(packed)
     else:
-        del module.__dict__["sb_recipes"], module.__dict__["sb_versions"]
-        module.__dict__.pop("sb_operands", None)
         module.__class__ = base

@@ -53,8 +53,6 @@ class ModelSelection(Selection):
     asked: frozenset[str] = field(default_factory=frozenset)
 
     def reason_against(self, module: nn.Module, name: str, full_name: str) -> str | None:
-        if next(module.children(), None) is not None:
-            return "belongs to a module with others in it, whose class must stay"
         if full_name in self.asked:
             return "tells the model's code the dtype to compute with"
         return super().reason_against(module, name, full_name)

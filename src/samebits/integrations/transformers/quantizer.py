@@ -267,13 +267,14 @@ class SamebitsQuantizer(HfQuantizer):  # type: ignore[misc]
 
 def _leave_inference_mode(model: nn.Module) -> None:
     """What was loaded in it, and not packed, is as transformers would leave it without a quantizer."""
-    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    made: dict[nn.Parameter, nn.Parameter] = {}  # of those that are tied one
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_inference():
-                with torch.inference_mode(False):
-                    own = nn.Parameter(parameter.clone(), parameter.requires_grad)
-                module._parameters[name] = made.setdefault(id(parameter), (parameter, own))[1]
+                if parameter not in made:
+                    with torch.inference_mode(False):
+                        made[parameter] = nn.Parameter(parameter.clone(), parameter.requires_grad)
+                module._parameters[name] = made[parameter]
 
 
 class _Pack(ConversionOps):  # type: ignore[misc]
