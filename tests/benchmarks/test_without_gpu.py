@@ -33,7 +33,7 @@ from samebits.df11.unit import Unit
 from samebits.kernels import residents
 from samebits.kernels.linear.launch import VARIANTS
 from samebits.kernels.linear.products import LinearPlan
-from samebits.plans import dispatch, together
+from samebits.plans import dispatch, group
 from samebits.plans.key import PlanKey
 from tests.codecs.tensors import without_compact
 from tests.plans.conftest import DecodeOnCpu
@@ -209,7 +209,7 @@ def one_launch(monkeypatch: pytest.MonkeyPatch, flaw: int = 1) -> None:
     def product(x: torch.Tensor, packed: samebits.PackedTensor, bias: torch.Tensor | None) -> torch.Tensor:
         kept = residents.resident(packed.data)
         if packed.shape[0] == 64 and kept:
-            kept.followers = kept.followers or together._Group()
+            kept.followers = kept.followers or group.Group()
             kept.followers.chosen[PlanKey(*packed.shape, x.shape[0], False, "settings")] = mock.Mock(more_us=0.0)
         return F.linear(x, samebits.decode(packed), bias) * flaw
 

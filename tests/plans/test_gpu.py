@@ -19,7 +19,7 @@ from samebits.kernels.linear.launch import MAX_HOPPER_TOKENS
 from samebits.kernels.linear.products import Operands, Products, is_supported
 from samebits.kernels.ops import fields_of
 from samebits.kernels.residents import resident
-from samebits.plans import dispatch, planner, recall, together
+from samebits.plans import dispatch, group, planner, recall
 from samebits.plans.call import plan_of
 from samebits.plans.carrier import Choice
 from samebits.plans.environment import Environment
@@ -296,24 +296,28 @@ def test_products_made_again_on_another_device() -> None:
             assert torch.cuda.current_device() == 0
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 1024])
-def test_products_of_one_input_together(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a layer of attention asks for them, also in a CUDA graph that is replayed with other inputs."""
-    monkeypatch.setattr(dispatch, "product_again", lambda x, data, bias: None)  # which would not be counted
-    joint: list[int] = []
+@pytest.fixture
+def joint(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many products each launch of several made."""
+    launches: list[int] = []
 
     class Counted(Products):
         def __call__(
             self, x: torch.Tensor, bias: torch.Tensor | None, operands: Callable[[], Sequence[Operands]]
         ) -> list[torch.Tensor]:
             made = super().__call__(x, bias, operands)
-            joint.append(len(made))
+            launches.append(len(made))
             return made
 
-    monkeypatch.setattr(together, "Products", Counted)
-    weights = [Probe.make(rows, COLUMNS, torch.device("cuda"), rows).weight for rows in (4096, 1024, 1024)]
-    layers = nn.ModuleList([_layer(weight) for weight in weights])
-    samebits.compress(layers)
+    monkeypatch.setattr(group, "Products", Counted)
+    return launches
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 1024])
+def test_products_of_one_input_together(tokens: int, joint: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a layer of attention asks for them, also in a CUDA graph that is replayed with other inputs."""
+    monkeypatch.setattr(dispatch, "product_again", lambda x, data, bias: None)  # which would not be counted
+    weights, layers = _of_one_input()
     samebits.prepare(layers, batch_sizes=(tokens,))
 
     @torch.no_grad()
@@ -337,6 +341,37 @@ def test_products_of_one_input_together(tokens: int, monkeypatch: pytest.MonkeyP
         graph.replay()
         for y, weight in zip(made, weights, strict=True):
             assert_same(y, F.linear(x, weight))
+
+
+def _of_one_input() -> tuple[list[torch.Tensor], nn.ModuleList]:
+    """Queries, keys and values, plain and packed."""
+    weights = [Probe.make(rows, COLUMNS, torch.device("cuda"), rows).weight for rows in (4096, 1024, 1024)]
+    layers = nn.ModuleList([_layer(weight) for weight in weights])
+    samebits.compress(layers)
+    return weights, layers
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize("tokens", [1, 8])
+@torch.no_grad()
+def test_products_of_one_input_compiled(tokens: int, mode: str, joint: list[int]) -> None:
+    """By one launch, which is in graphs of what was compiled, too."""
+    weights, layers = _of_one_input()
+
+    def multiply(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        twice = x * 2
+        return tuple(layer(twice) for layer in layers)
+
+    torch.compiler.reset()
+    compiled = torch.compile(multiply, fullgraph=True, mode=mode)
+    for seed in range(5):
+        x = inputs(tokens, seed)[None]
+        for y, weight in zip(compiled(x), weights, strict=True):
+            assert_same(y, F.linear(x * 2, weight))
+    if not joint:
+        pytest.skip("one launch is not faster here, or has no plan")
+    assert set(joint) == {3}
+    assert len(joint) == 5 if mode == "default" else 2 <= len(joint) < 5
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 40, 700, 17000])

@@ -19,7 +19,7 @@ from samebits.kernels.linear.job import Spare
 from samebits.kernels.linear.products import LinearPlan, Operands
 from samebits.kernels.residents import resident
 from samebits.kernels.structures import MAX_PREFETCHED
-from samebits.plans import call, carry, dispatch, planner, prefetch, together
+from samebits.plans import call, carry, dispatch, group, planner, prefetch, together
 from samebits.plans.store import GroupOutcome
 from samebits.plans.together import Together
 from tests.plans.conftest import (
@@ -142,7 +142,7 @@ def model(gpu: FakeGpu, where: list[int], monkeypatch: pytest.MonkeyPatch) -> Mo
     made.room[0] = size_of(1, 2)
     monkeypatch.setattr(call, "products_of", made.launches.plain)
     monkeypatch.setattr(together, "fused_linear", gpu.fused_linear)
-    monkeypatch.setattr(together, "is_supported", is_supported)
+    monkeypatch.setattr(group, "is_supported", is_supported)
     monkeypatch.setattr(prefetch, "Products", made.launches.prefetching)
     monkeypatch.setattr(prefetch, "DecodeTogether", made.launches.together())
     monkeypatch.setattr(prefetch, "is_prefetchable", lambda packed, launch, device: True)
@@ -164,9 +164,9 @@ def in_one_launch(model: Model, monkeypatch: pytest.MonkeyPatch, variant: int | 
 
         return FakeProducts(products, Spare(EVERYTHING, 0, 0))
 
-    monkeypatch.setattr(together, "Products", joint)
-    monkeypatch.setattr(together, "is_launchable", lambda header, m, plan, device: True)
-    monkeypatch.setattr(together, "launch_together", lambda operands, m, variant, device: "a launch")
+    monkeypatch.setattr(group, "Products", joint)
+    monkeypatch.setattr(group, "is_launchable", lambda header, m, plan, device: True)
+    monkeypatch.setattr(group, "launch_together", lambda operands, m, variant, device: "a launch")
     monkeypatch.setattr(planner, "fastest_together", lambda x, operands, are_fused: GroupOutcome(variant, gained_us))
 
 

@@ -49,7 +49,7 @@ from samebits.kernels.structures import (
 )
 from samebits.nn import packed_linear
 from samebits.nn import product as eligible
-from samebits.plans import call, carrier, carry, dispatch, planner, prefetch, recall, together
+from samebits.plans import call, carrier, carry, dispatch, group, planner, prefetch, recall
 from samebits.plans.carrier import Carrier, Window
 from samebits.plans.key import key_of
 from samebits.plans.store import GroupOutcome, Outcome
@@ -168,8 +168,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
         (linear_products, "decode_table", _no_table),
         (decode, "decode_table", _no_table),
         (decode_together, "decode_table", _no_table),
-        (together, "launch_together", lambda operands, *others: joint(len(operands))),
-        (together, "same_words", lambda left, right: True),
+        (group, "launch_together", lambda operands, *others: joint(len(operands))),
+        (group, "same_words", lambda left, right: True),
         (planner.Planner, "of", lambda device: plans),
         (call, "MAX_HOPPER_TOKENS", MOST_TOKENS),
         (call, "_waits", lambda key, packed: False),
@@ -181,7 +181,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
         (recall, "_can_recall", True),
         (dispatch, "together", Together()),
     ]
-    for module in (call, prefetch, together):
+    for module in (call, prefetch, group):
         settings += [(module, "is_supported", lambda header, m, device: m <= MOST_TOKENS)]
         settings += [(module, "is_launchable", lambda header, m, plan, device: True)]
     for target, name, value in settings:
@@ -613,14 +613,14 @@ def test_the_first_product_of_one_input_alone(driver: Driver, monkeypatch: pytes
 
 
 def test_one_by_one_where_that_is_faster(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(together, "launch_together", lambda *arguments: None)
+    monkeypatch.setattr(group, "launch_together", lambda *arguments: None)
     modules = [layer(0), layer(1), layer(2)]
     ask(modules, driver, 4)
     assert ways(driver) == (0, 3)
 
 
 def test_first_of_an_input_and_then_behind_another(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(together, "launch_together", lambda *arguments: None)
+    monkeypatch.setattr(group, "launch_together", lambda *arguments: None)
     modules = [layer(0), layer(1)]
     warm(modules[1], driver)
     ask(modules[1:], driver, 1)

@@ -16,7 +16,7 @@ from samebits.format.packed import PackedTensor
 from samebits.kernels import residents
 from samebits.kernels.linear.job import Launch, Spare
 from samebits.kernels.linear.products import Operands
-from samebits.plans import calibrate, call, dispatch, key, planner, together
+from samebits.plans import calibrate, call, dispatch, group, key, planner, together
 from samebits.plans.store import GroupOutcome
 from samebits.plans.together import Together
 from tests.plans.conftest import FakeGpu, FakeProducts, is_supported
@@ -71,10 +71,10 @@ class Layers:
 def layers(gpu: FakeGpu, where: list[int], monkeypatch: pytest.MonkeyPatch) -> Layers:
     made = Layers(gpu)
     monkeypatch.setattr(together, "fused_linear", gpu.fused_linear)
-    monkeypatch.setattr(together, "Products", made.joint_products)
-    monkeypatch.setattr(together, "is_supported", is_supported)
-    monkeypatch.setattr(together, "is_launchable", lambda header, m, plan, device: is_supported(header, m, device))
-    monkeypatch.setattr(together, "launch_together", lambda operands, m, variant, device: "a launch")
+    monkeypatch.setattr(group, "Products", made.joint_products)
+    monkeypatch.setattr(group, "is_supported", is_supported)
+    monkeypatch.setattr(group, "is_launchable", lambda header, m, plan, device: is_supported(header, m, device))
+    monkeypatch.setattr(group, "launch_together", lambda operands, m, variant, device: "a launch")
     monkeypatch.setattr(planner, "fastest_together", lambda x, operands, are_fused: GroupOutcome(1))
     monkeypatch.setattr(dispatch, "together", Together())
     for number in range(3):  # plans
@@ -128,7 +128,7 @@ def test_too_little_memory_for_one_launch(layers: Layers, monkeypatch: pytest.Mo
         attempts.append(arguments)
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(together, "Products", lambda launch: FakeProducts(products))
+    monkeypatch.setattr(group, "Products", lambda launch: FakeProducts(products))
     assert [layers.ask(normal(1, K, seed=seed)) for seed in range(4)] == [(3, 0)] * 4
     assert len(attempts) == 1
 
@@ -196,14 +196,14 @@ def test_zeros_prove_nothing(layers: Layers) -> None:
 def test_given_up_when_nobody_asks(layers: Layers) -> None:
     together_already(layers)
     launches = [layers.ask(normal(1, K, seed=seed), 0, 1)[1] for seed in range(8)]
-    assert sum(launches) == together._MAX_UNWANTED
+    assert sum(launches) == group._MAX_UNWANTED
     assert launches[-1] == 0
     assert layers.ask(normal(1, K, seed=20)) == (3, 0)
 
 
 def test_not_given_up_when_nobody_asks_now_and_then(layers: Layers) -> None:
     together_already(layers)
-    for seed in range(2 * together._MAX_UNWANTED):
+    for seed in range(2 * group._MAX_UNWANTED):
         layers.ask(normal(1, K, seed=seed), 0, 1)
         assert layers.ask(normal(1, K, seed=10 + seed)) == (0, 1)
 
@@ -269,18 +269,18 @@ def test_other_thread(layers: Layers) -> None:
 def test_others_that_another_thread_replaces_meanwhile(layers: Layers, monkeypatch: pytest.MonkeyPatch) -> None:
     """What one launch makes is not proved for these."""
     together_already(layers)
-    monkeypatch.setattr(together._Group, "is_proved", True)
-    asked: list[together._Group] = []
+    monkeypatch.setattr(group.Group, "is_proved", True)
+    asked: list[group.Group] = []
 
-    def chosen(group: together._Group) -> dict[key.PlanKey, Any]:
-        found: dict[key.PlanKey, Any] = vars(group)["chosen"]
+    def chosen(own: group.Group) -> dict[key.PlanKey, Any]:
+        found: dict[key.PlanKey, Any] = vars(own)["chosen"]
         if found and not asked:
-            asked.append(group)
-            group.replace_others(*group.others[:1])
+            asked.append(own)
+            own.replace_others(*own.others[:1])
         return found
 
     monkeypatch.setattr(
-        together._Group, "chosen", property(chosen, lambda group, new: vars(group).update(chosen=new)), raising=False
+        group.Group, "chosen", property(chosen, lambda own, new: vars(own).update(chosen=new)), raising=False
     )
     assert layers.ask(normal(1, K, seed=20), 0) == (1, 0)
     assert asked
@@ -348,3 +348,108 @@ def test_fastest_variant(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     assert calibrate.fastest_together(normal(1, K), operands, [True, False]) == GroupOutcome(None)
     launches.clear()
     assert calibrate.fastest_together(normal(1, K), operands, [True, False]) == GroupOutcome(None)
+
+
+class AtOnce:
+    """The same weights, all asked for by one operator."""
+
+    def __init__(self, layers: Layers) -> None:
+        self.layers = layers
+
+    def ask(self, x: torch.Tensor) -> tuple[int, int]:
+        """As Layers.ask."""
+        layers = self.layers
+        layers.gpu.fused_calls.clear()
+        layers.joint.clear()
+        made = dispatch.linears(x, layers.packed, layers.biases)
+        for y, weight, bias in zip(made, layers.weights, layers.biases, strict=True):
+            right = split_linear(x.view(-1, K), weight, bias, SPLIT)
+            assert torch.equal(y.view(-1, y.shape[-1]).view(torch.int16), right.view(torch.int16))
+        return len(layers.gpu.fused_calls), len(layers.joint)
+
+
+@pytest.fixture
+def at_once(layers: Layers) -> AtOnce:
+    return AtOnce(layers)
+
+
+def test_at_once_proved_and_together(at_once: AtOnce) -> None:
+    assert at_once.ask(normal(1, K)) == (3, 1)
+    assert at_once.ask(normal(1, K, seed=1)) == (0, 1)
+    assert at_once.ask(normal(1, K, seed=2).view(1, 1, K)) == (0, 1)
+
+
+def test_at_once_while_captured(at_once: AtOnce, where: list[int]) -> None:
+    where[1] = 5
+    assert at_once.ask(normal(1, K)) == (3, 0)
+    where[1] = 0
+    assert at_once.ask(normal(1, K)) == (3, 1)
+    where[1] = 5
+    assert at_once.ask(normal(1, K)) == (0, 1)
+
+
+def test_at_once_with_changed_weights(at_once: AtOnce) -> None:
+    layers = at_once.layers
+    assert at_once.ask(normal(1, K)) == (3, 1)
+    layers.weights[1] = normal(8, K, seed=50).clone()
+    layers.packed[1] = samebits.encode(layers.weights[1])
+    assert at_once.ask(normal(1, K)) == (3, 1)
+    assert at_once.ask(normal(1, K)) == (0, 1)
+    bias = layers.biases[1]
+    assert bias is not None
+    bias.mul_(2)
+    assert at_once.ask(normal(1, K)) == (3, 1)
+    assert at_once.ask(normal(1, K)) == (0, 1)
+    layers.weights[0] = normal(64, K, seed=51).clone()
+    layers.packed[0] = samebits.encode(layers.weights[0])
+    dispatch.linear(normal(1, K), layers.packed[0], None)
+    assert at_once.ask(normal(1, K)) == (3, 1)
+
+
+def test_at_once_with_other_bits(at_once: AtOnce, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers, right = at_once.layers, at_once.layers.joint_products
+
+    def wrong(launch: object) -> FakeProducts:
+        products = right(launch)
+        return FakeProducts(lambda *arguments: [-y for y in products(*arguments)])
+
+    monkeypatch.setattr(group, "Products", wrong)
+    assert at_once.ask(normal(1, K)) == (3, 1)
+    assert [at_once.ask(normal(1, K, seed=seed)) for seed in range(3)] == [(3, 0)] * 3
+    assert layers.ask(normal(1, K, seed=9)) == (3, 0)
+
+
+def test_at_once_of_an_input_of_zeros(at_once: AtOnce) -> None:
+    """These prove nothing, but of what has a bias."""
+    assert [at_once.ask(torch.zeros(1, K, dtype=torch.bfloat16)) for _ in range(2)] == [(3, 1)] * 2
+    assert at_once.ask(normal(1, K)) == (3, 1)
+    assert at_once.ask(normal(1, K)) == (0, 1)
+
+
+def test_at_once_with_too_little_memory(at_once: AtOnce, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts = []
+
+    def products(*arguments: object) -> list[torch.Tensor]:
+        attempts.append(arguments)
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(group, "Products", lambda launch: FakeProducts(products))
+    assert [at_once.ask(normal(1, K, seed=seed)) for seed in range(4)] == [(3, 0)] * 4
+    assert len(attempts) == 1
+
+
+def test_at_once_one_by_one_where_that_is_faster(at_once: AtOnce, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a launch would only be of use as it can decode other weights, which no graph asks for."""
+    monkeypatch.setattr(planner, "fastest_together", lambda x, operands, are_fused: GroupOutcome(1, -1.0))
+    assert [at_once.ask(normal(1, K, seed=seed)) for seed in range(3)] == [(3, 0)] * 3
+
+
+def test_at_once_without_a_plan(at_once: AtOnce) -> None:
+    at_once.layers.gpu.fused = at_once.layers.gpu.linear
+    assert [at_once.ask(normal(200, K, seed=seed)) for seed in range(2)] == [(0, 0)] * 2
+
+
+def test_at_once_with_inference_tensors(at_once: AtOnce) -> None:
+    with torch.inference_mode():
+        at_once.layers.packed[2] = samebits.encode(at_once.layers.weights[2])
+    assert [at_once.ask(normal(1, K, seed=seed)) for seed in range(3)] == [(3, 0)] * 3

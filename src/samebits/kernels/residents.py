@@ -104,10 +104,12 @@ class Resident(Recalled):
         calls: of the fused layer, by the input's shape; see samebits.plans.call.
         decoders: launches of kernels that decode them, as far as they are always the same.
         followers: what is asked for behind a product of theirs; see samebits.plans.together.
+        at_once: what is asked for with one; see samebits.plans.at_once.
         carriers: launches of theirs that decode what comes next, by the input's shape; see samebits.plans.prefetch.
     """
 
     __slots__ = (
+        "at_once",
         "calls",
         "carriers",
         "decoders",
@@ -129,6 +131,7 @@ class Resident(Recalled):
         self.calls: dict[Hashable, Any] = {}
         self.decoders: dict[Hashable, Any] = {}
         self.followers: Any = None
+        self.at_once: Any = None
         self.carriers: dict[Hashable, Any] = {}
 
     def comes_often(self, tokens: int) -> bool:

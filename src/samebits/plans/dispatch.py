@@ -1,11 +1,14 @@
 """The operator samebits::linear: the fused product under a plan, or decode and cuBLAS; the same bits either way.
 
+samebits::linears makes several of one input, in one launch where that is faster; Inductor's graphs get it
+(plans/graph_pass.py).
 samebits::frozen_linear is the same for traces that record gradients of the input and the bias: its backward decodes the
 weight again, so a graph need not keep it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +18,7 @@ from samebits.format.packed import PackedTensor
 from samebits.kernels import nvrtc
 from samebits.kernels.decode import decode_cuda
 from samebits.kernels.ops import decode_packed, packed_of
-from samebits.plans import recall
+from samebits.plans import at_once, graph_pass, recall
 from samebits.plans.call import call_of
 from samebits.plans.together import Together
 
@@ -75,6 +78,20 @@ def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> 
     return call.multiply(x, packed, bias)
 
 
+def linears(
+    x: torch.Tensor, every: Sequence[PackedTensor], biases: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor]:
+    """``linear`` of one x with several weights, each with its bias or None."""
+    with nvrtc.on_device(x.get_device()):
+        made = at_once.launch(x, every, biases)
+        if made is not None and made.group.is_proved:
+            return made.products
+        alone = [linear(x, packed, bias) for packed, bias in zip(every, biases, strict=True)]
+        if made is not None:
+            made.prove(alone)
+    return alone
+
+
 def _decode_and_multiply(
     x: torch.Tensor, data: torch.Tensor, bias: torch.Tensor | None, shape: list[int], fields: list[int]
 ) -> torch.Tensor:
@@ -90,7 +107,31 @@ def _linear_on_cuda(
 def _linear_fake(
     x: torch.Tensor, data: torch.Tensor, bias: torch.Tensor | None, shape: list[int], fields: list[int]
 ) -> torch.Tensor:
+    graph_pass.register()
     return x.new_empty((*x.shape[:-1], shape[0]))
+
+
+def _each(
+    data: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], shapes: list[int], fields: list[int]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor | None, list[int], list[int]]]:
+    """Arguments of samebits::linear behind x, of what samebits::linears gets."""
+    count = len(data)
+    rank, width = len(shapes) // count, len(fields) // count
+    for i in range(count):
+        yield data[i], biases[i], shapes[i * rank : (i + 1) * rank], fields[i * width : (i + 1) * width]
+
+
+def _linears_on_cpu(x: torch.Tensor, *operands: Any) -> list[torch.Tensor]:
+    return [_decode_and_multiply(x, *each) for each in _each(*operands)]
+
+
+def _linears_on_cuda(x: torch.Tensor, *operands: Any) -> list[torch.Tensor]:
+    every = [(packed_of(data, shape, fields), bias) for data, bias, shape, fields in _each(*operands)]
+    return linears(x, [packed for packed, _ in every], [bias for _, bias in every])
+
+
+def _linears_fake(x: torch.Tensor, *operands: Any) -> list[torch.Tensor]:
+    return [_linear_fake(x, *each) for each in _each(*operands)]
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -114,5 +155,12 @@ for _name in ("linear", "frozen_linear"):
     _LIBRARY.impl(_name, _decode_and_multiply, "CPU")
     _LIBRARY.impl(_name, _linear_on_cuda, "CUDA")
     torch.library.register_fake(f"samebits::{_name}", _linear_fake, lib=_LIBRARY)
+_LIBRARY.define(
+    "linears(Tensor x, Tensor[] data, Tensor?[] biases, int[] shapes, int[] fields) -> Tensor[]",
+    tags=(torch.Tag.flexible_layout,),
+)
+_LIBRARY.impl("linears", _linears_on_cpu, "CPU")
+_LIBRARY.impl("linears", _linears_on_cuda, "CUDA")
+torch.library.register_fake("samebits::linears", _linears_fake, lib=_LIBRARY)
 _LIBRARY.impl("linear", _decode_and_multiply, "FuncTorchBatched")  # torch.vmap knows what to do with F.linear
 torch.library.register_autograd("samebits::frozen_linear", _gradients, setup_context=_keep, lib=_LIBRARY)

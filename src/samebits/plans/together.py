@@ -10,137 +10,20 @@ captured and torch's settings are still those of the launch; else the product is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
-
 import torch
 from torch.nn import functional as F
 
-from samebits.bf16 import same_words
-from samebits.format.header import Header
 from samebits.format.packed import PackedTensor
 from samebits.kernels import nvrtc
-from samebits.kernels.linear.products import (
-    LinearPlan,
-    Operands,
-    Products,
-    fused_linear,
-    is_launchable,
-    is_supported,
-    launch_together,
-)
-from samebits.kernels.residents import ParameterBytes, resident
+from samebits.kernels.linear.products import Operands, fused_linear
+from samebits.kernels.residents import resident
 from samebits.kernels.structures import MAX_TOGETHER
 from samebits.plans import recall
 from samebits.plans.call import Call
 from samebits.plans.environment import blas_state
-from samebits.plans.key import PlanKey
-from samebits.plans.planner import Planner
+from samebits.plans.group import Group, Weight
 from samebits.plans.prefetch import Made, Prefetcher
 from samebits.plans.turn import Turn, Turns
-
-_MAX_UNWANTED = 3  # launches that made a product nobody asked for, after which a group is given up
-
-
-class _Held(NamedTuple):
-    """The bytes of a packed weight, and its bias."""
-
-    data: torch.Tensor
-    bias: torch.Tensor | None
-
-
-class _Weight:
-    """A packed weight and its bias, while they live and nobody changes them.
-
-    Attributes:
-        is_proved: a product of it that was made with others had the bytes of one that was made alone.
-    """
-
-    __slots__ = ("bias", "data", "header", "is_proved")
-
-    def __init__(self, packed: PackedTensor, bias: torch.Tensor | None) -> None:
-        self.header, self.is_proved = packed.header, False
-        self.data, self.bias = ParameterBytes(packed.data), None if bias is None else ParameterBytes(bias)
-
-    @property
-    def has_bias(self) -> bool:
-        return self.bias is not None
-
-    def now(self) -> _Held | None:
-        """Its bytes, if they are unchanged; whoever holds them keeps them."""
-        data, bias = self.data.now(), self.bias.now() if self.bias else None
-        return None if data is None or (bias is None) is self.has_bias else _Held(data, bias)
-
-    def is_of(self, packed: PackedTensor, bias: torch.Tensor | None) -> bool:
-        """Whether these are its operands, unchanged."""
-        return self.data.now() is packed.data and (bias is None if self.bias is None else self.bias.now() is bias)
-
-    def operands(self, held: _Held, plan: LinearPlan) -> Operands:
-        return Operands(PackedTensor(self.header, held.data), held.bias, plan)
-
-
-class _Choice(NamedTuple):
-    """How one launch makes a product and others.
-
-    Attributes:
-        header: of the first.
-        plans: of the others.
-        gained_us: microseconds that it takes less than if all weights are decoded first.
-        more_us: the same, than one by one.
-        carried_us: as GroupOutcome's.
-    """
-
-    header: Header
-    others: tuple[_Weight, ...]
-    plans: tuple[LinearPlan, ...]
-    products: Products
-    gained_us: float
-    more_us: float
-    carried_us: float | None
-
-    def held(self) -> list[_Held] | None:
-        """Of the others, if all are unchanged."""
-        found = [held for other in self.others if (held := other.now())]
-        return found if len(found) == len(self.others) else None
-
-    def operands(self, held: Sequence[_Held]) -> list[Operands]:
-        each = zip(self.others, held, self.plans, strict=True)
-        return [other.operands(own, plan) for other, own, plan in each]
-
-
-@dataclass
-class _Group:
-    """What is asked for behind a product. Threads share it, so what they read together is replaced together.
-
-    Attributes:
-        unwanted: launches in a row that made something nobody asked for.
-        chosen: by key of the first product; None: one by one.
-    """
-
-    others: tuple[_Weight, ...] = ()
-    unwanted: int = 0
-    chosen: dict[PlanKey, _Choice | None] = field(default_factory=dict)
-
-    @property
-    def is_proved(self) -> bool:
-        return all(other.is_proved for other in self.others)
-
-    @property
-    def is_given_up(self) -> bool:
-        return self.unwanted >= _MAX_UNWANTED
-
-    def chosen_for(self, tokens: int) -> bool:
-        """Whether one launch makes these products of so many tokens, under any settings, whatever comes behind it."""
-        chosen = [choice for key, choice in self.chosen.items() if key.tokens == tokens]
-        return any(choice is not None and choice.more_us >= 0 for choice in chosen)
-
-    def replace_others(self, *others: _Weight) -> None:
-        self.others, self.chosen = others, {}
-
-    def give_up(self) -> None:
-        self.unwanted = _MAX_UNWANTED
-        self.replace_others()
 
 
 class Together:
@@ -156,8 +39,8 @@ class Together:
         made = turn.made.get(id(packed.data)) if turn.made else None
         if made is None:
             return None
-        group: _Group = made[0]
-        weight: _Weight = made[1]
+        group: Group = made[0]
+        weight: Weight = made[1]
         plan, y = made[2:]
         if not self._is_same_input(x, _where(x)) or not weight.is_of(packed, bias) or blas_state() != turn.state:
             return None  # and where it stays, nobody wanted it
@@ -167,9 +50,7 @@ class Together:
         if weight.is_proved:
             return y
         alone = fused_linear(x, packed, bias, plan)
-        if not same_words(alone, y):
-            group.give_up()
-        weight.is_proved = bool(alone.any())  # zeros prove nothing
+        group.prove(weight, y, alone)
         return alone
 
     def multiply(self, x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, call: Call) -> torch.Tensor:
@@ -183,11 +64,11 @@ class Together:
             return self._alone(x, packed, bias, call, joins=False) if is_known else call.multiply(x, packed, bias)
         self._begin(x, where, data, call.key.state)
         kept = resident(data)
-        group: _Group | None = kept.followers if kept else None
+        group: Group | None = kept.followers if kept else None
         if group is None or not group.others:
             return self._alone(x, packed, bias, call)
         operands = Operands(packed, bias, call.plan)
-        choice = self._choice(x, operands, call.key, group)
+        choice = group.choice(x, operands, call.key, is_captured=bool(where.capture))
         held = choice.held() if choice else None  # until the launch
         if choice is None or held is None:
             is_decided = group.chosen.get(call.key, group) is None
@@ -269,50 +150,16 @@ class Together:
         kept = resident(first)
         if kept is None:
             return False
-        group: _Group = kept.followers or _Group()
+        group: Group = kept.followers or Group()
         kept.followers = group
         if group.is_given_up or any(other.is_of(packed, bias) for other in group.others):
             return True
         others = [other for other in group.others if other.now()]
         if len(others) + 1 >= MAX_TOGETHER or resident(packed.data) is None:
             return True
-        group.replace_others(*others, _Weight(packed, bias))
+        group.replace_others(*others, Weight(packed, bias))
         kept.forget_products()  # which make it alone
         return False
-
-    def _choice(self, x: torch.Tensor, operands: Operands, key: PlanKey, group: _Group) -> _Choice | None:
-        """None if products are to be made one by one, now or always."""
-        chosen = group.chosen  # before the others, which another thread may replace meanwhile, and this with them
-        others, is_captured = group.others, self.turns.last.where.capture
-        if key not in chosen and not is_captured and all(other.now() for other in others):
-            chosen[key] = _choose(x, operands, key, others)
-        choice = chosen.get(key)
-        if choice is None or choice.others is not others or (is_captured and not group.is_proved):
-            return None
-        header = operands.packed.header
-        return choice if choice.header is header or choice.header == header else None
-
-
-def _choose(x: torch.Tensor, first: Operands, key: PlanKey, others: tuple[_Weight, ...]) -> _Choice | None:
-    device = x.get_device()
-    planner, every, keys = Planner.of(device), [first], [key]
-    for other in others:
-        keys.append(key._replace(rows=other.header.shape[0], has_bias=other.has_bias))
-        plan = planner.outcome(keys[-1]).plan if is_supported(other.header, key.tokens, device) else None
-        if plan is None or not is_launchable(other.header, key.tokens, plan, device):
-            return None
-        held = other.now()
-        if held is None:
-            return None
-        every.append(other.operands(held, plan))
-    found = planner.together(tuple(keys), x, every)
-    launch = None if found.variant is None else launch_together(every, key.tokens, found.variant, device)
-    if launch is None:
-        return None
-    plans = tuple(operands.plan for operands in every[1:])
-    one_by_one_us = sum(max(planner.outcome(key).gained_us, 0.0) for key in keys)
-    gained_us = found.gained_us + one_by_one_us
-    return _Choice(first.packed.header, others, plans, Products(launch), gained_us, found.gained_us, found.carried_us)
 
 
 def _where(x: torch.Tensor) -> nvrtc.Where:

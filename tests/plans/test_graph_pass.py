@@ -1,0 +1,85 @@
+"""Graphs that Inductor compiles: which products of one input become one operator, and that nothing else changes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch._inductor.utils import run_and_get_code
+from torch.nn import functional as F
+
+import samebits
+from samebits.nn import product
+from tests.plans.sums import normal
+
+K = 128
+
+
+class Attention(nn.Module):
+    """Products of one input, and what is made of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(K, rows, bias=rows == 64) for rows in (K, 64, 64))
+        self.out = nn.Linear(K, K)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        return x + self.out(torch.cat([torch.tanh(k), q[..., :64] * v], -1)) * 0.5  # type: ignore[no-any-return]
+
+
+class Turns(nn.Module):
+    """Another input between two products of one, and five products in a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(K, K) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, other, last, *rest = self.layers
+        made = other(first(x).tanh()) + last(x)
+        twice = made * 2
+        return made + sum(layer(twice) for layer in rest)  # type: ignore[no-any-return]
+
+
+class BiasOfProduct(nn.Module):
+    """Two products of one input, of which one is the other's bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(K, K, bias=False), nn.Linear(K, K, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = self.first(x).flatten(0, -2)[0]
+        return bias + F.linear(x.flatten(0, -2), self.second.weight, bias)
+
+
+def compiled(module: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, str]:
+    """What the compiled module makes of x, and its code."""
+    torch.compiler.reset()
+    with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
+        made, [code] = run_and_get_code(torch.compile(module, fullgraph=True), x)
+    return made, code
+
+
+@pytest.mark.parametrize("shape", [(1, 1, K), (3, K), (2, 3, K)])
+@pytest.mark.parametrize(("make", "joint", "alone"), [(Attention, 1, 1), (Turns, 1, 4), (BiasOfProduct, 0, 1)])
+def test_joined(
+    make: Callable[[], nn.Module], joint: int, alone: int, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the bits of the plain module that is compiled, and as many of either operator as there are such products."""
+    torch.manual_seed(0)
+    plain = make().to(torch.bfloat16).requires_grad_(False)
+    packed = copy.deepcopy(plain)
+    samebits.compress(packed, min_weights=1)
+    monkeypatch.setattr(product, "_is_plain", lambda tensor: True)
+    x = normal(shape[0] if len(shape) == 2 else shape[0] * shape[1], K).view(shape)
+    expected, code = compiled(plain, x)
+    assert "samebits" not in code
+    found, code = compiled(packed, x)
+    assert torch.equal(found.view(torch.int16), expected.view(torch.int16))
+    assert code.count("torch.ops.samebits.linears.default(") == joint
+    assert code.count("torch.ops.samebits.linear.default(") == alone
