@@ -23,7 +23,8 @@ two tokens of the last time, without the first SETTLED ones, in which a graph is
 the slowest and fastest. ``first_token_seconds`` runs from the call of ``generate`` to the first token: median, slowest
 and fastest of the last time and, where a case is generated twice, of FIRST_TOKENS more calls for one token. Times are
 those of the GPU's own clock (CUDA events). ``peak_bytes`` is torch's max_memory_allocated.
-``repeats`` says whether both times gave the same tokens: where BF16's differ, ``same_tokens`` tells nothing. Attention
+``repeats`` says whether both times gave the same tokens: where BF16's differ, ``same_tokens`` tells nothing. A digest of
+each form's tokens tells runs apart; where the forms' differ, ``first_difference`` counts from the prompt's start. Attention
 is not cuDNN's but in the way "preferred", for samebits.verify.repeatable_attention's reason. Compiled steps round where
 the model does (emulate_precision_casts) and divide sums alike in both forms (deterministic): else that depends on what
 Inductor makes one kernel of, and on what was faster when it tried.
@@ -36,6 +37,7 @@ versions is replaced; all other rows of that device and these versions stay.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -157,6 +159,11 @@ class Figures:
     @property
     def step(self) -> Timing:
         return Timing.of(self.steps)
+
+    @property
+    def digest(self) -> str:
+        """Of the tokens, to compare runs by."""
+        return hashlib.sha256(repr(self.tokens).encode()).hexdigest()[:16]
 
     @property
     def rate(self) -> float:
@@ -339,8 +346,19 @@ def row_of(name: str, setting: Setting, bf16: Figures, ours: Figures) -> dict[st
     row: dict[str, Any] = {"table": setting.way, "model": name}
     row |= {key: getattr(setting, key) for key in ("batch", "prompt", "tokens")}
     for key, found in (("bf16", bf16), ("samebits", ours)):
-        row |= found.columns(key) | {f"{key}_repeats": found.repeats}
-    return row | {"speed": significant(ours.rate / bf16.rate), "same_tokens": ours.tokens == bf16.tokens}
+        row |= found.columns(key) | {f"{key}_repeats": found.repeats, f"{key}_tokens_digest": found.digest}
+    row |= {"speed": significant(ours.rate / bf16.rate), "same_tokens": ours.tokens == bf16.tokens}
+    return row | differences(bf16.tokens, ours.tokens)
+
+
+def differences(bf16: Sequence[Sequence[int]], ours: Sequence[Sequence[int]]) -> dict[str, int | None]:
+    """How many sequences are others, and where the first difference is."""
+    places = [
+        next((i for i, (left, right) in enumerate(zip(*both, strict=True)) if left != right), None)
+        for both in zip(bf16, ours, strict=True)
+    ]
+    found = [place for place in places if place is not None]
+    return {"different_sequences": len(found), "first_difference": min(found, default=None)}
 
 
 def kind(packed: bool) -> str:

@@ -37,8 +37,16 @@ def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [row["table"] for row in found] == list(generate.WAYS)
     assert all(row["same_tokens"] for row in found)
     assert all(row["bf16_repeats"] and row["samebits_repeats"] for row in found)
+    assert len({row[f"{kind}_tokens_digest"] for row in found for kind in ("bf16", "samebits")}) == 1
     assert all(row["speed"] > 0 and row["samebits_first_token_seconds"] > 0 for row in found)
     assert all(row["samebits_peak_bytes"] is None for row in found)
+
+
+def test_differences() -> None:
+    bf16 = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
+    assert generate.differences(bf16, bf16) == {"different_sequences": 0, "first_difference": None}
+    found = generate.differences(bf16, [[1, 2, 0], [4, 5, 6], [7, 0, 0]])
+    assert found == {"different_sequences": 2, "first_difference": 1}
 
 
 def test_forms_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:

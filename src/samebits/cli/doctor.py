@@ -136,8 +136,8 @@ def _compile() -> str:
 
 def _round_trip(device: str) -> str:
     """Encode and decode every BF16 word and some trained-like weights, few enough for the compact code and more."""
-    words = torch.arange(_WORDS, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-    weights = torch.randn(256, 512, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    words = torch.arange(_WORDS, dtype=torch.int32, device="cpu").to(torch.int16).view(torch.bfloat16)
+    weights = torch.randn(256, 512, generator=torch.Generator().manual_seed(0), device="cpu").to(torch.bfloat16)
     for tensor in (words, weights[:100], weights):
         packed = api.encode(tensor.to(device))
         if not same_words(api.decode(packed).cpu(), tensor):

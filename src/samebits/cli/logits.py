@@ -116,7 +116,7 @@ def _limits(path: str, against: str) -> tuple[int, int]:
 
 
 def _random_tokens(vocabulary: int) -> torch.Tensor:
-    return torch.randint(max(1, vocabulary), (RANDOM_TOKENS,), generator=torch.Generator().manual_seed(0))
+    return torch.randint(max(1, vocabulary), (RANDOM_TOKENS,), generator=torch.Generator().manual_seed(0), device="cpu")
 
 
 def read_tokens(model: str, text: Path, vocabulary: int) -> torch.Tensor:
@@ -131,7 +131,7 @@ def read_tokens(model: str, text: Path, vocabulary: int) -> torch.Tensor:
         raise InputError("not a text in UTF-8", where=str(text), mend="convert it") from None
     tokenizer = load_tokenizer(model)
     with running(model):
-        tokens = torch.tensor(tokenizer(words, verbose=False)["input_ids"], dtype=torch.int64)
+        tokens = torch.tensor(tokenizer(words, verbose=False)["input_ids"], dtype=torch.int64, device="cpu")
     if not words or not len(tokens):  # a tokenizer may begin each text with a token of its own
         raise InputError("the text has no tokens", where=str(text), mend="give a longer one")
     if (last := int(tokens.max())) >= vocabulary:
@@ -149,7 +149,7 @@ def compare(path: str, against: str, windows: Sequence[torch.Tensor], device: st
     """
     model = _load(against, device)
     positions = sum(map(len, windows))
-    expected, done = torch.empty(0), 0
+    expected, done = torch.empty(0, device="cpu"), 0
     for logits in _logits(model, windows):
         if not done:
             expected = _space(positions, logits)

@@ -34,7 +34,7 @@ def map_file(path: Path, start: int, nbytes: int) -> torch.Tensor:
         InputError: the file ends before them.
     """
     if nbytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     try:
         array = np.memmap(path, np.uint8, "r", start, (nbytes,))
     except ValueError:
@@ -52,7 +52,7 @@ def changed(path: Path) -> InputError:
 def map_writable(path: Path, start: int, nbytes: int) -> torch.Tensor:
     """Bytes [start, start + nbytes) of an existing file: uint8 [nbytes]; what is written to it reaches the file."""
     if nbytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.from_numpy(np.memmap(path, np.uint8, "r+", start, (nbytes,)))
 
 
@@ -83,7 +83,7 @@ def _reserve(file: RawIOBase, nbytes: int) -> None:
 def scratch(nbytes: int) -> torch.Tensor:
     """Working space of ``nbytes`` zeros: memory if small, else a nameless temporary file."""
     if nbytes <= SCRATCH_IN_MEMORY:
-        return torch.zeros(nbytes, dtype=torch.uint8)
+        return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
     descriptor, name = tempfile.mkstemp(prefix="samebits-")
     os.close(descriptor)
     path = Path(name)

@@ -45,7 +45,7 @@ def _file_info(tensors: Mapping[str, torch.Tensor]) -> FileInfo:
 @cache
 def _name_of(dtype: torch.dtype) -> str:
     """As headers of safetensors have it."""
-    file = save({"": torch.empty(0, dtype=dtype)})
+    file = save({"": torch.empty(0, dtype=dtype, device="cpu")})
     return str(json.loads(file[8 : 8 + int.from_bytes(file[:8], "little")])[""]["dtype"])
 
 

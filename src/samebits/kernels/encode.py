@@ -139,7 +139,7 @@ def _pack(counter: CudaCounter, plan: Plan, original: torch.Tensor) -> PackedTen
     if not gains(header):
         return None
     data = torch.zeros(header.nbytes, dtype=torch.uint8, device=device)
-    front = torch.empty(header.sections["offsets"].start, dtype=torch.uint8, pin_memory=True)
+    front = torch.empty(header.sections["offsets"].start, dtype=torch.uint8, device="cpu", pin_memory=True)
     write_tables(front, plan, header)
     data[: front.numel()].copy_(front, non_blocking=True)
     offsets, planes, streams = (data[header.sections[part]] for part in ("offsets", "planes", "streams"))

@@ -85,7 +85,7 @@ class CudaLane(Lane):
             self._pinned.add(memory.data_ptr())
             return memory
         try:
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         except RuntimeError as error:
             what = f"{nbytes:,} bytes of main memory cannot be pinned"
             raise ResourceError(what, mend="free main memory, or let the GPU have more of the model") from error

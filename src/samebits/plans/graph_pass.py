@@ -66,13 +66,18 @@ def join(nodes: Sequence[fx.Node]) -> None:
         joint = graph.call_function(
             torch.ops.samebits.linears.default, (x, data, biases, [*chain(*shapes)], [*chain(*fields)])
         )
-        joint.meta.update({**first.meta, "val": [node.meta["val"] for node in nodes]})
+        joint.meta.update(_meta(first) | {"val": [node.meta["val"] for node in nodes]})
         for i, node in enumerate(nodes):
             made = graph.call_function(getitem, (joint, i))
-            made.meta.update(node.meta)
+            made.meta.update(_meta(node))
             node.replace_all_uses_with(made)
     for node in nodes:
         graph.erase_node(node)
+
+
+def _meta(product: fx.Node) -> dict[str, Any]:
+    """What is said of its output, not of its arguments."""
+    return {key: value for key, value in product.meta.items() if key != "eager_input_vals"}
 
 
 def _runs(graph: fx.Graph) -> Iterator[list[fx.Node]]:

@@ -45,7 +45,7 @@ class Turns(threading.local):
 
     def __init__(self) -> None:
         with torch.inference_mode(False):
-            nothing = torch.empty(0)
+            nothing = torch.empty(0, device="cpu")
         self.last = Turn(nothing, nvrtc.Where(0, 0), "", nothing)
         self.windows: tuple[Any, ...] = ()
         self.graph, self.captured = 0, set[int]()
