@@ -23,11 +23,11 @@ two tokens of the last time, without the first SETTLED ones, in which a graph is
 the slowest and fastest. ``first_token_seconds`` runs from the call of ``generate`` to the first token: median, slowest
 and fastest of the last time and, where a case is generated twice, of FIRST_TOKENS more calls for one token. Times are
 those of the GPU's own clock (CUDA events). ``peak_bytes`` is torch's max_memory_allocated.
-``repeats`` says whether both times gave the same tokens: where BF16's differ, ``same_tokens`` tells nothing. A digest of
-each form's tokens tells runs apart; where the forms' differ, ``first_difference`` counts from the prompt's start. Attention
-is not cuDNN's but in the way "preferred", for samebits.verify.repeatable_attention's reason. Compiled steps round where
-the model does (emulate_precision_casts) and divide sums alike in both forms (deterministic): else that depends on what
-Inductor makes one kernel of, and on what was faster when it tried.
+``repeats`` says whether both times gave the same tokens: where BF16's differ, ``same_tokens`` tells nothing. A digest
+of each form's tokens tells runs apart; where the forms' differ, ``first_difference`` counts from the prompt's start.
+Attention is not cuDNN's but in the way "preferred", for samebits.verify.repeatable_attention's reason. Compiled steps
+round where the model does (emulate_precision_casts) and divide sums alike in both forms (deterministic): else that
+depends on what Inductor makes one kernel of, and on what was faster when it tried.
 
 Cases are taken by their number of tokens, small ones first, until each model's share of --seconds is spent; what is
 left out is said. Each row is written as it is measured. A row that the file has already of the same case, device and

@@ -146,7 +146,8 @@ def _digest_mismatch(entry: Entry, device: str) -> Mismatch | None:
         original_bytes(entry, device)
         return None
     if entry.header is None:
-        return _differ(entry, digest(entry.data()), entry.digest, "bytes") if entry.digest is not None else None
+        found = digest(entry.data())  # also where there is none to compare it with: that it can be read is said
+        return _differ(entry, found, entry.digest, "bytes") if entry.digest is not None else None
     if mismatch := _stored_mismatch(entry):
         return mismatch
     try:

@@ -77,7 +77,11 @@ def test_malformed_entries(entry: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "pattern", ["(", "(a+)+", "(a|a)*b", "(?x)(a|a) *b", "a*a*a*a*b", "a?a?a?a?a", "a{99999999999999999999}"]
+    "pattern",
+    [
+        *("(", "(a+)+", "(a|a)*b", "(?x)(a|a) *b", "a*a*a*a*b", "a?a?a?a?a", "a{99999999999999999999}"),
+        *("(?:a|.)" * 40 + "b", "(" + "(a|.)" * 40 + ")b", "a*a*a*(?:" + "|".join("b" * 20) + ")"),
+    ],
 )
 def test_patterns_that_cannot_be_used(pattern: str) -> None:
     with pytest.raises(SamebitsError, match=r"pattern|expression"):
@@ -85,6 +89,8 @@ def test_patterns_that_cannot_be_used(pattern: str) -> None:
 
 
 def test_patterns_in_use() -> None:
-    config = Df11Config({r"blocks\.(?:0|1)\.\d+": ["a"], r"x\.[0-9]+": []})
+    numbers = "|".join(map(str, range(400)))
+    config = Df11Config({r"blocks\.(?:0|1)\.\d+": ["a"], r"x\.[0-9]+": [], rf"y\.\d+\.(?:{numbers})": []})
+    assert config.weights("y.12.399") == ["y.12.399.weight"]
     assert config.weights("blocks.1.12") == ["blocks.1.12.a.weight"]
     assert config.weights("x.3") == ["x.3.weight"]

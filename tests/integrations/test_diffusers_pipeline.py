@@ -182,6 +182,17 @@ def test_made_from_another_without_a_dtype(plain: Path) -> None:
     assert {part.dtype for part in (packed.vae, packed.text_encoder, packed.transformer)} == {torch.bfloat16}
 
 
+@pytest.mark.parametrize("how", [((torch.float32,), {}), (("cpu", torch.float16), {}), ((), {"dtype": torch.float32})])
+def test_conversions_to_others(plain: Path, how: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+    """Refused before another part is converted."""
+    packed = load(plain)
+    samebits.compress(packed.transformer)
+    with pytest.raises(DtypeError, match=r"cannot become torch\.float.*; call samebits\.decompress"):
+        packed.to(*how[0], **how[1])
+    assert {part.dtype for part in (packed.vae, packed.text_encoder, packed.transformer)} == {torch.bfloat16}
+    assert_same_bytes(drawn(packed.to("cpu")), drawn(load(plain)))
+
+
 def test_conversions_to_bf16(plain: Path) -> None:
     """Of a whole pipeline, and while another is made from it."""
     packed = load(plain, quantization_config=PipelineQuantizationConfig(**CONFIGS["by name"]))

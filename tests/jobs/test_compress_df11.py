@@ -240,7 +240,7 @@ def test_misaligned_tensors_are_read(tmp_path: Path) -> None:
         ({"blocks.0.a.weight": weights(4, 4, 4)}, BLOCKS, InputError, r"BF16 \[4, 4, 4\] in unit blocks.0"),
         ({"blocks.0.luts": torch.zeros(3)}, BLOCKS, FormatError, "blocks.0.luts: a name reserved"),
         ({}, {"none": []}, InputError, "matches no module"),
-        ({"../x.0.a.weight": weights(4, 4)}, {r".*x\.0": ["a"]}, FormatError, "is no name for a safetensors file"),
+        ({"../x.0.a.weight": weights(4, 4)}, {r".*x\.0": ["a"]}, InputError, "the file of its unit cannot be called"),
     ],
 )
 def test_patterns_that_do_not_fit(

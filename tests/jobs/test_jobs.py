@@ -199,6 +199,15 @@ def test_other_dtypes_are_refused_unless_cast(tmp_path: Path, dtype: torch.dtype
     assert changed == {"dtype": "bfloat16", "text_config": {"torch_dtype": "bfloat16"}, "size": 3}
 
 
+def test_cast_with_a_deep_configuration(tmp_path: Path) -> None:
+    source, depth = write_folder(tmp_path / "source", sharded=False), 800
+    config = '{"dtype": "float32", "a": ' * depth + "1" + "}" * depth
+    (source / "config.json").write_text(config)
+    compress(source, tmp_path / "packed", CompressOptions(cast=True))
+    written = (tmp_path / "packed" / "config.json").read_text()
+    assert written.count('"dtype": "bfloat16"') == depth
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
 def test_bf16_in_disguise(tmp_path: Path, dtype: torch.dtype) -> None:
     """All values are BF16's, also zeros with a sign, infinities and what is subnormal in FP16."""

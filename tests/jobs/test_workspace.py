@@ -263,6 +263,57 @@ def test_a_folder_that_comes_in_the_way_meanwhile(tmp_path: Path) -> None:
         compress_with(Workspace, "publish", publish_late, source, destination, overwrite=True)
     (destination / "samebits.safetensors.index.json").rmdir()
     assert stored(destination) == before
+    report = compress(source, destination, overwrite=True)
+    assert (report.resumed_shards, report.shards) == (3, 3)  # what is finished stays, since this can be mended
+
+
+@pytest.mark.parametrize("name", [".", "extra"])
+@pytest.mark.parametrize("fault", ["read-only", "elsewhere", "sticky"])
+def test_a_folder_that_files_cannot_be_moved_to(
+    tmp_path: Path, fault: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of the old model is gone then, and it goes on once that is mended."""
+    source, destination = write_folder(tmp_path / "source"), write_folder(tmp_path / "packed")
+    folder, access, stat_of = destination / name, os.access, Path.stat
+    before = files_of(destination)
+    with monkeypatch.context() as patch:
+        if fault == "read-only":
+            patch.setattr(os, "access", lambda path, mode: Path(path) != folder and access(path, mode))
+        else:
+
+            def stat(self: Path, **options: Any) -> Any:
+                found = stat_of(self, **options)
+                if self != folder:
+                    return found
+                changed = {"st_dev": -1} if fault == "elsewhere" else {"st_mode": found.st_mode | 0o1000, "st_uid": 12}
+                return SimpleNamespace(
+                    **{each: getattr(found, each) for each in dir(found) if each[:3] == "st_"} | changed
+                )
+
+            patch.setattr(Path, "stat", stat)
+            patch.setattr(os, "geteuid", lambda: 34)
+        with pytest.raises(InputError, match=r"cannot be written to|on another file system|another user.s file"):
+            compress(source, destination, overwrite=True)
+        assert files_of(destination) == before
+    compress(source, destination, overwrite=True)
+    assert verify_against(Checkpoint.open(destination), Checkpoint.open(source)).identical
+
+
+def test_files_that_the_source_has_no_more(tmp_path: Path) -> None:
+    source, destination = write_folder(tmp_path / "source"), tmp_path / "packed"
+    interrupted(source, destination)
+    (source / "tokenizer.json").unlink()
+    (source / "extra" / "notes.txt").rename(source / "extra" / "others.txt")
+    report = compress(source, destination)
+    assert report.resumed_shards == 3
+    found = {path for path in files_of(destination) if "safetensors" not in path}
+    assert found == {"config.json", "extra/others.txt"}
+
+
+def test_a_shard_called_as_what_jobs_make(tmp_path: Path) -> None:
+    source, destination = write_file(tmp_path / "x.safetensors"), tmp_path / "spools.safetensors"
+    interrupted(source, destination)
+    assert compress(source, destination).resumed_shards == 1
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "samebits.safetensors", "config.json", "older.safetensors"])

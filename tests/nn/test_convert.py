@@ -136,6 +136,20 @@ def test_all_objects_are_looked_at_only_where_they_must_be(monkeypatch: pytest.M
     assert sum(len(samebits.compress(module, min_weights=MIN_WEIGHTS).packed) for module in modules) > len(CASES)
 
 
+def test_a_tie_that_is_made_afterwards() -> None:
+    """Compressing again makes it one of the packed weight."""
+    module = nn.ModuleDict({"embedding": nn.Embedding(96, 64), "head": nn.Linear(64, 96, bias=False)}).to(
+        torch.bfloat16
+    )
+    samebits.compress(module, min_weights=1)
+    module["head"] = nn.Linear(64, 96, bias=False, dtype=torch.bfloat16)
+    module["head"].weight = module["embedding"].weight
+    samebits.compress(module, min_weights=1)
+    assert [name for name, _ in module.named_parameters()] == ["embedding.sb_packed"]
+    moved = copy.deepcopy(module.to("cpu"))
+    assert moved["head"].get_parameter("sb_packed") is moved["embedding"].get_parameter("sb_packed")
+
+
 def test_a_tie_to_a_weight_that_changes() -> None:
     module = nn.Sequential(nn.Embedding(200, 64, max_norm=1.0), nn.Linear(64, 200, bias=False)).to(torch.bfloat16)
     module[1].weight = module[0].weight

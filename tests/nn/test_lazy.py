@@ -16,7 +16,7 @@ import samebits
 from samebits.errors import InputError
 from samebits.nn import recipe
 from samebits.nn.lazy import LazyWeight
-from tests.nn.modules import INPUT
+from tests.nn.modules import INPUT, same_bits
 
 SHAPE = (96, 64)
 
@@ -236,6 +236,18 @@ def test_it_cannot_be_trained(layer: nn.Linear) -> None:
     layer.weight.requires_grad = False
     layer.weight.grad = None
     assert layer.weight.grad is None
+
+
+def test_it_gets_no_gradient(layer: nn.Linear, plain: torch.Tensor) -> None:
+    """Nor is one kept for it that nobody sees, where it was taken while none are recorded."""
+    with torch.no_grad():
+        weight = layer.weight
+    assert weight.requires_grad
+    x = torch.ones(3, weight.shape[1], dtype=torch.bfloat16, requires_grad=True)
+    (x @ weight.T).sum().backward()
+    assert x.grad is not None
+    assert same_bits(x.grad, torch.ones(3, len(plain), dtype=torch.bfloat16) @ plain)
+    assert weight.grad is torch._C.TensorBase.grad.__get__(weight) is None
 
 
 def test_zeros_may_be_written_where_they_are() -> None:

@@ -486,3 +486,30 @@ def test_what_accelerate_places_anew_is_not_read(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(stored, "_has_form", lambda *_: pytest.fail("bytes are read"))
     for _ in range(2):
         assert same_bits(dispatched(INPUT), expected)
+
+
+@pytest.mark.parametrize("write", ["of the parameter", "into its memory"])
+def test_packed_bytes_of_another_form_of_which_nobody_was_told(write: str) -> None:
+    """Of as many bytes, through ``.data``: a decoder would go by the header of the others, and may read anywhere."""
+    errors = []
+    for seed in range(40):
+        torch.manual_seed(seed)
+        first, second = (nn.Linear(64, 128, bias=False, dtype=torch.bfloat16) for _ in range(2))
+        samebits.compress(first, min_weights=1)
+        samebits.compress(second, min_weights=1)
+        own, other = first.get_parameter("sb_packed"), second.get_parameter("sb_packed")
+        if own.shape != other.shape:
+            continue
+        if write == "of the parameter":
+            own.data = other.data
+        else:
+            own.data.copy_(other.data)
+        try:
+            found = first.weight.clone()
+        except DigestError as error:
+            errors.append(str(error))
+        else:
+            assert same_bits(found, second.weight.clone())
+            assert same_bits(first(INPUT), second(INPUT))
+    assert errors
+    assert all("packed bytes are others than they were" in error for error in errors)

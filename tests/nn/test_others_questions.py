@@ -68,7 +68,15 @@ def test_names_of_inputs_of_what_is_exported(parent: Parent) -> None:
 
 
 @pytest.mark.parametrize("gradients", [True, False])
-@pytest.mark.parametrize("module", [nn.Sequential(nn.Linear(64, 96)), Parent(), nn.TransformerEncoderLayer(64, 4)])
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.Sequential(nn.Linear(64, 96)),
+        nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64)),
+        Parent(),
+        nn.TransformerEncoderLayer(64, 4),
+    ],
+)
 def test_jit_traces(module: nn.Module, gradients: bool) -> None:
     """Which torch checks by tracing anew."""
     module = copy.deepcopy(module).to(torch.bfloat16).eval()

@@ -475,6 +475,7 @@ TRANSFORMS: dict[str, Callable[[nn.Module], torch.Tensor]] = {
     "jvp": lambda module: torch.func.jvp(module, (INPUT,), (INPUT,))[1],
     "jacfwd": lambda module: torch.func.jacfwd(module)(INPUT[0, 0]),
     "jacrev": lambda module: torch.func.jacrev(module)(INPUT[0, 0]),
+    "linearize": lambda module: torch.func.linearize(module, INPUT)[1](INPUT),
     "grad of each": lambda module: torch.vmap(torch.func.grad(lambda x: module(x).float().square().sum()))(INPUT),
 }
 

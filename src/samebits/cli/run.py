@@ -76,7 +76,8 @@ def _fail(message: str, code: int) -> int:
 
 
 def _described(error: OSError) -> SamebitsError:
-    reason, where = error.strerror or str(error), str(error.filename) if error.filename else None
+    reason, file = error.strerror or str(error), error.filename2 or error.filename  # to where a file was to be moved
+    where = str(file) if file else None
     if error.errno in (errno.ENOSPC, errno.EDQUOT) and where and _is_temporary(where):
         return ResourceError(reason, where=where, mend="free some space, or set TMPDIR to a folder with more")
     if where is None and "temporary directory" in reason:

@@ -101,7 +101,9 @@ class CompactWords:
 
 def decode_compact(packed: PackedTensor, output: NDArray[np.uint16]) -> None:
     """Decode a validated packed tensor into ``output``, the tensor's words."""
-    code, sizes, planes, coded = packed.arrays(("code", "u1"), ("offsets", "<u2"), ("planes", "u1"), ("streams", "<u4"))
+    code, sizes, planes, coded = packed.arrays_to_decode(
+        ("code", "u1"), ("offsets", "<u2"), ("planes", "u1"), ("streams", "<u4")
+    )
     streams = np.zeros(packed.header.stream_words + compact_loops.SLACK, np.uint32)
     streams[: packed.header.stream_words] = coded
     lengths = sizes.astype(np.int64)

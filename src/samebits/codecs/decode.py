@@ -125,7 +125,7 @@ def _grain(chunks: int, words: int) -> int:
 def _arrays(packed: PackedTensor) -> list[NDArray[Any]]:
     """What the loops take of a packed tensor: row shifts, decode table, offsets, planes, streams."""
     header = packed.header
-    code, shifts, *arrays = packed.arrays(
+    code, shifts, *arrays = packed.arrays_to_decode(
         ("code", "<u2"), ("row_shifts", "i1"), ("offsets", "<u4"), ("planes", "<u4"), ("streams", "<u4")
     )
     if not header.has_row_shifts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,8 +15,8 @@ PICKLED = (0, 1)
 VERSIONS = ((0, 2), (0, 5))  # first and last whose tensors are those of unit.py
 THREADS_PER_BLOCK = [512]
 BYTES_PER_THREAD = 8
-_MAX_REPEATS = 3  # in one pattern
 _MAX_PATH = 255
+_MAX_WAYS = 20_000_000  # in which a pattern may fail to match a path
 _MEND = f"mend {KEY} in config.json"
 
 
@@ -97,14 +98,22 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
     """A pattern of module paths; one that could take forever to match is refused.
 
     Raises:
-        InputError: not a regular expression, or one with repeated groups, more than three repetitions, or groups of
-            another kind than "(" and "(?:", which may say that blanks do not count.
+        InputError: not a regular expression, or one with repeated groups, too many repetitions and alternatives, or
+            groups of another kind than "(" and "(?:", which may say that blanks do not count.
     """
-    plain = re.sub(r"\\.|\(\?:", "_", pattern)
-    if re.search(r"\)[*+{]|\(\?", plain) or len(re.findall(r"[*+?{]", plain)) > _MAX_REPEATS:
-        what = "repeated groups, groups of another kind, or too many repetitions in a pattern of module paths"
+    plain = re.sub(r"\\.", "_", pattern).replace("(?:", "(")
+    if re.search(r"\)[*+{]|\(\?", plain) or _ways(plain) > _MAX_WAYS:
+        what = "repeated groups, groups of another kind, or too many repetitions or alternatives in a pattern"
         raise InputError(what, where=repr(pattern), mend=_MEND)
     try:
         return re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
         raise InputError(f"no regular expression ({error})", where=repr(pattern), mend=_MEND) from None
+
+
+def _ways(plain: str) -> float:
+    """At most so many, for the longest path: where repetitions end, and which alternative of each group is taken."""
+    repeats, groups = len(re.findall(r"[*+?{]", plain)), max(plain.count("("), 1)
+    alternatives = (plain.count("|") + groups) / groups  # of each group, if that makes most of them
+    exponent = repeats * math.log(_MAX_PATH) - math.lgamma(repeats + 1) + groups * math.log(alternatives)
+    return math.exp(min(exponent, 100.0))

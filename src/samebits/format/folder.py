@@ -21,6 +21,8 @@ INDEX_SUFFIX = ".safetensors.index.json"
 CONFIG = "config.json"
 JOB = ".samebits-job"  # in a folder that a job is writing
 _OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
+_MAX_NAME = 255  # bytes, on common file systems
+_FETCH = "fetch or write it again"
 _STEMS = (STEM, "model")  # where weights are looked for first
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
 
@@ -55,15 +57,17 @@ class Folder:
     def of_index(cls, path: Path) -> Folder:
         index = read_json(path)
         weight_map, metadata = index.get("weight_map"), index.get("metadata") or {}
-        if not isinstance(weight_map, dict) or not isinstance(metadata, dict) or not weight_map:
-            raise FormatError("the index has no weight_map", where=str(path), mend=DAMAGED)
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise FormatError("the index has no weight_map", where=str(path), mend=_FETCH)
+        if not isinstance(metadata, dict):
+            raise FormatError("the index's metadata is no object", where=str(path), mend=_FETCH)
         try:
             names = sorted({file_name_of(name) for name in weight_map.values()})
         except FormatError as error:
             raise error.at(str(path)) from None
         for name in names:
             if not (path.parent / name).exists():
-                raise FormatError(f"the shard {name} is missing", where=str(path), mend="fetch or write it again")
+                raise FormatError(f"the shard {name} is missing", where=str(path), mend=_FETCH)
         return cls([path.parent / name for name in names], weight_map, metadata, path)
 
     def check(self, files: Iterable[SafetensorsFile]) -> None:
@@ -72,7 +76,7 @@ class Folder:
         for name, file_name in self.weight_map.items():
             if name not in held[file_name]:
                 where = f"{self.index}: {name}"
-                raise FormatError(f"the index puts it into {file_name}, which lacks it", where=where, mend=DAMAGED)
+                raise FormatError(f"the index puts it into {file_name}, which lacks it", where=where, mend=_FETCH)
 
 
 def _why_no_weights(folder: Path, names: Iterable[str]) -> tuple[str, str]:
@@ -168,9 +172,10 @@ def file_name_of(name: object) -> str:
 
 
 def _can_be_named(name: str) -> bool:
-    """Whether the system takes it as a file's name: no NUL, no lone surrogates but those that stand for bytes."""
+    """Whether a file can have this name: no NUL, not too long, no lone surrogates but those that stand for bytes."""
     try:
-        return b"\0" not in os.fsencode(name)
+        encoded = os.fsencode(name)
+        return b"\0" not in encoded and len(encoded) <= _MAX_NAME
     except UnicodeEncodeError:
         return False
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import astuple, dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -13,6 +13,9 @@ import torch
 from samebits.cached import cached_property
 from samebits.errors import DAMAGED, FormatError, VersionError
 from samebits.format.geometry import MAX_CHUNK_STAGES, RUN_WORDS, STREAMS, Code, Geometry, Layout
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 MAGIC = 0x54494253
 VERSION = 1
@@ -31,6 +34,7 @@ ESCAPE = EXPONENTS  # the compact code's symbol for exponents without a frequenc
 WIDE_ALIGNMENT_WORDS = 65536  # from this many words on, planes start at a multiple of 128 bytes
 STORED_DIGEST_END = 16  # the stored digest covers the bytes from here on
 _HEADER = struct.Struct("<IBBBB QQ IBBBb QHHI QQ")
+_DIGESTS = slice(8, 24)
 _HAS_ROW_SHIFTS = 1
 _MAX_WORDS = 1 << 48
 
@@ -156,6 +160,18 @@ class Header:
             self.stream_words, 0,
         )  # fmt: skip
         return head + struct.pack(f"<{len(self.shape)}Q", *self.shape)
+
+    @cached_property
+    def _form(self) -> tuple[bytes, bytes]:
+        """``to_bytes`` in front of the digests and behind them: all that a decoder asks of it."""
+        head = self.to_bytes()
+        return head[: _DIGESTS.start], head[_DIGESTS.stop :]
+
+    def begins(self, content: NDArray[np.uint8]) -> bool:
+        """Whether packed bytes begin with this header, whatever digests it has there."""
+        before, behind = self._form
+        head = content[: _DIGESTS.stop + len(behind)].tobytes()
+        return head[: _DIGESTS.start] == before and head[_DIGESTS.stop :] == behind
 
     def write(self, data: torch.Tensor) -> None:
         """Write header and shape into a packed tensor's bytes on the CPU, and zeros between its sections.

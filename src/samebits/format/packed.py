@@ -25,6 +25,8 @@ from samebits.format.header import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from numpy.typing import NDArray
 
 
@@ -101,9 +103,27 @@ class PackedTensor:
         Raises:
             InputError: the memory was freed.
         """
+        return self._arrays_in(self._bytes(), sections)
+
+    def arrays_to_decode(self, *sections: tuple[Section, str]) -> list[NDArray[Any]]:
+        """``arrays`` of bytes that begin with the header.
+
+        Raises:
+            InputError: as ``arrays``.
+            DigestError: they begin otherwise: others were written to their memory, of which nobody was told.
+        """
+        whole = self._bytes()
+        if not self.header.begins(whole):
+            what = "its packed bytes are others than they were"
+            raise DigestError(what, mend="load it again, by load_state_dict and not through .data")
+        return self._arrays_in(whole, sections)
+
+    def _bytes(self) -> NDArray[Any]:
         self.check_not_freed()
         view: NDArray[Any] = np.from_dlpack(self.data)
-        whole = view if view.flags.writeable else self.data.numpy()
+        return view if view.flags.writeable else self.data.numpy()
+
+    def _arrays_in(self, whole: NDArray[Any], sections: Iterable[tuple[Section, str]]) -> list[NDArray[Any]]:
         return [whole[self.header.sections[name]].view(np.dtype(dtype)) for name, dtype in sections]
 
     @classmethod

@@ -85,7 +85,7 @@ class Compression(Job):
 
     def convert_config(self, config: dict[str, Any]) -> dict[str, Any]:
         if self.options.cast:
-            config = _with_dtype(config)
+            _set_dtype(config)
         options = self.options
         entry = {"quant_method": KEY, "version": VERSION, "min_weights": options.min_weights,
                  "include": list(options.include), "exclude": list(options.exclude)}  # fmt: skip
@@ -93,10 +93,12 @@ class Compression(Job):
         return {**config, "quantization_config": entry}
 
 
-def _with_dtype(config: dict[str, Any]) -> dict[str, Any]:
-    """A config whose (and whose parts') dtype is bfloat16."""
-    result = {key: _with_dtype(value) if isinstance(value, dict) else value for key, value in config.items()}
-    return {**result, **{key: "bfloat16" for key in ("dtype", "torch_dtype") if isinstance(result.get(key), str)}}
+def _set_dtype(config: dict[str, Any]) -> None:
+    """Make a config's dtype, and its parts', bfloat16."""
+    parts = [config]
+    for part in parts:
+        parts += [value for value in part.values() if isinstance(value, dict)]
+        part.update({key: "bfloat16" for key in ("dtype", "torch_dtype") if isinstance(part.get(key), str)})
 
 
 def _metadata(

@@ -93,7 +93,14 @@ class Df11Compression(Job):
         while path is None and name:
             name = name.rpartition(".")[0]
             path = name if name in self.units else None
-        return file_name_of(path.replace(".", "_") + SUFFIX) if path is not None else None
+        if path is None:
+            return None
+        file = path.replace(".", "_") + SUFFIX
+        try:
+            return file_name_of(file)
+        except FormatError:
+            what, mend = f"the file of its unit cannot be called {file!r}", "give --patterns that leave it out"
+            raise InputError(what, where=f"{self.checkpoint.path}: {path}", mend=mend) from None
 
     def _unsaid(self) -> dict[str, str]:
         """What the file for the rest says, or the only one."""

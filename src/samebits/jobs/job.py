@@ -222,7 +222,7 @@ class Job(ABC):
 
     def _tasks(self, entries: Iterable[Entry], space: Workspace) -> Iterator[Task]:
         for number, entry in enumerate(entries):
-            spool, pack = space.folder / f"spool-{number}", self.packs(entry)
+            spool, pack = space.spools / str(number), self.packs(entry)
             matrix = entry.matrix if isinstance(entry, UnitEntry) else None
             yield Task(entry.name, entry.file.path, entry.spec, entry.header, matrix, pack, spool, self.device)
 
@@ -238,6 +238,7 @@ class Job(ABC):
         self._progress(self._done, self._total)
 
     def _stage_others(self, space: Workspace) -> None:
+        space.remove_others(shard.target for shard in self.shards)
         for relative in self.others:
             target = space.out / relative
             target.parent.mkdir(parents=True, exist_ok=True)

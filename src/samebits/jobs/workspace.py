@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import stat
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
@@ -51,9 +52,10 @@ class Workspace:
         self.identity: dict[str, Any] = json.loads(json.dumps(identity))
         self.folder = destination / JOB if is_folder else destination.with_name(f".{destination.name}{JOB}")
         self.out = self.folder / "out"
+        self.spools = self.folder / "spools"
         self._publishing = self.folder / "publishing"
         self._lock: IO[str] | None = None
-        self._made_destination = self._is_fresh = False
+        self._made_destination = self._is_fresh = self._has_no_place = False
 
     def __enter__(self) -> Self:
         for path in (self.destination, *self.destination.parents):
@@ -75,8 +77,8 @@ class Workspace:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, SamebitsError | OSError):
-            can_go_on = isinstance(error, ResourceError | OSError) and self._has_finished()
-            if not can_go_on:
+            can_be_mended = isinstance(error, ResourceError | OSError) or self._has_no_place
+            if not (can_be_mended and self._has_finished()):
                 self._discard()  # running it again would end the same way, or begin anew
         self._release()
 
@@ -157,8 +159,9 @@ class Workspace:
             self._check_begun()
             self._empty()
             (self.folder / "job.json").write_text(json.dumps(self.identity))
-        for path in self.folder.glob("spool*"):
-            path.unlink()
+        if self.spools.exists():
+            shutil.rmtree(self.spools)
+        self.spools.mkdir()
         self.out.mkdir(exist_ok=True)
         for path in self.out.rglob(f"*{SUFFIX}.partial"):  # begun anew, and its space is needed
             path.unlink()
@@ -213,22 +216,53 @@ class Workspace:
         path, file = self.folder / f"{name}.done", self.out / name
         return path.exists() and file.exists() and _fingerprint(file) == _left_behind(path)
 
+    def remove_others(self, shards: Iterable[str]) -> None:
+        """All that is in ``out`` but these: an earlier run's files, which the source may not have any more."""
+        for path in {*self.out.iterdir()} - {self.out / name for name in shards}:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
     def check_places(self, files: Iterable[Path]) -> None:
         """Refuse to publish ``files``, relative to ``out``, where that would fail half way.
 
         Raises:
-            InputError: a folder stands where a file goes or weights are looked for, or a file where a folder goes.
+            InputError: a folder stands where a file goes or weights are looked for, or a file where a folder goes; a
+                folder cannot be written to, or is on another file system. What is finished stays for the next run.
         """
         if not self.is_folder:
             return
+        self._has_no_place = True
         files = list(files)
         weights = [path for path in self.destination.iterdir() if rank(Path(path.name))]
         for place in (*weights, *map(self._place, files)):
             if place.is_dir() and not place.is_symlink():
                 raise InputError("a folder is in the way", where=str(place), mend="remove it")
+            if place.parent.is_dir():
+                self._check_replaceable(place)
         for folder in {self._place(parent) for file in files for parent in file.parents}:
             if os.path.lexists(folder) and not folder.is_dir():
                 raise InputError("a file is in the way", where=str(folder), mend="remove it")
+            if folder.is_dir():
+                self._check_writable(folder)
+        self._has_no_place = False
+
+    def _check_writable(self, folder: Path) -> None:
+        """That files can be moved from ``out`` to there."""
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise InputError("this folder cannot be written to", where=str(folder), mend="change its permissions")
+        if folder.stat().st_dev != self.out.stat().st_dev:
+            mend = "remove what is mounted or linked there, and link it to the finished model's place again"
+            raise InputError("this folder is on another file system", where=str(folder), mend=mend)
+
+    def _check_replaceable(self, place: Path) -> None:
+        """That a file may go, as others' may not in a folder like /tmp."""
+        folder, user = place.parent.stat(), os.geteuid()
+        if not folder.st_mode & stat.S_ISVTX or not os.path.lexists(place) or user in (0, folder.st_uid):
+            return
+        if place.lstat().st_uid != user:
+            raise InputError("another user's file is in the way", where=str(place), mend="choose another destination")
 
     def publish(self) -> None:
         """Move everything from ``out`` into its place, what makes it loadable last, and remove the workspace.

@@ -42,6 +42,7 @@ _SMALL = 1 << 19
 _DEVICE = torch.ops.prim.device.default
 
 _requires_grad: Any = torch._C.TensorBase.requires_grad
+_grad: Any = torch._C.TensorBase.grad
 
 
 class LazyTensor(torch.Tensor):
@@ -186,6 +187,8 @@ class LazyWeight(LazyTensor):
             )
         weight.recipe, weight.packed = recipe, tuple(data)
         weight.has_small_views = weight.dim() > 2 and weight.numel() <= _SMALL
+        if shows:  # and is used, maybe, where gradients are recorded
+            weight.register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
         return weight
 
     def decode(self) -> torch.Tensor:
@@ -249,6 +252,10 @@ class HeldView(LazyTensor):
 
     def untyped_storage(self) -> torch.UntypedStorage:
         return self.plain.untyped_storage()
+
+
+def _drop_gradient(weight: torch.Tensor) -> None:
+    _grad.__set__(weight, None)
 
 
 def _without_memory(

@@ -111,10 +111,10 @@ class PackedModule(nn.Module):
         )
 
     def _sb_saved(self, tensor: torch.Tensor) -> Saved | None:
-        if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+        if not _has_memory(tensor):
             return None  # a child's weight, say
         for name, weight in (self.sb_decoded or {}).items():
-            if torch._C._functorch.is_functorch_wrapped_tensor(weight):  # which has no memory of its own
+            if not _has_memory(weight):
                 continue
             if tensor.dtype == weight.dtype and tensor.untyped_storage().data_ptr() == weight.data_ptr():
                 data, offset = self.sb_data(name), int(tensor.storage_offset())
@@ -303,6 +303,12 @@ class PackedModule(nn.Module):
         self.__dict__["sb_versions"] = {}
         self.sb_accept(self.sb_slots)
         modules.add(self)
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether it is a usual tensor, with an address."""
+    is_usual = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+    return is_usual and not (tensor._is_zerotensor() or torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 class _Decoded(dict[str, torch.Tensor]):

@@ -96,7 +96,7 @@ def is_alone(input: torch.Tensor, bias: torch.Tensor | None, data: torch.Tensor)
     if not (_takes_no_gradient(input) and (bias is None or _takes_no_gradient(bias))):
         return False
     is_here = input.is_cpu and type(data) in (torch.Tensor, nn.Parameter) and data.is_cpu
-    return is_here and (input.dim() <= 2 or is_gapless(input)) and not _is_watched("cpu")
+    return is_here and not _is_watched("cpu") and (input.dim() <= 2 or is_gapless(input))
 
 
 def is_trained(input: torch.Tensor, bias: torch.Tensor | None) -> bool:
@@ -112,7 +112,7 @@ def is_frozen(input: torch.Tensor, bias: torch.Tensor | None) -> bool:
 
     Strides of a dimension of 1 count: torch makes a batch of products, or a transposed gradient, where they say so.
     """
-    return is_trained(input, bias) and is_gapless(input) and not _is_watched()
+    return is_trained(input, bias) and not _is_watched() and is_gapless(input)  # a trace would keep that it is asked
 
 
 def _is_own(tensor: torch.Tensor) -> bool:

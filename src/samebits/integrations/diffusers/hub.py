@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any
 
+import torch
 from diffusers.pipelines import pipeline_loading_utils, pipeline_utils
 from torch import nn
 
@@ -15,7 +16,7 @@ from samebits.errors import DtypeError
 from samebits.format.folder import STEM
 from samebits.integrations.diffusers.model import check_saving
 from samebits.nn.offload import refuse_grouped
-from samebits.nn.packed_module import packed_parameters
+from samebits.nn.packed_module import check_dtype, packed_parameters
 
 
 def register() -> None:
@@ -25,6 +26,7 @@ def register() -> None:
     pipeline_loading_utils.is_safetensors_compatible = checking
     pipeline = pipeline_utils.DiffusionPipeline
     pipeline.save_pretrained = _saving(pipeline.save_pretrained)
+    pipeline.to = _moving(pipeline.to)
     pipeline.from_pipe = classmethod(_converting(pipeline.from_pipe.__func__))
 
 
@@ -60,6 +62,18 @@ def _saving(original: Callable[..., None]) -> Callable[..., None]:
         original(self, *args, **kwargs)
 
     return save_pretrained
+
+
+def _moving(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """What one part refuses is refused before another one is converted."""
+        dtypes = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.dtype)]
+        if dtypes and _packed_parts(self):
+            check_dtype(lambda tensor: tensor.to(dtypes[0]) if tensor.is_floating_point() else tensor)
+        return original(self, *args, **kwargs)
+
+    return to
 
 
 def _converting(original: Callable[..., Any]) -> Callable[..., Any]:
