@@ -98,7 +98,7 @@ def _traced(module: PackedLinearModule, operands: str, input: torch.Tensor, bias
         y = product(rows, module._parameters[_DATA], addend, [height, width], fields)
     else:
         y = F.linear(rows, module.sb_decode("weight"), addend)
-    y = y.unflatten(0, input.shape[:-1]) if is_folded else y
+    y = y.view(*input.shape[:-1], y.shape[-1]) if is_folded else y
     return y if addend is bias else y + bias  # type: ignore[no-any-return]
 
 
