@@ -19,15 +19,20 @@ class Made(NamedTuple):
     """What one launch made.
 
     Attributes:
-        group: knows whether its bytes are proved.
+        others: of the group then, which another thread may have replaced since.
     """
 
     products: list[torch.Tensor]
     group: Group
+    others: tuple[Weight, ...]
+
+    @property
+    def is_proved(self) -> bool:
+        return all(weight.is_proved for weight in self.others)
 
     def prove(self, alone: Sequence[torch.Tensor]) -> None:
         """By the same products, each made alone."""
-        for weight, *both in list(zip(self.group.others, self.products[1:], alone[1:], strict=False)):
+        for weight, *both in zip(self.others, self.products[1:], alone[1:], strict=True):
             self.group.prove(weight, *both)
 
 
@@ -49,7 +54,7 @@ def launch(x: torch.Tensor, every: Sequence[PackedTensor], biases: Sequence[torc
     if choice is None or held is None:
         return None
     try:
-        return Made(choice.products(x, bias, lambda: [operands, *choice.operands(held)]), group)
+        return Made(choice.products(x, bias, lambda: [operands, *choice.operands(held)]), group, choice.others)
     except torch.OutOfMemoryError:  # with many tokens, it takes as much as all these weights decoded
         group.chosen[call.key] = None
         return None

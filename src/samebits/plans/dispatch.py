@@ -84,7 +84,7 @@ def linears(
     """``linear`` of one x with several weights, each with its bias or None."""
     with nvrtc.on_device(x.get_device()):
         made = at_once.launch(x, every, biases)
-        if made is not None and made.group.is_proved:
+        if made is not None and made.is_proved:
             return made.products
         alone = [linear(x, packed, bias) for packed, bias in zip(every, biases, strict=True)]
         if made is not None:
