@@ -9,6 +9,8 @@ from transformers.distributed import DistributedConfig
 
 import samebits
 
+if len(sys.argv) != 3:
+    sys.exit(f"usage: {__doc__}")
 folder, prompt = sys.argv[1:]
 parts = DistributedConfig(tp_size=int(os.environ["WORLD_SIZE"]))
 model = AutoModelForCausalLM.from_pretrained(

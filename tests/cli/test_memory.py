@@ -45,8 +45,11 @@ def test_what_fits(samebits: Command, example: Path) -> None:
         report["packed_cache_peak_bytes"] - report["packed_cache_bytes"] == report["peak_bytes"] - report["cache_bytes"]
     )
     outcome = samebits(*arguments)
-    assert f"samebits fits into 20MB, 4.61 MB to spare; {report['longest_context']:,} tokens would\n" in outcome.out
-    assert f" to spare; {report['bf16_longest_context']:,} tokens would\n" in outcome.out
+    assert (
+        f"samebits fits into 20MB, 4.61 MB to spare; up to {report['longest_context']:,} tokens would fit\n"
+        in outcome.out
+    )
+    assert f" to spare; up to {report['bf16_longest_context']:,} tokens would fit\n" in outcome.out
 
 
 def test_a_prompt_that_is_read_at_once_takes_more(samebits: Command, example: Path) -> None:
@@ -63,7 +66,7 @@ def test_what_does_not_fit(samebits: Command, example: Path) -> None:
     report = samebits("estimate", example, "--context", 1, "--json").json
     for missing, text in (
         (1, "does not fit into {}; its weights alone are too large"),
-        (0, "fits into {}, 0 B to spare; 1 token would"),
+        (0, "fits into {}, 0 B to spare; up to 1 token would fit"),
     ):
         limit = f"{report['needed_bytes'] - missing}B"
         assert f"samebits {text.format(limit)}\n" in samebits("estimate", example, "--context", 1, "--gpu", limit).out
@@ -76,7 +79,7 @@ def test_a_packed_cache_holds_more(samebits: Command, example: Path) -> None:
     assert 1.05 < tokens / report["longest_context"] < 1.2  # one layer of four is decoded
     lines = samebits(*arguments).out.splitlines()
     [line] = [line for line in lines if line.startswith("samebits with PackedCache fits into 1GB, ")]
-    assert line.endswith(f" to spare; {tokens:,} tokens would")
+    assert line.endswith(f" to spare; up to {tokens:,} tokens would fit")
 
 
 def test_a_config_that_no_model_can_be_made_of(samebits: Command, config: Path) -> None:
@@ -166,7 +169,7 @@ def test_more_than_can_be_asked_about(samebits: Command, config: Path, option: s
 def test_the_most_tokens_are_those_of_the_search(samebits: Command, config: Path) -> None:
     assert app._MOST_TOKENS == MOST_TOKENS
     outcome = samebits("estimate", config, "--context", 9, "--gpu", "9999TB")
-    assert " to spare; more than 16,777,216 tokens would\n" in outcome.out
+    assert " to spare; more than 16,777,216 tokens would fit\n" in outcome.out
 
 
 def test_a_forward_pass_too_large_to_be_followed(samebits: Command, config: Path) -> None:

@@ -492,3 +492,19 @@ def test_made_plain_in_inference_mode() -> None:
 def test_patterns_that_are_none(patterns: Any) -> None:
     with pytest.raises(InputError, match=r"include is .*, no list of patterns; give a list of strings"):
         samebits.compress(nn.Linear(64, 64).to(torch.bfloat16), include=patterns)
+
+
+def test_patterns_that_are_of_no_name() -> None:
+    module = nn.ModuleDict({"embedding": nn.Embedding(96, 64), "head": nn.Linear(64, 96, bias=False)}).to(
+        torch.bfloat16
+    )
+    module["head"].weight = module["embedding"].weight
+    with pytest.warns(UserWarning, match=r"the pattern 'haed\*' is the name of no parameter") as warned:
+        report = samebits.compress(module, min_weights=1, include=["*.weight"], exclude=["haed*"])
+    assert len(warned) == 1
+    assert report.unmatched == json.loads(report.to_json())["unmatched"] == ["haed*"]
+    assert "haed*: the name of no parameter" in str(report)
+    samebits.decompress(module)
+    report = samebits.compress(module, min_weights=1, exclude=["head.weight"])  # the other name of a tied weight
+    assert not report.unmatched
+    assert str(report).startswith("nothing packed, 1 unchanged")

@@ -78,7 +78,7 @@ Units = Annotated[
 ]
 Model = Annotated[
     str | None,
-    typer.Argument(metavar="[PATH]", parser=_given, help="Default: the example model.", show_default=False),
+    typer.Argument(metavar="[PATH]", parser=_given, help="Default: the example model, in a clone.", show_default=False),
 ]
 
 _MAX_SEED = 2**64 - 1  # that torch takes
@@ -144,7 +144,7 @@ def decompress(
 @app.command()
 def verify(
     destination: Annotated[
-        str, typer.Argument(metavar="DST", parser=_given, help="Compressed folder or file.", show_default=False)
+        str, typer.Argument(metavar="DST", parser=_given, help="Compressed folder, file or hub id.", show_default=False)
     ],
     against: Annotated[
         str | None, typer.Option(metavar="SRC", parser=_given, help="Its original: compare byte by byte.")

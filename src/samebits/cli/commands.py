@@ -150,8 +150,9 @@ def inspect(path: str, tensors: bool, as_json: bool) -> None:
     else:
         columns = ("tensors", "number", "weights", "original", "stored", "bits/weight")
         print_table(str(checkpoint.path), columns, [_kind_row(kind, of_kind) for kind, of_kind in kinds.items()])
+    files = len(checkpoint.files)
     print_lines(
-        f"{sizes.packed_tensors} of {sizes.tensors} tensors packed, {len(checkpoint.files)} files",
+        f"{sizes.packed_tensors} of {sizes.tensors} tensors packed, {files} file{'s' * (files != 1)}",
         f"{size(sizes.original_bytes)} uncompressed, {size(sizes.stored_bytes)} stored ({100 * sizes.ratio:.1f} %)",
     )
     if sizes.packed_tensors:

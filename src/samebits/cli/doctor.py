@@ -85,6 +85,7 @@ def _gpu() -> Iterator[Finding]:
     if not torch.cuda.is_available():
         built = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is built without CUDA"
         yield Finding("GPU", f"none ({built}); everything runs on the CPU")
+        yield native_code()
         return
     properties = torch.cuda.get_device_properties(0)
     memory, capability = properties.total_memory / 2**30, f"{properties.major}.{properties.minor}"

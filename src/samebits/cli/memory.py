@@ -124,7 +124,7 @@ def _print(memory: ModelMemory, title: str, case: Case) -> None:
         ("peak", peak, packed_cache_peak, plain_peak),
         ("peak where products have no plans", needed, packed_cache_needed, plain_peak),
     ]
-    head = ("without the GPU's own", "samebits", "with PackedCache", "BF16")
+    head = ("without CUDA's own", "samebits", "with PackedCache", "BF16")
     print_table(title, head, [(name, *map(size, sizes)) for name, *sizes in rows])
 
 
@@ -137,5 +137,5 @@ def _print_fit(memory: ModelMemory, gpu: str, limit: int, case: Case) -> None:
 
 def _longest(tokens: int | None) -> str:
     if tokens is None:
-        return f"more than {MOST_TOKENS:,} tokens would"
-    return "its weights alone are too large" if tokens < 0 else f"{tokens:,} token{'s' * (tokens != 1)} would"
+        return f"more than {MOST_TOKENS:,} tokens would fit"
+    return "its weights alone are too large" if tokens < 0 else f"up to {tokens:,} token{'s' * (tokens != 1)} would fit"

@@ -6,6 +6,7 @@ import gc
 import json
 import math
 import sys
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import wraps
@@ -159,10 +160,15 @@ class Size:
 
 @dataclass
 class Report:
-    """What is packed, and what is not and why; by full parameter name. A tied parameter counts once."""
+    """What is packed, and what is not and why; by full parameter name. A tied parameter counts once.
+
+    Attributes:
+        unmatched: patterns of ``include`` and ``exclude`` that are the name of no parameter.
+    """
 
     packed: dict[str, Size] = field(default_factory=dict)
     raw: dict[str, str] = field(default_factory=dict)
+    unmatched: list[str] = field(default_factory=list)
 
     @property
     def bits_per_weight(self) -> float:
@@ -171,13 +177,19 @@ class Report:
         return 8 * sum(size.nbytes for size in self.packed.values()) / words if words else 0.0
 
     def to_json(self) -> str:
-        """One JSON object: bits_per_weight, packed (words and nbytes of each), raw (why)."""
-        packed = {name: asdict(size) for name, size in self.packed.items()}
-        return json.dumps({"bits_per_weight": self.bits_per_weight, "packed": packed, "raw": self.raw})
+        """One JSON object: bits_per_weight, packed (words and nbytes of each), raw (why), unmatched."""
+        return json.dumps({"bits_per_weight": self.bits_per_weight, **asdict(self)})
 
     def __str__(self) -> str:
-        head = f"{len(self.packed)} packed with {self.bits_per_weight:.2f} bits per weight, {len(self.raw)} unchanged"
-        return "\n".join([head, *(f"  {name}: {reason}" for name, reason in self.raw.items())])
+        packed = f"{len(self.packed)} packed with {self.bits_per_weight:.2f} bits per weight"
+        head = f"{packed if self.packed else 'nothing packed'}, {len(self.raw)} unchanged"
+        others = [f"  {pattern}: the name of no parameter" for pattern in self.unmatched]
+        return "\n".join([head, *others, *(f"  {name}: {reason}" for name, reason in self.raw.items())])
+
+    def warn(self) -> None:
+        """Of patterns that are of no use: a slip, most likely."""
+        for pattern in self.unmatched:
+            warnings.warn(f"samebits: the pattern {pattern!r} is the name of no parameter", stacklevel=3)
 
 
 def compress(
@@ -220,6 +232,7 @@ def compress(
         _give_back(_pack_tied(owned))
     result = report(module, selection)
     result.raw.update({owned[0][0]: "tied to a weight of a module outside" for owned in shared})
+    result.warn()
     return result
 
 
@@ -285,6 +298,9 @@ def _give_back(device: torch.device) -> None:
 def report(module: nn.Module, selection: Selection) -> Report:
     """What of a module is packed, and why the rest is not, if ``selection`` decided that."""
     result = Report()
+    names = [full_name for full_name, _, _ in (*packed_parameters(module), *unpacked(module))]
+    patterns = (*selection.include, *selection.exclude)
+    result.unmatched = [each for each in patterns if not any(is_selected(name, (each,), ()) for name in names)]
     for owned in tied(list(packed_parameters(module))):
         full_name, owner, name = owned[0]
         recipe, data = cast(PackedModule, owner).sb_recipes[name], cast(PackedModule, owner).sb_data(name)

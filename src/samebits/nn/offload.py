@@ -21,7 +21,7 @@ from samebits.errors import InputError
 from samebits.nn.df11 import holds_units
 from samebits.nn.packed_module import PackedModule, check_module
 from samebits.nn.streaming import Block, Owners, Streamer, block_bytes, lane_to
-from samebits.sizes import parse_size
+from samebits.sizes import parse_size, size
 
 BUFFERS = 2  # one that is computed from, one that is copied to
 STATE = "sb_offloaded"  # where an offloaded module keeps its state
@@ -57,7 +57,7 @@ class Offloaded:
 
     def __str__(self) -> str:
         here = f"{self.blocks - len(self.streamed)} of {self.blocks} blocks stay on {self.device}"
-        sizes = f"{self.device_bytes / 1e9:.2f} GB there, {self.streamed_bytes / 1e9:.2f} GB in main memory"
+        sizes = f"{size(self.device_bytes)} there, {size(self.streamed_bytes)} in main memory"
         return f"{here}, {len(self.streamed)} are streamed: {sizes}"
 
 

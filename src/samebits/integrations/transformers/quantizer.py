@@ -98,7 +98,12 @@ class SamebitsConfig(QuantizationConfigMixin):  # type: ignore[misc]
             InputError: an unknown key.
         """
         options = dict(config_dict)
-        check_version(options.pop("version", None))
+        if "version" not in options:
+            mend = (
+                "pass samebits.SamebitsConfig() to compress while loading; config.json of a compressed folder has one"
+            )
+            raise FormatError("quantization_config has no version", mend=mend)
+        check_version(options.pop("version"))
         options.pop("quant_method", None)
         unknown = sorted(options.keys() - {"min_weights", "include", "exclude"})
         if unknown:
@@ -245,6 +250,8 @@ class SamebitsQuantizer(HfQuantizer):  # type: ignore[misc]
         compute_as_plain(model)
         parallel.unbind(model)
         self.report = report(model, self._selection)
+        if not self.pre_quantized:
+            self.report.warn()
         align_packed(model)
         return model
 
