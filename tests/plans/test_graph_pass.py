@@ -12,7 +12,9 @@ from torch._inductor.utils import run_and_get_code
 from torch.nn import functional as F
 
 import samebits
+from samebits.kernels.ops import fields_of
 from samebits.nn import product
+from samebits.nn.packed_linear import PackedLinearModule
 from tests.plans.sums import normal
 
 K = 128
@@ -53,8 +55,29 @@ class BiasOfProduct(nn.Module):
         self.first, self.second = nn.Linear(K, K, bias=False), nn.Linear(K, K, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        bias = self.first(x).flatten(0, -2)[0]
-        return bias + F.linear(x.flatten(0, -2), self.second.weight, bias)
+        rows = x.flatten(0, -2)
+        bias = self.first(rows)[0].relu()
+        if not isinstance(self.second, PackedLinearModule):
+            return F.linear(rows, self.second.weight, bias)
+        header = self.second.sb_recipes["weight"].matrix
+        assert header is not None
+        product: torch.Tensor = torch.ops.samebits.linear(
+            rows, self.second.get_parameter("sb_packed"), bias, list(header.shape), fields_of(header)
+        )
+        return product
+
+
+class Gates(nn.Module):
+    """Others stand between products of one input, and stay there once they are joined."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Linear(K, K) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.tanh()
+        first, between = self.a(x), self.b(y) * self.c(y)
+        return first * between + self.d(x)  # type: ignore[no-any-return]
 
 
 def compiled(module: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, str]:
@@ -66,7 +89,9 @@ def compiled(module: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, str]:
 
 
 @pytest.mark.parametrize("shape", [(1, 1, K), (3, K), (2, 3, K)])
-@pytest.mark.parametrize(("make", "joint", "alone"), [(Attention, 1, 1), (Turns, 1, 4), (BiasOfProduct, 0, 1)])
+@pytest.mark.parametrize(
+    ("make", "joint", "alone"), [(Attention, 1, 1), (Turns, 1, 4), (BiasOfProduct, 0, 2), (Gates, 1, 2)]
+)
 def test_joined(
     make: Callable[[], nn.Module], joint: int, alone: int, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -453,3 +453,68 @@ def test_at_once_with_inference_tensors(at_once: AtOnce) -> None:
     with torch.inference_mode():
         at_once.layers.packed[2] = samebits.encode(at_once.layers.weights[2])
     assert [at_once.ask(normal(1, K, seed=seed)) for seed in range(3)] == [(3, 0)] * 3
+
+
+def test_at_once_with_other_companions(at_once: AtOnce) -> None:
+    """Each set of them by itself, in whatever order graphs ask for them."""
+    layers = at_once.layers
+
+    def ask(seed: int, *numbers: int) -> tuple[int, int]:
+        layers.gpu.fused_calls.clear()
+        layers.joint.clear()
+        x = normal(1, K, seed=seed)
+        made = dispatch.linears(x, [layers.packed[i] for i in numbers], [layers.biases[i] for i in numbers])
+        for y, number in zip(made, numbers, strict=True):
+            right = split_linear(x, layers.weights[number], layers.biases[number], SPLIT)
+            assert torch.equal(y.view(torch.int16), right.view(torch.int16))
+        return len(layers.gpu.fused_calls), len(layers.joint)
+
+    assert [ask(0, 0, 1), ask(1, 0, 2)] == [(2, 1)] * 2
+    assert [ask(2, 0, 1), ask(3, 0, 2), ask(4, 0, 1, 2), ask(5, 0, 1)] == [(0, 1), (0, 1), (3, 1), (0, 1)]
+
+
+def test_at_once_with_biases_that_are_made_anew(at_once: AtOnce) -> None:
+    """As by a graph: there is nothing that a later call could rest on."""
+    found = []
+    for seed in range(20):
+        at_once.layers.biases[1] = normal(8, seed=seed).clone()
+        found.append(at_once.ask(normal(1, K, seed=seed)))
+    assert found[0] == (3, 1)
+    assert found[-5:] == [(3, 0)] * 5
+
+
+def test_at_once_with_a_wrong_first_product(at_once: AtOnce, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = at_once.layers.joint_products
+
+    def wrong(launch: object) -> FakeProducts:
+        products = right(launch)
+
+        def negated(*arguments: Any) -> list[torch.Tensor]:
+            first, *others = products(*arguments)
+            return [-first, *others]
+
+        return FakeProducts(negated)
+
+    monkeypatch.setattr(group, "Products", wrong)
+    assert at_once.ask(normal(1, K)) == (3, 1)
+    assert at_once.ask(normal(1, K)) == (3, 0)
+
+
+def test_at_once_with_an_operand_that_no_plan_is_for(at_once: AtOnce) -> None:
+    """A bias with gaps, which is not asked for by its plan but by torch."""
+    layers = at_once.layers
+    bias = layers.biases[1]
+    assert bias is not None
+    layers.biases[1] = torch.stack([bias, bias], 1)[:, 0]
+    assert [at_once.ask(normal(1, K, seed=seed)) for seed in range(3)] == [(2, 0)] * 3
+
+
+def test_disproved_weights_are_not_proved(at_once: AtOnce) -> None:
+    packed = at_once.layers.packed[1]
+    weight, y = group.Weight(packed, None), normal(1, 8)
+    made = group.Group((weight,))
+    made.prove(weight, -y, y)
+    assert made.is_given_up
+    assert not weight.is_proved
+    assert not made.is_proved
+    assert not group.Group().is_proved

@@ -224,6 +224,7 @@ def _fastest_number(times: Sequence[_Times]) -> int:
     return min(busy, key=busy.__getitem__) if best in busy else best
 
 
+@torch.inference_mode(False)  # as for calibrate
 @torch.no_grad()
 def fastest_together(x: torch.Tensor, operands: Sequence[Operands], are_fused: Sequence[bool]) -> GroupOutcome:
     """The variant in which one launch makes these products fastest, if that is faster than one by one.

@@ -19,7 +19,7 @@ from samebits.kernels import nvrtc
 from samebits.kernels.decode import decode_cuda
 from samebits.kernels.ops import decode_packed, packed_of
 from samebits.plans import at_once, graph_pass, recall
-from samebits.plans.call import call_of
+from samebits.plans.call import Call, call_of
 from samebits.plans.together import Together
 
 _LIBRARY = torch.library.Library("samebits", "FRAGMENT")
@@ -72,10 +72,11 @@ def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> 
     Returns:
         [..., N]; without a gradient.
     """
-    call = call_of(x, packed, bias)
-    if call is None:
-        return F.linear(x, decode_cuda(packed), bias)
-    return call.multiply(x, packed, bias)
+    return _multiply(x, packed, bias, call_of(x, packed, bias))
+
+
+def _multiply(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, call: Call | None) -> torch.Tensor:
+    return F.linear(x, decode_cuda(packed), bias) if call is None else call.multiply(x, packed, bias)
 
 
 def linears(
@@ -83,10 +84,12 @@ def linears(
 ) -> list[torch.Tensor]:
     """``linear`` of one x with several weights, each with its bias or None."""
     with nvrtc.on_device(x.get_device()):
-        made = at_once.launch(x, every, biases)
+        factors = list(zip(every, biases, strict=True))
+        calls = [call_of(x, *factor) for factor in factors]
+        made = at_once.launch(x, factors, calls)
         if made is not None and made.is_proved:
             return made.products
-        alone = [linear(x, packed, bias) for packed, bias in zip(every, biases, strict=True)]
+        alone = [_multiply(x, *factor, call) for factor, call in zip(factors, calls, strict=True)]
         if made is not None:
             made.prove(alone)
     return alone
@@ -107,6 +110,7 @@ def _linear_on_cuda(
 def _linear_fake(
     x: torch.Tensor, data: torch.Tensor, bias: torch.Tensor | None, shape: list[int], fields: list[int]
 ) -> torch.Tensor:
+    torch._check(x.shape[-1] == shape[1], lambda: f"an input of {x.shape[-1]} columns for a weight {shape}")
     graph_pass.register()
     return x.new_empty((*x.shape[:-1], shape[0]))
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Hashable, Iterator, Sequence
-from functools import cache
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import cache, partial
 from itertools import chain
 from operator import getitem
 from types import ModuleType
@@ -24,6 +24,8 @@ from samebits.kernels.structures import MAX_TOGETHER
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)  # Inductor makes the latter of the former
 _log = logging.getLogger(__name__)
 
+Region = Callable[[fx.Graph, fx.Node], int]  # between two operations that write to something
+
 
 def register() -> None:
     """With Inductor, if it is there: called while a product is traced, which is before Inductor gets the graph."""
@@ -34,28 +36,35 @@ def register() -> None:
 
 @cache
 def _register(post_grad: ModuleType) -> None:
-    from torch._inductor import pattern_matcher
-
     try:
-        pattern = pattern_matcher.CallFunctionVarArgs(torch.ops.samebits.linear.default)
-        first_passes = post_grad.pass_patterns[0]
-        pattern_matcher.register_graph_pattern(pattern, pass_dict=first_passes)(_joined)
-    except (AttributeError, TypeError) as error:  # Inductor's own interface, which may change
+        from torch._inductor.pattern_matcher import CallFunctionVarArgs, get_mutation_region_id, register_graph_pattern
+
+        pattern, first_passes = CallFunctionVarArgs(_one()), post_grad.pass_patterns[0]
+        register_graph_pattern(pattern, pass_dict=first_passes)(partial(_join_all, get_mutation_region_id))
+    except (ImportError, AttributeError, LookupError, TypeError) as error:  # Inductor's own interface may change
         _log.warning("compiled graphs make products of one input one by one: %s", error)
 
 
-def _joined(match: Any, *_: Any, **__: Any) -> None:
+def _one() -> Any:
+    return torch.ops.samebits.linear.default
+
+
+def _several() -> Any:
+    return torch.ops.samebits.linears.default
+
+
+def _join_all(region: Region, match: Any, *_: Any, **__: Any) -> None:
     """The whole graph, at the first product that Inductor comes upon; nothing is left to do at the next ones."""
-    for run in list(_runs(match.graph)):
+    for run in list(_runs(match.graph, region)):
         for start in range(0, len(run), MAX_TOGETHER):
-            join(run[start : start + MAX_TOGETHER])
+            _join(run[start : start + MAX_TOGETHER])
 
 
-def join(nodes: Sequence[fx.Node]) -> None:
+def _join(nodes: Sequence[fx.Node]) -> None:
     """One operator at the place of the first of some products of one input.
 
-    In the order in which their weights are arguments of the graph. That is the one of the calls, while Inductor has
-    moved products near to what is made of them; so what is known of these products is what calls of the model know.
+    In the order in which their weights are arguments of the graph. With torch.compile that is the one of the calls,
+    while Inductor has moved products near to what is made of them; so what is known of them is what calls know.
     """
     if len(nodes) < 2:
         return
@@ -63,9 +72,7 @@ def join(nodes: Sequence[fx.Node]) -> None:
     x, nodes = first.args[0], sorted(nodes, key=_data)
     data, biases, shapes, fields = (list(each) for each in zip(*(node.args[1:] for node in nodes), strict=True))
     with graph.inserting_before(first):
-        joint = graph.call_function(
-            torch.ops.samebits.linears.default, (x, data, biases, [*chain(*shapes)], [*chain(*fields)])
-        )
+        joint = graph.call_function(_several(), (x, data, biases, [*chain(*shapes)], [*chain(*fields)]))
         joint.meta.update(_meta(first) | {"val": [node.meta["val"] for node in nodes]})
         for i, node in enumerate(nodes):
             made = graph.call_function(getitem, (joint, i))
@@ -80,16 +87,20 @@ def _meta(product: fx.Node) -> dict[str, Any]:
     return {key: value for key, value in product.meta.items() if key != "eager_input_vals"}
 
 
-def _runs(graph: fx.Graph) -> Iterator[list[fx.Node]]:
+def _runs(graph: fx.Graph, region: Region) -> Iterator[list[fx.Node]]:
     """Products of one input, with no other products between them, whose weights are there before the first of them."""
     run: list[fx.Node] = []
-    for node in graph.find_nodes(op="call_function", target=torch.ops.samebits.linear.default):
-        operands = [each for each in node.args[1:3] if isinstance(each, fx.Node)]
-        if run and _where(run[0]) == _where(node) and all(each < run[0] for each in operands):
-            run.append(node)
+    one, several = _one(), _several()
+    for node in graph.nodes:
+        if node.target not in (one, several):
             continue
+        if run and node.target is one and _where(run[0], region) == _where(node, region):
+            operands = [each for each in node.args[1:3] if isinstance(each, fx.Node)]
+            if all(each < run[0] for each in operands):
+                run.append(node)
+                continue
         yield run
-        run = [node]
+        run = [node] if node.target is one else []
     yield run
 
 
@@ -97,11 +108,9 @@ def _data(product: fx.Node) -> Any:
     return product.args[1]
 
 
-def _where(product: fx.Node) -> Hashable:
+def _where(product: fx.Node, region: Region) -> Hashable:
     """What products of one input have in common: its values, and when and where these are read."""
-    from torch._inductor.pattern_matcher import get_mutation_region_id
-
     x: Any = product.args[0]
     values = (x.args[0], *x.args[1]) if x.target in _VIEWS else x
     stream = product.meta.get("custom", {}).get("stream")
-    return values, get_mutation_region_id(product.graph, product), stream
+    return values, region(product.graph, product), stream

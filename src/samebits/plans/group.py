@@ -107,7 +107,8 @@ class Group:
 
     @property
     def is_proved(self) -> bool:
-        return all(other.is_proved for other in self.others)
+        others = self.others
+        return bool(others) and all(other.is_proved for other in others)
 
     @property
     def is_given_up(self) -> bool:
@@ -131,9 +132,10 @@ class Group:
 
     def prove(self, weight: Weight, made: torch.Tensor, alone: torch.Tensor) -> None:
         """Of a product that was made with others, by the same one made alone."""
-        if not same_words(alone, made):
+        is_same = same_words(alone, made)
+        if not is_same:
             self.give_up()
-        weight.is_proved = bool(alone.any())  # zeros prove nothing
+        weight.is_proved = is_same and bool(alone.any())  # zeros prove nothing
 
     def replace_others(self, *others: Weight) -> None:
         self.others, self.chosen = others, {}

@@ -96,7 +96,7 @@ class Planner:
     def _grouped(
         self, keys: tuple[PlanKey, ...], x: torch.Tensor, operands: Sequence[Operands], are_fused: Sequence[bool]
     ) -> GroupOutcome:
-        """As stored by any process, for whoever uses it proves it by bytes; else found now."""
+        """As stored by any process, for whoever uses it compares bytes the first time; else found now."""
         stored = self._store.groups().get(keys)
         is_damaged = stored is not None and stored.variant is not None and stored.variant >= len(VARIANTS)
         if stored is not None and not is_damaged:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
+from samebits.errors import DeviceError
 from samebits.format.packed import PackedTensor
 from samebits.kernels import nvrtc
 from samebits.kernels.linear.products import Operands, fused_linear
@@ -82,7 +83,7 @@ class Together:
                 gained_us=choice.more_us if group.is_proved else None, carried_us=choice.carried_us,
                 first_gained_us=max(call.gained_us, 0.0),
             )  # fmt: skip
-        except torch.OutOfMemoryError:  # with many tokens, it takes as much as all these weights decoded
+        except (torch.OutOfMemoryError, DeviceError):  # with many tokens, it takes as much as all these weights decoded
             group.chosen[call.key] = None
             return call.multiply(x, packed, bias)
         if made.products is None:
