@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -1490,3 +1491,8 @@ def test_without_the_native_part(monkeypatch: pytest.MonkeyPatch) -> None:
     for made in (recall.recall_of(dispatch.together.turns), recall.recall_of_gradients()):
         assert made.product(x_of(1), torch.zeros(1), None) is None
         assert made.weight(torch.zeros(1)) is None
+
+
+def test_constants_are_those_of_the_native_part() -> None:
+    source = Path(recall.__file__).with_name("recall.c").read_text()
+    assert f"MAX_PRODUCTS = {MAX_TOGETHER}, MAX_PREFETCHED = {MAX_PREFETCHED}," in source

@@ -98,21 +98,19 @@ class Group:
 
     Attributes:
         unwanted: launches in a row that made something nobody asked for.
+        is_given_up: there were too many of these, or a product had other bits than one that was made alone.
         chosen: by key of the first product; None: one by one.
     """
 
     others: tuple[Weight, ...] = ()
     unwanted: int = 0
+    is_given_up: bool = False
     chosen: dict[PlanKey, Choice | None] = field(default_factory=dict)
 
     @property
     def is_proved(self) -> bool:
         others = self.others
         return bool(others) and all(other.is_proved for other in others)
-
-    @property
-    def is_given_up(self) -> bool:
-        return self.unwanted >= _MAX_UNWANTED
 
     def chosen_for(self, tokens: int) -> bool:
         """Whether one launch makes these products of so many tokens, under any settings, whatever comes behind it."""
@@ -141,8 +139,13 @@ class Group:
         self.others, self.chosen = others, {}
 
     def give_up(self) -> None:
-        self.unwanted = _MAX_UNWANTED
+        self.is_given_up = True
         self.replace_others()
+
+    def note_unwanted(self) -> None:
+        self.unwanted += 1
+        if self.unwanted >= _MAX_UNWANTED:
+            self.give_up()
 
 
 def _choose(x: torch.Tensor, first: Operands, key: PlanKey, others: tuple[Weight, ...]) -> Choice | None:

@@ -138,9 +138,7 @@ class Together:
 
     def _begin(self, x: torch.Tensor, where: nvrtc.Where, data: torch.Tensor, state: str) -> None:
         for group in {id(group): group for group, *_ in self.turns.last.made.values()}.values():
-            group.unwanted += 1
-            if group.is_given_up:
-                group.replace_others()
+            group.note_unwanted()
         self.turns.last = Turn(x, where, state, data)
 
     def _learn(self, packed: PackedTensor, bias: torch.Tensor | None) -> bool:
