@@ -19,7 +19,7 @@ from samebits.kernels import nvrtc
 from samebits.kernels.linear.job import Spare
 from samebits.kernels.linear.products import LinearPlan, Operands
 from samebits.kernels.structures import MAX_PREFETCHED
-from samebits.plans import call, carry, dispatch, planner, prefetch, recall, together
+from samebits.plans import call, carry, dispatch, group, planner, prefetch, recall, together
 from samebits.plans.planner import Planner
 from samebits.plans.store import GroupOutcome, Outcome
 from samebits.plans.together import Together
@@ -68,12 +68,12 @@ def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ahead: list[int]) 
 
         return all_of_it
 
-    monkeypatch.setattr(together, "Products", plain)
+    monkeypatch.setattr(group, "Products", plain)
     monkeypatch.setattr(prefetch, "Products", prefetching)
     monkeypatch.setattr(prefetch, "is_prefetchable", lambda packed, launch, device: True)
     monkeypatch.setattr(prefetch, "load", lambda device: None)
     for name, result in (("is_supported", True), ("is_launchable", True), ("launch_together", "a launch")):
-        monkeypatch.setattr(together, name, lambda *arguments, result=result: result)
+        monkeypatch.setattr(group, name, lambda *arguments, result=result: result)
     monkeypatch.setattr(call, "_outcome", lambda key, packed, device: Outcome(PLAN, ""))
     monkeypatch.setattr(call, "products_of", plain)
     for module in (prefetch, recall.decode):
