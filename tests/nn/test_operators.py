@@ -126,6 +126,9 @@ def same_value(left: Any, right: Any) -> bool:
     return torch.equal(left.contiguous().view(words), right.contiguous().view(words))
 
 
+_ATTEMPTS = 30  # sums that a GPU adds up in any order (grid_sample's gradients) are often the same twice
+
+
 def assert_same(name: str, call: Call, plain: torch.Tensor, packed: LazyWeight) -> bool:
     """Whether there was something to compare: torch computes it of the plain weight, and always the same."""
     try:
@@ -140,7 +143,8 @@ def assert_same(name: str, call: Call, plain: torch.Tensor, packed: LazyWeight) 
         raise
     if same(expected, found):
         return True
-    assert not same(expected, call(plain.clone()))  # or torch did not say the same either
+    again = (call(plain.clone()) for _ in range(_ATTEMPTS))
+    assert any(not same(expected, each) for each in again)  # or torch does not always say the same either
     return False
 
 
