@@ -121,14 +121,20 @@ def test_decoded_first_one_by_one(layers: Layers, monkeypatch: pytest.MonkeyPatc
     assert [layers.ask(normal(2, K, seed=seed)) for seed in range(1, 4)] == [(0, 0)] * 3
 
 
-def test_too_little_memory_for_one_launch(layers: Layers, monkeypatch: pytest.MonkeyPatch) -> None:
-    attempts = []
+def without_memory(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
+    """Arguments of launches of several, none of which there is room for."""
+    attempts: list[tuple[object, ...]] = []
 
     def products(*arguments: object) -> list[torch.Tensor]:
         attempts.append(arguments)
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(group, "Products", lambda launch: FakeProducts(products))
+    return attempts
+
+
+def test_too_little_memory_for_one_launch(layers: Layers, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts = without_memory(monkeypatch)
     assert [layers.ask(normal(1, K, seed=seed)) for seed in range(4)] == [(3, 0)] * 4
     assert len(attempts) == 1
 
@@ -361,7 +367,7 @@ class AtOnce:
         layers = self.layers
         layers.gpu.fused_calls.clear()
         layers.joint.clear()
-        made = dispatch.linears(x, layers.packed, layers.biases)
+        made = dispatch.linears(x, list(zip(layers.packed, layers.biases, strict=True)))
         for y, weight, bias in zip(made, layers.weights, layers.biases, strict=True):
             right = split_linear(x.view(-1, K), weight, bias, SPLIT)
             assert torch.equal(y.view(-1, y.shape[-1]).view(torch.int16), right.view(torch.int16))
@@ -427,13 +433,7 @@ def test_at_once_of_an_input_of_zeros(at_once: AtOnce) -> None:
 
 
 def test_at_once_with_too_little_memory(at_once: AtOnce, monkeypatch: pytest.MonkeyPatch) -> None:
-    attempts = []
-
-    def products(*arguments: object) -> list[torch.Tensor]:
-        attempts.append(arguments)
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(group, "Products", lambda launch: FakeProducts(products))
+    attempts = without_memory(monkeypatch)
     assert [at_once.ask(normal(1, K, seed=seed)) for seed in range(4)] == [(3, 0)] * 4
     assert len(attempts) == 1
 
@@ -463,7 +463,7 @@ def test_at_once_with_other_companions(at_once: AtOnce) -> None:
         layers.gpu.fused_calls.clear()
         layers.joint.clear()
         x = normal(1, K, seed=seed)
-        made = dispatch.linears(x, [layers.packed[i] for i in numbers], [layers.biases[i] for i in numbers])
+        made = dispatch.linears(x, [(layers.packed[i], layers.biases[i]) for i in numbers])
         for y, number in zip(made, numbers, strict=True):
             right = split_linear(x, layers.weights[number], layers.biases[number], SPLIT)
             assert torch.equal(y.view(torch.int16), right.view(torch.int16))

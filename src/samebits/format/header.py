@@ -167,6 +167,10 @@ class Header:
         head = self.to_bytes()
         return head[: _DIGESTS.start], head[_DIGESTS.stop :]
 
+    def has_form_of(self, other: Header) -> bool:
+        """Whether a decoder would take either's packed bytes as it takes the other's."""
+        return self._form == other._form
+
     def begins(self, content: NDArray[np.uint8]) -> bool:
         """Whether packed bytes begin with this header, whatever digests it has there."""
         before, behind = self._form

@@ -297,15 +297,15 @@ def _give_back(device: torch.device) -> None:
 
 def report(module: nn.Module, selection: Selection) -> Report:
     """What of a module is packed, and why the rest is not, if ``selection`` decided that."""
-    result = Report()
-    names = [full_name for full_name, _, _ in (*packed_parameters(module), *unpacked(module))]
+    result, packed, plain = Report(), list(packed_parameters(module)), list(unpacked(module))
+    names = [full_name for full_name, _, _ in (*packed, *plain)]
     patterns = (*selection.include, *selection.exclude)
     result.unmatched = [each for each in patterns if not any(is_selected(name, (each,), ()) for name in names)]
-    for owned in tied(list(packed_parameters(module))):
+    for owned in tied(packed):
         full_name, owner, name = owned[0]
         recipe, data = cast(PackedModule, owner).sb_recipes[name], cast(PackedModule, owner).sb_data(name)
         result.packed[full_name] = Size(math.prod(recipe.shape), sum(stored.nbytes for stored in data))
-    for owned in tied(list(unpacked(module))):
+    for owned in tied(plain):
         full_name, owner, name = owned[0]
         dtype = getattr(owner, name).dtype
         eligible = "packing does not make it smaller" if dtype == torch.bfloat16 else f"{dtype}, not bfloat16"

@@ -27,9 +27,7 @@ from samebits.format.names import BARE, PACKED, WEIGHT
 from samebits.format.packed import PackedTensor
 from samebits.nn.held import loading, modules
 from samebits.nn.lazy import LazyTensor, LazyWeight
-from samebits.nn.product import (
-    version_of,
-)
+from samebits.nn.product import version_of
 from samebits.nn.recipe import Piece, Recipe, is_sharded, showing
 from samebits.nn.saved import Saved, hooks_around
 from samebits.nn.stored import Mark, accept, check, distrust, keeps_bytes

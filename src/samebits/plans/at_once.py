@@ -17,9 +17,7 @@ from samebits.plans.call import Call
 from samebits.plans.group import Group, Weight
 
 Factor = tuple[PackedTensor, torch.Tensor | None]  # a weight and its bias
-_MAX_GROUPS = (
-    8  # of one first weight, those included that are gone: graphs may make biases or weights anew in each call
-)
+_MAX_GROUPS = 8  # of one first weight, with those that are gone: graphs may make biases or weights anew in each call
 
 
 class Groups:

@@ -79,12 +79,9 @@ def _multiply(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None, 
     return F.linear(x, decode_cuda(packed), bias) if call is None else call.multiply(x, packed, bias)
 
 
-def linears(
-    x: torch.Tensor, every: Sequence[PackedTensor], biases: Sequence[torch.Tensor | None]
-) -> list[torch.Tensor]:
+def linears(x: torch.Tensor, factors: Sequence[at_once.Factor]) -> list[torch.Tensor]:
     """``linear`` of one x with several weights, each with its bias or None."""
     with nvrtc.on_device(x.get_device()):
-        factors = list(zip(every, biases, strict=True))
         calls = [call_of(x, *factor) for factor in factors]
         made = at_once.launch(x, factors, calls)
         if made is not None and made.is_proved:
@@ -130,8 +127,7 @@ def _linears_on_cpu(x: torch.Tensor, *operands: Any) -> list[torch.Tensor]:
 
 
 def _linears_on_cuda(x: torch.Tensor, *operands: Any) -> list[torch.Tensor]:
-    every = [(packed_of(data, shape, fields), bias) for data, bias, shape, fields in _each(*operands)]
-    return linears(x, [packed for packed, _ in every], [bias for _, bias in every])
+    return linears(x, [(packed_of(data, shape, fields), bias) for data, bias, shape, fields in _each(*operands)])
 
 
 def _linears_fake(x: torch.Tensor, *operands: Any) -> list[torch.Tensor]:
