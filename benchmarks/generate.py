@@ -5,10 +5,11 @@
     python benchmarks/generate.py --models tiny --device cpu --batches 1 --prompts 16 --name trial
 
 Real configurations, synthetic weights (models.py). On a GPU each form has a process of its own: what runs second in a
-process takes longer, its graphs above all. One model at a time is in memory, but for the eager way: there the host
-decides, which is up to twice as slow for some seconds as for others, so both forms are in memory and take turns. Ways:
+process takes longer, its graphs above all. One model at a time is in memory, but for the ways eager and compile: there
+a step waits for the host, which is up to twice as slow for some seconds as for others, so both forms are in memory and
+generate in turns, TURNS times. Ways:
 
-    eager      a cache that grows, Python for every layer; the forms generate in turns, TURNS times
+    eager      a cache that grows, Python for every layer
     graphs     a static cache; samebits.cuda_graphs: the step is one CUDA graph of the model as it is
     compile    a static cache; transformers compiles the step by itself (torch.compile, mode reduce-overhead)
     preferred  as graphs, with the attention that torch prefers, cuDNN's on Hopper: what users get, but BF16's own
@@ -27,7 +28,8 @@ those of the GPU's own clock (CUDA events). ``peak_bytes`` is torch's max_memory
 of each form's tokens tells runs apart; where the forms' differ, ``first_difference`` counts from the prompt's start.
 Attention is not cuDNN's but in the way "preferred", for samebits.verify.repeatable_attention's reason. Compiled steps
 round where the model does (emulate_precision_casts) and divide sums alike in both forms (deterministic): else that
-depends on what Inductor makes one kernel of, and on what was faster when it tried.
+depends on what Inductor makes one kernel of, and on what was faster when it tried. Both are options of the compiled
+call: with every function that is compiled, torch sets torch._inductor.config.deterministic back.
 
 Cases are taken by their number of tokens, small ones first, until each model's share of --seconds is spent; what is
 left out is said. Each row is written as it is measured. A row that the file has already of the same case, device and
@@ -48,7 +50,6 @@ from itertools import pairwise, product
 from typing import Any
 
 import torch
-import torch._inductor.config
 from transformers import CompileConfig, StaticCache, StoppingCriteria, StoppingCriteriaList
 
 import samebits
@@ -60,6 +61,7 @@ from samebits.verify import repeatable_attention
 
 WAYS = ("eager", "graphs", "compile", "preferred")
 REPLAYED = ("graphs", "preferred")
+IN_TURNS = ("eager", "compile")
 DEFAULT_MODELS = ("Llama 3.1 8B", "Qwen3 14B")
 LONG = 3.0  # seconds
 SETTLED = 8  # tokens
@@ -69,6 +71,7 @@ WARM_PROMPTS = 3  # until products of one input are made together
 KEYS = ("model", "batch", "prompt", "tokens")
 BF16_SHARE = 0.45  # of a model's time
 CACHE_STEP = 64  # tokens
+INDUCTOR = {"triton.cudagraphs": True, "deterministic": True, "emulate_precision_casts": True}
 
 
 class Clock(StoppingCriteria):  # type: ignore[misc]
@@ -115,7 +118,9 @@ class Setting:
             return options
         room = -(-(self.prompt + self.tokens + 1) // CACHE_STEP) * CACHE_STEP  # never full: masks keep their shape
         options["past_key_values"] = StaticCache(config=model.config, max_cache_len=room)
-        if self.way in REPLAYED and device != "cuda":  # where transformers would not ask for a compiled step
+        if self.way == "compile":
+            options["compile_config"] = CompileConfig(mode=None, options=INDUCTOR)
+        elif self.way in REPLAYED and device != "cuda":  # where transformers would not ask for a compiled step
             options["compile_config"] = CompileConfig()
             options["compile_config"]._compile_all_devices = True
         return options
@@ -241,7 +246,6 @@ def _timed(run: Callable[..., torch.Tensor], device: str) -> tuple[list[float], 
 
 def ready(name: str, settings: list[Setting], device: str, packed: bool) -> Any:
     """A model that has found its plans and compiled its kernels."""
-    torch._inductor.config.emulate_precision_casts = torch._inductor.config.deterministic = True
     start = time.monotonic()
     model = build(name, device, packed)
     if packed:
@@ -330,11 +334,11 @@ def rows(
 ) -> Iterator[dict[str, Any]]:
     """Each setting in BF16 beside compressed; ``separate``: in processes of their own."""
     deadline = time.monotonic() + seconds
-    if eager := [setting for setting in settings if setting.way == "eager"]:
-        for found in measure_in_turns(name, eager, device, deadline, separate):
+    if in_turns := [setting for setting in settings if setting.way in IN_TURNS]:
+        for found in measure_in_turns(name, in_turns, device, deadline, separate):
             yield row_of(name, *found)
         forget(device)
-    if others := [setting for setting in settings if setting.way != "eager"]:
+    if others := [setting for setting in settings if setting.way not in IN_TURNS]:
         middle = time.monotonic() + BF16_SHARE * (deadline - time.monotonic())
         plain = list(measure_each(name, others, device, False, middle, separate))
         packed = measure_each(name, others[: len(plain)], device, True, deadline, separate) if plain else ()
