@@ -10,8 +10,8 @@ a step waits for the host, which is up to twice as slow for some seconds as for 
 generate in turns, TURNS times. Ways:
 
     eager      a cache that grows, Python for every layer
+    compile    a static cache; transformers compiles the step (torch.compile, with CUDA graphs, as it does by itself)
     graphs     a static cache; samebits.cuda_graphs: the step is one CUDA graph of the model as it is
-    compile    a static cache; transformers compiles the step by itself (torch.compile, mode reduce-overhead)
     preferred  as graphs, with the attention that torch prefers, cuDNN's on Hopper: what users get, but BF16's own
                tokens differ from run to run then, so they say nothing
 
@@ -59,7 +59,7 @@ from samebits.integrations.transformers.graphs import decoding_steps
 from samebits.kernels.linear.launch import MAX_HOPPER_TOKENS
 from samebits.verify import repeatable_attention
 
-WAYS = ("eager", "graphs", "compile", "preferred")
+WAYS = ("eager", "compile", "graphs", "preferred")
 REPLAYED = ("graphs", "preferred")
 IN_TURNS = ("eager", "compile")
 DEFAULT_MODELS = ("Llama 3.1 8B", "Qwen3 14B")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.compile_fx
 from torch.nn import functional as F
 from transformers import StaticCache
 
@@ -42,6 +43,24 @@ def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(row["samebits_peak_bytes"] is None for row in found)
 
 
+def test_compiled_steps_round_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor is told so for every step that it compiles, not for the first one alone."""
+    compile_fx, inductor = torch._inductor.compile_fx, torch._inductor.config
+    passes, seen = compile_fx.post_grad_passes, []
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        seen.append((inductor.deterministic, inductor.emulate_precision_casts))
+        return passes(*arguments, **options)
+
+    monkeypatch.setattr(compile_fx, "post_grad_passes", noted)
+    model = models.build("tiny", "cpu", True)
+    with torch.no_grad(), inductor.patch(force_disable_caches=True):
+        for batch in (1, 3):
+            config = generate.Setting("compile", batch, 5, 3).options(model, "cpu")["compile_config"]
+            model.get_compiled_call(config)(torch.zeros(batch, 5, dtype=torch.int64), use_cache=False)
+    assert seen == [(True, True), (True, True)]
+
+
 def test_differences() -> None:
     bf16 = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
     assert generate.differences(bf16, bf16) == {"different_sequences": 0, "first_difference": None}
@@ -49,8 +68,9 @@ def test_differences() -> None:
     assert found == {"different_sequences": 2, "first_difference": 1}
 
 
-def test_forms_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The eager way: BF16 and compressed one after the other, all turns in one row."""
+@pytest.mark.parametrize("way", generate.IN_TURNS)
+def test_forms_take_turns(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the host decides: BF16 and compressed one after the other, all turns in one row."""
     turns: list[bool] = []
 
     def measured(name: str, model: Any, setting: generate.Setting, device: str, packed: bool) -> generate.Figures:
@@ -59,7 +79,7 @@ def test_forms_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
         return generate.Figures([seconds], [seconds, 2 * seconds], 1, int(seconds), [[len(turns) // 8]], True)
 
     monkeypatch.setattr(generate, "measure_said", measured)
-    [row] = generate.rows("tiny", [generate.Setting("eager", 1, 5, 4)], "cpu", 1e9)
+    [row] = generate.rows("tiny", [generate.Setting(way, 1, 5, 4)], "cpu", 1e9)
     assert turns == generate.TURNS * [False, True]
     assert row["bf16_first_token_seconds"] == 4
     assert (row["samebits_first_token_seconds_fastest"], row["samebits_first_token_seconds_slowest"]) == (2, 8)
