@@ -68,9 +68,10 @@ bench-gpu: native  ## measure speed on the GPU, with PYTHON as it is; PEERS is a
 bench-models: native  ## measure whole language models on the GPU, with PYTHON as it is
 	for file in generate token_profile longest; do $(IN_PLACE) benchmarks/$$file.py || exit; done
 
-tables: setup  ## README.md's tables and pictures from benchmarks/results/
+tables: setup  ## README.md's tables and pictures from benchmarks/results/, docs/reference.md from docstrings
 	$(BIN)/python benchmarks/plots.py
 	$(BIN)/python benchmarks/tables.py
+	$(BIN)/python docs/reference.py
 
 clean:  ## remove caches and outputs; .venv stays
 	rm -rf demo-out build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

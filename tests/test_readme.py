@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import samebits
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(python|console)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -47,6 +49,18 @@ def run(arguments: list[str], folder: Path) -> None:
 def test_tables_equal_the_results() -> None:
     script = ROOT / "benchmarks" / "tables.py"
     assert subprocess.run([sys.executable, str(script), "--check"], check=False).returncode == 0, "run `make tables`"
+
+
+def test_the_reference_equals_the_docstrings() -> None:
+    script = ROOT / "docs" / "reference.py"
+    assert subprocess.run([sys.executable, str(script), "--check"], check=False).returncode == 0, "run `make tables`"
+
+
+def test_the_reference_has_every_public_name() -> None:
+    text = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    titles = set(re.findall(r"^### samebits\.(\w+)$", text, re.MULTILINE))
+    assert titles == {*samebits.__all__} - {"__version__"}
+    assert not re.findall(r"^- `[^`]*`: ?$", text, re.MULTILINE)  # nothing is said of it
 
 
 @pytest.mark.parametrize("page", pages_with("python"), ids=lambda page: page.name)

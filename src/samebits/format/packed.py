@@ -44,10 +44,12 @@ class PackedTensor:
 
     @property
     def shape(self) -> torch.Size:
+        """Of the BF16 tensor."""
         return torch.Size(self.header.shape)
 
     @property
     def device(self) -> torch.device:
+        """Where the bytes are."""
         return self.data.device
 
     @property
@@ -71,6 +73,7 @@ class PackedTensor:
 
     @property
     def bits_per_weight(self) -> float:
+        """Of 16: all bytes counted; 0 of an empty tensor."""
         return 8 * self.nbytes / self.words if self.words else 0.0
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PackedTensor:

@@ -25,9 +25,9 @@ def cuda_graphs(model: nn.Module) -> Iterator[None]:
     """Inside, a model's steps are captured as CUDA graphs and replayed, of BF16 models as of compressed ones.
 
     Of a transformers model that generates, the decoding steps of ``model.generate(...,
-    cache_implementation="static")``, see samebits.integrations.transformers.graphs. Of any other module, as the
-    transformer or UNet of a diffusers pipeline, each call without gradients, see samebits.integrations.replayed. What
-    cannot be captured runs as it is, and the log says why.
+    cache_implementation="static")`` (docs/language-models.md). Of any other module, as the transformer or UNet of a
+    diffusers pipeline, each call without gradients (docs/diffusers.md). What cannot be captured runs as it is, and the
+    log says why.
 
     On a CPU it does nothing, nor for models that accelerate places on the GPU when they are called.
 

@@ -163,6 +163,8 @@ class Report:
     """What is packed, and what is not and why; by full parameter name. A tied parameter counts once.
 
     Attributes:
+        packed: ``words`` and ``nbytes`` of each parameter that is.
+        raw: why, of each that is not.
         unmatched: patterns of ``include`` and ``exclude`` that are the name of no parameter.
     """
 
@@ -242,6 +244,7 @@ def decompress(module: nn.Module, *, progress: Progress | None = None) -> None:
     Who shares a packed weight with ``module`` has the plain one afterwards too, so that ties stay.
 
     Args:
+        module: of any class; what is not packed stays as it is.
         progress: as in compress.
 
     Raises:

@@ -144,7 +144,11 @@ def _bytes(gpu_memory: int | str) -> int:
 
 
 def onload(module: nn.Module) -> None:
-    """Undo offload: streamed weights stay in main memory, all others where they are, and may be moved again."""
+    """Undo offload: streamed weights stay in main memory, all others where they are, and may be moved again.
+
+    Args:
+        module: of any class; where nothing is offloaded, nothing happens.
+    """
     for owner in module.modules():
         state = owner.__dict__.pop(STATE, None)
         if state is not None:

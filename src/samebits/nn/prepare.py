@@ -53,7 +53,11 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Preparation:
-    """What ``prepare`` found."""
+    """What ``prepare`` found; as a text, a line for each kind of product.
+
+    Attributes:
+        products: each kind, and what was found for it.
+    """
 
     products: tuple[Prepared, ...]
 
@@ -130,6 +134,7 @@ def prepare(
     graph is captured.
 
     Args:
+        model: or any module of one, packed and on its GPU; on a CPU there is nothing to find.
         batch_sizes: numbers of tokens in one call of a layer. When text is generated: sequences in the batch. One if
             there is no ``call`` either.
         call: runs the model, if there is something to prepare: once, and each layer is prepared for as many tokens as

@@ -38,7 +38,8 @@ class SingleFile:
 
     Raises:
         InputError: no such file, or no safetensors file by its name, or DFloat11's, or no tensor has the prefix.
-        FormatError: a damaged file; VersionError: of a later version.
+        FormatError: a damaged file.
+        VersionError: a file of a later version.
     """
 
     def __init__(self, path: str | os.PathLike[str], prefix: str = "") -> None:

@@ -69,7 +69,7 @@ class SamebitsConfig(QuantizationConfigMixin):  # type: ignore[misc]
         exclude: shell patterns of parameters to leave alone.
 
     Raises:
-        InputError: as Selection.
+        InputError: ``min_weights`` is no whole number from 1 on, or patterns are no strings.
     """
 
     def __init__(
