@@ -37,11 +37,13 @@ def _lines() -> Iterator[Line]:
         "16 layers of Llama 3.1 8B in graphs, tokens/s", f"{forms['BF16']:.0f}", f"{forms['samebits']:.0f}",
         f"{forms['DFloat11, keep_format']:.0f} (by a kernel of ours)",
     )  # fmt: skip
-    for model, batch in (("Llama 3.1 8B", 1), ("Llama 3.1 8B", 64), ("Llama 3.3 70B", 1)):
-        row = _row("generate", table="graphs", model=model, batch=batch, prompt=128)
+    said = {"graphs": "in graphs", "compile": "compiled"}
+    small, large = "Llama 3.1 8B", "Llama 3.3 70B"
+    for way, model, batch in (("graphs", small, 1), ("graphs", small, 64), ("compile", small, 1), ("graphs", large, 1)):
+        row = _row("generate", table=way, model=model, batch=batch, prompt=128)
         each = (f"{row[f'{form}_tokens_per_s']:,.0f}, {_gb(row, form)}" for form in ("bf16", "samebits"))
         at_once = f"{batch} sequences" if batch > 1 else "one sequence"
-        yield f"{model} in graphs, {at_once}, tokens/s and memory", *each, ""
+        yield f"{model} {said[way]}, {at_once}, tokens/s and memory", *each, ""
     row = _row("offload", table="resident", case="14b-24", batch=1)
     yield (
         f"{row['model']} in 24 GiB (emulated), tokens/s",
