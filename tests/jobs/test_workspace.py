@@ -358,6 +358,16 @@ def test_another_job_that_has_just_begun(tmp_path: Path) -> None:
             compress(write_folder(tmp_path / "source"), tmp_path / "packed")
 
 
+def test_a_lock_that_a_killed_job_left_behind(tmp_path: Path) -> None:
+    """Whoever waits is told which process is at work now, and nothing of the one that was."""
+    lock = tmp_path / "packed" / JOB / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.write_text("123456789")
+    message = rf"another job \(process {os.getpid()}\) is writing here"
+    with Workspace(tmp_path / "packed", True, {"job": 1}, overwrite=False), pytest.raises(ResourceError, match=message):
+        compress(write_folder(tmp_path / "source"), tmp_path / "packed")
+
+
 @pytest.mark.parametrize("is_followed", [False, True])
 def test_a_lock_that_its_owner_removes_before_it_is_taken(
     tmp_path: Path, is_followed: bool, monkeypatch: pytest.MonkeyPatch

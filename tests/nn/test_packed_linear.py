@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import samebits
+from samebits.errors import DigestError
 from samebits.format.packed import PackedTensor
 from samebits.kernels.ops import decode_packed
 from samebits.nn import product
@@ -87,6 +88,19 @@ def test_fused(products: list[torch.Tensor], kind: type[nn.Module], bias: bool, 
         assert same_bits(packed(input=INPUT), dense(INPUT))
     assert len(products) == 2
     assert products[0] is INPUT
+
+
+@pytest.mark.parametrize("gaps", ["none", "a part of one sequence"])
+def test_bytes_that_were_written_to_are_not_multiplied(products: list[torch.Tensor], gaps: str) -> None:
+    """A kernel would go by a header that is not theirs any more."""
+    dense, packed = make()
+    x = EVERY[gaps]()
+    with torch.no_grad():
+        assert same_bits(packed(x), dense(x))
+        packed.sb_packed[1000] += 1
+        with pytest.raises(DigestError, match=r"Linear\.weight: its packed bytes were changed"):
+            packed(x)
+    assert len(products) == 1
 
 
 def test_not_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

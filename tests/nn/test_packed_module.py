@@ -30,6 +30,7 @@ from samebits.errors import DigestError, DtypeError, FormatError, InputError
 from samebits.nn import held, packed_module, recipe
 from samebits.nn.lazy import LazyTensor, LazyWeight
 from samebits.nn.packed_module import PackedModule, packed_class, packed_parameters, share_ties
+from samebits.nn.stored import keeps_bytes
 from tests.nn.modules import CASES, INPUT, MIN_WEIGHTS, TOKENS, make, same_bits, watch_decoding
 
 NAMES = ["tied", "experts", "linear"]
@@ -266,6 +267,25 @@ def test_memory_that_was_never_filled() -> None:
         call(module)
     module.load_state_dict(state)
     assert same_bits(call(module), expected)
+
+
+@pytest.mark.parametrize("value", [0, 255])
+def test_memory_that_was_never_filled_and_holds_one_value(value: int) -> None:
+    """As what a system gives away: it is not taken for memory with the bytes that were there."""
+    assert not keeps_bytes(lambda own: torch.full_like(own, value))
+    assert keeps_bytes(torch.clone)
+
+
+def test_memory_that_was_never_filled_and_holds_what_was_asked_before() -> None:
+    """As torch hands memory out again that was just returned."""
+    probes: list[torch.Tensor] = []
+
+    def kept(own: torch.Tensor) -> torch.Tensor:
+        probes.append(own.clone())
+        return own
+
+    assert keeps_bytes(kept)
+    assert not keeps_bytes(lambda own: probes[0].clone())
 
 
 def test_memory_is_known_where_it_was_moved(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 import torch
@@ -86,6 +90,47 @@ def compiled(module: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, str]:
     with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
         made, [code] = run_and_get_code(torch.compile(module, fullgraph=True), x)
     return made, code
+
+
+LOAD = """
+import sys
+import samebits
+import torch
+
+program, package, traced, operands = sys.argv[1:]
+x, expected = torch.load(operands)
+for name, load in (
+    (program, lambda path: torch.export.load(path).module()),
+    (package, torch._inductor.aoti_load_package),
+    (traced, lambda path: samebits.compress and torch.jit.load(path)),
+):
+    print(name, torch.equal(load(name)(x).view(torch.int16), expected.view(torch.int16)))
+"""
+
+
+def test_saved_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process runs them; in AOTInductor's package products are one operator, too."""
+    torch.manual_seed(0)
+    plain = Attention().to(torch.bfloat16).requires_grad_(False)
+    x = normal(3, K)
+    expected, _ = compiled(plain, x)
+    samebits.compress(plain, min_weights=1)
+    program, package, traced, operands = paths = [str(tmp_path / name) for name in ("e.pt2", "a.pt2", "j.pt", "x.pt")]
+    torch.save((x, expected), operands)
+    torch.jit.save(torch.jit.trace(plain, x), traced)
+    monkeypatch.setattr(product, "_is_plain", lambda tensor: True)
+    with torch.no_grad():
+        exported = torch.export.export(plain, (x,))
+    torch.export.save(exported, program)
+    torch._inductor.aoti_compile_and_package(exported, package_path=package)
+    assert b"samebits::linears" in unzipped(package)
+    done = subprocess.run([sys.executable, "-c", LOAD, *paths], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [f"{path} True" for path in (program, package, traced)]
+
+
+def unzipped(path: str) -> bytes:
+    with ZipFile(path) as archive:
+        return b"".join(archive.read(name) for name in archive.namelist() if name.endswith(".json"))
 
 
 @pytest.mark.parametrize("shape", [(1, 1, K), (3, K), (2, 3, K)])

@@ -14,6 +14,7 @@ import samebits
 from samebits.errors import DeviceError
 from samebits.format.header import Header
 from samebits.format.packed import PackedTensor
+from samebits.kernels import residents
 from samebits.kernels.decode_together import DecodeTogether
 from samebits.kernels.linear.job import Spare
 from samebits.kernels.linear.products import LinearPlan, Operands
@@ -152,9 +153,12 @@ def model(gpu: FakeGpu, where: list[int], monkeypatch: pytest.MonkeyPatch) -> Mo
     return made
 
 
-def in_one_launch(model: Model, monkeypatch: pytest.MonkeyPatch, variant: int | None, gained_us: float = 0.0) -> None:
+def in_one_launch(
+    model: Model, monkeypatch: pytest.MonkeyPatch, variant: int | None, gained_us: float = 0.0,
+    carried_us: float | None = None,
+) -> None:  # fmt: skip
     """Products of one input are made so, in this variant, or one by one."""
-    gpu = model.gpu  # the model would be kept alive
+    found, gpu = GroupOutcome(variant, gained_us, carried_us), model.gpu  # the model would be kept alive
 
     def joint(launch: object) -> FakeProducts:
         def products(
@@ -167,7 +171,7 @@ def in_one_launch(model: Model, monkeypatch: pytest.MonkeyPatch, variant: int | 
     monkeypatch.setattr(group, "Products", joint)
     monkeypatch.setattr(group, "is_launchable", lambda header, m, plan, device: True)
     monkeypatch.setattr(group, "launch_together", lambda operands, m, variant, device: "a launch")
-    monkeypatch.setattr(planner, "fastest_together", lambda x, operands, are_fused: GroupOutcome(variant, gained_us))
+    monkeypatch.setattr(planner, "fastest_together", lambda x, operands, are_fused: found)
 
 
 def test_learned_and_decoded_ahead(model: Model) -> None:
@@ -282,6 +286,17 @@ def test_weights_that_do_not_tell_when_they_change(model: Model) -> None:
     assert model.step(0, 1, 2) == [(0, [2])]
 
 
+@pytest.mark.parametrize("numbers", [(0, 1, 2), (1,), (0,)], ids=["all", "one behind", "the first"])
+def test_weights_that_are_gathered(model: Model, numbers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As fully_shard does it: nothing is known of their bytes, and they are not decoded ahead."""
+    model.step(0, 1, 2)
+    for number in numbers:
+        model.packed[number] = samebits.encode(model.weights[number])
+    monkeypatch.setattr(residents, "_is_gathered", lambda: True)
+    expected = [] if 0 in numbers else [(0, [2])]
+    assert [model.step(0, 1, 2) for _ in range(3)] == [expected] * 3
+
+
 def test_not_beyond_the_next_round(model: Model) -> None:
     model.room[0] = EVERYTHING
     model.step(0, 1)
@@ -392,6 +407,21 @@ def test_launches_of_products_of_one_input(model: Model, is_joint: bool, monkeyp
         model.ask_together(2)
         model.ask_together(3)
     assert model.ahead == [(0, [2, 3] if is_joint else [1, 2, 3])]
+
+
+@pytest.mark.parametrize(("carried_us", "is_worth_it"), [(None, True), (0.5, True), (2.0, False)])
+def test_launches_of_products_of_one_input_that_are_not_proved(
+    model: Model, carried_us: float | None, is_worth_it: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They decode nothing for others; nor do they where that takes longer than to decode it first, once they are."""
+    in_one_launch(model, monkeypatch, 7, carried_us=carried_us)
+    found = []
+    for _ in range(4):
+        model.ahead.clear()
+        model.ask_together(0, 1)
+        model.ask_together(2)
+        found.append(list(model.ahead))
+    assert found == [[], [], *[[(0, [2])] if is_worth_it else []] * 2]
 
 
 @pytest.mark.parametrize("times", [[12.0, 11.0, 9.0], [5.0, 3.0, 9.0]], ids=["decoded first", "each alone"])
@@ -553,6 +583,19 @@ def test_products_of_one_input_are_decoded_together(
     gained_us: float, together: bool, small: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where that takes less time than one launch that makes them."""
+    in_one_launch(small, monkeypatch, 7, gained_us=gained_us)
+    for _ in range(6):
+        small.first.clear()
+        small.ask_together(0, 1, 2)
+    assert small.first == ([[0, 1, 2]] if together else [])
+
+
+@pytest.mark.parametrize(("gained_us", "together"), [(4.5, True), (5.5, False)])
+def test_products_of_one_input_that_gain_each(
+    gained_us: float, together: bool, small: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the first one would gain alone is lost, too, where its weight is decoded with the others'."""
+    small.gpu.times = [8.5, 8.0, 9.0]
     in_one_launch(small, monkeypatch, 7, gained_us=gained_us)
     for _ in range(6):
         small.first.clear()

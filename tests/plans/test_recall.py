@@ -1130,6 +1130,27 @@ def test_changing_numbers_of_tokens_of_what_has_changed(
     assert ways(driver) == (1, 0)
 
 
+def test_inputs_that_torch_takes_for_a_matrix(driver: Driver) -> None:
+    """A part of one sequence has strides of its own; it is made again by native code as any other."""
+    module, found = layer(0, bias=True), list[tuple[int, int]]()
+    for _ in range(4):
+        y = module(x_of(1, 12)[:, 3:])
+        assert y.shape == (1, 9, 64)
+        found.append(ways(driver))
+    assert found == [(1, 0)] * 2 + [(0, 1)] * 2
+
+
+def test_products_of_one_input_without_a_plan(driver: Driver) -> None:
+    """Each is made again by native code, whatever was asked for before it."""
+    driver.plans.outcome = lambda key: Outcome(None, "none")
+    modules = [layer(0), layer(1, rows=128), layer(2, rows=72)]
+    for module in modules:
+        driver.plans.known[key_of(x_of(1), (module.out_features, K), None)] = Outcome(None, "none")
+    ask(modules, driver, 4)
+    assert [name for name, _ in driver.again] == ["decode"] * 3
+    assert not driver.usual
+
+
 def test_inputs_with_gaps_of_changing_length(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch makes a batch of products of some, and these as it would of the plain weight."""
     module, numbers = changing(driver, monkeypatch)

@@ -242,6 +242,27 @@ def test_capture(layers: Layers, where: list[int]) -> None:
     assert layers.ask(x, 2) == (1, 0)
 
 
+def test_nothing_is_measured_while_a_graph_is_captured(
+    layers: Layers, where: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was measured would be a part of the graph, and waiting for it would end the capture."""
+    found, asked = GroupOutcome(1), list[int]()
+
+    def fastest(x: torch.Tensor, operands: Sequence[Operands], are_fused: Sequence[bool]) -> GroupOutcome:
+        asked.append(len(operands))
+        return found
+
+    monkeypatch.setattr(planner, "fastest_together", fastest)
+    layers.ask(normal(1, K))
+    where[1] = 5
+    assert layers.ask(normal(1, K, seed=1)) == (3, 0)
+    dispatch.linears(normal(1, K), list(zip(layers.packed, layers.biases, strict=True)))
+    assert asked == []
+    where[1] = 0
+    assert layers.ask(normal(1, K, seed=2)) == (3, 1)
+    assert asked == [3]
+
+
 def test_other_settings(layers: Layers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under which cuBLAS may add in another order."""
     together_already(layers)
@@ -317,6 +338,18 @@ def test_inference_tensors(layers: Layers) -> None:
     """They do not tell when they change."""
     with torch.inference_mode():
         assert [layers.ask(normal(1, K, seed=seed)) for seed in range(4)] == [(3, 0)] * 4
+
+
+def test_weights_that_are_gathered(layers: Layers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As fully_shard does it: nothing is known of their bytes, so nothing is made together."""
+    layers.packed = [samebits.encode(weight) for weight in layers.weights]
+    monkeypatch.setattr(residents, "_is_gathered", lambda: True)
+    assert [layers.ask(normal(1, K, seed=seed)) for seed in range(4)] == [(3, 0)] * 4
+    factors = list(zip(layers.packed, layers.biases, strict=True))
+    for y, number in zip(dispatch.linears(normal(1, K), factors), range(3), strict=True):
+        right = split_linear(normal(1, K), layers.weights[number], layers.biases[number], SPLIT)
+        assert torch.equal(y.view(torch.int16), right.view(torch.int16))
+    assert not layers.joint
 
 
 def test_nothing_is_kept_alive(layers: Layers) -> None:

@@ -19,6 +19,8 @@ from samebits.integrations import MINIMUM, numbers
 INTEGRATIONS = {
     "peft": ["peft"],
     "sentence_transformers.base.model": ["sentence_transformers"],
+    "torch._export.serde.serialize": ["programs"],
+    "torch.export.pt2_archive._package": ["programs"],
     "transformers.integrations.moe": ["transformers.experts"],
     "transformers.quantizers.auto": ["transformers.quantizer"],
     "transformers.modeling_utils": ["transformers.model", "transformers.df11"],

@@ -1,0 +1,6 @@
+"""Programs that torch.export or AOTInductor saved: they name operators, which are there from their definition on."""
+
+from __future__ import annotations
+
+import samebits.kernels.ops
+import samebits.plans.dispatch  # noqa: F401
