@@ -6,10 +6,11 @@ A result file is ``benchmarks/results/<name>.json``:
      "device": "NVIDIA H200",           what was measured, as its driver or the system names it
      "versions": {"python": "3.11.7", "torch": "2.13.0", "samebits": "0.1.0", ...},
      "rows": [{"table": "decode", "matrix": "12288 x 4096", "bits_per_weight": 10.65, "decode_tb_per_s": 2.1, ...,
-               "date": "2026-11-21"}]}
+               "date": "2026-11-21", "code": "0f3a5b6c7d8e"}]}
 
-Each row is flat: its ``table`` says to which table it belongs and its ``date`` (ISO, UTC) when it was measured, all
-other keys are that table's columns. Values are text, numbers, booleans or None; units are part of the key
+Each row is flat: its ``table`` says to which table it belongs, its ``date`` (ISO, UTC) when it was measured and its
+``code`` of which sources (``code_digest``; the oldest rows have none), all other keys are that table's
+columns. Values are text, numbers, booleans or None; units are part of the key
 (``seconds``, ``bytes``, ``bits_per_weight``, ``gweights_per_s``, ``tb_per_s``); a median comes with its spread as
 ``<key>_slowest`` and ``<key>_fastest``. ``write_results`` writes such a file. ``tables.py`` puts the tables that pages
 ask for with ``<!-- table: name.table -->`` between the markers, with the columns named in its COLUMNS, or with all
@@ -19,6 +20,7 @@ where it has none for that table.
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 import multiprocessing
 import os
@@ -216,10 +218,23 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
     }
 
 
+def code_digest() -> str:
+    """Of samebits' sources, to tell which rows are of the same: they have one version until it is released."""
+    folder = Path(samebits.__file__).parent
+    sources = sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".c", ".cu", ".cuh"))
+    digest = hashlib.sha256()
+    for path in sources:
+        digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
 def write_results(name: str, device: str, rows: list[dict[str, Any]], packages: Iterable[str] = PACKAGES) -> Path:
-    """Write ``results/<name>.json``, with the versions of ``packages``; rows without a date were measured today."""
-    today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    dated = [row if "date" in row else row | {"date": today} for row in rows]
+    """Write ``results/<name>.json``, with the versions of ``packages``.
+
+    Rows without a date were measured today, with this code.
+    """
+    today = {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), "code": code_digest()}
+    dated = [row if "date" in row else row | today for row in rows]
     content = {"name": name, "device": device, "versions": versions(packages), "rows": dated}
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"

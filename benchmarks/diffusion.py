@@ -37,12 +37,14 @@ from torch import nn
 import samebits
 from common import PACKAGES, Timing, add_results, cpu_name, runner, significant, synthetic_matrix, time_calls
 from gpu import captured, time_turns
+from samebits.integrations.replayed import MAX_FIRST_CALLS
 from samebits.kernels.replay import fast_replay
 
 Inputs = dict[str, Any]  # tensors, and dicts of them; but for sizes
 WAYS = ("eager", "replayed", "graphs")
 REPEATS = 9
 WARM_SECONDS = 1.5
+CAPTURED_BY = MAX_FIRST_CALLS + 1  # steps, inside of samebits.cuda_graphs
 
 
 def flux_inputs(config: Any, height: int, width: int, text: int) -> Inputs:
@@ -307,18 +309,26 @@ def inputs_of(model: Model, config: Any, device: str) -> Inputs:
 
 @dataclass(frozen=True)
 class Figures:
-    """Of the steps of one model, run in one way; bytes on a GPU only; the output on the CPU."""
+    """Of the steps of one model, run in one way.
+
+    Attributes:
+        peak_bytes: on a GPU.
+        output: on the CPU.
+        repeats: whether a second step had the same output: where BF16's has not, a comparison says nothing.
+    """
 
     timing: Timing
     peak_bytes: int | None
     output: torch.Tensor
+    repeats: bool
 
 
 @torch.no_grad()
 def measure(module: nn.Module, inputs: Inputs, way: str, device: str) -> Figures:
     step = partial(module, **inputs, return_dict=False)
     if device == "cpu":
-        return Figures(time_calls(step, repeats=REPEATS), None, step()[0])
+        output = step()[0]
+        return Figures(time_calls(step, repeats=REPEATS), None, output, same_bytes(output, step()[0]))
     with steps_of(module, way):
         step()
         torch.cuda.synchronize()
@@ -338,9 +348,15 @@ def measure(module: nn.Module, inputs: Inputs, way: str, device: str) -> Figures
         while time.perf_counter() < start + WARM_SECONDS:
             whole()
         timing = time_calls(whole, repeats=REPEATS)
-        if way != "graphs":
-            output = step()[0]
-        return Figures(timing, torch.cuda.max_memory_allocated(), output.cpu())
+        peak = torch.cuda.max_memory_allocated()
+        outputs = []
+        for _ in range(2):
+            if way == "graphs":
+                graph.replay()
+            else:
+                output = step()[0]
+            outputs.append(output.cpu())
+        return Figures(timing, peak, outputs[0], same_bytes(*outputs))
 
 
 def steps_of(module: nn.Module, way: str) -> AbstractContextManager[None]:
@@ -369,6 +385,8 @@ def time_in_turns(model: Model, packed: nn.Module, inputs: Inputs, ways: list[st
                 with ExitStack() as stack:
                     for module in modules:
                         stack.enter_context(steps_of(module, way))
+                        for _ in range(CAPTURED_BY if way == "replayed" else 0):
+                            step_of_others(module, inputs)
                     found[way] = time_turns([partial(step_of_others, module, inputs) for module in modules])
     return found
 
@@ -426,6 +444,7 @@ def rows(
             "less_memory": None if not left.peak_bytes or not right.peak_bytes
             else significant(1 - right.peak_bytes / left.peak_bytes),
             "same_output": same_bytes(left.output, right.output),
+            "bf16_repeats": left.repeats, "samebits_repeats": right.repeats,
         }  # fmt: skip
 
 

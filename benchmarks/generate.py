@@ -7,7 +7,7 @@
 Real configurations, synthetic weights (models.py). On a GPU each form has a process of its own: what runs second in a
 process takes longer, its graphs above all. One model at a time is in memory, but for the ways eager and compile: there
 a step waits for the host, which is up to twice as slow for some seconds as for others, so both forms are in memory and
-generate in turns, TURNS times. Ways:
+generate in turns, TURNS times; ``speed`` is the median turn's, beside BF16's turn before it. Ways:
 
     eager      a cache that grows, Python for every layer
     compile    a static cache; transformers compiles the step (torch.compile, with CUDA graphs, as it does by itself)
@@ -47,6 +47,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise, product
+from statistics import median
 from typing import Any
 
 import torch
@@ -148,6 +149,7 @@ class Figures:
         peak_bytes: on a GPU.
         tokens: all of them, by sequence.
         repeats: whether all runs gave the same tokens; None if there was one run.
+        turns: each turn's median of ``steps``, where forms took turns.
     """
 
     first_tokens: Sequence[float]
@@ -156,6 +158,7 @@ class Figures:
     peak_bytes: int | None
     tokens: list[list[int]]
     repeats: bool | None = None
+    turns: Sequence[float] = ()
 
     @property
     def first_token(self) -> Timing:
@@ -193,6 +196,7 @@ def joined(turns: Sequence[Figures]) -> Figures:
         steps=[seconds for turn in turns for seconds in turn.steps],
         peak_bytes=max((turn.peak_bytes for turn in turns if turn.peak_bytes), default=None),
         repeats=all(turn.repeats is not False and turn.tokens == first.tokens for turn in turns),
+        turns=[turn.step.median for turn in turns],
     )
 
 
@@ -351,18 +355,30 @@ def row_of(name: str, setting: Setting, bf16: Figures, ours: Figures) -> dict[st
     row |= {key: getattr(setting, key) for key in ("batch", "prompt", "tokens")}
     for key, found in (("bf16", bf16), ("samebits", ours)):
         row |= found.columns(key) | {f"{key}_repeats": found.repeats, f"{key}_tokens_digest": found.digest}
-    row |= {"speed": significant(ours.rate / bf16.rate), "same_tokens": ours.tokens == bf16.tokens}
-    return row | differences(bf16.tokens, ours.tokens)
+    return row | speed(bf16, ours) | differences(bf16.tokens, ours.tokens)
 
 
-def differences(bf16: Sequence[Sequence[int]], ours: Sequence[Sequence[int]]) -> dict[str, int | None]:
+def speed(bf16: Figures, ours: Figures) -> dict[str, float]:
+    """Beside BF16; of turns the median one's, each beside the turn before it."""
+    found = sorted(before / after for before, after in zip(bf16.turns, ours.turns, strict=True))
+    if not found:
+        return {"speed": significant(ours.rate / bf16.rate)}
+    spread = {"speed_slowest": significant(found[0]), "speed_fastest": significant(found[-1])}
+    return {"speed": significant(median(found)), **spread}
+
+
+def differences(bf16: Sequence[Sequence[int]], ours: Sequence[Sequence[int]]) -> dict[str, int | bool | None]:
     """How many sequences are others, and where the first difference is."""
     places = [
         next((i for i, (left, right) in enumerate(zip(*both, strict=True)) if left != right), None)
         for both in zip(bf16, ours, strict=True)
     ]
     found = [place for place in places if place is not None]
-    return {"different_sequences": len(found), "first_difference": min(found, default=None)}
+    return {
+        "same_tokens": ours == bf16,
+        "different_sequences": len(found),
+        "first_difference": min(found, default=None),
+    }
 
 
 def kind(packed: bool) -> str:

@@ -267,10 +267,12 @@ def main() -> int:
         "--models", type=lambda text: text.split(","), default=list(DEFAULT_MODELS), help=", ".join(MODELS)
     )
     parser.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES))
-    parser.add_argument("--allocator", choices=tuple(ALLOCATORS), default="default", help="for the table longest")
+    parser.add_argument("--allocator", choices=tuple(ALLOCATORS), default="default", help="for --tables longest")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--context", type=int, default=CONTEXT, help="of the table peak")
     options = parser.parse_args()
+    if options.allocator != "default" and options.tables != ["longest"]:
+        parser.error("--allocator is for --tables longest alone: no other table says which one it had")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("no CUDA device")
     if ALLOCATORS[options.allocator]:

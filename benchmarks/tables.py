@@ -54,7 +54,13 @@ def speed_at(tokens: int) -> Callable[[Row], str]:
 
 def with_spread(key: str, count: int) -> Callable[[Row], str]:
     """The median, and from slowest to fastest."""
-    return lambda row: f"{row[key]:.{count}f} ({row[f'{key}_slowest']:.{count}f} to {row[f'{key}_fastest']:.{count}f})"
+    keys = (key, f"{key}_slowest", f"{key}_fastest")
+    return lambda row: "{} ({} to {})".format(*(f"{row[each]:,.{count}f}" for each in keys))
+
+
+def speed_in_turns(row: Row) -> str:
+    """The median turn's, and the slowest and fastest; without these where the forms ran one after the other."""
+    return (with_spread if "speed_slowest" in row else decimals)("speed", 2)(row)
 
 
 def gibibytes(key: str) -> Callable[[Row], str]:
@@ -115,8 +121,10 @@ OFFLOAD_COLUMNS: dict[str, Cell] = {
     "cap": lambda row: f"{row['cap_bytes'] / 2**30:.0f} GiB, {row['card']}",
     "batch": "batch",
     "accelerate, tokens/s": decimals("accelerate_tokens_per_s", 2),
+    "BF16 streamed, tokens/s": decimals("bf16_streamed_tokens_per_s", 2),
     "samebits, tokens/s": decimals("samebits_tokens_per_s", 2),
-    "speed": decimals("samebits_speed", 2),
+    "times accelerate's speed": decimals("samebits_speed", 2),
+    "times BF16's, streamed": lambda row: f"{row['samebits_tokens_per_s'] / row['bf16_streamed_tokens_per_s']:.2f}",
     "tokens": verdict("samebits_same_tokens"),
     "accelerate, offloaded": gigabytes("accelerate_offloaded_bytes"),
 }
@@ -141,6 +149,11 @@ GENERATE_COLUMNS: dict[str, Cell] = {
     "BF16, peak": gigabytes("bf16_peak_bytes"),
     "samebits, peak": gigabytes("samebits_peak_bytes"),
     "tokens": same_tokens,
+}
+IN_TURNS: dict[str, Cell] = {  # the host decides, so the spread counts
+    "BF16, tokens/s": with_spread("bf16_tokens_per_s", 0),
+    "samebits, tokens/s": with_spread("samebits_tokens_per_s", 0),
+    "times BF16's speed": speed_in_turns,
 }
 STEP_COLUMNS: dict[str, Cell] = {
     "BF16, ms": milliseconds("bf16"),
@@ -275,7 +288,8 @@ COLUMNS: dict[str, dict[str, Cell]] = {
         "tokens": verdict("same_tokens"),
         "logits": verdict("same_logits"),
     },
-    **{f"generate.{way}": GENERATE_COLUMNS for way in ("eager", "graphs", "compile", "preferred")},
+    **{f"generate.{way}": GENERATE_COLUMNS for way in ("graphs", "preferred")},
+    **{f"generate.{way}": GENERATE_COLUMNS | IN_TURNS for way in ("eager", "compile")},
     "profile.steps": {
         "model": "model",
         "weights": "form",
@@ -361,11 +375,7 @@ COLUMNS: dict[str, dict[str, Cell]] = {
         "samebits": decimals("samebits", 4),
     },
     "offload.resident": OFFLOAD_COLUMNS | {"samebits, peak": gigabytes("samebits_peak_bytes")},
-    "offload.streamed": OFFLOAD_COLUMNS
-    | {
-        "BF16 streamed, tokens/s": decimals("bf16_streamed_tokens_per_s", 2),
-        "samebits, streamed": gigabytes("samebits_offloaded_bytes"),
-    },
+    "offload.streamed": OFFLOAD_COLUMNS | {"samebits, streamed": gigabytes("samebits_offloaded_bytes")},
     "memory.memory": {
         "command": "command",
         "checkpoint": lambda row: f"{row['original_bytes'] / 1e9:.1f} GB",
@@ -383,7 +393,8 @@ which decodes the exponents alone (its rate is that of the BF16 weights they bel
 added). DFloat11 decodes the seven matrices of a block in one launch, samebits in seven:""",
     "df11.forms": """\
 The same model in each form (Llama 3.1 8B's shapes, 16 layers, synthetic weights), generating one token after the other;
-the last column is with a static cache in `samebits.cuda_graphs`, without graphs the host decides:""",
+the last column is with a static cache in `samebits.cuda_graphs`, without graphs the host decides. Tokens a second are
+of a whole `generate`, its prompt included, and in graphs the capture:""",
     "df11.decode": "One layer of it decoded, each form by samebits' own kernel:",
     "parallel.parallel": """\
 Llama 3.1 8B's shapes, synthetic weights, prompts of 128 tokens, eager; memory is that of the GPU that has most:""",
@@ -448,7 +459,7 @@ def table_text(name: str, table: str, root: str = "") -> str:
     if {"model", "batch", "prompt"} <= rows[0].keys():  # in the order in which they were measured till here
         places = list(dict.fromkeys(row["model"] for row in rows))
         rows = sorted(rows, key=lambda row: (places.index(row["model"]), row["prompt"], row["batch"]))
-    every_key, like = [key for key in rows[0] if key not in ("table", "date")], LIKE.get(name, name)
+    every_key, like = [key for key in rows[0] if key not in ("table", "date", "code")], LIKE.get(name, name)
     columns = COLUMNS.get(f"{like}.{table}") or {key.replace("_", " "): key for key in every_key}
     lines = [list(columns), ["---", *["---:"] * (len(columns) - 1)]]
     lines += [[cell_text(cell, row) for cell in columns.values()] for row in rows]

@@ -84,7 +84,10 @@ def test_each_step_has_latents_of_its_own() -> None:
 @pytest.mark.parametrize("in_turns", [[], ["eager"], ["eager", "graphs"]])
 def test_rows_in_turns(in_turns: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """With those times where there are some; memory is always that of the processes."""
-    figures = [diffusion.Figures(diffusion.Timing.of([seconds]), 100, torch.randn(200)) for seconds in (1.0, 2.0)]
+    figures = [
+        diffusion.Figures(diffusion.Timing.of([seconds]), 100, torch.randn(200), seconds == 2.0)
+        for seconds in (1.0, 2.0)
+    ]
     timings = {way: [diffusion.Timing.of([seconds]) for seconds in (4.0, 5.0)] for way in in_turns}
 
     def run(function: object, *arguments: object, packed: bool) -> object:
@@ -95,6 +98,7 @@ def test_rows_in_turns(in_turns: list[str], monkeypatch: pytest.MonkeyPatch) -> 
         assert row["in_turns"] == (row["way"] in in_turns)
         assert row["more_time"] == (0.25 if row["in_turns"] else 1.0)
         assert row["bf16_peak_bytes"] == row["samebits_peak_bytes"] == 100
+        assert (row["bf16_repeats"], row["samebits_repeats"]) == (False, True)
 
 
 def test_guidance() -> None:

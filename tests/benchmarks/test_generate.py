@@ -63,9 +63,10 @@ def test_compiled_steps_round_alike(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_differences() -> None:
     bf16 = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
-    assert generate.differences(bf16, bf16) == {"different_sequences": 0, "first_difference": None}
+    same = {"same_tokens": True, "different_sequences": 0, "first_difference": None}
+    assert generate.differences(bf16, bf16) == same
     found = generate.differences(bf16, [[1, 2, 0], [4, 5, 6], [7, 0, 0]])
-    assert found == {"different_sequences": 2, "first_difference": 1}
+    assert found == {"same_tokens": False, "different_sequences": 2, "first_difference": 1}
 
 
 @pytest.mark.parametrize("way", generate.IN_TURNS)
@@ -85,6 +86,7 @@ def test_forms_take_turns(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (row["samebits_first_token_seconds_fastest"], row["samebits_first_token_seconds_slowest"]) == (2, 8)
     assert row["bf16_tokens_per_s_slowest"] == pytest.approx(1 / 14, rel=1e-3)
     assert (row["bf16_peak_bytes"], row["samebits_peak_bytes"]) == (7, 8)
+    assert (row["speed"], row["speed_slowest"], row["speed_fastest"]) == (0.7917, 0.5, 0.875)  # 1/2, 3/4, 5/6, 7/8
     assert (row["bf16_repeats"], row["samebits_repeats"]) == (True, False)
     assert not generate._held
 

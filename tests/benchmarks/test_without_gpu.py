@@ -291,7 +291,8 @@ def test_what_was_not_measured_again_stays(tmp_path: Path, monkeypatch: pytest.M
         common.add_results("linear", "a device", rows, linear.KEYS)
     first, second = common.read_results("linear")["rows"]
     assert first == old[0]
-    assert second == new | {"date": datetime.datetime.now(datetime.UTC).date().isoformat()}
+    today = {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), "code": common.code_digest()}
+    assert second == new | today
     assert linear.shapes("") == []
 
 
@@ -386,3 +387,16 @@ def test_variants(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
         f"   0 {VARIANTS[0]}: 1000000.0 us (500000.0 to 2000000.0)",
         f"   7 {VARIANTS[7]}: 1000000.0 us (500000.0 to 2000000.0), DIFFERENT",
     ]
+
+
+def test_code_of_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever changes in a source, or its name, is another code; what lies beside is none."""
+    monkeypatch.setattr(common.samebits, "__file__", str(tmp_path / "__init__.py"))
+    found = []
+    for name, content in (("a.py", "1"), ("a.py", "2"), ("csrc/b.cuh", "1"), ("csrc/c.cuh", "1"), ("c.pyc", "1")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+        found.append(common.code_digest())
+    assert [len(code) for code in found] == 5 * [12]
+    assert len({*found}) == 4
+    assert found[3] == found[4]
