@@ -6,15 +6,15 @@
 
 A model of generate.py with synthetic weights is written once, in BF16, to a temporary folder (--folder says where: it
 needs 2 bytes a weight). Each placement has processes of its own, which load from there, BF16 first, then compressed
-while loading:
+while loading, and generate with both in turns, since the host decides:
 
     auto      one process, device_map="auto": whole layers on one GPU or the other
     tensor    two processes, DistributedConfig(tp_size=2): a part of each matrix on each GPU, by torchrun
 
-On a CPU "auto" is one device and "tensor" two processes. tokens_per_s is as in generate.py, with the eager way; bytes
-are those of the GPU that has most: weights_bytes of the parameters, peak_bytes while generating. Tokens, and the logits
-behind the prompt, are compared as bytes, on every rank. A placement takes a minute or two; its rows are written when it
-is done, in place of those of the same case, device and versions.
+On a CPU "auto" is one device and "tensor" two processes. tokens_per_s and speed are as in generate.py, with the eager
+way; bytes are those of the GPU that has most: weights_bytes of the parameters, peak_bytes while generating, without
+what the other form has. Tokens, and the logits behind the prompt, are compared as bytes, on every rank. A placement
+takes some minutes; its rows are written when it is done, in place of those of the same case, device and versions.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import time
 from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -37,7 +37,7 @@ from transformers.distributed import DistributedConfig
 
 import generate
 import samebits
-from common import PACKAGES, add_results, cpu_name, significant
+from common import PACKAGES, add_results, cpu_name
 from models import random_prompt
 from samebits.verify import repeatable_attention
 
@@ -65,11 +65,6 @@ def weights_bytes(model: Any) -> int:
     return max(found.values())
 
 
-def peak_bytes(device: str) -> int | None:
-    devices = range(torch.cuda.device_count() if device == "cuda" else 0)
-    return max((torch.cuda.max_memory_allocated(index) for index in devices), default=None)
-
-
 @torch.inference_mode()
 def logits_of(model: Any, setting: generate.Setting, device: str) -> torch.Tensor:
     """Of the last token of each prompt, as words: int16 [batch, vocabulary]."""
@@ -77,47 +72,57 @@ def logits_of(model: Any, setting: generate.Setting, device: str) -> torch.Tenso
     return model(prompt, logits_to_keep=1).logits.cpu().view(torch.int16)
 
 
-def measure(folder: Path, placement: str, settings: list[generate.Setting], device: str, packed: bool) -> list[Any]:
-    """A row's figures, the tokens and the logits of every setting, on one model, which is gone afterwards."""
+class Form(NamedTuple):
+    """A model, and what was found of each setting before another one was loaded."""
+
+    model: Any
+    peaks: list[int | None]
+    logits: list[torch.Tensor]
+
+
+def ready(folder: Path, placement: str, settings: list[generate.Setting], device: str, packed: bool) -> Form:
+    """Loaded, with its plans, and run once in each setting."""
     start = time.monotonic()
-
-    def say(done: str) -> None:
-        if os.environ.get("RANK", "0") == "0":
-            kind = "samebits" if packed else "BF16"
-            print(f"{placement}, {kind}: {done} after {time.monotonic() - start:.1f} s", flush=True)
-
-    model = load(folder, placement, packed)
+    gpus = range(torch.cuda.device_count() if device == "cuda" else 0)
+    before = [torch.cuda.memory_allocated(gpu) for gpu in gpus]
+    form = Form(load(folder, placement, packed), [], [])
     if packed:
-        samebits.prepare(model, [setting.batch for setting in settings])
-    say("ready")
-    found = []
+        samebits.prepare(form.model, [setting.batch for setting in settings])
     for setting in settings:
-        for index in range(torch.cuda.device_count() if device == "cuda" else 0):
-            torch.cuda.reset_peak_memory_stats(index)
-        figures = generate.measure(model, setting, device)
-        row = figures.step.rates("tokens_per_s", setting.batch) | {"weights_bytes": weights_bytes(model)}
-        found.append((row | {"peak_bytes": peak_bytes(device)}, figures.tokens, logits_of(model, setting, device)))
-        say(f"{setting}: {figures.rate:.1f} tokens/s,")
-    del model
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
-    return found
+        for gpu in gpus:
+            torch.cuda.reset_peak_memory_stats(gpu)
+        generate.measure(form.model, setting, device)
+        peaks = [torch.cuda.max_memory_allocated(gpu) - before[gpu] for gpu in gpus]
+        form.peaks.append(max(peaks, default=None))
+        form.logits.append(logits_of(form.model, setting, device))
+    say(f"{placement}, {generate.kind(packed)}: ready after {time.monotonic() - start:.1f} s")
+    return form
+
+
+def say(text: str) -> None:
+    """Once, of all ranks."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text, flush=True)
 
 
 def work(folder: Path, placement: str, settings: list[generate.Setting], device: str) -> list[dict[str, Any]]:
     """One rank's rows."""
-    plain, ours = (measure(folder, placement, settings, device, packed) for packed in (False, True))
+    forms = [ready(folder, placement, settings, device, packed) for packed in (False, True)]
     rows = []
-    for setting, (bf16, tokens, logits), (compressed, our_tokens, our_logits) in zip(
-        settings, plain, ours, strict=True
-    ):
+    for number, setting in enumerate(settings):
+        turns: list[list[generate.Figures]] = [[], []]
+        for _ in range(generate.TURNS):
+            for form, found in zip(forms, turns, strict=True):
+                found.append(generate.measure(form.model, setting, device))
+        bf16, ours = figures = [generate.joined(found) for found in turns]
         row: dict[str, Any] = {"batch": setting.batch, "prompt": setting.prompt, "tokens": setting.tokens}
-        for kind, figures in (("bf16", bf16), ("samebits", compressed)):
-            row |= {f"{kind}_{key}": value for key, value in figures.items()}
-        row["speed"] = significant(compressed["tokens_per_s"] / bf16["tokens_per_s"])
-        same = {"same_tokens": tokens == our_tokens, "same_logits": torch.equal(logits, our_logits)}
-        rows.append(row | same)
+        for kind, form, found in zip(("bf16", "samebits"), forms, figures, strict=True):
+            row |= found.step.rates(f"{kind}_tokens_per_s", setting.batch) | {f"{kind}_repeats": found.repeats}
+            row |= {f"{kind}_weights_bytes": weights_bytes(form.model), f"{kind}_peak_bytes": form.peaks[number]}
+        same_logits = torch.equal(*(form.logits[number] for form in forms))
+        row |= generate.speed(bf16, ours) | {"same_tokens": bf16.tokens == ours.tokens, "same_logits": same_logits}
+        say(f"{placement}, {setting}: {bf16.rate:.1f} and {ours.rate:.1f} tokens/s")
+        rows.append(row)
     return rows
 
 

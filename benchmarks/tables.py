@@ -278,9 +278,7 @@ COLUMNS: dict[str, dict[str, Cell]] = {
     "parallel.parallel": {
         "divided": lambda row: {"auto": "layers", "tensor": "each matrix"}[row["placement"]],
         "batch": "batch",
-        "BF16, tokens/s": decimals("bf16_tokens_per_s", 1),
-        "samebits, tokens/s": decimals("samebits_tokens_per_s", 1),
-        "times BF16's speed": decimals("speed", 2),
+        **IN_TURNS,
         "BF16, weights": gigabytes("bf16_weights_bytes"),
         "samebits, weights": gigabytes("samebits_weights_bytes"),
         "BF16, peak": gigabytes("bf16_peak_bytes"),
