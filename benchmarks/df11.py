@@ -85,7 +85,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         parser.error("no CUDA device")
     layer = list(DECODER_LAYERS["Llama 3.1 8B"].values())
-    keep = partial(add_results, arguments.name, device_name(), keys=("form",))
+    keep = partial(add_results, arguments.name, device_name(), keys=("form", "layers"))
     print(keep(rows=measure_decoding(layer, arguments.repeats, "cuda")))
     if find_spec("transformers"):
         with TemporaryDirectory(dir=arguments.folder) as folder:

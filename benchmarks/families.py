@@ -189,7 +189,10 @@ def build(name: str) -> Any:
 
 @torch.inference_mode()
 def outputs(model: Any) -> dict[str, torch.Tensor]:
-    """Logits, and generated tokens where the model generates."""
+    """Logits, and generated tokens with the logits of each where the model generates.
+
+    Of random weights, many a model writes one token again and again, or ends at once; logits differ all the same.
+    """
     tokens = torch.randint(3, VOCABULARY, (2, 11), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(tokens)
     decoder = {"decoder_input_ids": tokens[:, :5]} if model.config.is_encoder_decoder else {}
@@ -197,7 +200,12 @@ def outputs(model: Any) -> dict[str, torch.Tensor]:
     if model.can_generate():
         for how, sampling in (("greedy", False), ("sampled", True)):
             torch.manual_seed(2)
-            found[how] = model.generate(tokens, attention_mask=mask, max_new_tokens=TOKENS, do_sample=sampling)
+            output = model.generate(
+                tokens, attention_mask=mask, min_new_tokens=TOKENS, max_new_tokens=TOKENS, do_sample=sampling,
+                output_logits=True, return_dict_in_generate=True,
+            )  # fmt: skip
+            found[how] = output.sequences
+            found[f"{how} tokens' logits"] = torch.stack(output.logits)
     return found
 
 
@@ -261,7 +269,7 @@ def prove(name: str, folder: Path) -> dict[str, Any]:
             found = outputs(model)
             for what in expected:
                 if not same(found[what], expected[what]):
-                    differing.setdefault(what, f"{what} differ: {way}")
+                    differing.setdefault(what.partition(" ")[0], f"{what} differ: {way}")
             if way == "saved and loaded":
                 row["packed_cache"] = same_with_packed_cache(plain, model)
     except SamebitsError as error:
