@@ -19,7 +19,7 @@ from samebits.jobs.job import Job
 from samebits.jobs.options import RunOptions
 from samebits.progress import Progress
 from samebits.verify import verify_against, verify_digests
-from tests.jobs.checkpoints import weights
+from tests.jobs.checkpoints import shards, weights, write_folder
 
 LAYERS = 4
 
@@ -89,6 +89,17 @@ def test_of_a_job(tmp_path: Path, make: Callable[[Path, Path, Progress], Job], c
     with pytest.raises(InputError, match=r"source\.safetensors: the file has changed while it was read; run it again"):
         job.run()
     assert [path.name for path in tmp_path.iterdir()] == ["source.safetensors"]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_of_a_job_that_is_done_with_the_file(tmp_path: Path, change: Callable[[Path], None]) -> None:
+    """Shards of two versions would be one model."""
+    source, destination = write_folder(tmp_path / "source"), tmp_path / "destination"
+    first, second, _ = (sum(tensor.nbytes for tensor in shard.values()) for shard in shards())
+    changing = behind(first + second + 1, lambda: change(source / "model-00001-of-00003.safetensors"))
+    with pytest.raises(InputError, match=r"model-00001-of-00003\.safetensors: the file has changed while it was read"):
+        compression(source, destination, changing).run()
+    assert not destination.exists()
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -27,9 +27,11 @@ from samebits.format.folder import JOB
 from samebits.format.mapping import create_mapped
 from samebits.format.safetensors_file import SafetensorsWriter
 from samebits.jobs import job, pieces, workspace
-from samebits.jobs.options import CompressOptions
+from samebits.jobs.compress import Compression
+from samebits.jobs.options import CompressOptions, RunOptions
 from samebits.jobs.workers import Workers
 from samebits.jobs.workspace import Workspace
+from samebits.parallel import THREADS_VARIABLE, threads
 from samebits.verify import verify_against
 from tests.jobs.checkpoints import files_of, stored, weights, write_file, write_folder
 from tests.jobs.test_jobs import compress, decompress, in_planes
@@ -448,6 +450,16 @@ def test_the_next_job_begins_while_a_folder_is_removed(
     assert (destination / JOB / "lock").read_text() == "the next one's"
 
 
+def test_a_job_that_was_refused_holds_nothing(tmp_path: Path) -> None:
+    """As long as its error is there, too."""
+    source, destination = write_folder(tmp_path / "source"), tmp_path / "packed"
+    interrupted(source, destination)
+    with pytest.raises(InputError, match="another job has begun here") as refused:
+        compress(source, destination, CompressOptions(min_weights=1))
+    assert compress(source, destination).resumed_shards == 3
+    assert refused.value.__traceback__
+
+
 def test_two_jobs_on_one_file(tmp_path: Path) -> None:
     source = write_file(tmp_path / "a.safetensors")
     target = tmp_path / "b.safetensors"
@@ -474,6 +486,50 @@ def test_disk_full_while_encoding(tmp_path: Path, fail: Callable[..., None]) -> 
         Checkpoint.open(destination)
     compress(source, destination)
     assert verify_against(Checkpoint.open(destination), Checkpoint.open(source)).identical
+
+
+@pytest.mark.parametrize(
+    ("error", "stays"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), True),
+        (OSError(errno.EIO, "Input/output error"), True),
+        (ResourceError("a worker process was killed", mend="free memory"), True),
+        (FormatError("torn"), False),
+    ],
+    ids=str,
+)
+def test_what_is_finished_stays_where_going_on_may_help(tmp_path: Path, error: Exception, stays: bool) -> None:
+    source, destination = write_folder(tmp_path / "source"), tmp_path / "packed"
+    record = Workspace.record
+
+    def fail(space: Workspace, name: str) -> None:
+        if space._has_finished():
+            raise error
+        record(space, name)
+
+    with pytest.raises((SamebitsError, OSError)):
+        compress_with(Workspace, "record", fail, source, destination)
+    assert destination.exists() is stays
+    assert compress(source, destination).resumed_shards == (1 if stays else 0)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_shard_that_does_not_reach_the_disk(tmp_path: Path, number: int) -> None:
+    """Nothing is published then, whichever shard it is."""
+    source, destination = write_folder(tmp_path / "source"), tmp_path / "packed"
+    record, asked = Workspace.record, list[str]()
+
+    def fail(space: Workspace, name: str) -> None:
+        asked.append(name)
+        if f"{number:05}-of" in name:
+            raise OSError(errno.EIO, "Input/output error")
+        record(space, name)
+
+    with pytest.raises(OSError, match="Input/output error"):
+        compress_with(Workspace, "record", fail, source, destination)
+    assert not list(destination.glob("*.safetensors"))
+    assert len(asked) == number
+    assert compress(source, destination).resumed_shards == number - 1
 
 
 def test_without_a_call_that_reserves_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -529,6 +585,48 @@ def test_a_file_larger_than_the_limit(tmp_path: Path, nbytes: int) -> None:
     assert not destination.exists()  # nothing was finished that another run could go on from
     compress(source, destination)
     assert verify_against(Checkpoint.open(destination), Checkpoint.open(source)).identical
+
+
+def test_space_for_all_that_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What workers are ahead of, and other files, too."""
+    source, asked = write_folder(tmp_path / "source"), list[int]()
+
+    def refuse(folder: Path, nbytes: int) -> None:
+        asked.append(nbytes)
+        raise ResourceError("no space", mend="none")
+
+    monkeypatch.setattr(job, "require_space", refuse)
+    for workers, other in ((1, 0), (2, 0), (1, 12345)):
+        (source / "other").write_bytes(bytes(other))
+        with pytest.raises(ResourceError, match="no space"):
+            compress(source, tmp_path / "packed", workers=workers)
+    assert asked[0] < asked[1]
+    assert asked[2] == asked[0] + 12345
+
+
+def test_what_was_written_for_a_tensor_takes_no_space_behind_it(tmp_path: Path) -> None:
+    source, destination = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    write_file(source, {name: weights(64, 128).half() for name in "abc"})
+    left: list[int] = []
+
+    def look(done: int, total: int) -> None:
+        left.append(len(list(tmp_path.glob("*/spools/*"))))
+
+    Compression(Checkpoint.open(source), destination, CompressOptions(cast=True), RunOptions(device="cpu"), look).run()
+    assert len(left) > 3
+    assert not any(left)
+
+
+def test_progress_of_a_job_that_goes_on(tmp_path: Path) -> None:
+    """What an earlier run finished is done."""
+    source, destination = write_folder(tmp_path / "source"), tmp_path / "packed"
+    kill_after_one_shard(source, destination)
+    seen: list[tuple[int, int]] = []
+    Compression(
+        Checkpoint.open(source), destination, None, RunOptions(device="cpu"), lambda *now: seen.append(now)
+    ).run()
+    assert seen[0][0] > 0
+    assert seen[-1][0] == seen[-1][1]
 
 
 def test_too_little_space_is_seen_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -599,6 +697,17 @@ def test_workers_keep_the_order_and_stay_bounded() -> None:
         assert next(results) == 0
         assert len(asked) <= 5
         assert list(results) == [2 * number for number in range(1, 20)]
+
+
+def threads_of(_: int) -> int:
+    return threads()
+
+
+def test_workers_share_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(THREADS_VARIABLE, "6")
+    assert threads() == 6
+    with Workers(2) as workers:
+        assert list(workers.map(threads_of, range(2))) == [3, 3]
 
 
 def test_a_killed_worker_is_an_error_not_a_hang() -> None:

@@ -218,6 +218,17 @@ def test_a_launch_that_gains_more_itself_is_left_to_decode_its_own(model: Model)
     assert model.step(*range(3)) == [(0, [2])]
 
 
+@pytest.mark.parametrize(("carried_us", "is_worth_it"), [(0.5, True), (2.0, False)])
+def test_a_launch_that_takes_long_to_decode_others(model: Model, carried_us: float, is_worth_it: bool) -> None:
+    """Longer than they take if they are decoded first: nothing is."""
+    model.step(0, 1, 2)
+    kept = resident(model.packed[0].data)
+    assert kept is not None
+    ((shape, known),) = kept.calls.items()
+    kept.calls[shape] = known._replace(carried_us=carried_us)
+    assert model.step(0, 1, 2) == ([(0, [1, 2])] if is_worth_it else [])
+
+
 def test_what_was_chosen_thrice_is_not_chosen_again(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless a weight changes, or is decoded already."""
     for _ in range(4):
@@ -235,6 +246,25 @@ def test_what_was_chosen_thrice_is_not_chosen_again(model: Model, monkeypatch: p
     model.packed[1].data.copy_(model.packed[1].data.clone())
     assert model.step(0, 1, 2) == [(0, [2])]
     assert chosen
+
+
+@pytest.mark.parametrize("steps", [2, 6], ids=["at first", "settled"])
+def test_a_product_that_has_another_plan_now(model: Model, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under other settings of torch: what the launch of the old one made would have other bits."""
+    for _ in range(steps):
+        model.step(0, 1, 2)
+    made, prefetching = list[object](), model.launches.prefetching
+    monkeypatch.setattr(
+        prefetch, "Products", lambda launch, weights: made.append(launch) or prefetching(launch, weights)
+    )
+    kept = resident(model.packed[0].data)
+    assert kept is not None
+    ((shape, known),) = kept.calls.items()
+    others = FakeProducts(model.gpu.products, Spare(size_of(1, 2), 0, 0)), FakeProducts(model.gpu.products)
+    for products, expected in zip(others, ([(0, [1, 2])], []), strict=True):
+        kept.calls[shape] = known._replace(products=products)
+        assert model.step(0, 1, 2) == expected
+    assert made == [others[0].launch]
 
 
 def test_what_was_chosen_thrice_is_chosen_anew_once_nobody_asked_for_it(model: Model) -> None:
@@ -259,6 +289,18 @@ def test_a_product_slower_than_decoding_first_that_decodes_others(model: Model) 
     assert not model.gpu.fused_calls
 
 
+@pytest.mark.parametrize(("longer_us", "is_worth_it"), [(1.0, True), (3.0, False)])
+def test_a_slower_product_that_decodes_little(model: Model, longer_us: float, is_worth_it: bool) -> None:
+    """It takes 2 microseconds more than decoding first, and what it decodes saves a launch of 4, but takes longer."""
+    model.gpu.times, model.room[0] = [12.0, 11.0, 9.0], size_of(1)
+    model.step(0, 1)
+    kept = resident(model.packed[0].data)
+    assert kept is not None
+    ((shape, known),) = kept.calls.items()
+    kept.calls[shape] = known._replace(carried_us=carry._FIRST_US + longer_us / size_of(1))
+    assert model.step(0, 1) == ([(0, [1])] if is_worth_it else [])
+
+
 def test_what_another_launch_has_decoded(model: Model) -> None:
     model.room |= {0: size_of(2), 1: size_of(3)}
     for _ in range(2):
@@ -267,6 +309,13 @@ def test_what_another_launch_has_decoded(model: Model) -> None:
         model.ask(1, tokens=FEW)
         model.ask(2, 3, 4)
     assert model.ahead == [(0, [2]), (1, [3])]
+
+
+def test_a_weight_that_is_asked_for_twice(model: Model) -> None:
+    """As layers share one: it is decoded ahead once."""
+    model.room[0] = EVERYTHING
+    model.step(0, 1, 1, 2)
+    assert [model.step(0, 1, 1, 2) for _ in range(3)] == [[(0, [1, 2])]] * 3
 
 
 def test_few_tokens_are_not_noted(model: Model) -> None:
@@ -295,6 +344,14 @@ def test_weights_that_are_gathered(model: Model, numbers: tuple[int, ...], monke
     monkeypatch.setattr(residents, "_is_gathered", lambda: True)
     expected = [] if 0 in numbers else [(0, [2])]
     assert [model.step(0, 1, 2) for _ in range(3)] == [expected] * 3
+
+
+def test_weights_on_another_gpu(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are not decoded ahead, though the default streams of all GPUs have the same number."""
+    data, get_device = model.packed[1].data, torch.Tensor.get_device
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda own: 1 if own is data else get_device(own))
+    model.step(0, 1, 2)
+    assert [model.step(0, 1, 2) for _ in range(3)] == [[(0, [2])]] * 3
 
 
 def test_not_beyond_the_next_round(model: Model) -> None:
@@ -338,6 +395,18 @@ def test_a_weight_that_changes(model: Model) -> None:
     model.gpu.fused_calls.clear()
     model.ask(1, 2)
     assert len(model.gpu.fused_calls) == 1
+
+
+def test_a_weight_that_has_changed_is_decoded_ahead_no_more(model: Model) -> None:
+    """It may change again, as those do that are copied from main memory for each call."""
+    model.step(0, 1, 2)
+    assert model.step(0, 1, 2) == [(0, [1, 2])]
+    model.packed[1].data.copy_(model.packed[1].data.clone())
+    assert [model.step(0, 1, 2) for _ in range(3)] == [[(0, [2])]] * 3
+    for _ in range(3):
+        model.ahead.clear()
+        model.ask(0, 1, 2, tokens=2 * MANY)  # of which it is noted anew what comes behind
+    assert model.ahead == [(0, [2])]
 
 
 def test_a_product_that_nobody_asks_for(model: Model) -> None:
@@ -394,6 +463,16 @@ def test_products_of_one_input_are_decoded_ahead_all_or_none(model: Model, monke
     model.ahead.clear()
     model.ask_together(0), model.ask_together(1), model.ask_together(2, 3)
     assert model.ahead == [(0, [1])]
+
+
+def test_products_of_one_input_are_decoded_ahead_each_once_they_are_made_one_by_one(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_one_launch(model, monkeypatch, None)
+    for _ in range(4):
+        model.ahead.clear()
+        model.ask_together(0), model.ask_together(1), model.ask_together(2, 3)
+    assert model.ahead == [(0, [1, 2])]
 
 
 @pytest.mark.parametrize("is_joint", [False, True])
@@ -521,6 +600,19 @@ def test_small_weights_are_decoded_with_the_first_one(small: Model) -> None:
     assert not small.gpu.fused_calls
 
 
+def test_nothing_is_noted_where_numbers_of_tokens_change(small: Model) -> None:
+    """No two rounds would be alike, and while something is noted native code makes no product."""
+    small.ask(0)
+    kept = resident(small.packed[0].data)
+    assert kept is not None
+    kept.is_changing = True
+    small.ask(0)
+    assert not dispatch.together.turns.windows
+    kept.is_changing = False
+    small.ask(0)
+    assert dispatch.together.turns.windows
+
+
 def test_the_kernel_is_there_before_a_graph_is_captured(
     small: Model, where: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -590,12 +682,15 @@ def test_products_of_one_input_are_decoded_together(
     assert small.first == ([[0, 1, 2]] if together else [])
 
 
-@pytest.mark.parametrize(("gained_us", "together"), [(4.5, True), (5.5, False)])
-def test_products_of_one_input_that_gain_each(
-    gained_us: float, together: bool, small: Model, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("times", "gained_us", "together"),
+    [((8.5, 8.0, 9.0), 2.5, True), ((8.5, 8.0, 9.0), 3.5, False), ((12.0, 11.0, 9.0), 5.0, False)],
+)
+def test_what_the_first_of_one_input_gains_alone(
+    times: tuple[float, ...], gained_us: float, together: bool, small: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the first one would gain alone is lost, too, where its weight is decoded with the others'."""
-    small.gpu.times = [8.5, 8.0, 9.0]
+    """That is lost, too, where its weight is decoded with the others'; it is not won where it gains nothing."""
+    small.gpu.times = list(times)
     in_one_launch(small, monkeypatch, 7, gained_us=gained_us)
     for _ in range(6):
         small.first.clear()

@@ -417,6 +417,23 @@ def test_weights_decoded_ahead_that_nobody_asked_for(driver: Driver, monkeypatch
     assert prefetched_of(modules[1]) is None
 
 
+def test_products_of_one_input_that_decode_ahead(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One launch makes them and decodes what comes behind, by native code as well."""
+    monkeypatch.setattr(torch.Tensor, "any", lambda self: True)  # nothing was computed
+    carrying(driver, monkeypatch, steps=0)
+    memory = linear_job.Arrangement(0, K, 8, 0, (6, 12), (4096, 4352), part_steps=4)
+    launch = dataclasses.replace(joint(2), arrangement=memory, spare=linear_job.Spare(1 << 30, 1 << 20, 1 << 20))
+    monkeypatch.setattr(group, "launch_together", lambda *arguments: launch)
+    modules, behind = [layer(0), layer(1)], layer(2, bias=True)
+    for _ in range(12):
+        ask(modules, driver, 1)
+        behind(x_of(1, 1))
+    ask(modules, driver, 1)
+    assert [name for name, _ in driver.again] == ["arrange", "joint"]
+    assert not driver.usual
+    assert prefetched_of(behind) is not None
+
+
 def test_what_was_decoded_ahead_in_vain_is_not_decoded_again(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even where so much follows that all is noted before the next launch."""
     modules, other = carrying(driver, monkeypatch), layer(3)
@@ -723,6 +740,43 @@ def test_products_of_one_input_that_are_decoded_first_alone(
     ask(modules, driver, 5)
     assert [name for name, _ in driver.again] == (["joint"] if joins else ["decode"] * 3)
     assert not driver.usual
+
+
+def slower(driver: Driver, modules: list[nn.Linear]) -> None:
+    """Products of these with one token take less time if the weight is decoded first."""
+    driver.plans.outcome = lambda key: SLOWER
+    for module in modules:
+        driver.plans.known[key_of(x_of(1), (module.out_features, K), None)] = SLOWER
+
+
+def test_products_of_one_input_after_the_first_was_decoded_alone(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is known whose input that was, though native code decoded the weight."""
+    monkeypatch.setattr(torch.Tensor, "any", lambda self: True)  # nothing was computed
+    modules = [layer(0), layer(1)]
+    slower(driver, modules)
+    ask(modules[:1], driver, 4)
+    assert [name for name, _ in driver.again] == ["decode"]
+    ask(modules, driver, 5)
+    assert [name for name, _ in driver.again] == ["joint"]
+
+
+@pytest.mark.parametrize("is_slower", [False, True])
+def test_products_of_one_input_one_by_one_that_another_one_joins(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, is_slower: bool
+) -> None:
+    """Each is made again by native code as it is fastest alone; what comes behind them then is learned all the same."""
+    monkeypatch.setattr(torch.Tensor, "any", lambda self: True)  # nothing was computed
+    modules, found = [layer(0), layer(1), layer(2)], [GroupOutcome(0, -1.0)]
+    if is_slower:
+        slower(driver, modules)
+    driver.plans.together = lambda *arguments: found[-1]
+    ask(modules[:2], driver, 6)
+    assert [name for name, _ in driver.again] == ["decode" if is_slower else "kernel"] * 2
+    found.append(GroupOutcome(0, 1.0))
+    ask(modules, driver, 6)
+    assert [name for name, _ in driver.again] == ["joint"]
 
 
 def test_too_little_memory_for_what_is_remembered(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:

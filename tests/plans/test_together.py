@@ -12,12 +12,14 @@ import pytest
 import torch
 
 import samebits
+from samebits.format.header import Header
 from samebits.format.packed import PackedTensor
 from samebits.kernels import residents
 from samebits.kernels.linear.job import Launch, Spare
 from samebits.kernels.linear.products import Operands
+from samebits.plans import at_once as together_at_once
 from samebits.plans import calibrate, call, dispatch, group, key, planner, together
-from samebits.plans.store import GroupOutcome
+from samebits.plans.store import GroupOutcome, Outcome
 from samebits.plans.together import Together
 from tests.plans.conftest import FakeGpu, FakeProducts, is_supported
 from tests.plans.sums import normal, split_linear
@@ -178,6 +180,21 @@ def test_changed_bias(layers: Layers) -> None:
     assert layers.ask(x, 1) == (1, 0)
 
 
+@pytest.mark.parametrize("change", [lambda bias: bias.mul_(3), torch.clone], ids=["written to", "another"])
+def test_a_changed_bias_is_learned_anew(layers: Layers, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """The launch that adds the old one is not made again."""
+    together_already(layers)
+    bias = layers.biases[1]
+    assert bias is not None
+    layers.biases[1] = change(bias)
+    del bias
+    assert layers.ask(normal(1, K, seed=20), 0) == (1, 0)
+    for seed in range(3):
+        layers.ask(normal(1, K, seed=seed))
+    assert layers.ask(normal(1, K, seed=21)) == (0, 1)
+    assert layers.joint == [3]
+
+
 def test_input_written_behind_torchs_back(layers: Layers) -> None:
     """As a kernel of somebody else's may: the trial finds out."""
     x, raw = normal(1, K), None
@@ -240,6 +257,109 @@ def test_capture(layers: Layers, where: list[int]) -> None:
     assert layers.ask(x, 1) == (1, 0)
     where[1] = 0
     assert layers.ask(x, 2) == (1, 0)
+
+
+def test_nothing_is_compared_while_a_graph_is_captured(layers: Layers, where: list[int]) -> None:
+    """What is not proved yet is made one by one there."""
+    layers.biases[1] = None
+    for _ in range(3):
+        layers.ask(torch.zeros(1, K, dtype=torch.bfloat16))
+    assert layers.joint == [3]
+    where[1] = 5
+    assert layers.ask(normal(1, K)) == (3, 0)
+    factors = list(zip(layers.packed, layers.biases, strict=True))
+    where[1] = 0
+    dispatch.linears(torch.zeros(1, K, dtype=torch.bfloat16), factors)
+    layers.joint.clear()
+    where[1] = 6
+    dispatch.linears(normal(1, K), factors)
+    assert layers.joint == []
+
+
+def test_headers(layers: Layers) -> None:
+    """An equal one may be read anew in each call; under another one these bytes are another weight."""
+    together_already(layers)
+    layers.packed = [replace(packed, header=replace(packed.header)) for packed in layers.packed]
+    assert layers.ask(normal(1, K)) == (0, 1)
+    first, other = layers.packed[:2]
+    kept = residents.resident(first.data)
+    assert kept is not None
+    [asked], plan = kept.followers.chosen, calibrate.LinearPlan(SPLIT)
+    for header, is_there in ((first.header, True), (other.header, False)):
+        operands = Operands(PackedTensor(header, first.data), None, plan)
+        choice = kept.followers.choice(normal(1, K), operands, asked, is_captured=False)
+        assert (choice is not None) is is_there
+
+
+@pytest.mark.parametrize(("times", "one_by_one_us"), [([5.0, 3.0, 9.0], 6.0), ([12.0, 11.0, 9.0], 0.0)])
+def test_what_one_launch_gains(
+    layers: Layers, times: list[float], one_by_one_us: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over products one by one, and over weights that are all decoded first."""
+    found = GroupOutcome(1, 2.0, 0.5)
+    monkeypatch.setattr(planner, "fastest_together", lambda x, operands, are_fused: found)
+    layers.gpu.times = times
+    for seed in range(3):
+        layers.ask(normal(2, K, seed=seed))
+    kept = residents.resident(layers.packed[0].data)
+    assert kept is not None
+    [choice] = kept.followers.chosen.values()
+    assert (choice.gained_us, choice.more_us, choice.carried_us) == (2.0 + 3 * one_by_one_us, 2.0, 0.5)
+
+
+@pytest.mark.parametrize("why", ["no plan", "not supported", "not launchable"])
+def test_a_number_of_tokens_for_which_one_of_them_cannot_be_fused(
+    layers: Layers, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then all are made one by one."""
+    outcome = planner.Planner.outcome
+
+    def none_for_one(own: planner.Planner, asked: key.PlanKey) -> Outcome:
+        assert why != "not supported" or (asked.rows, asked.tokens) != (8, 2)
+        return Outcome(None, "none") if (asked.rows, asked.tokens) == (8, 2) else outcome(own, asked)
+
+    def but_one(header: Header, tokens: int, *others: object) -> bool:
+        return (header.shape[0], tokens) != (8, 2)
+
+    together_already(layers)
+    if why == "not launchable":
+        monkeypatch.setattr(group, "is_launchable", but_one)
+    else:
+        monkeypatch.setattr(planner.Planner, "outcome", none_for_one)
+    for module in (call, group) if why == "not supported" else ():
+        monkeypatch.setattr(module, "is_supported", but_one)
+    fused = 3 if why == "not launchable" else 2
+    layers.ask(normal(2, K))  # looks for plans
+    assert [layers.ask(normal(2, K, seed=seed)) for seed in range(3)] == [(fused, 0)] * 3
+    assert layers.ask(normal(1, K, seed=20)) == (0, 1)
+
+
+def test_a_weight_that_is_gone_before_the_next_one_is_asked_for(layers: Layers) -> None:
+    """Of the same input: there is nothing that the next one could be behind."""
+    x = normal(1, K)
+    layers.ask(x, 0)
+    layers.packed[0] = samebits.encode(layers.weights[0])
+    gc.collect()
+    assert layers.ask(x, 1, 2) == (2, 0)
+
+
+def test_a_weight_that_is_gone_before_one_launch_was_chosen(layers: Layers) -> None:
+    """The others are made by one without it."""
+    layers.ask(normal(1, K))
+    layers.packed[2] = samebits.encode(layers.weights[2])
+    gc.collect()
+    for seed in range(1, 4):
+        layers.ask(normal(1, K, seed=seed), 0, 1)
+    assert layers.ask(normal(1, K, seed=4), 0, 1) == (0, 1)
+    assert layers.joint[-1] == 2
+
+
+def test_a_bias_that_does_not_tell_when_it_changes(layers: Layers) -> None:
+    with torch.inference_mode():
+        layers.biases[1] = normal(8, seed=4).clone()
+    assert [layers.ask(normal(1, K, seed=seed)) for seed in range(2)] == [(3, 0), (3, 1)]
+    assert layers.ask(normal(1, K, seed=3)) == (1, 1)
+    assert layers.joint == [2]
 
 
 def test_nothing_is_measured_while_a_graph_is_captured(
@@ -340,9 +460,11 @@ def test_inference_tensors(layers: Layers) -> None:
         assert [layers.ask(normal(1, K, seed=seed)) for seed in range(4)] == [(3, 0)] * 4
 
 
-def test_weights_that_are_gathered(layers: Layers, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("gathered", [(0, 1, 2), (0,)], ids=["all", "the first"])
+def test_weights_that_are_gathered(layers: Layers, gathered: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """As fully_shard does it: nothing is known of their bytes, so nothing is made together."""
-    layers.packed = [samebits.encode(weight) for weight in layers.weights]
+    for number in gathered:
+        layers.packed[number] = samebits.encode(layers.weights[number])
     monkeypatch.setattr(residents, "_is_gathered", lambda: True)
     assert [layers.ask(normal(1, K, seed=seed)) for seed in range(4)] == [(3, 0)] * 4
     factors = list(zip(layers.packed, layers.biases, strict=True))
@@ -418,6 +540,16 @@ def test_at_once_proved_and_together(at_once: AtOnce) -> None:
     assert at_once.ask(normal(1, K, seed=2).view(1, 1, K)) == (0, 1)
 
 
+def test_at_once_as_the_first_product_has_it(at_once: AtOnce) -> None:
+    """By its key a launch is chosen; the others have other numbers of rows, and biases."""
+    at_once.ask(normal(1, K))
+    kept = residents.resident(at_once.layers.packed[0].data)
+    assert kept is not None
+    [made] = kept.at_once._groups.values()
+    [(asked, choice)] = made.chosen.items()
+    assert (asked.rows, asked.has_bias, choice.header) == (64, False, at_once.layers.packed[0].header)
+
+
 def test_at_once_while_captured(at_once: AtOnce, where: list[int]) -> None:
     where[1] = 5
     assert at_once.ask(normal(1, K)) == (3, 0)
@@ -463,6 +595,17 @@ def test_at_once_of_an_input_of_zeros(at_once: AtOnce) -> None:
     assert [at_once.ask(torch.zeros(1, K, dtype=torch.bfloat16)) for _ in range(2)] == [(3, 1)] * 2
     assert at_once.ask(normal(1, K)) == (3, 1)
     assert at_once.ask(normal(1, K)) == (0, 1)
+
+
+def test_at_once_of_a_first_product_of_zeros(at_once: AtOnce) -> None:
+    """It proves nothing of the first one, whatever the others are."""
+    layers, x = at_once.layers, torch.zeros(1, K, dtype=torch.bfloat16)
+    for _ in range(3):
+        layers.gpu.fused_calls.clear()
+        first, second = dispatch.linears(x, list(zip(layers.packed[:2], layers.biases[:2], strict=True)))
+        assert not first.any()
+        assert second.any()
+        assert len(layers.gpu.fused_calls) == 2
 
 
 def test_at_once_with_too_little_memory(at_once: AtOnce, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -512,8 +655,11 @@ def test_at_once_with_biases_that_are_made_anew(at_once: AtOnce) -> None:
     for seed in range(20):
         at_once.layers.biases[1] = normal(8, seed=seed).clone()
         found.append(at_once.ask(normal(1, K, seed=seed)))
-    assert found[0] == (3, 1)
-    assert found[-5:] == [(3, 0)] * 5
+    many = together_at_once._MAX_GROUPS
+    assert found == [(3, 1)] * many + [(3, 0)] * (20 - many)
+    kept = residents.resident(at_once.layers.packed[0].data)
+    assert kept is not None
+    assert not kept.at_once._groups  # nor is what is gone kept
 
 
 def test_at_once_with_a_wrong_first_product(at_once: AtOnce, monkeypatch: pytest.MonkeyPatch) -> None:
