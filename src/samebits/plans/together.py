@@ -58,7 +58,7 @@ class Together:
         """A product that has a plan; and, in one launch with it, what is expected to be asked for next."""
         data = packed.data
         if x.is_inference() or data.is_inference():  # which have no versions
-            return self._alone(x, packed, bias, call, joins=not data.is_inference())
+            return self._alone(x, packed, bias, call)
         where = _where(x)
         if self._is_same_input(x, where) and self.turns.last.first() is not data:  # else another round begins
             is_known = self._learn(packed, bias)
