@@ -31,7 +31,7 @@ from samebits.jobs.compress import Compression
 from samebits.jobs.options import CompressOptions, RunOptions
 from samebits.jobs.workers import Workers
 from samebits.jobs.workspace import Workspace
-from samebits.parallel import THREADS_VARIABLE, threads
+from samebits.parallel import threads
 from samebits.verify import verify_against
 from tests.jobs.checkpoints import files_of, stored, weights, write_file, write_folder
 from tests.jobs.test_jobs import compress, decompress, in_planes
@@ -704,8 +704,7 @@ def threads_of(_: int) -> int:
 
 
 def test_workers_share_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(THREADS_VARIABLE, "6")
-    assert threads() == 6
+    monkeypatch.setattr("samebits.jobs.workers.threads", lambda: 6)
     with Workers(2) as workers:
         assert list(workers.map(threads_of, range(2))) == [3, 3]
 
