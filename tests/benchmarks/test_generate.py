@@ -53,11 +53,10 @@ def test_compiled_steps_round_alike(monkeypatch: pytest.MonkeyPatch) -> None:
         return passes(*arguments, **options)
 
     monkeypatch.setattr(compile_fx, "post_grad_passes", noted)
-    model = models.build("tiny", "cpu", True)
-    with torch.no_grad(), inductor.patch(force_disable_caches=True):
-        for batch in (1, 3):
-            config = generate.Setting("compile", batch, 5, 3).options(model, "cpu")["compile_config"]
-            model.get_compiled_call(config)(torch.zeros(batch, 5, dtype=torch.int64), use_cache=False)
+    options = generate.Setting("compile", 1, 5, 3).options(models.build("tiny", "cpu", False), "cpu")
+    with inductor.patch(force_disable_caches=True):
+        for step in (torch.sin, torch.cos):
+            torch.compile(lambda x, step=step: step(x) + 1, **options["compile_config"].to_dict())(torch.ones(3))
     assert seen == [(True, True), (True, True)]
 
 
