@@ -119,8 +119,8 @@ def work(folder: Path, placement: str, settings: list[generate.Setting], device:
         for kind, form, found in zip(("bf16", "samebits"), forms, figures, strict=True):
             row |= found.step.rates(f"{kind}_tokens_per_s", setting.batch) | {f"{kind}_repeats": found.repeats}
             row |= {f"{kind}_weights_bytes": weights_bytes(form.model), f"{kind}_peak_bytes": form.peaks[number]}
-        same_logits = torch.equal(*(form.logits[number] for form in forms))
-        row |= generate.speed(bf16, ours) | {"same_tokens": bf16.tokens == ours.tokens, "same_logits": same_logits}
+        row |= generate.speed(bf16, ours) | generate.differences(bf16.tokens, ours.tokens)
+        row["same_logits"] = torch.equal(*(form.logits[number] for form in forms))
         say(f"{placement}, {setting}: {bf16.rate:.1f} and {ours.rate:.1f} tokens/s")
         rows.append(row)
     return rows
@@ -134,7 +134,7 @@ def merge(ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
         for key in row:
             if key.endswith("_bytes") and row[key] is not None:
                 row[key] = max(other[key] for other in found)
-            elif key.startswith("same_"):
+            elif key.startswith("same_") or key.endswith("_repeats"):
                 row[key] = all(other[key] for other in found)
         rows.append(row)
     return rows

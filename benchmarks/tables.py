@@ -63,6 +63,11 @@ def speed_in_turns(row: Row) -> str:
     return (with_spread if "speed_slowest" in row else decimals)("speed", 2)(row)
 
 
+def quotient(key: str, other: str) -> Callable[[Row], str]:
+    """Of two columns; nothing where one says nothing."""
+    return lambda row: "" if row[key] is None or row[other] is None else f"{row[key] / row[other]:.2f}"
+
+
 def gibibytes(key: str) -> Callable[[Row], str]:
     return lambda row: "" if row[key] is None else f"{row[key] / (1 << 30):,.2f} GiB"
 
@@ -124,7 +129,7 @@ OFFLOAD_COLUMNS: dict[str, Cell] = {
     "BF16 streamed, tokens/s": decimals("bf16_streamed_tokens_per_s", 2),
     "samebits, tokens/s": decimals("samebits_tokens_per_s", 2),
     "times accelerate's speed": decimals("samebits_speed", 2),
-    "times BF16's, streamed": lambda row: f"{row['samebits_tokens_per_s'] / row['bf16_streamed_tokens_per_s']:.2f}",
+    "times BF16's, streamed": quotient("samebits_tokens_per_s", "bf16_streamed_tokens_per_s"),
     "tokens": verdict("samebits_same_tokens"),
     "accelerate, offloaded": gigabytes("accelerate_offloaded_bytes"),
 }
@@ -214,7 +219,7 @@ COLUMNS: dict[str, dict[str, Cell]] = {
         "BF16, µs": with_spread("bf16_microseconds", 1),
         "samebits one by one, µs": with_spread("one_by_one_microseconds", 1),
         "samebits together, µs": together,
-        "times BF16's speed": lambda row: f"{row['bf16_microseconds'] / row['together_microseconds']:.2f}",
+        "times BF16's speed": quotient("bf16_microseconds", "together_microseconds"),
     },
     "peers.decode": {
         "matrix": "matrix",

@@ -160,8 +160,9 @@ def shown_parameter(parameter: inspect.Parameter) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
+    is_check = parser.parse_args().check
     text = page()
-    if not parser.parse_args().check:
+    if not is_check:
         PAGE.write_text(text, encoding="utf-8")
     elif PAGE.read_text(encoding="utf-8") != text:
         print("docs/reference.md: other than the docstrings; run `python docs/reference.py`")

@@ -24,6 +24,9 @@ def test_rows(tmp_path: Path) -> None:
 
 
 def test_ranks_are_merged() -> None:
-    rows = [{"speed": 1.0, "peak_bytes": 5, "same_tokens": True}, {"speed": 2.0, "peak_bytes": 7, "same_tokens": False}]
-    merged = {"speed": 1.0, "peak_bytes": 7, "same_tokens": False}
+    rows = [
+        {"speed": 1.0, "peak_bytes": 5, "same_tokens": True, "bf16_repeats": True},
+        {"speed": 2.0, "peak_bytes": 7, "same_tokens": False, "bf16_repeats": False},
+    ]
+    merged = {"speed": 1.0, "peak_bytes": 7, "same_tokens": False, "bf16_repeats": False}
     assert parallel.merge([[row] for row in rows]) == [merged]

@@ -107,3 +107,8 @@ def test_products_that_are_made_one_by_one_are_called_so(monkeypatch: pytest.Mon
         f"| a | q, k, v | 1 | {time} | {time} | one by one | 1.00 |",
     ]
     assert lines[-1].endswith("a device; torch 2; 2026-01-01 to 2026-01-02</sub>")
+
+
+def test_quotients() -> None:
+    cell = tables.quotient("a", "b")
+    assert [cell({"a": a, "b": b}) for a, b in ((3.0, 2.0), (None, 2.0), (3.0, None))] == ["1.50", "", ""]

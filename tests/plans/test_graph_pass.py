@@ -128,6 +128,17 @@ def test_saved_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert done.stdout.splitlines() == [f"{path} True" for path in (program, package, traced)]
 
 
+def test_programs_find_every_operator() -> None:
+    """Also those that no linear layer asks for: each module that defines some is imported."""
+    root = Path(samebits.__file__).parents[1]
+    defining = [path for path in root.rglob("samebits/**/*.py") if 'Library("samebits"' in path.read_text()]
+    modules = {".".join(path.relative_to(root).with_suffix("").parts) for path in defining}
+    code = "import sys, samebits.integrations.programs; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert len(modules) >= 3
+    assert modules <= {*done.stdout.split()}
+
+
 def unzipped(path: str) -> bytes:
     with ZipFile(path) as archive:
         return b"".join(archive.read(name) for name in archive.namelist() if name.endswith(".json"))

@@ -2,5 +2,5 @@
 
 from __future__ import annotations
 
-import samebits.kernels.ops
+import samebits.df11.operator
 import samebits.plans.dispatch  # noqa: F401

@@ -138,6 +138,13 @@ class Group:
     def replace_others(self, *others: Weight) -> None:
         self.others, self.chosen = others, {}
 
+    def forget_gone(self) -> None:
+        """Those that have changed or are gone; the others are a group without them."""
+        others = self.others  # once: another thread may replace it meanwhile
+        remaining = [other for other in others if other.now()]
+        if len(remaining) < len(others):
+            self.replace_others(*remaining)
+
     def give_up(self) -> None:
         self.is_given_up = True
         self.replace_others()

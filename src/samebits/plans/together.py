@@ -73,9 +73,7 @@ class Together:
         held = choice.held() if choice else None  # until the launch
         if choice is None or held is None:
             is_decided = group.chosen.get(call.key, group) is None
-            remaining = [other for other in group.others if other.now()]
-            if len(remaining) < len(group.others):
-                group.replace_others(*remaining)
+            group.forget_gone()
             return self._alone(x, packed, bias, call) if is_decided else call.multiply(x, packed, bias)
         others = [each.data for each in held]
         try:
