@@ -8,12 +8,11 @@ import generate
 import parallel
 
 SIZES = ["--model", "tiny", "--device", "cpu", "--batches", "2", "--prompt", "8", "--tokens", "3"]
-SETTING = generate.Setting("eager", 2, 8, 3)
 
 
 def test_rows(tmp_path: Path) -> None:
     generate.build("tiny", "cpu", packed=False).save_pretrained(tmp_path)
-    (whole,) = parallel.work(tmp_path, "auto", [SETTING], "cpu")
+    (whole,) = parallel.run(tmp_path, "auto", SIZES, "cpu")
     (divided,) = parallel.run(tmp_path, "tensor", SIZES, "cpu")
     assert divided["placement"] == "tensor"
     for row in (whole, divided):
