@@ -6,7 +6,9 @@ import copy
 import pickle
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from threading import Event, current_thread, main_thread
 
 import numpy as np
 import pytest
@@ -176,6 +178,58 @@ def test_a_unit_inside_of_another() -> None:
     x = torch.randn(2, 8, dtype=torch.bfloat16)
     for _ in range(2):
         assert_same_bits(packed(x).detach(), model(x).detach())
+
+
+def test_another_thread_runs_the_model_meanwhile() -> None:
+    """While a forward waits between two of its layers."""
+    model, packed, memory = pair([(16, 8), (8, 16)])
+    behind = copy.deepcopy(model[0])
+    attach_unit(behind, tensors_of(encoded([behind.weight.detach()])), [], memory)  # decoded where the first unit was
+    x, waits, goes_on = torch.randn(3, 8, dtype=torch.bfloat16), Event(), Event()
+
+    def wait(*_: object) -> None:
+        if current_thread() is not main_thread():
+            waits.set()
+            assert goes_on.wait(60)
+
+    packed[1].register_forward_pre_hook(wait)
+
+    @torch.no_grad()
+    def run() -> torch.Tensor:
+        return packed(x)
+
+    with ThreadPoolExecutor(1) as pool, torch.no_grad():
+        slow = pool.submit(run)
+        assert waits.wait(60)
+        assert_same_bits(packed(x), model(x))
+        assert_same_bits(behind(x), model[0](x))
+        goes_on.set()
+        assert_same_bits(slow.result(), model(x))
+        assert not hasattr(packed[0], "weight")
+        assert_same_bits(behind(x), model[0](x))
+
+
+def test_an_interrupted_forward_leaves_nothing_behind() -> None:
+    """torch tells no hook of a KeyboardInterrupt."""
+    model, packed, _ = pair([(16, 8), (8, 16)])
+    x = torch.randn(3, 8, dtype=torch.bfloat16)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    hook = packed[1].register_forward_pre_hook(interrupt)
+    with torch.no_grad(), pytest.raises(KeyboardInterrupt):
+        packed(x)
+    hook.remove()
+    for tensor, stored in tensors_of(encoded([layer.weight.detach() + 1 for layer in model])).items():
+        packed.register_buffer(tensor, stored)
+    with ThreadPoolExecutor(1) as pool, torch.no_grad():
+        for layer in model:
+            layer.weight += 1
+        expected = model(x)
+        assert_same_bits(pool.submit(torch.no_grad()(packed), x).result(), expected)
+        assert_same_bits(packed(x), expected)
+    assert not hasattr(packed[0], "weight")
 
 
 def test_a_larger_unit_comes_later() -> None:

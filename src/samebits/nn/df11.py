@@ -3,12 +3,14 @@
 The tensors of a unit are buffers of its module, under the layout's names: a state dict gives the layout back. Right
 before the module's forward one launch decodes all its matrices; right behind it they are gone. All units of a model
 are decoded in the same memory, one after the other; in a graph of torch.compile, in memory that the graph manages.
+Threads that run the same unit share what is decoded, and those that run another one meanwhile have memory of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from threading import Lock, get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +19,7 @@ from torch.autograd.graph import increment_version
 
 from samebits.df11.operator import LAYOUT, check_outcome, check_unit
 from samebits.errors import FormatError
+from samebits.nn.product import version_of
 from samebits.nn.recipe import shows_requires_grad
 
 _NAMES = (*LAYOUT, "split_positions")
@@ -25,10 +28,16 @@ _ALIGNED_WORDS = 8  # where a matrix starts; cuBLAS computes otherwise on one th
 
 
 class DecodingMemory:
-    """Memory for the largest unit of a model, on each device that has one. For one stream at a time."""
+    """Memory for the largest unit of a model, on each device that has one.
+
+    Attributes:
+        lock: held while a unit is decoded or given back, not while it runs.
+    """
 
     def __init__(self) -> None:
+        self.lock = Lock()
         self._words = 0
+        self._streams: dict[torch.device, set[torch.cuda.Stream]] = {}  # which may read what was decoded last
         self._memory: dict[torch.device, torch.Tensor] = {}
         self._malformed: dict[torch.device, torch.Tensor] = {}
         self._borrowed: set[torch.device] = set()
@@ -52,6 +61,23 @@ class DecodingMemory:
         memory = self._memory.get(borrowed.device)
         if memory is not None and memory.data_ptr() == borrowed.data_ptr():
             self._borrowed.discard(borrowed.device)
+
+    def follow(self, lent: torch.Tensor, decoding: bool) -> None:
+        """Have the current stream wait for others of its GPU; not while a graph is captured, which can wait for none.
+
+        Args:
+            decoding: whether it is to write to the memory, or to read what another one has decoded.
+        """
+        if not lent.is_cuda or torch.cuda.is_current_stream_capturing():
+            return
+        current, known = torch.cuda.current_stream(lent.device), self._streams.setdefault(lent.device, set())
+        for stream in known - {current}:
+            current.wait_stream(stream)
+        if decoding:
+            known.clear()
+        else:
+            lent.record_stream(current)
+        known.add(current)
 
     def malformed(self, device: torch.device) -> torch.Tensor:
         """int32 [1], for the decoder to write to."""
@@ -148,7 +174,9 @@ class _AttachedUnit:
         self._weights = weights
         self._memory = memory
         self._checked = False
-        self._lent: list[torch.Tensor] = []  # by running forwards, the innermost one last
+        self._running: set[int] = set()  # threads; one that was interrupted stays until it runs again
+        self._lent: torch.Tensor | None = None
+        self._decoded_of: list[tuple[int, int]] = []  # the layout's tensors: id, and how often it was written to
 
     def show(self, *_: Any) -> None:
         """Decode, and set the weights.
@@ -160,9 +188,22 @@ class _AttachedUnit:
         if torch.compiler.is_compiling():
             self._set(_decoded_in_a_graph(layout), shows=False)
             return
+        thread, decoded_of = get_ident(), [(id(tensor), version_of(tensor)) for tensor in layout]
+        with self._memory.lock:
+            if self._lent is not None and self._running - {thread} and decoded_of == self._decoded_of:
+                self._memory.follow(self._lent, decoding=False)
+            else:
+                self._decode(layout)
+                self._decoded_of = decoded_of
+            self._running.add(thread)
+
+    def _decode(self, layout: Sequence[torch.Tensor]) -> None:
         stored = layout[2]
-        output, malformed = self._memory.borrow(stored.numel(), stored.device), self._memory.malformed(stored.device)
-        self._lent.append(output)
+        if self._lent is None or self._lent.device != stored.device:
+            self._give_back()
+            self._lent = self._memory.borrow(stored.numel(), stored.device)
+        output, malformed = self._lent, self._memory.malformed(stored.device)
+        self._memory.follow(output, decoding=True)
         # Not while a CUDA graph is captured: to look at the outcome is to wait for the device.
         check = not self._checked and not (stored.is_cuda and torch.cuda.is_current_stream_capturing())
         if check:
@@ -191,10 +232,21 @@ class _AttachedUnit:
             for weight in self._weights:
                 del weight.owner.__dict__["weight"]
             return
-        if self._lent:  # else decoding failed
-            self._memory.give_back(self._lent.pop())
-        for weight in [] if self._lent else self._weights:
+        with self._memory.lock:
+            self._running.discard(get_ident())
+            if not self._running:
+                self._give_back()
+
+    def _give_back(self) -> None:
+        for weight in self._weights:
             weight.owner.__dict__.pop("weight", None)
+        if self._lent is not None:
+            self._memory.give_back(self._lent)
+            self._lent = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies, which no thread runs."""
+        return self.__dict__ | {"_running": set(), "_lent": None}
 
 
 def _decoded_in_a_graph(layout: Sequence[torch.Tensor]) -> torch.Tensor:
