@@ -228,6 +228,16 @@ def test_failed_save_leaves_the_folder_as_it_was(
     assert {path.name: path.read_bytes() for path in llama_folder.iterdir()} == before
 
 
+def test_a_folder_in_the_place_of_a_file_that_is_saved(llama: Reference, llama_folder: Path) -> None:
+    model = llama.load(llama_folder)
+    (llama_folder / "generation_config.json").unlink()
+    (llama_folder / "generation_config.json").mkdir()
+    before = (llama_folder / FILE).read_bytes()
+    with pytest.raises(InputError, match="a folder is in the way; remove it"):
+        model.save_pretrained(llama_folder)
+    assert (llama_folder / FILE).read_bytes() == before
+
+
 @pytest.mark.parametrize("option", [{"variant": "fp16"}, {"distributed_checkpoint": True}])
 def test_options_of_saving_that_do_not_apply(llama: Reference, llama_folder: Path, option: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=next(iter(option))):

@@ -6,6 +6,7 @@ import copy
 import itertools
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from torch.nn.utils.parametrize import register_parametrization
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import samebits
-from samebits.errors import DigestError, InputError
+from samebits.errors import DigestError, FormatError, InputError
 from samebits.nn import stored
 from samebits.nn.packed_module import PackedModule
 from tests.nn.modules import INPUT, MIN_WEIGHTS, TOKENS, Tied, make, same_bits
@@ -288,6 +289,24 @@ def test_a_forward_that_writes_to_its_weight() -> None:
     assert same_bits(module.eval()(INPUT), expected)
 
 
+class Assigns(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data = self.weight.data * 0.5
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [lambda: Codebook(), lambda: Assigns(64, 96)])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_forward_that_writes_to_its_weight_in_any_mode(
+    kind: Callable[[], nn.Module], mode: Callable[[], AbstractContextManager[None]], trained: bool
+) -> None:
+    module = kind().to(torch.bfloat16).requires_grad_(trained)
+    samebits.compress(module)
+    with mode(), pytest.raises(InputError, match="its forward writes to this weight"):
+        module(INPUT)
+
+
 def test_a_packed_state_dict_for_weights_that_change() -> None:
     plain, packed = nn.Embedding(200, 64, max_norm=1.0), nn.Embedding(200, 64)
     packed.weight = plain.weight
@@ -344,6 +363,22 @@ def test_a_packed_state_dict_with_one_name_of_a_tie(name: str, assign: bool) -> 
     samebits.load_state_dict(second, state, strict=False, assign=assign)
     assert second.embedding.sb_packed is second.head.sb_packed
     assert same_bits(second(TOKENS), expected)
+
+
+def test_nothing_of_a_damaged_state_dict_is_loaded() -> None:
+    """Into a module that is packed already, too."""
+    module = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64)).to(torch.bfloat16)
+    other = copy.deepcopy(module)
+    for parameter in other.parameters():
+        parameter.data.mul_(3)
+    for each in (module, other):
+        samebits.compress(each, min_weights=MIN_WEIGHTS)
+    state, expected = other.state_dict(), module(INPUT)
+    state["1.sb_packed"] = state["1.sb_packed"].clone()
+    state["1.sb_packed"][-1] ^= 1
+    with pytest.raises((DigestError, FormatError), match=r"1\.sb_packed"):
+        samebits.load_state_dict(module, state)
+    assert same_bits(module(INPUT), expected)
 
 
 def test_a_packed_state_dict_for_a_module_of_another_dtype() -> None:

@@ -212,13 +212,16 @@ def test_gradients_are_dropped(model: nn.Module, expected: torch.Tensor) -> None
 
 
 def test_onload_undoes_it(model: nn.Module, expected: torch.Tensor) -> None:
+    model.hf_device_map = {"": "cpu"}
     keys = vars(model).keys() | vars(model.blocks[0]).keys()
     offload(model)
+    assert model.hf_device_map != {"": "cpu"}
     with torch.no_grad():
         model(X)
     samebits.onload(model)
     samebits.onload(model)
     assert vars(model).keys() | vars(model.blocks[0]).keys() == keys
+    assert model.hf_device_map == {"": "cpu"}
     with torch.no_grad():
         assert same_bits(copy.deepcopy(model).to("cpu")(X), expected)
         samebits.decompress(model)

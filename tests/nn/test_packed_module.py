@@ -23,6 +23,7 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.checkpoint import checkpoint
 
 import samebits
@@ -564,6 +565,16 @@ def test_a_part_of_a_tie_is_decompressed() -> None:
     assert same_bits(call(module), call(other))
 
 
+def test_a_tie_stays_where_one_who_shares_it_cannot_be_decompressed() -> None:
+    module, call, expected = compressed("tied")
+    module.head.register_parameter("scale", nn.Parameter(torch.ones(1)))
+    register_parametrization(module.head, "scale", nn.Identity())
+    with pytest.raises(InputError, match="undo that first"):
+        samebits.decompress(module)
+    assert module.head.sb_packed is module.embedding.sb_packed
+    assert same_bits(call(module), expected)
+
+
 def test_a_class_without_subclasses_is_left_as_it_is() -> None:
     class Registered(nn.Linear):
         def __init_subclass__(cls, *, tag: str) -> None:
@@ -667,6 +678,7 @@ def test_an_interrupted_forward_leaves_nothing_decoded() -> None:
             break
         except KeyboardInterrupt:
             assert packed_module._running.of_module == {}
+            assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
         finally:
             sys.setprofile(None)
     assert number > 8
@@ -804,3 +816,13 @@ def test_a_kind_that_is_registered_later(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not issubclass(packed_class(CopiesItself, ("w",)), Kind)
     packed_module.register_kind(lambda base, names: base is CopiesItself, Kind)
     assert issubclass(packed_class(CopiesItself, ("w",)), Kind)
+
+
+def test_packed_before_a_kind_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, call, expected = compressed("experts")
+    monkeypatch.setattr(packed_module, "_KINDS", list(packed_module._KINDS))
+    monkeypatch.setattr(packed_module, "_CLASSES", dict(packed_module._CLASSES))
+    packed_module.register_kind(lambda base, names: False, PackedModule)
+    samebits.decompress(module)
+    assert not isinstance(module, PackedModule)
+    assert same_bits(call(module), expected)

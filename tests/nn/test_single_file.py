@@ -114,6 +114,14 @@ def test_layout_of_dfloat11(tmp_path: Path) -> None:
         samebits.SingleFile(path)
 
 
+def test_a_file_that_is_replaced_while_it_is_open(plain: Path) -> None:
+    file = samebits.SingleFile(plain)
+    save_file({name: torch.zeros(32, 32) for name in load_file(plain)}, plain)
+    for read in (file.state_dict, file.packed_state_dict):
+        with pytest.raises(InputError, match=r"plain\.safetensors: the file has changed while it was read"):
+            read()
+
+
 def test_errors(packed: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"no tensor's name begins with 'other\.'"):
         samebits.SingleFile(packed, "other.")

@@ -13,6 +13,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save, save_file
 
 from samebits.digest import digest
+from samebits.errors import InputError
 from samebits.format.container import FileInfo
 from samebits.format.folder import CONFIG, INDEX_SUFFIX, KEY, STEM
 from samebits.format.names import original_name
@@ -51,7 +52,14 @@ def _name_of(dtype: torch.dtype) -> str:
 
 def publish(staging: Path, destination: Path) -> None:
     """Move the files of one folder to another: stale weights go first and the config comes last, so that nothing
-    half-written can be loaded."""
+    half-written can be loaded.
+
+    Raises:
+        InputError: a folder stands where a file goes; nothing is moved then.
+    """
+    for path in staging.iterdir():
+        if (place := destination / path.name).is_dir():
+            raise InputError("a folder is in the way", where=str(place), mend="remove it")
     _remove(destination, _STALE)
     for path in sorted(staging.iterdir(), key=lambda path: path.name == CONFIG):
         path.replace(destination / path.name)

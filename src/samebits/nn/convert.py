@@ -29,6 +29,7 @@ from samebits.nn.packed_module import (
     check_module,
     pack,
     packed_parameters,
+    refuse_other_class,
     refuses_subclasses,
     share_ties,
     sharers,
@@ -219,7 +220,8 @@ def compress(
 
     Raises:
         DtypeError: there are weights that could be packed, but none is bfloat16, and nothing is packed yet.
-        InputError: not a module, or weights on the meta device.
+        InputError: not a module, or an offloaded one, or weights on the meta device; or choices of a wrong type.
+        DeviceError: on a GPU whose kernels cannot be compiled.
     """
     check_module(module, "samebits.encode and samebits.decode take single tensors")
     refuse_offloaded(module)
@@ -249,7 +251,7 @@ def decompress(module: nn.Module, *, progress: Progress | None = None) -> None:
 
     Raises:
         InputError: not a module, or offloaded, or weights are on the meta device, where accelerate leaves those it
-            offloads.
+            offloads; or a module's class was changed since it was packed. Nothing is decoded then.
     """
     check_module(module, "samebits.encode and samebits.decode take single tensors")
     refuse_offloaded(module)
@@ -260,12 +262,15 @@ def decompress(module: nn.Module, *, progress: Progress | None = None) -> None:
             mend = "load the model without offloading it before decompressing"
             raise InputError("on the meta device there are no bytes to decode", where=full_name, mend=mend)
     everywhere = sharers()
+    for slots in map(_held, groups):
+        for owner, _ in everywhere[slots]:  # all of them before the first is plain, so that ties stay
+            refuse_other_class(owner)
     for owned in _tracked(groups, progress):
         first, first_name = cast(PackedModule, owned[0][1]), owned[0][2]
-        recipe = first.sb_recipes[first_name]
+        recipe, slots = first.sb_recipes[first_name], _held(owned)
         with torch.inference_mode(False), staying():  # also when that mode is left
             weight = nn.Parameter(first.sb_decode(first_name), requires_grad=recipe.requires_grad)
-        for owner, name in everywhere[tuple(id(first._parameters[slot]) for slot in recipe.slots)]:
+        for owner, name in everywhere[slots]:
             unpack(owner, name, weight)
         _give_back(weight.device)
     for part in module.modules():  # models of transformers and diffusers say of themselves that they are compressed
@@ -376,11 +381,16 @@ def _check_dtypes(owners: Sequence[Owned]) -> None:
 def tied(owners: Sequence[Owned]) -> list[list[Owned]]:
     """Groups of owners that hold the same parameter, packed or not."""
     groups: dict[tuple[int, ...], list[Owned]] = {}
-    for full_name, owner, name in owners:
-        packed = isinstance(owner, PackedModule) and name in owner.sb_recipes
-        slots = cast(PackedModule, owner).sb_recipes[name].slots if packed else [name]
-        groups.setdefault(tuple(id(owner._parameters[slot]) for slot in slots), []).append((full_name, owner, name))
+    for owned in owners:
+        groups.setdefault(_held([owned]), []).append(owned)
     return list(groups.values())
+
+
+def _held(owned: Sequence[Owned]) -> tuple[int, ...]:
+    """The parameters that hold a weight, packed or not, by their ids: the same for all who share it."""
+    _, owner, name = owned[0]
+    recipe = owner.sb_recipes.get(name) if isinstance(owner, PackedModule) else None
+    return tuple(id(owner._parameters[slot]) for slot in (recipe.slots if recipe else [name]))
 
 
 def _shared_outside(module: nn.Module, groups: Sequence[list[Owned]]) -> list[list[Owned]]:

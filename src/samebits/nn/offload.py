@@ -102,6 +102,7 @@ def _has_gradient(values: Any) -> bool:
 class _State:
     report: Offloaded
     forwards: Sequence[_StreamedForward]
+    placed: Any  # what _MAP was before
 
 
 def offload(module: nn.Module, gpu_memory: int | str, *, device: torch.device | str | None = None) -> Offloaded:
@@ -153,6 +154,8 @@ def onload(module: nn.Module) -> None:
         state = owner.__dict__.pop(STATE, None)
         if state is not None:
             del owner.__dict__["_apply"], owner.__dict__[_MAP]
+            if state.placed is not None:
+                owner.__dict__[_MAP] = state.placed
             for forward in state.forwards:
                 forward.remove()
 
@@ -319,7 +322,7 @@ def _offload(module: nn.Module, found: _Blocks, chosen: Sequence[int], device: t
         forwards = [
             _StreamedForward(found.modules[i], block, streamer) for i, block in zip(chosen, blocks, strict=True)
         ]
-        module.__dict__[STATE] = _State(report, forwards)
+        module.__dict__[STATE] = _State(report, forwards, module.__dict__.get(_MAP))
         module.__dict__["_apply"] = _staying(module, device)
         module.__dict__[_MAP] = {"": str(device)} | dict.fromkeys(names, "cpu")
     return report

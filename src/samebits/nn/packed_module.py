@@ -29,7 +29,7 @@ from samebits.nn.held import loading, modules
 from samebits.nn.lazy import LazyTensor, LazyWeight
 from samebits.nn.product import version_of
 from samebits.nn.recipe import Piece, Recipe, is_sharded, showing
-from samebits.nn.saved import Saved, hooks_around
+from samebits.nn.saved import Saved, drop, hooks_around
 from samebits.nn.stored import Mark, accept, check, distrust, keeps_bytes
 
 Names = tuple[str, ...]
@@ -80,18 +80,19 @@ class PackedModule(nn.Module):
             what = "torch.fx.symbolic_trace would keep decoded weights, whatever these are later"
             raise InputError(what, where=self.sb_base.__name__, mend="use torch.export, or samebits.decompress first")
         running, key, decoded = _running.of_module, id(self), _Decoded(args)
-        before = running.get(key)
+        before, hooks = running.get(key), self._sb_hooks()
         running[key] = decoded
         try:
-            with self._sb_hooks():
+            with hooks:
                 result = super().forward(*args, **kwargs)
             decoded.refuse_changes(self)
             return result
-        finally:  # no call, behind which Python would raise a KeyboardInterrupt
+        finally:  # no call before this is done: Python raises a KeyboardInterrupt behind one
             if before is None:
                 del running[key]
             else:
                 running[key] = before
+            drop(hooks)
 
     @property
     def sb_decoded(self) -> _Decoded | None:
@@ -131,7 +132,7 @@ class PackedModule(nn.Module):
         weight = decoded.get(name)
         if weight is None:
             decoded[name] = weight = recipe.weight(self.sb_data(name))
-            decoded.versions[name] = version_of(weight)
+            decoded.written[name] = _written(weight)
             return weight
         return showing(weight, recipe.shows_requires_grad(weight.device))
 
@@ -270,15 +271,9 @@ class PackedModule(nn.Module):
         """Have all who share a packed tensor hold the other one; nobody decodes what is not whole, in no thread."""
         if not isinstance(data, torch.Tensor) or piece.header is None or data.device.type == "meta":
             return
-        try:
-            header = PackedTensor.from_data(_gathered(data)).header
-        except SamebitsError as error:
-            raise error.at(prefix + piece.slot) from None
+        header = validated(data, piece.header.shape, prefix + piece.slot).header
         if header == piece.header:
             return
-        if header.shape != piece.header.shape:
-            what = f"shape {list(header.shape)} where the module has {list(piece.header.shape)}"
-            raise FormatError(what, where=prefix + piece.slot, mend="load a state dict of the same model")
         old = self._parameters[piece.slot]
         assert old is not None
         if is_sharded(old):
@@ -314,23 +309,28 @@ class _Decoded(dict[str, torch.Tensor]):
 
     Attributes:
         arguments: those of the forward that have no name.
-        versions: how often each had been written to when it was decoded.
+        written: how each was when it was decoded: see _written.
     """
 
     def __init__(self, arguments: tuple[Any, ...]) -> None:
         self.arguments = arguments
-        self.versions: dict[str, int] = {}
+        self.written: dict[str, tuple[int, int]] = {}
 
     def refuse_changes(self, module: PackedModule) -> None:
         """
         Raises:
             InputError: the forward has written to one of its weights.
         """
-        for name, version in self.versions.items():
-            if version_of(self[name]) != version:
+        for name, before in self.written.items():
+            if _written(self[name]) != before:
                 what = "its forward writes to this weight, which is packed: that would be lost"
                 mend = "call samebits.decompress, and exclude it from samebits.compress"
                 raise InputError(what, where=f"{module.sb_base.__name__}.{name}", mend=mend)
+
+
+def _written(weight: torch.Tensor) -> tuple[int, int]:
+    """How often it has been written to, and where it lies: ``weight.data = other`` counts as no write."""
+    return version_of(weight), weight.data_ptr() if _has_memory(weight) else 0
 
 
 class _Running(threading.local):
@@ -461,7 +461,7 @@ def pack(module: nn.Module, name: str, recipe: Recipe, data: Sequence[torch.Tens
     Raises:
         InputError: no subclass can be made of the module's class; the module is as it was.
     """
-    _refuse_other_class(module)
+    refuse_other_class(module)
     recipes = dict(module.sb_recipes) if isinstance(module, PackedModule) else {}
     old = recipes[name].slots if name in recipes else [name]
     if len(recipe.pieces) == 1:  # another module's recipe may name its slot otherwise
@@ -477,7 +477,7 @@ def pack(module: nn.Module, name: str, recipe: Recipe, data: Sequence[torch.Tens
 
 def unpack(module: PackedModule, name: str, parameter: nn.Parameter | None) -> None:
     """Replace a packed parameter by ``parameter``; a module without packed parameters gets its old class back."""
-    _refuse_other_class(module)
+    refuse_other_class(module)
     recipes = dict(module.sb_recipes)
     _replace_parameters(module, recipes.pop(name).slots, {name: parameter})
     _become(module, recipes)
@@ -487,12 +487,12 @@ def _base_of(module: nn.Module) -> type[nn.Module]:
     return module.sb_base if isinstance(module, PackedModule) else type(module)
 
 
-def _refuse_other_class(module: nn.Module) -> None:
+def refuse_other_class(module: nn.Module) -> None:
     """
     Raises:
         InputError: its class was changed since it was packed, so that it cannot be changed back.
     """
-    if isinstance(module, PackedModule) and type(module) is not packed_class(module.sb_base, tuple(module.sb_recipes)):
+    if isinstance(module, PackedModule) and "sb_base" not in vars(type(module)):  # packed_class did not make it
         what = f"the class of a packed {module.sb_base.__name__} has become {type(module).__name__}"
         raise InputError(what, mend="undo that first, such as a parametrization of its other parameters")
 
@@ -521,6 +521,22 @@ def packed_parameters(model: nn.Module) -> Iterator[tuple[str, PackedModule, str
     for prefix, module in list(model.named_modules()):
         for name in list(module.sb_recipes) if isinstance(module, PackedModule) else ():
             yield f"{prefix}.{name}" if prefix else name, module, name
+
+
+def validated(data: torch.Tensor, shape: tuple[int, ...], key: str) -> PackedTensor:
+    """The packed tensor that a state dict has under ``key``, for a parameter of that shape.
+
+    Raises:
+        FormatError, DigestError: it is damaged, or of another shape.
+    """
+    try:
+        packed = PackedTensor.from_data(_gathered(data))
+    except SamebitsError as error:
+        raise error.at(key) from None
+    if packed.shape != shape:
+        what = f"shape {list(packed.shape)} where the module has {list(shape)}"
+        raise FormatError(what, where=key, mend="load a state dict of the same model")
+    return packed
 
 
 def _gathered(data: torch.Tensor) -> torch.Tensor:

@@ -83,10 +83,11 @@ class Recipe:
 
     def weight(self, data: Sequence[torch.Tensor]) -> torch.Tensor:
         """``decode(data)``, with requires_grad where it is to show."""
-        if not self.shows_requires_grad(data[0].device) or is_functorch_wrapped_tensor(data[0]):
+        shows = self.shows_requires_grad(data[0].device)
+        if is_functorch_wrapped_tensor(data[0]) or not (shows or torch.is_inference_mode_enabled()):
             return self.decode(data)
-        with _outside():
-            return showing(self.decode(data), shows=True)
+        with _outside():  # where torch counts writes to it, too
+            return showing(self.decode(data), shows)
 
     def decode(self, data: Sequence[torch.Tensor], entries: Container[int] | None = None) -> torch.Tensor:
         """The weight, a new tensor.

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from samebits.nn.product import check_unchanged
 from samebits.nn.recipe import Recipe
@@ -38,6 +39,13 @@ def hooks_around() -> Hooks:
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # from torch 2.8 on
     hooks: Hooks | None = top(True) if top else None
     return hooks or (_same, _same)
+
+
+def drop(hooks: object) -> None:
+    """Of the hooks that a KeyboardInterrupt kept from being left: autograd would ask them for ever, and no longer
+    notice writes to what it has saved."""
+    if isinstance(hooks, saved_tensors_hooks) and hooks_around()[0] is hooks.pack_hook:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:

@@ -40,6 +40,7 @@ class SingleFile:
         InputError: no such file, or no safetensors file by its name, or DFloat11's, or no tensor has the prefix.
         FormatError: a damaged file.
         VersionError: a file of a later version.
+        OSError: it cannot be read.
     """
 
     def __init__(self, path: str | os.PathLike[str], prefix: str = "") -> None:
@@ -67,6 +68,8 @@ class SingleFile:
 
         Raises:
             FormatError, DigestError: a damaged file.
+            InputError: it was written to, or replaced, since it was opened.
+            OSError: it is gone.
         """
         tensors = self._tensors(device)
         for name, entry in self._entries.items():
@@ -79,6 +82,8 @@ class SingleFile:
 
         Raises:
             FormatError, DigestError: a damaged file.
+            InputError: it was written to, or replaced, since it was opened.
+            OSError: it is gone.
         """
         tensors = self._tensors(device)
         return {_stored(name) if self._entries[name].is_packed else name: tensor for name, tensor in tensors.items()}
@@ -88,6 +93,7 @@ class SingleFile:
             entry.check()
         with safe_open(self.path, framework="pt", device=str(device)) as file:
             tensors = {name: file.get_tensor(entry.spec.name) for name, entry in self._entries.items()}
+        next(iter(self._entries.values())).file.check_unchanged()
         return {name: tensor.clone() if tensor.data_ptr() % _ALIGNMENT else tensor for name, tensor in tensors.items()}
 
 

@@ -15,7 +15,7 @@ from samebits.errors import FormatError, SamebitsError
 from samebits.format.names import original_name
 from samebits.format.packed import PackedTensor
 from samebits.nn.convert import HOLDS_ANY, Owned, tied, unpacked
-from samebits.nn.packed_module import PIECE, pack, packed_parameters, slot_name, whole
+from samebits.nn.packed_module import PIECE, pack, packed_parameters, slot_name, validated, whole
 from samebits.nn.spared import spare
 
 
@@ -42,6 +42,11 @@ def load_state_dict(
     """
     spare(module)
     _refuse_pieces(module, state_dict)
+    for full_name, part, name in packed_parameters(module):  # torch stops at the first damaged one, half way
+        for piece in part.sb_recipes[name].pieces:
+            key = full_name.removesuffix(name) + piece.slot
+            if piece.header and key in state_dict:
+                validated(state_dict[key], piece.header.shape, key)
     found: list[tuple[list[Owned], PackedTensor]] = []
     plain: list[tuple[list[Owned], PackedTensor]] = []
     for owned in [*tied(list(unpacked(module))), *([buffer] for buffer in _buffers(module))]:
@@ -137,11 +142,4 @@ def _with_plain(
 def _packed(owned: Owned, state_dict: Mapping[str, Any]) -> PackedTensor:
     full_name, owner, name = owned
     key, shape = _key(full_name, name), tuple(getattr(owner, name).shape)
-    try:
-        packed = PackedTensor.from_data(state_dict[key])
-    except SamebitsError as error:
-        raise error.at(key) from None
-    if packed.shape != shape:
-        what = f"shape {list(packed.shape)} where the module has {list(shape)}"
-        raise FormatError(what, where=key, mend="load a state dict of the same model")
-    return packed
+    return validated(state_dict[key], shape, key)
