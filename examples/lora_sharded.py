@@ -11,6 +11,8 @@ from transformers import AutoModelForCausalLM
 
 import samebits
 
+if len(sys.argv) != 3 or "WORLD_SIZE" not in os.environ:
+    sys.exit(f"usage: {__doc__}")
 folder, out = sys.argv[1:]
 torch.distributed.init_process_group()  # NCCL with GPUs, else Gloo
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")

@@ -63,8 +63,9 @@ def decode(packed: PackedTensor, device: torch.device | str | None = None) -> to
         dtype bfloat16, ``packed.shape``, contiguous.
 
     Raises:
-        InputError: not a packed tensor.
-        DeviceError: no kernel can be built for the GPU it is on.
+        InputError: not a packed tensor, or its bytes are freed, or more or fewer than its header says.
+        DigestError: its bytes are others than those that were packed; on the CPU.
+        DeviceError: there is no such GPU, or no kernel can be built for it.
     """
     if not isinstance(packed, PackedTensor):
         mend = "call PackedTensor.from_data on a packed tensor's bytes"

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 import samebits
 from samebits.codecs.reference import Reading
-from samebits.errors import DigestError, DtypeError, FormatError, InputError
+from samebits.errors import DeviceError, DigestError, DtypeError, FormatError, InputError
 from samebits.format.geometry import Code, Layout
 from samebits.format.header import Header
-from samebits.format.packed import PackedTensor
+from samebits.format.packed import PackedTensor, existing
 from tests.codecs.malformed import COMPACT, QUAD, SINGLE
 from tests.codecs.tensors import bytes_of, packed_of, tensor_of, words_of
 from tests.codecs.zoo import ZOO, Case, normal
@@ -243,3 +243,19 @@ def test_errors_say_what_and_how_to_mend() -> None:
         str(caught.value)
         == "magic number 0x20746f6e instead of 0x54494253; the file is damaged or was not written by samebits"
     )
+
+
+def test_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = samebits.encode(tensor_of(normal((64, 64))))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    for device in ("cuda", "cuda:0", torch.device("cuda", 3)):
+        for move in (packed.to, lambda device: samebits.decode(packed, device), existing):
+            with pytest.raises(DeviceError, match=f"no device {device} is available; take the CPU"):
+                move(device)
+        with pytest.raises(DeviceError, match=f"no device {device} is available"):
+            samebits.offload(torch.nn.Linear(8, 8), "1MB", device=device)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert existing("cuda:1") == torch.device("cuda", 1)
+    assert existing("cpu") == torch.device("cpu")
+    with pytest.raises(DeviceError, match="no device cuda:2"):
+        existing("cuda:2")

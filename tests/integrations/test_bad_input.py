@@ -165,10 +165,19 @@ def test_checkpoint_of_another_dtype(
     llama: Reference, config: samebits.SamebitsConfig, tmp_path: Path, dtype: torch.dtype
 ) -> None:
     llama.load(dtype=dtype).save_pretrained(tmp_path)
-    with pytest.raises(DtypeError, match=f"loaded as {dtype}.*--cast bf16"):
+    with pytest.raises(DtypeError, match=f"loaded as {dtype}.*--cast bf16.*samebits.compress"):
         llama.load(tmp_path, quantization_config=config)
     with pytest.raises(DtypeError, match=f"{dtype}.*only BF16 weights.*--cast bf16"):
         llama.load(tmp_path, quantization_config=config, dtype=torch.bfloat16)
+    model = llama.load(tmp_path, dtype=torch.bfloat16)  # as the error says
+    expected = {name: tensor.view(torch.int16).clone() for name, tensor in model.state_dict().items()}
+    samebits.compress(model, min_weights=config.min_weights)
+    model.save_pretrained(tmp_path / "packed")
+    packed = llama.load(tmp_path / "packed")
+    assert packed.is_quantized
+    samebits.decompress(packed)
+    assert packed.state_dict().keys() == expected.keys()
+    assert all(torch.equal(tensor.view(torch.int16), expected[name]) for name, tensor in packed.state_dict().items())
 
 
 def test_a_few_weights_of_another_dtype(llama: Reference, config: samebits.SamebitsConfig, tmp_path: Path) -> None:

@@ -251,6 +251,12 @@ def test_no_config(tmp_path: Path) -> None:
         model_memory.model_memory(tmp_path, SELECTION, None)
 
 
+def test_a_diffusers_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"_class_name": "FluxTransformer2DModel"}')
+    with pytest.raises(InputError, match="FluxTransformer2DModel has no context; give a language model's folder"):
+        model_memory.model_memory(tmp_path, SELECTION, None)
+
+
 def test_a_cache_that_cannot_be_measured(tmp_path: Path) -> None:
     config = {"model_type": "jetmoe", "architectures": ["JetMoeForCausalLM"], "num_hidden_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -261,7 +261,9 @@ def test_bad_arguments() -> None:
     with pytest.raises(InputError, match=r"embedding\.weight: on the meta device"):
         samebits.compress(copy.deepcopy(module).to("meta"))
     for change in (samebits.compress, samebits.decompress):
-        with pytest.raises(InputError, match=r"Tensor is no torch module; samebits\.encode and samebits\.decode take"):
+        with pytest.raises(
+            InputError, match=r"Tensor is no torch module; give a model.*samebits\.encode and samebits\.decode take"
+        ):
             change(torch.ones(3))  # type: ignore[operator]
     assert same_bits(call(module), expected)
 
@@ -492,6 +494,15 @@ def test_made_plain_in_inference_mode() -> None:
 def test_patterns_that_are_none(patterns: Any) -> None:
     with pytest.raises(InputError, match=r"include is .*, no list of patterns; give a list of strings"):
         samebits.compress(nn.Linear(64, 64).to(torch.bfloat16), include=patterns)
+
+
+def test_nothing_is_included() -> None:
+    module = nn.Sequential(nn.Linear(64, 96)).to(torch.bfloat16)
+    with pytest.raises(InputError, match=r"no parameter's name matches include, \['1\.\*', 'head\*'\]"):
+        samebits.compress(module, include=["1.*", "head*"])
+    assert type(module[0]) is nn.Linear
+    samebits.compress(module, min_weights=1)
+    samebits.compress(module, include=["0.weight"])  # which is packed already
 
 
 def test_patterns_that_are_of_no_name() -> None:

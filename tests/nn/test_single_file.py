@@ -127,7 +127,7 @@ def test_errors(packed: Path, tmp_path: Path) -> None:
         samebits.SingleFile(packed, "other.")
     with pytest.raises(InputError, match="a folder; give one"):
         samebits.SingleFile(tmp_path)
-    with pytest.raises(InputError, match="no such file"):
+    with pytest.raises(InputError, match=r"absent\.safetensors: no such file; check the path"):
         samebits.SingleFile(tmp_path / "absent.safetensors")
     content = bytearray(packed.read_bytes())
     content[-100] ^= 1

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from samebits.digest import digest
-from samebits.errors import DigestError, DtypeError, InputError
+from samebits.errors import DeviceError, DigestError, DtypeError, InputError
 from samebits.format.geometry import RUN_WORDS, Code, Layout
 from samebits.format.header import (
     COUNTS,
@@ -77,8 +77,12 @@ class PackedTensor:
         return 8 * self.nbytes / self.words if self.words else 0.0
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PackedTensor:
-        """The same packed tensor on another device."""
-        return replace(self, data=self.data.to(device, non_blocking=non_blocking))
+        """The same packed tensor on another device.
+
+        Raises:
+            DeviceError: there is no such GPU.
+        """
+        return replace(self, data=self.data.to(existing(device), non_blocking=non_blocking))
 
     def section(self, name: Section) -> torch.Tensor:
         """A section's bytes (uint8 view)."""
@@ -218,6 +222,17 @@ class PackedTensor:
         words[-1] = self.words - RUN_WORDS * (lengths.size - 1)
         need(bool(((lengths >= 8) & (lengths <= 8 + 16 * words)).all()), "a run's length out of range")
         need(-(-int(lengths.sum()) // 32) == self.header.stream_words, "the runs do not fill the streams")
+
+
+def existing(device: torch.device | str) -> torch.device:
+    """
+    Raises:
+        DeviceError: a GPU that is not there.
+    """
+    device = torch.device(device)
+    if device.type == "cuda" and not (device.index or 0) < torch.cuda.device_count():
+        raise DeviceError(f"no device {device} is available", mend="take the CPU, or see `samebits doctor`")
+    return device
 
 
 def check_in_memory(tensor: torch.Tensor) -> None:

@@ -59,7 +59,11 @@ def meta_model(folder: Path) -> Any:
     Raises:
         InputError: transformers is not installed, or cannot make the model.
     """
-    _check_size(read_json(folder / CONFIG), folder)
+    config = read_json(folder / CONFIG)
+    if "_class_name" in config:  # as diffusers names it
+        mend = "give a language model's folder, or leave --context out"
+        raise InputError(f"{config['_class_name']} has no context", where=str(folder / CONFIG), mend=mend)
+    _check_size(config, folder)
     if not find_spec("transformers"):
         raise InputError("transformers is not installed", mend=INSTALL_TRANSFORMERS)
     try:

@@ -47,6 +47,8 @@ Owned = tuple[str, nn.Module, str]  # full name of a parameter, the module that 
 _ATTENTION = (nn.MultiheadAttention, NonDynamicallyQuantizableLinear)
 
 
+_TAKES = "give a model, of a pipeline one of its parts; samebits.encode and samebits.decode take single tensors"
+
 # A bias so many times smaller than its matrix stays plain: decoding it takes more than it saves.
 _SMALL_SHARE = 64
 
@@ -220,12 +222,14 @@ def compress(
 
     Raises:
         DtypeError: there are weights that could be packed, but none is bfloat16, and nothing is packed yet.
-        InputError: not a module, or an offloaded one, or weights on the meta device; or choices of a wrong type.
+        InputError: not a module, or an offloaded one, or weights on the meta device; or choices of a wrong type, or
+            ``include`` matches no name.
         DeviceError: on a GPU whose kernels cannot be compiled.
     """
-    check_module(module, "samebits.encode and samebits.decode take single tensors")
+    check_module(module, _TAKES)
     refuse_offloaded(module)
     selection = Selection(min_weights, include, exclude)
+    check_includes(module, selection)
     spare(module)
     share_ties(module)
     groups = [owned for owned in tied(list(unpacked(module))) if selection.reason_against_tied(owned) is None]
@@ -253,7 +257,7 @@ def decompress(module: nn.Module, *, progress: Progress | None = None) -> None:
         InputError: not a module, or offloaded, or weights are on the meta device, where accelerate leaves those it
             offloads; or a module's class was changed since it was packed. Nothing is decoded then.
     """
-    check_module(module, "samebits.encode and samebits.decode take single tensors")
+    check_module(module, _TAKES)
     refuse_offloaded(module)
     share_ties(module)
     groups = tied(list(packed_parameters(module)))
@@ -301,6 +305,17 @@ def _give_back(device: torch.device) -> None:
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def check_includes(module: nn.Module, selection: Selection) -> None:
+    """
+    Raises:
+        InputError: nothing is included.
+    """
+    names = [full_name for full_name, _, _ in (*packed_parameters(module), *unpacked(module))]
+    if selection.include and not any(is_selected(name, selection.include, ()) for name in names):
+        what = f"no parameter's name matches include, {list(selection.include)}"
+        raise InputError(what, mend="see the names in module.named_parameters()")
 
 
 def report(module: nn.Module, selection: Selection) -> Report:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from samebits.errors import InputError
+from samebits.format.packed import existing
 from samebits.nn.df11 import holds_units
 from samebits.nn.packed_module import PackedModule, check_module
 from samebits.nn.streaming import Block, Owners, Streamer, block_bytes, lane_to
@@ -122,6 +123,7 @@ def offload(module: nn.Module, gpu_memory: int | str, *, device: torch.device | 
         InputError: it is no module, or does not fit even with every block streamed; or its weights are not in memory or
             moved by accelerate, or in DFloat11's own layout; or ``gpu_memory`` is neither a whole number nor a
             size.
+        DeviceError: there is no such GPU.
         ResourceError: main memory cannot be pinned; the module is not offloaded then.
     """
     check_module(module, "give a model, of a pipeline one of its parts")
@@ -216,7 +218,7 @@ def _check(module: nn.Module) -> None:
 
 def _full(device: torch.device | str | None) -> torch.device:
     """With its index."""
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = existing(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
 
 

@@ -13,7 +13,7 @@ from samebits.api import decode
 from samebits.df11.checkpoint import Df11Checkpoint, open_checkpoint
 from samebits.errors import InputError
 from samebits.format.folder import KEY
-from samebits.format.packed import PackedTensor
+from samebits.format.packed import PackedTensor, existing
 from samebits.format.safetensors_file import SUFFIX
 from samebits.nn.packed_module import slot_name
 
@@ -45,6 +45,8 @@ class SingleFile:
 
     def __init__(self, path: str | os.PathLike[str], prefix: str = "") -> None:
         self.path, self.prefix = Path(path), prefix
+        if not self.path.exists():
+            raise InputError("no such file", where=str(path), mend="check the path")
         if self.path.is_dir():
             raise InputError("a folder", where=str(path), mend=f"give one {SUFFIX} file")
         checkpoint = open_checkpoint(self.path)
@@ -70,6 +72,7 @@ class SingleFile:
             FormatError, DigestError: a damaged file.
             InputError: it was written to, or replaced, since it was opened.
             OSError: it is gone.
+            DeviceError: there is no such GPU.
         """
         tensors = self._tensors(device)
         for name, entry in self._entries.items():
@@ -84,11 +87,13 @@ class SingleFile:
             FormatError, DigestError: a damaged file.
             InputError: it was written to, or replaced, since it was opened.
             OSError: it is gone.
+            DeviceError: there is no such GPU.
         """
         tensors = self._tensors(device)
         return {_stored(name) if self._entries[name].is_packed else name: tensor for name, tensor in tensors.items()}
 
     def _tensors(self, device: torch.device | str) -> dict[str, torch.Tensor]:
+        device = existing(device)
         for entry in self._entries.values():
             entry.check()
         with safe_open(self.path, framework="pt", device=str(device)) as file:

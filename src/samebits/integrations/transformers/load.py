@@ -173,6 +173,9 @@ def _without_bytes(entry: Entry) -> torch.Tensor:
     return torch.empty(entry.nbytes, dtype=torch.uint8, device="meta")
 
 
+PACK_AFTERWARDS = "load without a quantization_config, with dtype=torch.bfloat16, and call samebits.compress(model)"
+
+
 def check_dtypes(
     model: Any, conversions: Sequence[Any], files: Sequence[str], selects: Callable[[Any, str], bool]
 ) -> None:
@@ -195,5 +198,6 @@ def check_dtypes(
                 words[tensor.dtype == torch.bfloat16] += tensor.numel()
                 where = where if tensor.dtype == torch.bfloat16 else f"{file}: {name} ({tensor.dtype})"
     if words[False] > words[True]:
-        mend = "`samebits compress --cast bf16` converts them to BF16, and says whether that loses bits"
+        cast = "`samebits compress --cast bf16` converts them to BF16, and says whether that loses bits"
+        mend = f"{cast}; or {PACK_AFTERWARDS}"
         raise DtypeError("only BF16 weights can be packed without loss", where=where, mend=mend)

@@ -35,13 +35,14 @@ from samebits.format.packed import PackedTensor
 from samebits.format.safetensors_file import SUFFIX
 from samebits.integrations.transformers import parallel
 from samebits.integrations.transformers.load import (
+    PACK_AFTERWARDS,
     another_shape,
     check_dtypes,
     dtype_in_model,
     find_parameter,
     place_packed,
 )
-from samebits.nn.convert import Report, Selection, decompress, encode_parameter, report
+from samebits.nn.convert import Report, Selection, check_includes, decompress, encode_parameter, report
 from samebits.nn.packed_module import pack, packed_parameters, whole
 from samebits.nn.spared import spare
 
@@ -169,7 +170,8 @@ class SamebitsQuantizer(HfQuantizer):  # type: ignore[misc]
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
         if dtype != torch.bfloat16 and dtype.is_floating_point:
             cast = "`samebits compress --cast bf16` converts others, and says whether that loses bits"
-            mend = f"pass dtype=torch.bfloat16 if the weights are BF16; {cast}"
+            plain = f"pass dtype=torch.bfloat16 if the weights are BF16; {cast}; or {PACK_AFTERWARDS}"
+            mend = "pass dtype=torch.bfloat16" if self.pre_quantized else plain
             raise DtypeError(f"the model is to be loaded as {dtype}, samebits models are bfloat16", mend=mend)
         return torch.bfloat16
 
@@ -180,6 +182,8 @@ class SamebitsQuantizer(HfQuantizer):  # type: ignore[misc]
     ) -> None:
         self._model, self._files = model, checkpoint_files or []
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        if not self.pre_quantized:
+            check_includes(model, self._selection)
         spare(model)
         if parallel.is_split(model.config):
             parallel.bind_late(model)
