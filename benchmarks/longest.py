@@ -58,7 +58,7 @@ from common import PACKAGES, Timing, add_results, cpu_name, runner, significant
 from models import MODELS, build, config_of, forget, random_prompt
 from samebits.integrations.model_memory import ModelMemory, model_memory
 from samebits.integrations.model_memory import longest as fitting
-from samebits.nn.convert import Selection
+from samebits.nn.selection import Selection
 from samebits.verify import repeatable_attention
 from token_profile import by_kind, kernels_of, wait
 

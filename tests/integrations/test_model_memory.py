@@ -20,8 +20,8 @@ from samebits.integrations.model_memory import MOST_TOKENS, CacheLayer, ModelMem
 from samebits.jobs.estimate import estimate
 from samebits.jobs.options import CompressOptions
 from samebits.kernels.tables import MAX_TABLE_BYTES
-from samebits.nn.convert import Selection
 from samebits.nn.packed_module import packed_parameters
+from samebits.nn.selection import Selection
 from tests.integrations.models import MIN_WEIGHTS, compress_folder, make
 
 SELECTION = Selection(MIN_WEIGHTS)

@@ -16,7 +16,7 @@ from samebits.format.safetensors_file import SUFFIX
 from samebits.integrations.model_memory import BITS_PER_WEIGHT, MOST_TOKENS, ModelMemory, Weights, longest, model_memory
 from samebits.jobs import estimate as estimates
 from samebits.jobs.options import CompressOptions
-from samebits.nn.convert import Selection
+from samebits.nn.selection import Selection
 from samebits.sizes import parse_size, size
 
 

@@ -156,7 +156,8 @@ class PackedTensor:
         if not isinstance(data, torch.Tensor):
             raise InputError(f"{type(data).__name__} is no tensor", mend="torch.frombuffer makes one of bytes")
         if data.dtype != torch.uint8 or data.dim() != 1:
-            raise DtypeError(f"a packed tensor is one-dimensional uint8, not {tuple(data.shape)} of {data.dtype}")
+            what = f"a packed tensor is one-dimensional uint8, not {tuple(data.shape)} of {data.dtype}"
+            raise DtypeError(what, mend="give the `data` of a PackedTensor")
         check_in_memory(data)
         known = header or Header.of(data)
         packed = cls(known, data.contiguous())

@@ -18,10 +18,11 @@ from torch import nn
 
 from samebits.api import encode
 from samebits.format.names import MIN_WEIGHTS
-from samebits.nn.convert import Report, unpacked
+from samebits.nn.convert import Report
 from samebits.nn.convert import compress as compress_module
 from samebits.nn.packed_module import PackedModule, pack, register_kind, slot_name, whole
 from samebits.nn.recipe import Piece, Recipe
+from samebits.nn.selection import unpacked
 from samebits.nn.state import name_as_before
 
 

@@ -25,8 +25,8 @@ from samebits.format.folder import CONFIG
 from samebits.integrations.model_shapes import meta_model
 from samebits.jobs.estimate import Estimate
 from samebits.kernels.tables import MAX_TABLE_BYTES
-from samebits.nn.convert import HOLDS_ANY, Selection, tied, unpacked
 from samebits.nn.packed_states import LATEST_TOKENS, ROOM_SHARE, default_block_tokens
+from samebits.nn.selection import HOLDS_ANY, Selection, tied, unpacked
 from samebits.nn.spared import spare
 from samebits.plans.planner import MANY_TOKENS
 

@@ -82,7 +82,8 @@ def _check_sizes(
     )  # fmt: skip
     if not fit:
         shapes = [list(tensor.shape) for tensor in (luts, stream, rest, positions, gaps, output)]
-        raise FormatError(f"tensors of a unit whose shapes do not fit each other: {shapes}")
+        mend = "give the tensors of one unit, as they lie in a file"
+        raise FormatError(f"tensors of a unit whose shapes do not fit each other: {shapes}", mend=mend)
     return blocks
 
 

@@ -81,7 +81,7 @@ def _check_ids(data: torch.Tensor, shape: list[int], ids: torch.Tensor) -> None:
     if not shape:
         raise InputError("a packed tensor without dimensions has no rows", mend="decode it whole")
     if ids.dtype not in (torch.int32, torch.int64):
-        raise DtypeError(f"indices must be int32 or int64, not {ids.dtype}")
+        raise DtypeError(f"indices must be int32 or int64, not {ids.dtype}", mend="convert them with .long()")
     if ids.device != data.device:
         raise InputError(f"indices on {ids.device} for packed data on {data.device}", mend="move them there")
 

@@ -14,8 +14,8 @@ from samebits.api import decode
 from samebits.errors import FormatError, SamebitsError
 from samebits.format.names import original_name
 from samebits.format.packed import PackedTensor
-from samebits.nn.convert import HOLDS_ANY, Owned, tied, unpacked
 from samebits.nn.packed_module import PIECE, pack, packed_parameters, slot_name, validated, whole
+from samebits.nn.selection import HOLDS_ANY, Owned, tied, unpacked
 from samebits.nn.spared import spare
 
 

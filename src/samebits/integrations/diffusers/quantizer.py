@@ -25,9 +25,10 @@ from samebits.format.folder import KEY
 from samebits.format.names import original_name, stored_name
 from samebits.integrations.transformers.load import find_parameter
 from samebits.integrations.transformers.quantizer import SamebitsConfig, align_packed
-from samebits.nn.convert import Report, Selection, decompress, encode_parameter, report
+from samebits.nn.convert import Report, decompress, encode_parameter, report
 from samebits.nn.packed_module import pack, packed_parameters, slot_name, whole
 from samebits.nn.recipe import Piece, Recipe
+from samebits.nn.selection import Selection
 from samebits.nn.spared import spare
 from samebits.nn.state import as_plain
 

@@ -23,9 +23,9 @@ from samebits.format.names import stored_name
 from samebits.format.safetensors_file import FLOATS
 from samebits.integrations.transformers.names import Claims, DecodingConverter, Names, arrange
 from samebits.integrations.transformers.parallel import local
-from samebits.nn.convert import HOLDS_ANY
 from samebits.nn.packed_module import pack, slot_name
 from samebits.nn.recipe import Piece, Recipe
+from samebits.nn.selection import HOLDS_ANY
 
 
 class Source(NamedTuple):

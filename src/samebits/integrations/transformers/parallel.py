@@ -32,8 +32,8 @@ from samebits.format.container import Checkpoint, Entry
 from samebits.format.packed import PackedTensor
 from samebits.integrations import numbers
 from samebits.integrations.transformers.experts import is_experts
-from samebits.nn.convert import Selection
 from samebits.nn.packed_module import PackedModule
+from samebits.nn.selection import Selection
 
 MOE_MINIMUM = (5, 23)  # versions of transformers before do not add up what packed experts give on each rank
 # Other kinds of parallelism in DistributedConfig, and the least value that asks for them.

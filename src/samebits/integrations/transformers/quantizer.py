@@ -42,8 +42,9 @@ from samebits.integrations.transformers.load import (
     find_parameter,
     place_packed,
 )
-from samebits.nn.convert import Report, Selection, check_includes, decompress, encode_parameter, report
+from samebits.nn.convert import Report, decompress, encode_parameter, report
 from samebits.nn.packed_module import pack, packed_parameters, whole
+from samebits.nn.selection import Selection, check_includes
 from samebits.nn.spared import spare
 
 # What from_pretrained was called with: the folder or hub id, and its keyword arguments.
