@@ -26,7 +26,8 @@ from samebits.digest import sum_words
 from samebits.format import mapping
 from samebits.format.container import Checkpoint
 from samebits.jobs import job
-from samebits.jobs.estimate import SAMPLE_WORDS
+from samebits.jobs.estimate import SAMPLE_WORDS, estimate
+from samebits.jobs.options import CompressOptions
 from samebits.parallel import threads
 from samebits.sizes import size
 from tests.cli.conftest import Command
@@ -222,6 +223,46 @@ def test_exact_estimate_is_what_compress_writes(samebits: Command, source: Path,
     assert {tensor["name"] for tensor in report["tensors"] if tensor["packed"]} == GAINS
     assert 2 < report["entropy"] < 3
     assert files_of(source.parent) == before
+
+
+def test_exact_estimate_of_weights_that_are_cast(samebits: Command, tmp_path: Path) -> None:
+    """Also of what is small, or does not gain."""
+    content = {"a": weights(64, 64), "raw": random_words(8192).nan_to_num(), "small": weights(8)}
+    path = write_file(tmp_path / "a.safetensors", {name: tensor.float() for name, tensor in content.items()})
+    report = samebits("estimate", path, "--cast", "bf16", "--exact", "--json").json
+    assert samebits("compress", path, tmp_path / "b.safetensors", "--cast", "bf16").code == 0
+    stored = {entry.name: entry.nbytes for entry in Checkpoint.open(tmp_path / "b.safetensors")}
+    assert {tensor["name"]: tensor["stored_bytes"] for tensor in report["tensors"]} == stored
+
+
+def test_what_an_estimate_says_of_weights_is_said_of_the_packed_ones(tmp_path: Path) -> None:
+    """By their number."""
+    content = {"a": weights(64, 64), "b": torch.ones(256, 256, dtype=torch.bfloat16), "raw": random_words(8192)}
+    seen: list[tuple[int, int]] = []
+    checkpoint = Checkpoint.open(write_file(tmp_path / "a.safetensors", content))
+    found = estimate(checkpoint, CompressOptions(), progress=lambda *now: seen.append(now))
+    a, b, _ = found.tensors
+    assert found.packed == [a, b]
+    assert (a.entropy > 2, b.entropy) == (True, 0)
+    assert found.entropy == a.entropy * 64 * 64 / (64 * 64 + 256 * 256)
+    assert found.bits_per_weight == 8 * (a.stored_bytes + b.stored_bytes) / (64 * 64 + 256 * 256)
+    total = sum(tensor.nbytes for tensor in content.values())
+    assert (len(seen), seen[-1]) == (3, (total, total))
+
+
+def test_a_sample_is_from_everywhere(tmp_path: Path) -> None:
+    """Of a matrix that is not the same throughout."""
+    large = weights(4096, 1024)
+    large[2048:] = 1
+    checkpoint = Checkpoint.open(write_file(tmp_path / "a.safetensors", {"large": large}))
+    [sampled], [exact] = (estimate(checkpoint, CompressOptions(), exact=exact).tensors for exact in (False, True))
+    assert abs(sampled.stored_bytes - exact.stored_bytes) < 0.05 * exact.stored_bytes
+
+
+def test_estimate_of_an_empty_checkpoint(samebits: Command, tmp_path: Path) -> None:
+    save_file({}, tmp_path / "a.safetensors")
+    report = samebits("estimate", tmp_path / "a.safetensors", "--json").json
+    assert [report[name] for name in ("ratio", "bits_per_weight", "entropy", "tensors")] == [1.0, 0.0, 0.0, []]
 
 
 def test_sampled_estimate_is_close(samebits: Command, tmp_path: Path) -> None:

@@ -72,6 +72,14 @@ os.truncate(path, 0)
 {read}
 print("not reached")
 """
+OF_A_COMMAND_THAT_IS_DONE = """
+import atexit, signal, sys
+{first}
+atexit.register(signal.raise_signal, {number})
+sys.argv = ["samebits", "--version"]
+from samebits.cli import main
+main()
+"""
 SWALLOWED, RAISED = "Swallowed()", "signal.raise_signal(signal.SIGTERM)"
 
 
@@ -126,6 +134,68 @@ def test_a_signal_that_is_ignored_stays_so(source: Path) -> None:
     script = AT_AN_IMPORT.format(module="typer", number=int(signal.SIGINT))
     code, out, err = started("-c", f"import signal\nsignal.signal(2, signal.SIG_IGN)\n{script}", "inspect", source)
     assert (code, "tensors packed" in out, err) == (0, True, "")
+
+
+@pytest.mark.parametrize("number", CODES)
+def test_behind_a_command_that_is_done(number: signal.Signals) -> None:
+    """It ends the process as it ends any other; one that is ignored still is."""
+    ended = started("-c", OF_A_COMMAND_THAT_IS_DONE.format(first="", number=int(number)))
+    ignore = f"signal.signal({int(number)}, signal.SIG_IGN)"
+    went_on = started("-c", OF_A_COMMAND_THAT_IS_DONE.format(first=ignore, number=int(number)))
+    assert (ended[0], ended[2]) == (-number, "")
+    assert went_on == (0, ended[1], "")
+
+
+SAYING = """
+import signal, threading
+from samebits.jobs.signals import end_by_signals, held, unwinding
+
+def say(number):
+    print("said", int(number), flush=True)
+    {then}
+
+end_by_signals(say)
+{act}
+"""
+
+
+@pytest.mark.parametrize(
+    ("act", "then"),
+    [
+        ("with unwinding():\n    pass\nsignal.raise_signal(15)", "pass"),
+        ("signal.raise_signal(15)", "signal.raise_signal(2)"),
+        ("with held():\n    signal.raise_signal(15)\n    signal.raise_signal(2)", "pass"),
+    ],
+    ids=["behind what was to be tidied up", "while that is said", "while signals wait"],
+)
+def test_the_first_signal_ends_a_process_and_that_is_said_once(act: str, then: str) -> None:
+    assert started("-c", SAYING.format(act=act, then=then)) == (143, "said 15\n", "")
+
+
+def test_workers_of_a_thread_end_whatever_signals_do() -> None:
+    """Only the main thread may ask them to wait."""
+    act = """
+def work():
+    with held():
+        print("held", flush=True)
+
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+"""
+    assert started("-c", SAYING.format(act=act, then="pass")) == (0, "held\n", "")
+
+
+def test_what_others_raise_where_nobody_catches_it_is_shown() -> None:
+    act = """
+class Other:
+    def __del__(self):
+        raise ValueError("of another")
+
+Other()
+"""
+    code, out, err = started("-c", SAYING.format(act=act, then="pass"))
+    assert (code, out, err.endswith("ValueError: of another\n")) == (0, "", True)
 
 
 def test_as_a_module(source: Path) -> None:

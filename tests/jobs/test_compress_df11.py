@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from samebits.df11.checkpoint import UNIT_TENSORS
+from samebits.df11.checkpoint import UNIT_TENSORS, open_checkpoint
 from samebits.df11.config import KEY, Df11Config
 from samebits.df11.patterns import Patterns
 from samebits.df11.unit import Unit
@@ -24,7 +24,7 @@ from samebits.format.safetensors_file import SafetensorsFile
 from samebits.jobs.compress import Compression
 from samebits.jobs.compress_df11 import Df11Compression
 from samebits.jobs.job import JobReport
-from samebits.jobs.options import RunOptions
+from samebits.jobs.options import CompressOptions, RunOptions
 from tests.jobs.checkpoints import Tensors, files_of, stored, weights, write_folder
 
 VECTORS = Path(__file__).resolve().parents[1] / "vectors" / "df11"
@@ -135,6 +135,34 @@ def test_what_a_folder_holds(tmp_path: Path) -> None:
     assert report.skipped_files == ["pytorch_model.bin"]
 
 
+def test_a_single_file_has_the_units_that_the_configuration_beside_it_asks_for(llama: Path, tmp_path: Path) -> None:
+    compress(llama / "model.safetensors", tmp_path / "one.safetensors")
+    assert stored(tmp_path / "one.safetensors") == stored(VECTORS / "tiny-llama")
+
+
+def test_what_cannot_be_opened_is_not_published(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Df11Compression, "convert_config", lambda self, config: {**config, KEY: "torn"})
+    with pytest.raises(FormatError, match=KEY):
+        compress(llama, tmp_path / "df11")
+    assert not (tmp_path / "df11").exists()
+
+
+def test_what_was_decoded_of_a_unit_takes_no_space_behind_it(tmp_path: Path) -> None:
+    plain, df11 = tmp_path / "plain.safetensors", tmp_path / "df11.safetensors"
+    save_file({f"blocks.0.{name}.weight": weights(64, 128) for name in "ab"}, plain)
+    compress(plain, df11, BLOCKS)
+    left: list[int] = []
+
+    def look(done: int, total: int) -> None:
+        left.append(len(list(tmp_path.glob("*/spools/*"))))
+
+    options, run = CompressOptions(), RunOptions(device="cpu", workers=1)
+    report = Compression(open_checkpoint(df11), tmp_path / "packed.safetensors", options, run, look).run()
+    assert report.sizes.packed_tensors == 2
+    assert len(left) > 2
+    assert not any(left)
+
+
 def test_diffusers_find_the_rest_under_their_name(llama: Path, tmp_path: Path) -> None:
     (llama / "config.json").write_text('{"_class_name": "NewTransformer"}')
     compress(llama, tmp_path / "df11")
@@ -238,6 +266,7 @@ def test_misaligned_tensors_are_read(tmp_path: Path) -> None:
     [
         ({"blocks.0.a.weight": torch.zeros(64, 48)}, BLOCKS, InputError, r"F32 \[64, 48\] in unit blocks.0"),
         ({"blocks.0.a.weight": weights(4, 4, 4)}, BLOCKS, InputError, r"BF16 \[4, 4, 4\] in unit blocks.0"),
+        ({"blocks.0.a.weight": weights(0, 48)}, BLOCKS, InputError, r"BF16 \[0, 48\] in unit blocks.0"),
         ({"blocks.0.luts": torch.zeros(3)}, BLOCKS, FormatError, "blocks.0.luts: a name reserved"),
         ({}, {"none": []}, InputError, "matches no module"),
         ({"../x.0.a.weight": weights(4, 4)}, {r".*x\.0": ["a"]}, InputError, "the file of its unit cannot be called"),
@@ -269,3 +298,9 @@ def test_what_is_refused(llama: Path, source: Path, tmp_path: Path) -> None:
     (llama / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}')
     with pytest.raises(InputError, match="quantized already"):
         compress(llama, tmp_path / "b")
+
+
+def test_a_file_without_anything_that_auto_patterns_fit_is_named(tmp_path: Path) -> None:
+    save_file({"head.weight": weights(64, 64)}, tmp_path / "a.safetensors")
+    with pytest.raises(InputError, match=r"a\.safetensors: no numbered blocks with BF16 matrices"):
+        compress(tmp_path / "a.safetensors", tmp_path / "b.safetensors")

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
 from samebits.digest import digest
-from samebits.errors import DigestError, DtypeError, FormatError, InputError, SamebitsError
+from samebits.errors import DeviceError, DigestError, DtypeError, FormatError, InputError, SamebitsError
 from samebits.format.container import Checkpoint, Entry
 from samebits.format.safetensors_file import SafetensorsFile
 from samebits.jobs.compress import Compression
 from samebits.jobs.decompress import Decompression
+from samebits.jobs.device import resolve_device
 from samebits.jobs.job import JobReport
 from samebits.jobs.options import CompressOptions, RunOptions
-from samebits.jobs.source import other_files, resolve_source
-from samebits.jobs.workers import worker_count
+from samebits.jobs.source import is_hub_id, other_files, resolve_source
+from samebits.jobs.summary import kind_of
+from samebits.jobs.workers import MAX_WORKERS, worker_count
 from samebits.verify import verify_against, verify_digests
 from tests.jobs.checkpoints import (
     CONFIG,
@@ -151,6 +154,45 @@ def test_no_more_workers_than_there_is_work_for() -> None:
     assert worker_count(None, tasks=3, nbytes=1) == 1
 
 
+def test_as_many_workers_as_the_work_is_worth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If no number is asked for; and no more than there are threads for, nor very many."""
+    monkeypatch.setattr("samebits.jobs.workers.threads", lambda: 6)
+    assert [worker_count(None, tasks=100, nbytes=gigabytes << 30) for gigabytes in (1, 2, 50)] == [2, 4, 6]
+    monkeypatch.setattr("samebits.jobs.workers.threads", lambda: 100)
+    assert worker_count(None, tasks=100, nbytes=50 << 30) == MAX_WORKERS
+
+
+@pytest.mark.parametrize("missing", ["cuda", "cuda.core", None])
+def test_a_gpu_without_what_builds_kernels_is_not_chosen(missing: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("samebits.jobs.device.find_spec", lambda name: name != missing)
+    found = [resolve_device(device) for device in ("auto", "cpu", "cuda")]
+    assert found == ["cpu" if missing else "cuda", "cpu", "cuda"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert resolve_device("auto") == "cpu"
+    with pytest.raises(DeviceError, match="no CUDA device is available"):
+        resolve_device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("run", "message"), [({"workers": 0}, "0 workers"), ({"device": "tpu"}, "unknown device 'tpu'")]
+)
+def test_how_no_job_runs(run: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        RunOptions(**run)
+
+
+def test_kinds_of_tensors() -> None:
+    """Every number that is a part of a name by itself is left out."""
+    assert kind_of("model.layers.10.mlp.experts.3.w1.weight") == "model.layers.*.mlp.experts.*.w1.weight"
+    assert kind_of("block1.conv2.weight") == "block1.conv2.weight"
+
+
+def test_decompress_reports_what_compress_did(tmp_path: Path) -> None:
+    compressed = compress(write_folder(tmp_path / "source"), tmp_path / "packed")
+    assert decompress(tmp_path / "packed", tmp_path / "back").sizes == compressed.sizes
+
+
 def test_decompress_with_several_workers(tmp_path: Path) -> None:
     source = write_folder(tmp_path / "source")
     compress(source, tmp_path / "packed")
@@ -197,6 +239,25 @@ def test_other_dtypes_are_refused_unless_cast(tmp_path: Path, dtype: torch.dtype
     )
     changed = json.loads((tmp_path / "back" / "config.json").read_text())
     assert changed == {"dtype": "bfloat16", "text_config": {"torch_dtype": "bfloat16"}, "size": 3}
+
+
+def test_a_configuration_says_how_tensors_were_chosen(tmp_path: Path) -> None:
+    options = CompressOptions(min_weights=20000, include=("*.weight",), exclude=("lm_*", "*norm*"))
+    compress(write_folder(tmp_path / "source"), tmp_path / "packed", options)
+    found = json.loads((tmp_path / "packed" / "config.json").read_text())["quantization_config"]
+    assert found == {
+        "quant_method": "samebits", "version": 1, "min_weights": 20000, "include": ["*.weight"],
+        "exclude": ["lm_*", "*norm*"],
+    }  # fmt: skip
+
+
+def test_a_configuration_of_another_dtype_stays_so_unless_that_is_cast(tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "source")
+    (source / "config.json").write_text(json.dumps({"torch_dtype": "float32"}, indent=2) + "\n")
+    compress(source, tmp_path / "packed")
+    assert json.loads((tmp_path / "packed" / "config.json").read_text())["torch_dtype"] == "float32"
+    decompress(tmp_path / "packed", tmp_path / "back")
+    assert (tmp_path / "back" / "config.json").read_bytes() == (source / "config.json").read_bytes()
 
 
 def test_cast_with_a_deep_configuration(tmp_path: Path) -> None:
@@ -285,9 +346,24 @@ def test_what_compress_refuses(tmp_path: Path) -> None:
         assert files_of(tmp_path) == before, message
 
 
-def test_a_model_quantized_otherwise_is_refused(tmp_path: Path) -> None:
+def test_places_that_a_link_or_a_name_hides(tmp_path: Path) -> None:
+    """A folder that is called like a file is a folder, and what lies behind a link is where that leads."""
+    source, single = write_folder(tmp_path / "source"), write_file(tmp_path / "a.safetensors")
+    folder, link = tmp_path / "folder.safetensors", tmp_path / "link"
+    folder.mkdir()
+    link.symlink_to(source)
+    with pytest.raises(InputError, match="not a safetensors file name"):
+        compress(single, folder, overwrite=True)
+    with pytest.raises(InputError, match="source and destination overlap"):
+        compress(source, link / "inside")
+    compress(source, folder)
+    assert packed_names(folder) == GAINS
+
+
+@pytest.mark.parametrize("entry", [{"quant_method": "gptq"}, "gptq"])
+def test_a_model_quantized_otherwise_is_refused(tmp_path: Path, entry: object) -> None:
     source = write_folder(tmp_path / "source")
-    (source / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}')
+    (source / "config.json").write_text(json.dumps({"quantization_config": entry}))
     with pytest.raises(InputError, match=r"config.json: the model is quantized already \(gptq\)"):
         compress(source, tmp_path / "packed")
 
@@ -333,6 +409,18 @@ def test_files_without_a_recorded_name_get_the_usual_ones(tmp_path: Path) -> Non
     assert stored(tmp_path / "back") == stored(tmp_path / "source")
     assert Checkpoint.open(tmp_path / "back").files[0].path.name == "model-00001-of-00003.safetensors"
     assert verify_digests(Checkpoint.open(tmp_path / "packed")).unchecked == len(tensors()) - len(GAINS)
+
+
+def test_files_that_had_the_same_name_get_the_usual_ones(tmp_path: Path) -> None:
+    """As where they come from folders of their own: none takes the other's place."""
+    (tmp_path / "packed").mkdir()
+    for number, shard in enumerate(shards()[1:], 1):
+        write_file(tmp_path / "model.safetensors", shard)
+        compress(tmp_path / "model.safetensors", tmp_path / "packed" / f"samebits-{number:05}-of-00002.safetensors")
+    decompress(tmp_path / "packed", tmp_path / "back")
+    names = {path.name for path in (tmp_path / "back").glob("*.safetensors")}
+    assert names == {f"model-{number:05}-of-00002.safetensors" for number in (1, 2)}
+    assert verify_against(Checkpoint.open(tmp_path / "packed"), Checkpoint.open(tmp_path / "back")).identical
 
 
 @pytest.mark.parametrize("sharded", [True, False])
@@ -471,6 +559,20 @@ def test_what_may_not_be_read_is_seen_before_anything_is_written(
     assert not (tmp_path / "packed").exists()
 
 
+def test_a_subfolder_that_may_not_be_read_is_not_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, scan = write_folder(tmp_path / "source"), os.scandir
+
+    def deny(path: Any) -> Any:
+        if str(path).endswith("extra"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", deny)
+    with pytest.raises(PermissionError, match=r"source/extra"):
+        compress(source, tmp_path / "packed")
+    assert not (tmp_path / "packed").exists()
+
+
 def test_an_empty_tensor_with_a_dimension_that_torch_does_not_know(tmp_path: Path) -> None:
     """It has no values to cast."""
     header = {"a": {"dtype": "F32", "shape": [0, 1 << 63], "data_offsets": [0, 0]}}
@@ -544,6 +646,45 @@ def test_a_hub_id_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
     with pytest.raises(InputError, match=r"some/model: no such path, and not available on the hub \(offline\)"):
         resolve_source("some/model")
+
+
+def test_a_folder_that_is_called_like_a_hub_id_is_not_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", offline)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: "downloaded")
+    monkeypatch.chdir(tmp_path)
+    assert resolve_source("some/model") == Path("downloaded")
+    (tmp_path / "some" / "model").mkdir(parents=True)
+    assert resolve_source("some/model") == Path("some/model")
+    assert not is_hub_id("some/model.safetensors")
+
+
+TRANSPORT_ERROR: type[Exception] = HfHubHTTPError.__mro__[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("some/model", "no route"), ("some/mo--del", "Cannot have -- or .. in repo_id")]
+)
+def test_a_hub_that_cannot_be_reached_or_does_not_know_such_a_name(
+    name: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was downloaded before is looked for where the hub cannot say what it has."""
+    asked: list[str] = []
+
+    def no_route(api: object, name: str) -> list[str]:
+        raise TRANSPORT_ERROR("no route")
+
+    def download(name: str, **_: object) -> str:
+        asked.append(name)
+        raise TRANSPORT_ERROR("no route")
+
+    if "--" not in name:
+        monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", no_route)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    with pytest.raises(InputError, match=rf"{name}: no such path, and not available on the hub \({reason}"):
+        resolve_source(name)
+    assert asked == ([] if "--" in name else [name])
 
 
 @pytest.mark.gpu

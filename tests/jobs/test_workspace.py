@@ -190,6 +190,21 @@ def test_interrupted_while_publishing(tmp_path: Path, moves: int) -> None:
     assert files_of(destination) == files_of(tmp_path / "at once")
 
 
+def test_interrupted_while_publishing_what_has_another_source_now(tmp_path: Path) -> None:
+    """What it has published is some files in the folder, which only --overwrite replaces."""
+    source, destination = write_folder(tmp_path / "source"), tmp_path / "packed"
+    with pytest.raises(KeyboardInterrupt):
+        compress_with(Workspace, "_remove", interrupt, source, destination)
+    write_file(source / "model-00002-of-00003.safetensors", {"model.layers.0.experts": weights(3, 64, 64)})
+    (source / "model.safetensors.index.json").unlink()
+    before = files_of(destination)
+    with pytest.raises(InputError, match="packed: the folder is not empty; empty it or add --overwrite"):
+        compress(source, destination)
+    assert files_of(destination) == before
+    compress(source, destination, overwrite=True)
+    assert verify_against(Checkpoint.open(destination), Checkpoint.open(source)).identical
+
+
 def test_interrupted_while_old_weights_are_removed(tmp_path: Path) -> None:
     """What makes them loadable goes first."""
     source, destination = write_folder(tmp_path / "source"), write_folder(tmp_path / "packed")
@@ -297,6 +312,27 @@ def test_a_folder_that_files_cannot_be_moved_to(
         with pytest.raises(InputError, match=r"cannot be written to|on another file system|another user.s file"):
             compress(source, destination, overwrite=True)
         assert files_of(destination) == before
+    compress(source, destination, overwrite=True)
+    assert verify_against(Checkpoint.open(destination), Checkpoint.open(source)).identical
+
+
+@pytest.mark.parametrize(("user", "is_empty"), [(34, True), (12, False)], ids=["another's", "one's own"])
+def test_a_folder_in_which_only_owners_replace_files(
+    tmp_path: Path, user: int, is_empty: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is not there yet is in nobody's way, and the folder's owner may replace all."""
+    source, destination = write_folder(tmp_path / "source"), tmp_path / "packed"
+    destination.mkdir() if is_empty else write_folder(destination)
+    stat_of = Path.stat
+
+    def stat(self: Path, **options: Any) -> Any:
+        found = stat_of(self, **options)
+        if self != destination:
+            return found
+        return SimpleNamespace(st_mode=found.st_mode | 0o1000, st_uid=12, st_dev=found.st_dev)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    monkeypatch.setattr(os, "geteuid", lambda: user)
     compress(source, destination, overwrite=True)
     assert verify_against(Checkpoint.open(destination), Checkpoint.open(source)).identical
 
@@ -707,6 +743,15 @@ def test_workers_share_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("samebits.jobs.workers.threads", lambda: 6)
     with Workers(2) as workers:
         assert list(workers.map(threads_of, range(2))) == [3, 3]
+
+
+def test_no_worker_is_left_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = Mock()
+    monkeypatch.setattr("samebits.jobs.workers.threads", lambda: 3)
+    monkeypatch.setattr("samebits.jobs.workers.ProcessPoolExecutor", executor)
+    with Workers(4):
+        pass
+    assert executor.call_args.args[-1] == (1,)
 
 
 def test_a_killed_worker_is_an_error_not_a_hang() -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+import logging
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import getitem
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 from zipfile import ZipFile
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._inductor.utils import run_and_get_code
 from torch.nn import functional as F
 
@@ -19,6 +23,7 @@ import samebits
 from samebits.kernels.ops import fields_of
 from samebits.nn import product
 from samebits.nn.packed_linear import PackedLinearModule
+from samebits.plans import graph_pass
 from tests.plans.sums import normal
 
 K = 128
@@ -164,3 +169,68 @@ def test_joined(
     assert torch.equal(found.view(torch.int16), expected.view(torch.int16))
     assert code.count("torch.ops.samebits.linears.default(") == joint
     assert code.count("torch.ops.samebits.linear.default(") == alone
+
+
+def graph_of(*products: tuple[int, dict[str, Any]]) -> fx.Graph:
+    """Products of one input: each with the number of its weight, and with what is said of it."""
+    graph = fx.Graph()
+    x, *weights = (graph.placeholder(name) for name in "xabc")
+    made = []
+    for number, said in products:
+        view = said.get("view")
+        rows = graph.call_function(torch.ops.aten.view.default, (x, view)) if view else x
+        operands = (rows, weights[number], None, [number, K], [number])
+        made.append(graph.call_function(torch.ops.samebits.linear.default, operands))
+        made[-1].meta.update({"val": number, **said})
+    graph.output(tuple(made))
+    return graph
+
+
+def calls_in(graph: fx.Graph, regions: Sequence[int] = (0, 0, 0)) -> list[fx.Node]:
+    """What the pass leaves of three products that are in these regions between writes."""
+    found = [node for node in graph.nodes if node.target is torch.ops.samebits.linear.default]
+    region_of = dict(zip(found, regions, strict=True))
+    graph_pass._join_all(lambda graph, node: region_of[node], SimpleNamespace(graph=graph))
+    graph.lint()
+    return [node for node in graph.nodes if node.op == "call_function"]
+
+
+def test_joined_in_the_order_of_the_weights() -> None:
+    """As calls have them: so each product is still what it was, and known by the same weights."""
+    graph = graph_of((1, {}), (2, {}), (0, {"eager_input_vals": "of one product"}))
+    joint, *made = calls_in(graph)
+    assert joint.target is torch.ops.samebits.linears.default
+    _, data, biases, shapes, fields = joint.args
+    assert ([each.name for each in data], biases) == (["a", "b", "c"], [None] * 3)
+    assert (shapes, fields, joint.meta) == ([0, K, 1, K, 2, K], [0, 1, 2], {"val": [0, 1, 2]})
+    assert [(node.target, node.args, node.meta) for node in made] == [
+        (getitem, (joint, number), {"val": number}) for number in range(3)
+    ]
+    [*_, output] = graph.nodes
+    assert [node.args[1] for node in output.args[0]] == [1, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("regions", "streams", "joint"),
+    [((0, 1, 1), "aaa", 1), ((0, 0, 0), "aab", 1), ((0, 1, 2), "aaa", 0), ((0, 0, 1), "abb", 0)],
+)
+def test_not_joined_across_a_write_or_with_another_stream(regions: Sequence[int], streams: str, joint: int) -> None:
+    """The input may be another one behind a write, and another stream may have to wait for it."""
+    graph = graph_of(*((number, {"custom": {"stream": stream}}) for number, stream in enumerate(streams)))
+    found = [node.target for node in calls_in(graph, regions)]
+    assert found.count(torch.ops.samebits.linears.default) == joint
+    assert found.count(torch.ops.samebits.linear.default) == 3 - 2 * joint
+
+
+@pytest.mark.parametrize(("views", "joint"), [(([3, K], [3, K], [3, K]), 1), (([3, K], [1, 3 * K], [3, K]), 0)])
+def test_views_of_one_input_are_one_if_they_have_one_shape(views: Sequence[list[int]], joint: int) -> None:
+    graph = graph_of(*((number, {"view": view}) for number, view in enumerate(views)))
+    found = [node.target for node in calls_in(graph)]
+    assert found.count(torch.ops.samebits.linears.default) == joint
+    assert found.count(torch.ops.samebits.linear.default) == 3 - 3 * joint
+
+
+def test_an_inductor_that_has_changed_compiles_products_one_by_one(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        graph_pass._register.__wrapped__(ModuleType("post_grad"))
+    assert "compiled graphs make products of one input one by one: " in caplog.text

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import samebits
+from samebits.errors import DeviceError
 from samebits.format.header import Header
 from samebits.format.packed import PackedTensor
 from samebits.kernels import residents
@@ -123,20 +124,22 @@ def test_decoded_first_one_by_one(layers: Layers, monkeypatch: pytest.MonkeyPatc
     assert [layers.ask(normal(2, K, seed=seed)) for seed in range(1, 4)] == [(0, 0)] * 3
 
 
-def without_memory(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
-    """Arguments of launches of several, none of which there is room for."""
+def failing(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
+    """Arguments of launches of several, all of which fail."""
     attempts: list[tuple[object, ...]] = []
 
     def products(*arguments: object) -> list[torch.Tensor]:
         attempts.append(arguments)
-        raise torch.OutOfMemoryError
+        raise error("failed")
 
     monkeypatch.setattr(group, "Products", lambda launch: FakeProducts(products))
     return attempts
 
 
-def test_too_little_memory_for_one_launch(layers: Layers, monkeypatch: pytest.MonkeyPatch) -> None:
-    attempts = without_memory(monkeypatch)
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, DeviceError])
+def test_one_launch_that_fails(layers: Layers, error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    """For want of memory, say; it is tried once."""
+    attempts = failing(error, monkeypatch)
     assert [layers.ask(normal(1, K, seed=seed)) for seed in range(4)] == [(3, 0)] * 4
     assert len(attempts) == 1
 
@@ -178,6 +181,29 @@ def test_changed_bias(layers: Layers) -> None:
     layers.ask(x, 0)
     layers.biases[1] = bias.clone()
     assert layers.ask(x, 1) == (1, 0)
+
+
+def test_a_bias_where_there_was_none(layers: Layers) -> None:
+    """It is not in the product that was made."""
+    together_already(layers)
+    x = normal(1, K)
+    layers.ask(x, 0)
+    layers.biases[2] = normal(16)
+    layers.ask(x, 2)  # looks for plans
+    assert layers.ask(x, 2) == (1, 0)
+
+
+@pytest.mark.parametrize(("more_us", "is_faster"), [(2.0, True), (0.0, True), (-1.0, False)])
+def test_for_how_many_tokens_one_launch_is_chosen(
+    layers: Layers, more_us: float, is_faster: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = GroupOutcome(1, more_us)
+    monkeypatch.setattr(planner, "fastest_together", lambda x, operands, are_fused: found)
+    for seed in range(2):
+        layers.ask(normal(1, K, seed=seed))
+    kept = residents.resident(layers.packed[0].data)
+    assert kept is not None
+    assert [kept.followers.chosen_for(tokens) for tokens in (1, 2)] == [is_faster, False]
 
 
 @pytest.mark.parametrize("change", [lambda bias: bias.mul_(3), torch.clone], ids=["written to", "another"])
@@ -608,8 +634,11 @@ def test_at_once_of_a_first_product_of_zeros(at_once: AtOnce) -> None:
         assert len(layers.gpu.fused_calls) == 2
 
 
-def test_at_once_with_too_little_memory(at_once: AtOnce, monkeypatch: pytest.MonkeyPatch) -> None:
-    attempts = without_memory(monkeypatch)
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, DeviceError])
+def test_at_once_with_a_launch_that_fails(
+    at_once: AtOnce, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts = failing(error, monkeypatch)
     assert [at_once.ask(normal(1, K, seed=seed)) for seed in range(4)] == [(3, 0)] * 4
     assert len(attempts) == 1
 
