@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import DryRunFileInfo
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
@@ -21,9 +22,10 @@ from samebits.format.safetensors_file import SafetensorsFile
 from samebits.jobs.compress import Compression
 from samebits.jobs.decompress import Decompression
 from samebits.jobs.device import resolve_device
+from samebits.jobs.hub import HubFolder, resolve_source
 from samebits.jobs.job import JobReport
 from samebits.jobs.options import CompressOptions, RunOptions
-from samebits.jobs.source import is_hub_id, other_files, resolve_source
+from samebits.jobs.source import other_files
 from samebits.jobs.summary import kind_of
 from samebits.jobs.workers import MAX_WORKERS, worker_count
 from samebits.verify import verify_against, verify_digests
@@ -505,12 +507,14 @@ def test_the_same_files_come_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> No
     weights = ["model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "config.json"]
     taken: list[str] = []
 
-    def download(name: str, **patterns: list[str]) -> str:
+    def download(name: str, revision: None, dry_run: bool = False, **patterns: list[str]) -> str | list[DryRunFileInfo]:
+        if dry_run:
+            return []
         taken.extend(filter_repo_objects([*OTHERS, *weights, *HIDDEN, "odd1.txt"], **patterns))
         return name
 
     names = [*OTHERS, *weights, *HIDDEN]
-    monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", lambda api, name: names)
+    monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", lambda api, name, revision: names)
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert resolve_source("some/model") == Path("some/model")
     assert taken == [*(name for name, goes in OTHERS.items() if goes), *weights]
@@ -520,7 +524,7 @@ def test_what_was_downloaded_is_found_without_a_network(monkeypatch: pytest.Monk
     """No file is asked for that would not have been downloaded: the hub's library takes it for incomplete then."""
     asked: list[str] = []
 
-    def download(name: str, **patterns: list[str]) -> str:
+    def download(name: str, revision: None, **patterns: list[str]) -> str:
         asked.extend(filter_repo_objects([*OTHERS, "model.safetensors"], **patterns))
         return name
 
@@ -531,7 +535,7 @@ def test_what_was_downloaded_is_found_without_a_network(monkeypatch: pytest.Monk
     assert all(OTHERS.get(name, True) for name in asked)
 
 
-def offline(api: object, name: str) -> list[str]:
+def offline(api: object, name: str, revision: None) -> list[str]:
     raise OfflineModeIsEnabled("offline")
 
 
@@ -626,26 +630,18 @@ def test_files_that_are_links_into_the_destination(tmp_path: Path, through_anoth
     assert files_of(tmp_path) == before
 
 
-def test_a_hub_id_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = write_folder(tmp_path / "snapshot")
-    monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", lambda api, name: [])
-    monkeypatch.setattr(
-        "huggingface_hub.snapshot_download", lambda name, **_: str(folder) if name == "some/model" else ""
-    )
-    assert resolve_source("some/model") == folder
-    assert resolve_source(str(folder)) == folder
-    assert resolve_source("no hub id") == Path("no hub id")
-    assert resolve_source("gpt2") == Path("gpt2")
-
-
 def test_a_hub_id_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(name: str, **_: object) -> str:
         raise LocalEntryNotFoundError("offline\nand more lines")
 
     monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", offline)
     monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
-    with pytest.raises(InputError, match=r"some/model: no such path, and not available on the hub \(offline\)"):
+    with pytest.raises(
+        InputError, match=r"some/model: no such path, and not available on the hub \(offline\)"
+    ) as caught:
         resolve_source("some/model")
+    assert caught.value.mend is not None
+    assert "OWNER/NAME[@REVISION][/FOLDER]" in caught.value.mend
 
 
 def test_a_folder_that_is_called_like_a_hub_id_is_not_downloaded(
@@ -657,7 +653,7 @@ def test_a_folder_that_is_called_like_a_hub_id_is_not_downloaded(
     assert resolve_source("some/model") == Path("downloaded")
     (tmp_path / "some" / "model").mkdir(parents=True)
     assert resolve_source("some/model") == Path("some/model")
-    assert not is_hub_id("some/model.safetensors")
+    assert HubFolder.parse("some/model.safetensors") is None
 
 
 TRANSPORT_ERROR: type[Exception] = HfHubHTTPError.__mro__[1]
@@ -672,7 +668,7 @@ def test_a_hub_that_cannot_be_reached_or_does_not_know_such_a_name(
     """What was downloaded before is looked for where the hub cannot say what it has."""
     asked: list[str] = []
 
-    def no_route(api: object, name: str) -> list[str]:
+    def no_route(api: object, name: str, revision: None) -> list[str]:
         raise TRANSPORT_ERROR("no route")
 
     def download(name: str, **_: object) -> str:

@@ -54,7 +54,10 @@ def _path(text: str) -> Path:
 Source = Annotated[
     str,
     typer.Argument(
-        metavar="SRC", parser=_given, help="Model folder, .safetensors file, or hub id.", show_default=False
+        metavar="SRC",
+        parser=_given,
+        help="Model folder, .safetensors file, or on the hub OWNER/NAME[@REVISION][/FOLDER].",
+        show_default=False,
     ),
 ]
 Destination = Annotated[
@@ -177,7 +180,7 @@ def inspect(
     tensors: Annotated[bool, typer.Option("--tensors", help="One row for each tensor.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Report what a checkpoint holds, from its headers."""
+    """Report what a checkpoint holds, from its headers: of one on the hub no weights are downloaded."""
     from samebits.cli.commands import inspect
 
     inspect(path, tensors, as_json)
@@ -202,7 +205,10 @@ def estimate(
     gpu: Annotated[str | None, typer.Option(metavar="SIZE", help="With --context: what fits, as 24GiB.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Tell what compress would save, without writing, or with --context what a model takes in memory."""
+    """Tell what compress would save, without writing, or with --context what a model takes in memory.
+
+    On the hub, the model is downloaded; with --context its config alone, unless --exact.
+    """
     from samebits.jobs.options import CompressOptions
 
     options = CompressOptions(min_weights, tuple(include), tuple(exclude), cast is not None)

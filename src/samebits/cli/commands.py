@@ -18,33 +18,35 @@ from samebits.jobs.compress import Compression, first_rounded
 from samebits.jobs.compress_df11 import Df11Compression
 from samebits.jobs.decompress import Decompression
 from samebits.jobs.device import resolve_device
+from samebits.jobs.hub import open_headers, resolve_source
 from samebits.jobs.job import JobReport
 from samebits.jobs.options import CompressOptions, RunOptions
-from samebits.jobs.source import config_of, resolve_source
+from samebits.jobs.source import config_of
 from samebits.jobs.summary import Sizes, by_kind
 from samebits.sizes import size
 from samebits.verify import Verdict, verify_against, verify_digests
 
 
 def open_source(text: str) -> Checkpoint:
-    """The checkpoint behind a path or hub id."""
-    return open_checkpoint(resolve_source(text), model_shapes)
+    """The checkpoint behind a path or a name on the hub, from where it is downloaded; reports call it Path(text)."""
+    path = resolve_source(text, announce=lambda nbytes: note(f"note: downloading {size(nbytes)} of {text}"))
+    return open_checkpoint(path, model_shapes)
 
 
 def compress(source: str, destination: Path, options: CompressOptions, run: RunOptions, as_json: bool) -> None:
     checkpoint = open_source(source)
-    note_patterns(checkpoint, options)
+    note_patterns(source, checkpoint, options)
     with progress_bar("compress") as progress:
         report = Compression(checkpoint, destination, options, run, progress).run()
     _report(report, as_json, also=_note_cast(checkpoint, options))
 
 
-def note_patterns(checkpoint: Checkpoint, options: CompressOptions) -> None:
+def note_patterns(source: str, checkpoint: Checkpoint, options: CompressOptions) -> None:
     """Says which patterns are of no name: a slip, or that of a tied weight, which files have under its other name."""
     for option, patterns in (("include", options.include), ("exclude", options.exclude)):
         for pattern in patterns:
             if not any(is_selected(entry.name, (pattern,), ()) for entry in checkpoint):
-                note(f"note: --{option} {pattern} is the name of no tensor in {checkpoint.path}")
+                note(f"note: --{option} {pattern} is the name of no tensor in {Path(source)}")
 
 
 def _note_cast(checkpoint: Checkpoint, options: CompressOptions) -> dict[str, Any]:
@@ -137,19 +139,20 @@ def _report_verdict(verdict: Verdict, checkpoint: Checkpoint, against: str | Non
         print_lines(f"{verdict.unchecked} tensors have no digest: compare them with --against SRC")
 
 
-def inspect(path: str, tensors: bool, as_json: bool) -> None:
-    checkpoint = open_source(path)
+def inspect(source: str, tensors: bool, as_json: bool) -> None:
+    with open_headers(source) as path:
+        checkpoint = open_checkpoint(path, model_shapes)
     sizes = Sizes.of(checkpoint)
     kinds = by_kind(checkpoint)
     if as_json:
-        print_json(_inspection(checkpoint, sizes, kinds))
+        print_json(_inspection(source, checkpoint, sizes, kinds))
         return
     if tensors:
         columns = ("tensor", "shape", "dtype", "original", "stored", "bits/weight")
-        print_table(str(checkpoint.path), columns, [_tensor_row(entry) for entry in checkpoint])
+        print_table(str(Path(source)), columns, [_tensor_row(entry) for entry in checkpoint])
     else:
         columns = ("tensors", "number", "weights", "original", "stored", "bits/weight")
-        print_table(str(checkpoint.path), columns, [_kind_row(kind, of_kind) for kind, of_kind in kinds.items()])
+        print_table(str(Path(source)), columns, [_kind_row(kind, of_kind) for kind, of_kind in kinds.items()])
     files = len(checkpoint.files)
     print_lines(
         f"{sizes.packed_tensors} of {sizes.tensors} tensors packed, {files} file{'s' * (files != 1)}",
@@ -173,14 +176,14 @@ def _kind_row(kind: str, sizes: Sizes) -> tuple[str, ...]:
     return kind, str(sizes.tensors), weights, size(sizes.original_bytes), size(sizes.stored_bytes), f"{bits:.2f}"
 
 
-def _inspection(checkpoint: Checkpoint, sizes: Sizes, kinds: dict[str, Sizes]) -> dict[str, Any]:
+def _inspection(source: str, checkpoint: Checkpoint, sizes: Sizes, kinds: dict[str, Sizes]) -> dict[str, Any]:
     tensors = [
         {"name": entry.name, "shape": entry.shape, "dtype": entry.dtype, "packed": entry.is_packed,
          "file": entry.file.path.name, "original_bytes": entry.original_nbytes, "stored_bytes": entry.nbytes}
         for entry in checkpoint
     ]  # fmt: skip
     return {
-        "path": checkpoint.path,
+        "path": Path(source),
         "compressed": checkpoint.is_packed,
         "layout": _layout(checkpoint),
         "files": [file.path.name for file in checkpoint.files],
@@ -198,7 +201,7 @@ def _layout(checkpoint: Checkpoint) -> str:
 
 def estimate(source: str, options: CompressOptions, exact: bool, as_json: bool) -> None:
     checkpoint = open_source(source)
-    note_patterns(checkpoint, options)
+    note_patterns(source, checkpoint, options)
     with progress_bar("estimate") as progress:
         result = estimates.estimate(checkpoint, options, exact=exact, progress=progress)
     cast = _note_cast(checkpoint, options)
@@ -206,11 +209,11 @@ def estimate(source: str, options: CompressOptions, exact: bool, as_json: bool) 
         names = ("original_bytes", "stored_bytes", "ratio", "bits_per_weight", "entropy", "exact")
         totals = {name: getattr(result, name) for name in names}
         rows = [{**vars(tensor), "bits_per_weight": tensor.bits_per_weight} for tensor in result.tensors]
-        print_json({"path": checkpoint.path, **totals, **cast, "tensors": rows})
+        print_json({"path": Path(source), **totals, **cast, "tensors": rows})
         return
     how = "encoded in full" if exact else "estimated from samples"
     print_lines(
-        f"{checkpoint.path}: {size(result.original_bytes)} -> {size(result.stored_bytes)} "
+        f"{Path(source)}: {size(result.original_bytes)} -> {size(result.stored_bytes)} "
         f"({100 * result.ratio:.1f} %), {how}",
         f"{len(result.packed)} of {len(result.tensors)} tensors packed, {result.bits_per_weight:.2f} bits per weight",
         f"the limit for coding each exponent alone is {8 + result.entropy:.2f} (8 + entropy {result.entropy:.2f})",

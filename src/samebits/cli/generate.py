@@ -22,7 +22,7 @@ from samebits.format.folder import Folder, single_file
 from samebits.integrations import INSTALL_TRANSFORMERS
 from samebits.integrations.model_shapes import WRONG_CONFIG
 from samebits.jobs.device import resolve_device
-from samebits.jobs.source import is_hub_id
+from samebits.jobs.hub import find_on_hub, resolve_source
 
 EXAMPLE = Path("examples/king-james/model")
 _SOURCES = Path(samebits.__file__).parent
@@ -124,10 +124,10 @@ def _more(found: Sequence[object]) -> str:
 
 def _load(auto_class: str, path: str, **options: Any) -> Any:
     factory = getattr(import_transformers(), auto_class)
-    _check_path(path)
+    place = _checked(path)
     with _kept_reports() as reports:
         try:
-            return factory.from_pretrained(path, **options)
+            return factory.from_pretrained(place, **options)
         except (*WRONG_CONFIG, SafetensorError) as error:
             if "out of memory" in str(error):
                 raise
@@ -156,16 +156,23 @@ def _kept_reports() -> Iterator[list[str]]:
         logger.setLevel(level)
 
 
-def _check_path(text: str) -> None:
-    """Refuse what is no model folder as other commands do, and what is no hub id before it is asked for there."""
-    path = Path(text)
+def _checked(text: str) -> str:
+    """Where transformers finds a model: on the hub, but for a revision or a folder there, which are downloaded here.
+
+    Raises:
+        InputError: what is no model folder, as other commands say it, or can be nothing on the hub.
+    """
+    path, on_hub = Path(text), find_on_hub(text)
+    if on_hub is not None:
+        return text if text == on_hub.repository else str(resolve_source(text))
     if path.is_dir():
         if not any(path.glob("*.bin")):  # weights in another format, which transformers alone reads
             Folder.scan(path)
     elif path.exists():
         raise InputError("a file, not a model folder", where=text, mend=_MEND)
-    elif not is_hub_id(text):
+    else:
         single_file(path)
+    return text
 
 
 @compilation_noted()

@@ -15,6 +15,7 @@ from samebits.format.folder import CONFIG, INDEX_SUFFIX
 from samebits.format.safetensors_file import SUFFIX
 from samebits.integrations.model_memory import BITS_PER_WEIGHT, MOST_TOKENS, ModelMemory, Weights, longest, model_memory
 from samebits.jobs import estimate as estimates
+from samebits.jobs.hub import CONFIGS, find_on_hub, resolve_source
 from samebits.jobs.options import CompressOptions
 from samebits.nn.selection import Selection
 from samebits.sizes import parse_size, size
@@ -39,31 +40,39 @@ def estimate_memory(
 ) -> None:
     limit = None if gpu is None else parse_size(gpu)
     import_transformers()
-    path = Path(source)
-    bare = (path / CONFIG).is_file() and not any(path.glob(f"*{SUFFIX}")) and not any(path.glob(f"*{INDEX_SUFFIX}"))
-    folder, weights = (path, None) if bare else _weights(source, options, exact)
+    folder, weights = _folder_and_weights(source, options, exact)
     selection = Selection(options.min_weights, options.include, options.exclude)
     with running(str(folder / CONFIG), mend="fetch it again"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch and transformers, which have no values here
         memory = model_memory(folder, selection, weights)
         figures = _figures(memory, case, limit)  # follows every forward pass that is told of
     if as_json:
-        print_json({"path": folder, **vars(case), **figures})
+        print_json({"path": Path(source), **vars(case), **figures})
         return
-    _print(memory, f"{folder}: {case.context:,} tokens, batch {case.batch}", case)
-    if bare:
-        print_lines(f"there are no weights to encode: {BITS_PER_WEIGHT} bits a packed weight are supposed")
+    _print(memory, f"{Path(source)}: {case.context:,} tokens, batch {case.batch}", case)
+    if weights is None:
+        print_lines(f"no weights were encoded: {BITS_PER_WEIGHT} bits a packed weight are supposed")
     if memory.forward is None:
         print_lines("its forward pass needs weights to be followed: no activations are counted, and one decoded layer")
     if limit is not None:
         _print_fit(memory, str(gpu), limit, case)
 
 
+def _folder_and_weights(source: str, options: CompressOptions, exact: bool) -> tuple[Path, Weights | None]:
+    """Where config.json is, and what is known of its weights: nothing where there are none, or on the hub."""
+    path = Path(source)
+    if find_on_hub(source) is not None and not exact:
+        return resolve_source(source, only=CONFIGS), None
+    if (path / CONFIG).is_file() and not any(path.glob(f"*{SUFFIX}")) and not any(path.glob(f"*{INDEX_SUFFIX}")):
+        return path, None
+    return _weights(source, options, exact)
+
+
 def _weights(source: str, options: CompressOptions, exact: bool) -> tuple[Path, Weights]:
     checkpoint = open_source(source)
     if checkpoint.is_packed and not isinstance(checkpoint, Df11Checkpoint):  # which is packed anew when it is loaded
         return checkpoint.path, Weights.stored(checkpoint)
-    note_patterns(checkpoint, options)
+    note_patterns(source, checkpoint, options)
     with progress_bar("estimate") as progress:
         return checkpoint.path, Weights.estimated(
             estimates.estimate(checkpoint, options, exact=exact, progress=progress)

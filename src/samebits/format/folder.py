@@ -19,6 +19,7 @@ KEY = "samebits"  # in __metadata__, and the value of quant_method
 STEM = "samebits"
 INDEX_SUFFIX = ".safetensors.index.json"
 CONFIG = "config.json"
+HUB_NAMES = "OWNER/NAME[@REVISION][/FOLDER]"  # of models on the hub
 JOB = ".samebits-job"  # in a folder that a job is writing
 _OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
 _MAX_NAME = 255  # bytes, on common file systems
@@ -182,7 +183,7 @@ def _can_be_named(name: str) -> bool:
 
 def single_file(path: Path) -> Path:
     if not path.exists():
-        mend = "check the path; a model on the hub is named OWNER/NAME"
+        mend = f"check the path; a model on the hub is named {HUB_NAMES}"
         raise InputError("no such file or folder", where=str(path), mend=mend)
     if path.suffix != SUFFIX:
         mend = "give a model folder or a .safetensors file"

@@ -1,67 +1,25 @@
-"""Where a checkpoint comes from, and which of its other files go along."""
+"""Which of a checkpoint's other files go along with its weights, and what these are called."""
 
 from __future__ import annotations
 
-import glob
 import os
-import re
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
-from pathlib import Path, PurePath, PurePosixPath
+from pathlib import Path, PurePath
 from typing import Any, NoReturn
 
-from samebits.errors import InputError
 from samebits.format.container import Checkpoint
 from samebits.format.folder import CONFIG, INDEX_SUFFIX, read_json, shard_name
 from samebits.format.safetensors_file import SUFFIX
 
-_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.safetensors)")
 OTHER_WEIGHTS = (
     "pytorch_model*", "*.pth", "*.pt", "*.ckpt", "*.gguf", "*.ggml", "*.onnx", "*.onnx_data*", "*.h5", "*.msgpack",
     "*.tflite", "*.ot", "consolidated*", "*.mlmodel", "openvino*.bin",
 )  # fmt: skip
-_EXPORTS = ("original", "onnx", "openvino", "coreml", "gguf")  # folders in which hubs keep a model's weights once more
+EXPORTS = ("original", "onnx", "openvino", "coreml", "gguf")  # folders in which hubs keep a model's weights once more
 _SAFETENSORS = (f"*{SUFFIX}", f"*{INDEX_SUFFIX}")
 DIFFUSERS = "diffusion_pytorch_model"  # what diffusers calls its weights
 _HIDDEN = (".git", ".cache", "__pycache__")
-
-
-def resolve_source(text: str) -> Path:
-    """A path as it is; a hub id as the folder of its downloaded snapshot.
-
-    Raises:
-        InputError: neither a path nor a model on the hub.
-    """
-    path = Path(text)
-    if path.exists() or not is_hub_id(text):
-        return path
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    transport_error: type[Exception] = HfHubHTTPError.__mro__[1]  # of whichever HTTP library this huggingface_hub uses
-    try:
-        return Path(_download(text, transport_error))
-    except (transport_error, HFValidationError, LocalEntryNotFoundError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        mend = "check the path, the hub id, the network, or log in with `hf auth login`"
-        raise InputError(f"no such path, and not available on the hub ({reason})", where=text, mend=mend) from None
-
-
-def is_hub_id(text: str) -> bool:
-    """Whether a model on the hub may be named so: OWNER/NAME, as those few are now that once had no owner."""
-    return _HUB_ID.fullmatch(text) is not None
-
-
-def _download(hub_id: str, transport_error: type[Exception]) -> str:
-    """The snapshot's folder, with what ``goes_along`` takes: patterns, whose * crosses / on the hub, cannot say it."""
-    from huggingface_hub import HfApi, snapshot_download
-
-    try:
-        names = HfApi().list_repo_files(hub_id)
-    except (transport_error, OSError):  # offline, say: what was downloaded before, of which less can be asked for
-        patterns = (*OTHER_WEIGHTS, "*.bin", *(f"{folder}/*" for folder in _EXPORTS))
-        return snapshot_download(hub_id, ignore_patterns=[*patterns, *(f"*/{pattern}" for pattern in patterns)])
-    wanted = [glob.escape(name) for name in names if goes_along(PurePosixPath(name))]
-    return snapshot_download(hub_id, allow_patterns=wanted)
 
 
 def plain_names(checkpoint: Checkpoint) -> list[str]:
@@ -123,7 +81,7 @@ def goes_along(path: PurePath) -> bool:
         return False
     if not folders:
         return not _matches(name, OTHER_WEIGHTS)
-    return folders[0] not in _EXPORTS or not _matches(name, (*OTHER_WEIGHTS, *_SAFETENSORS, "*.bin"))
+    return folders[0] not in EXPORTS or not _matches(name, (*OTHER_WEIGHTS, *_SAFETENSORS, "*.bin"))
 
 
 def _fail(error: OSError) -> NoReturn:
