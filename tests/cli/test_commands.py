@@ -257,7 +257,7 @@ def test_unusable_input_is_one_line_and_exit_code_2(
         (("verify", packed, "--against", ""), "Invalid value for '--against': it is empty"),
         (("compress", source), "Missing argument 'DST'; see `samebits compress --help`"),
         (("compress", source, tmp_path / "b", "--workers", 0), "Invalid value for '--workers'"),
-        (("compress", source, tmp_path / "b", "--cast", "fp8"), "Invalid value for '--cast'"),
+        (("compress", source, tmp_path / "b", "--cast", "fp8"), "Invalid value for '--cast': 'fp8' is not "),
         (("compress", source, tmp_path / "b", "--nothing"), "No such option"),
         (("squeeze", source), "No such command 'squeeze'; see `samebits --help`"),
     ]  # fmt: skip
