@@ -89,7 +89,30 @@ def test_cast_is_called_lossy(samebits: Command, tmp_path: Path) -> None:
     assert samebits(*command).json["first_rounded"] == "a"
     different = samebits("verify", tmp_path / "b.safetensors", "--against", tmp_path / "a.safetensors")
     assert different.code == 1
-    assert "not identical: a: BF16 [64, 64] instead of F32 [64, 64]" in different.error
+    mend = "give --cast bf16 if it was made so"
+    assert f"not identical: a: BF16 [64, 64] instead of F32 [64, 64]; 1 more: b; {mend}\n" in different.error
+
+
+def test_what_was_cast_is_verified(samebits: Command, tmp_path: Path) -> None:
+    """Against its source, cast alike; what --exclude left is compared as it is."""
+    source, packed = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    content = {"a": torch.randn(64, 64), "b": weights(64, 64).double(), "c": torch.randn(9), "d": weights(9)}
+    save_file(content, source)
+    assert samebits("compress", source, packed, "--cast", "bf16", "--exclude", "c").code == 0
+    arguments = ("verify", packed, "--against", source, "--cast", "bf16")
+    outcome = samebits(*arguments)
+    nbytes = 2 * (2 * 64 * 64 + 9) + 4 * 9
+    assert outcome.out == f"{packed}: identical to {source} cast to BF16, 4 tensors (2 cast), {nbytes:,} bytes\n"
+    assert outcome.err == "note: --cast bf16 rounds weights (a for one), which is not lossless\n"
+    report = samebits(*arguments, "--json").json
+    assert (report["identical"], report["cast"], report["cast_tensors"]) == (True, "bf16", 2)
+    assert report["first_rounded"] == "a"
+    content["b"][3, 5] *= 2
+    save_file(content, source)
+    outcome = samebits(*arguments)
+    assert (outcome.code, "not identical: b[3, 5]: 0x" in outcome.error) == (1, True)
+    assert outcome.error.endswith(f"; compress {source} --cast bf16 again, if it is from there\n")
+    assert "--cast goes with --against" in samebits("verify", packed, "--cast", "bf16").error
 
 
 def test_cast_that_changes_nothing_is_called_so(samebits: Command, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,9 @@ from samebits.jobs.options import CompressOptions, RunOptions
 from samebits.jobs.source import config_of, resolve_source
 from samebits.jobs.summary import Sizes, by_kind
 from samebits.sizes import size
-from samebits.verify import Verdict, verify_against, verify_digests
+from samebits.verify import Verdict, cast_entries, verify_against, verify_digests
+
+GIVE_CAST = "give --cast bf16 if it was made so"  # where dtypes differ as that makes them
 
 
 def open_source(text: str) -> Checkpoint:
@@ -49,9 +51,11 @@ def note_patterns(checkpoint: Checkpoint, options: CompressOptions) -> None:
 
 def _note_cast(checkpoint: Checkpoint, options: CompressOptions) -> dict[str, Any]:
     """Says whether --cast, if there is one, rounded anything; the same for a report as JSON."""
-    if not options.cast:
-        return {}
-    rounded = first_rounded(checkpoint, options)
+    return _note_rounding(filter(options.casts, checkpoint)) if options.cast else {}
+
+
+def _note_rounding(entries: Iterable[Entry]) -> dict[str, Any]:
+    rounded = first_rounded(entries)
     effect = f"rounds weights ({rounded.name} for one), which is not lossless" if rounded else "changes no value"
     note(f"note: --cast bf16 {effect}")
     return {"first_rounded": rounded.name if rounded else None}
@@ -105,34 +109,49 @@ def _shown(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def verify(destination: str, against: str | None, device: str, as_json: bool) -> None:
+def verify(destination: str, against: str | None, cast: bool, device: str, as_json: bool) -> None:
     checkpoint = open_source(destination)
     original = open_source(against) if against else None
     device = resolve_device(device)
     with progress_bar("verify") as progress:
         if original:
-            verdict = verify_against(checkpoint, original, device, progress)
+            verdict = verify_against(checkpoint, original, device, progress, cast=cast)
         else:
             verdict = verify_digests(checkpoint, device, progress)
-    _report_verdict(verdict, checkpoint, against, as_json)
-
-
-def _report_verdict(verdict: Verdict, checkpoint: Checkpoint, against: str | None, as_json: bool) -> None:
+    found: dict[str, Any] = {"against": against, "cast": "bf16" if cast else None}
+    if original and cast and verdict.identical:
+        found |= _note_rounding(cast_entries(checkpoint, original))
     if as_json:
         mismatches = [vars(mismatch) for mismatch in verdict.mismatches]
         is_known = against or verdict.mismatches or not verdict.unchecked
         identical = verdict.identical if is_known else None
-        print_json({**vars(verdict), "mismatches": mismatches, "identical": identical, "against": against})
+        print_json({**vars(verdict), "mismatches": mismatches, "identical": identical, **found})
     if verdict.mismatches:
-        first, *others = verdict.mismatches
-        more = f"; {len(others)} more: {_shown([other.tensor for other in others])}" if others else ""
-        mend = f"compress {against} again, if it is from there" if against else CHANGED
-        raise MismatchError(f"not identical: {first}{more}", where=str(checkpoint.path), mend=mend)
-    if as_json:
-        return
+        mend = _mend(verdict, checkpoint, original, cast) if original else CHANGED
+        raise MismatchError(f"not identical: {_named(verdict)}", where=str(checkpoint.path), mend=mend)
+    if not as_json:
+        _print_verdict(verdict, checkpoint, against)
+
+
+def _named(verdict: Verdict) -> str:
+    first, *others = verdict.mismatches
+    return f"{first}; {len(others)} more: {_shown([other.tensor for other in others])}" if others else str(first)
+
+
+def _mend(verdict: Verdict, checkpoint: Checkpoint, original: Checkpoint, cast: bool) -> str:
+    could_be_cast = set() if cast else {entry.name for entry in cast_entries(checkpoint, original)}
+    if any(mismatch.tensor in could_be_cast for mismatch in verdict.mismatches):
+        return GIVE_CAST
+    return f"compress {original.path}{' --cast bf16' if cast else ''} again, if it is from there"
+
+
+def _print_verdict(verdict: Verdict, checkpoint: Checkpoint, against: str | None) -> None:
     digests = "every digest is right" if verdict.unchecked < verdict.tensors else "every tensor can be read"
     what = f"identical to {against}" if against else digests
-    print_lines(f"{checkpoint.path}: {what}, {verdict.tensors} tensors, {verdict.nbytes:,} bytes")
+    tensors = f"{verdict.tensors} tensors"
+    if verdict.cast_tensors:
+        what, tensors = f"{what} cast to BF16", f"{tensors} ({verdict.cast_tensors} cast)"
+    print_lines(f"{checkpoint.path}: {what}, {tensors}, {verdict.nbytes:,} bytes")
     if verdict.unchecked:
         print_lines(f"{verdict.unchecked} tensors have no digest: compare them with --against SRC")
 

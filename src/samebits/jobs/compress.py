@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -131,13 +131,13 @@ def check_source(checkpoint: Checkpoint, options: CompressOptions) -> None:
     large = [entry for entry in checkpoint if options.is_large(entry) and entry.dtype in FLOATS]
     other = [entry for entry in large if not options.packs(entry)]
     if 2 * sum(entry.words for entry in other) > sum(entry.words for entry in large):
-        raise _other_dtype(first_rounded(checkpoint, options), other[0])
+        casting = replace(options, cast=True)
+        raise _other_dtype(first_rounded(entry for entry in checkpoint if casting.casts(entry)), other[0])
 
 
-def first_rounded(checkpoint: Checkpoint, options: CompressOptions) -> Entry | None:
-    """The first tensor of which casting would change a value. None: all are BF16, if stored in another dtype."""
-    casting = replace(options, cast=True)
-    return next((entry for entry in checkpoint if casting.casts(entry) and not is_bf16(entry.tensor())), None)
+def first_rounded(entries: Iterable[Entry]) -> Entry | None:
+    """The first of some tensors, which are to be cast, of which that changes a value. None: BF16 has all values."""
+    return next((entry for entry in entries if not is_bf16(entry.tensor())), None)
 
 
 def _other_dtype(rounded: Entry | None, example: Entry) -> DtypeError:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from samebits.bf16 import entropy, exponent_histogram
+from samebits.bf16 import entropy, exponent_histogram, round_into
 from samebits.codecs.encode import encode_cpu
 from samebits.format.container import Checkpoint, Entry
 from samebits.format.geometry import ROW_GROUP
@@ -118,7 +118,9 @@ def _unchanged(entry: Entry, options: CompressOptions) -> TensorEstimate:
 
 def _estimate(entry: Entry, exact: bool) -> TensorEstimate:
     tensor = entry.spec.typed(original_bytes(entry))
-    sample = (tensor if exact else sample_rows(tensor)).to(torch.bfloat16)
+    sample = tensor if exact else sample_rows(tensor)
+    if sample.dtype != torch.bfloat16:
+        sample = round_into(torch.empty_like(sample, dtype=torch.bfloat16), sample)
     packed = encode_cpu(sample, allocate=scratch)
     stored = 2 * entry.words if packed.is_raw else _scaled_bytes(packed, entry.words)
     bits = entropy(exponent_histogram(sample))
