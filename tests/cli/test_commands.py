@@ -128,6 +128,25 @@ def test_cast_that_changes_nothing_is_called_so(samebits: Command, tmp_path: Pat
     assert json.loads(as_json.out)["first_rounded"] is None
 
 
+def test_sizes_of_what_is_cast(samebits: Command, tmp_path: Path) -> None:
+    """Those of the source, whichever command says it, and beside them what casting alone gives."""
+    source, packed = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    save_file({"a": weights(512, 64).float(), "b": weights(8), "steps": torch.arange(2)}, source)
+    options = ("--cast", "bf16")
+    compressed = samebits("compress", source, packed, *options, "--json").json
+    estimated = samebits("estimate", source, *options, "--exact", "--json").json
+    original, cast = 4 * 512 * 64 + 2 * 8 + 16, 2 * 512 * 64 + 2 * 8 + 16
+    stored = sum(entry.nbytes for entry in Checkpoint.open(packed))
+    for sizes in (compressed["sizes"], estimated):
+        assert (sizes["original_bytes"], sizes["stored_bytes"]) == (original, stored)
+        assert sizes["ratio"] == stored / original
+    assert compressed["cast_bytes"] == estimated["cast_bytes"] == cast
+    line = f"--cast bf16 alone gives {size(cast)} (50.0 %), of which packing leaves {100 * stored / cast:.1f} %\n"
+    for command in (("compress", source, packed, "--overwrite"), ("estimate", source, "--exact")):
+        outcome = samebits(*command, *options)
+        assert (size(original) in outcome.out, line in outcome.out) == (True, True)
+
+
 def test_verify_finds_the_first_difference(samebits: Command, source: Path, packed: Path) -> None:
     head = tensors()["lm_head.weight"]
     word = int(head.view(torch.int16)[17, 5]) & 0xFFFF

@@ -50,8 +50,18 @@ def note_patterns(checkpoint: Checkpoint, options: CompressOptions) -> None:
 
 
 def _note_cast(checkpoint: Checkpoint, options: CompressOptions) -> dict[str, Any]:
-    """Says whether --cast, if there is one, rounded anything; the same for a report as JSON."""
-    return _note_rounding(filter(options.casts, checkpoint)) if options.cast else {}
+    """Says whether --cast, if there is one, rounded anything; the same, and what it alone gives, for a report."""
+    if not options.cast:
+        return {}
+    cast_bytes = sum(map(options.unpacked_bytes, checkpoint))
+    return {**_note_rounding(filter(options.casts, checkpoint)), "cast_bytes": cast_bytes}
+
+
+def _print_cast(cast: Mapping[str, Any], original: int, stored: int) -> None:
+    """``cast``: of _note_cast."""
+    if nbytes := cast.get("cast_bytes"):
+        by_cast, by_packing = (f"{100 * part:.1f} %" for part in (nbytes / original, stored / nbytes))
+        print_lines(f"--cast bf16 alone gives {size(nbytes)} ({by_cast}), of which packing leaves {by_packing}")
 
 
 def _note_rounding(entries: Iterable[Entry]) -> dict[str, Any]:
@@ -79,9 +89,10 @@ def decompress(source: str, destination: Path, run: RunOptions, as_json: bool) -
 
 
 def _report(report: JobReport, as_json: bool, is_packed: bool = True, also: Mapping[str, Any] | None = None) -> None:
-    """``also``: of a report as JSON."""
+    """``also``: what _note_cast says."""
+    also = also or {}
     if as_json:
-        print_json({**vars(report), "sizes": report.sizes.to_json(), **(also or {})})
+        print_json({**vars(report), "sizes": report.sizes.to_json(), **also})
         return
     sizes = report.sizes
     original, stored = size(sizes.original_bytes), size(sizes.stored_bytes)
@@ -89,8 +100,9 @@ def _report(report: JobReport, as_json: bool, is_packed: bool = True, also: Mapp
     speed = size(sizes.original_bytes / max(report.seconds, 1e-9))
     resumed = f", {report.resumed_shards} of {report.shards} files from an earlier run" if report.resumed_shards else ""
     bits = f", {sizes.bits_per_weight:.2f} bits per weight" if sizes.packed_tensors else ""
+    print_lines(f"{report.destination}: {whence} ({100 * sizes.ratio:.1f} %)")
+    _print_cast(also, sizes.original_bytes, sizes.stored_bytes)
     print_lines(
-        f"{report.destination}: {whence} ({100 * sizes.ratio:.1f} %)",
         f"{sizes.packed_tensors} of {sizes.tensors} tensors {'' if is_packed else 'were '}packed{bits}",
         f"{report.seconds:.1f} s on {report.device}, {speed}/s{resumed}",
     )
@@ -231,6 +243,9 @@ def estimate(source: str, options: CompressOptions, exact: bool, as_json: bool) 
     print_lines(
         f"{checkpoint.path}: {size(result.original_bytes)} -> {size(result.stored_bytes)} "
         f"({100 * result.ratio:.1f} %), {how}",
+    )
+    _print_cast(cast, result.original_bytes, result.stored_bytes)
+    print_lines(
         f"{len(result.packed)} of {len(result.tensors)} tensors packed, {result.bits_per_weight:.2f} bits per weight",
         f"the limit for coding each exponent alone is {8 + result.entropy:.2f} (8 + entropy {result.entropy:.2f})",
     )

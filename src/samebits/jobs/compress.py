@@ -20,6 +20,7 @@ from samebits.format.safetensors_file import FLOATS, SafetensorsWriter, TensorSp
 from samebits.jobs.job import Job, Shard
 from samebits.jobs.options import CompressOptions, RunOptions
 from samebits.jobs.pieces import Piece
+from samebits.jobs.summary import Sizes
 from samebits.progress import Progress, silent
 
 SPACE = 0.72  # of the original bytes of what is packed: more than trained weights ever took
@@ -62,8 +63,13 @@ class Compression(Job):
     def packs(self, entry: Entry) -> bool:
         return self.options.packs(entry)
 
+    def measure(self, path: Path) -> tuple[Sizes, list[str], dict[str, str]]:
+        """See Job; the original bytes are the source's, which may have been cast."""
+        sizes, not_gained, raw_units = super().measure(path)
+        return replace(sizes, original_bytes=Sizes.of(self.checkpoint).original_bytes), not_gained, raw_units
+
     def result_bytes(self, entry: Entry) -> int:
-        nbytes = 2 * entry.words if self.options.casts(entry) else entry.original_nbytes
+        nbytes = self.options.unpacked_bytes(entry)
         return int(nbytes * SPACE) if self.options.packs(entry) else nbytes
 
     def write(self, shard: Shard, path: Path, pieces: Iterator[Piece]) -> None:

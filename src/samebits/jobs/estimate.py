@@ -112,7 +112,7 @@ def _tensors(
 
 
 def _unchanged(entry: Entry, options: CompressOptions) -> TensorEstimate:
-    stored = 2 * entry.words if options.casts(entry) else entry.original_nbytes
+    stored = options.unpacked_bytes(entry)
     return TensorEstimate(entry.name, entry.shape, entry.words, entry.original_nbytes, stored, 0.0, False)
 
 

@@ -39,6 +39,10 @@ class CompressOptions:
             return False
         return entry.dtype in FLOATS and self.matches(entry.name)
 
+    def unpacked_bytes(self, entry: Entry) -> int:
+        """Of a tensor before it is packed: its own, or those that it has once it is cast."""
+        return 2 * entry.words if self.casts(entry) else entry.original_nbytes
+
     def packs(self, entry: Entry) -> bool:
         return self.is_large(entry) and (entry.dtype == "BF16" or self.casts(entry))
 
