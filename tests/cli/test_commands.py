@@ -237,6 +237,36 @@ def test_inspect(samebits: Command, source: Path, packed: Path) -> None:
         assert ("model.layers.*" in text) is not bool(arguments)
 
 
+def test_bits_per_weight_in_json(samebits: Command, tmp_path: Path) -> None:
+    """As the tables have them: of a kind some of which is packed, of what is not packed at all, of nothing."""
+    kind = {"h.0.weight": weights(512, 64), "h.1.weight": random_words(4096)}
+    source = write_file(tmp_path / "a.safetensors", {**kind, "wide": torch.ones(3), "empty": torch.empty(0, 4)})
+    assert samebits("compress", source, tmp_path / "b.safetensors").code == 0
+    plain, packed = (samebits("inspect", path, "--json").json for path in (source, tmp_path / "b.safetensors"))
+    entry = Checkpoint.open(tmp_path / "b.safetensors").entries["h.0.weight"]
+    mean = 8 * (entry.nbytes + 2 * 4096) / (512 * 64 + 4096)
+    for report, of_kind, of_packed in ((plain, 16, None), (packed, mean, 8 * entry.nbytes / (512 * 64))):
+        bits = {kind: figures["bits_per_weight"] for kind, figures in report["kinds"].items()}
+        assert bits == {"h.*.weight": of_kind, "wide": 32, "empty": None}
+        assert report["kinds"]["h.*.weight"]["bits_per_packed_weight"] == of_packed
+        assert report["total"]["bits_per_packed_weight"] == of_packed
+        assert report["total"]["bits_per_weight"] == 8 * report["total"]["stored_bytes"] / (512 * 64 + 4096 + 3)
+    rows = {tensor["name"]: tensor["bits_per_weight"] for tensor in packed["tensors"]}
+    assert rows == {"h.0.weight": 8 * entry.nbytes / (512 * 64), "h.1.weight": 16, "wide": 32, "empty": None}
+    assert f" {mean:.2f} " in samebits("inspect", tmp_path / "b.safetensors").out
+
+
+def test_what_an_estimate_does_not_know_is_null(samebits: Command, tmp_path: Path) -> None:
+    source = write_file(tmp_path / "a.safetensors", {"a": weights(512, 64), "b": weights(8)})
+    report = samebits("estimate", source, "--json").json
+    entropies = {tensor["name"]: tensor["entropy"] for tensor in report["tensors"]}
+    assert (2 < entropies["a"] < 3, entropies["b"]) == (True, None)
+    assert report["entropy"] == entropies["a"]
+    assert report["bits_per_packed_weight"] < report["bits_per_weight"] < 12
+    report = samebits("estimate", source, "--exclude", "*", "--json").json
+    assert (report["entropy"], report["bits_per_packed_weight"], report["bits_per_weight"]) == (None, None, 16)
+
+
 def test_names_that_would_command_a_terminal(samebits: Command, tmp_path: Path) -> None:
     name, shown = "a\x1b[2J\x1b[31m\x9b1m\nRED.weight", r"a\x1b[2J\x1b[31m\x9b1m\nRED.weight"
     plain = write_file(tmp_path / "a.safetensors", {name: random_words(5000), "b": weights(64, 64)})

@@ -21,7 +21,7 @@ from samebits.jobs.device import resolve_device
 from samebits.jobs.job import JobReport
 from samebits.jobs.options import CompressOptions, RunOptions
 from samebits.jobs.source import config_of, resolve_source
-from samebits.jobs.summary import Sizes, by_kind
+from samebits.jobs.summary import Sizes, bits_per_weight, by_kind
 from samebits.sizes import size
 from samebits.verify import Verdict, cast_entries, verify_against, verify_digests
 
@@ -99,7 +99,7 @@ def _report(report: JobReport, as_json: bool, is_packed: bool = True, also: Mapp
     whence = f"{stored}, from {original}" if is_packed else f"{original}, from {stored} compressed"
     speed = size(sizes.original_bytes / max(report.seconds, 1e-9))
     resumed = f", {report.resumed_shards} of {report.shards} files from an earlier run" if report.resumed_shards else ""
-    bits = f", {sizes.bits_per_weight:.2f} bits per weight" if sizes.packed_tensors else ""
+    bits = f", {sizes.bits_per_packed_weight:.2f} bits per packed weight" if sizes.packed_tensors else ""
     print_lines(f"{report.destination}: {whence} ({100 * sizes.ratio:.1f} %)")
     _print_cast(also, sizes.original_bytes, sizes.stored_bytes)
     print_lines(
@@ -187,27 +187,31 @@ def inspect(path: str, tensors: bool, as_json: bool) -> None:
         f"{size(sizes.original_bytes)} uncompressed, {size(sizes.stored_bytes)} stored ({100 * sizes.ratio:.1f} %)",
     )
     if sizes.packed_tensors:
-        print_lines(f"{sizes.bits_per_weight:.3f} bits per packed weight, everything counted")
+        print_lines(f"{sizes.bits_per_packed_weight:.3f} bits per packed weight, everything counted")
     if isinstance(checkpoint, Df11Checkpoint):
         print_lines(f"in the layout of DFloat11 {checkpoint.version or ''}".rstrip())
 
 
 def _tensor_row(entry: Entry) -> tuple[str, ...]:
     shape = " x ".join(map(str, entry.shape)) or "scalar"
-    bits = 8 * entry.nbytes / entry.words if entry.words else 0.0
-    return entry.name, shape, entry.dtype, size(entry.original_nbytes), size(entry.nbytes), f"{bits:.2f}"
+    bits = _bits(bits_per_weight(entry.nbytes, entry.words))
+    return entry.name, shape, entry.dtype, size(entry.original_nbytes), size(entry.nbytes), bits
 
 
 def _kind_row(kind: str, sizes: Sizes) -> tuple[str, ...]:
-    bits = 8 * sizes.stored_bytes / sizes.weights if sizes.weights else 0.0
-    weights = f"{sizes.weights:,}"
-    return kind, str(sizes.tensors), weights, size(sizes.original_bytes), size(sizes.stored_bytes), f"{bits:.2f}"
+    weights, bits = f"{sizes.weights:,}", _bits(sizes.bits_per_weight)
+    return kind, str(sizes.tensors), weights, size(sizes.original_bytes), size(sizes.stored_bytes), bits
+
+
+def _bits(bits: float | None) -> str:
+    return "" if bits is None else f"{bits:.2f}"
 
 
 def _inspection(checkpoint: Checkpoint, sizes: Sizes, kinds: dict[str, Sizes]) -> dict[str, Any]:
     tensors = [
         {"name": entry.name, "shape": entry.shape, "dtype": entry.dtype, "packed": entry.is_packed,
-         "file": entry.file.path.name, "original_bytes": entry.original_nbytes, "stored_bytes": entry.nbytes}
+         "file": entry.file.path.name, "original_bytes": entry.original_nbytes, "stored_bytes": entry.nbytes,
+         "bits_per_weight": bits_per_weight(entry.nbytes, entry.words)}
         for entry in checkpoint
     ]  # fmt: skip
     return {
@@ -234,8 +238,8 @@ def estimate(source: str, options: CompressOptions, exact: bool, as_json: bool) 
         result = estimates.estimate(checkpoint, options, exact=exact, progress=progress)
     cast = _note_cast(checkpoint, options)
     if as_json:
-        names = ("original_bytes", "stored_bytes", "ratio", "bits_per_weight", "entropy", "exact")
-        totals = {name: getattr(result, name) for name in names}
+        bits = ("bits_per_weight", "bits_per_packed_weight", "entropy")
+        totals = {name: getattr(result, name) for name in ("original_bytes", "stored_bytes", "ratio", *bits, "exact")}
         rows = [{**vars(tensor), "bits_per_weight": tensor.bits_per_weight} for tensor in result.tensors]
         print_json({"path": checkpoint.path, **totals, **cast, "tensors": rows})
         return
@@ -245,7 +249,11 @@ def estimate(source: str, options: CompressOptions, exact: bool, as_json: bool) 
         f"({100 * result.ratio:.1f} %), {how}",
     )
     _print_cast(cast, result.original_bytes, result.stored_bytes)
+    packed, entropy = f"{len(result.packed)} of {len(result.tensors)} tensors packed", result.entropy
+    if entropy is None:
+        print_lines(packed)
+        return
     print_lines(
-        f"{len(result.packed)} of {len(result.tensors)} tensors packed, {result.bits_per_weight:.2f} bits per weight",
-        f"the limit for coding each exponent alone is {8 + result.entropy:.2f} (8 + entropy {result.entropy:.2f})",
+        f"{packed}, {result.bits_per_packed_weight:.2f} bits per packed weight",
+        f"the limit for coding each exponent alone is {8 + entropy:.2f} (8 + entropy {entropy:.2f})",
     )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from samebits.cli.commands import note_patterns, open_source
 from samebits.cli.console import print_json, print_lines, print_table, progress_bar
@@ -50,7 +51,7 @@ def estimate_memory(
     if as_json:
         print_json({"path": folder, **vars(case), **figures})
         return
-    _print(memory, f"{folder}: {case.context:,} tokens, batch {case.batch}", case)
+    _print(figures, f"{folder}: {case.context:,} tokens, batch {case.batch}")
     if bare:
         print_lines(f"there are no weights to encode: {BITS_PER_WEIGHT} bits a packed weight are supposed")
     if memory.forward is None:
@@ -70,31 +71,39 @@ def _weights(source: str, options: CompressOptions, exact: bool) -> tuple[Path, 
         )
 
 
-def _figures(memory: ModelMemory, case: Case, limit: int | None) -> dict[str, object]:
+def _figures(memory: ModelMemory, case: Case, limit: int | None) -> dict[str, Any]:
     context, batch, prompt = case.context, case.batch, case.prompt
-    figures: dict[str, object] = {
+    cache, packed_cache = memory.cache(context, batch), memory.packed_cache(context, batch)
+    peak, packed_cache_peak = memory.peak(context, batch, prompt), memory.packed_cache_peak(context, batch, prompt)
+    plain, plain_peak = memory.weights.plain + memory.buffers, memory.plain_peak(context, batch, prompt)
+    figures = {
         "packed_bytes": memory.weights.packed,
         "table_bytes": memory.tables,
         "other_bytes": memory.weights.other + memory.buffers,
-        "cache_bytes": memory.cache(context, batch),
+        "cache_bytes": cache,
+        "activation_bytes": peak - memory.resident - cache,
         "decoded_layer_bytes": memory.decoded,
-        "peak_bytes": memory.peak(context, batch, prompt),
+        "peak_bytes": peak,
         "needed_bytes": memory.needed(context, batch, prompt),
-        "packed_cache_bytes": memory.packed_cache(context, batch),
-        "packed_cache_peak_bytes": memory.packed_cache_peak(context, batch, prompt),
-        "bf16_peak_bytes": memory.plain_peak(context, batch, prompt),
+        "packed_cache_bytes": packed_cache,
+        "packed_cache_activation_bytes": packed_cache_peak - memory.resident - packed_cache,
+        "packed_cache_peak_bytes": packed_cache_peak,
+        "packed_cache_needed_bytes": memory.needed(context, batch, prompt, packed_cache=True),
+        "bf16_weight_bytes": plain,
+        "bf16_activation_bytes": plain_peak - plain - cache,
+        "bf16_peak_bytes": plain_peak,
         "has_activations": memory.forward is not None,
     }
     if limit is None:
         return figures
-    ours, packed_cache, plain = (longest(needed, limit) for needed in _needed(memory, case).values())
+    ours, with_packed_cache, in_bf16 = (longest(needed, limit) for needed in _needed(memory, case).values())
     return figures | {
         "gpu_bytes": limit,
         "fits": memory.needed(context, batch, prompt) <= limit,
         "bf16_fits": memory.plain_peak(context, batch, prompt) <= limit,
         "longest_context": ours,
-        "packed_cache_longest_context": packed_cache,
-        "bf16_longest_context": plain,
+        "packed_cache_longest_context": with_packed_cache,
+        "bf16_longest_context": in_bf16,
     }
 
 
@@ -108,24 +117,23 @@ def _needed(memory: ModelMemory, case: Case) -> dict[str, Callable[[int], int]]:
     }
 
 
-def _print(memory: ModelMemory, title: str, case: Case) -> None:
-    context, batch, prompt = case.context, case.batch, case.prompt
-    weights, cache = memory.weights.packed + memory.weights.other + memory.buffers, memory.cache(context, batch)
-    plain, packed_cache = memory.weights.plain + memory.buffers, memory.packed_cache(context, batch)
-    peak, packed_cache_peak = memory.peak(context, batch, prompt), memory.packed_cache_peak(context, batch, prompt)
-    plain_peak = memory.plain_peak(context, batch, prompt)
-    needed, packed_cache_needed = (memory.needed(context, batch, prompt, packed_cache=kept) for kept in (False, True))
-    beside = peak - memory.resident - cache, packed_cache_peak - memory.resident - packed_cache
-    rows: list[tuple[str, float, float, float]] = [
-        ("weights", weights, weights, plain),
-        ("their decode tables", memory.tables, memory.tables, 0),
-        ("key-value cache", cache, packed_cache, cache),
-        ("activations and decoded weights", *beside, plain_peak - plain - cache),
-        ("peak", peak, packed_cache_peak, plain_peak),
-        ("peak where products have no plans", needed, packed_cache_needed, plain_peak),
-    ]
+def _print(figures: Mapping[str, Any], title: str) -> None:
+    weights, tables = figures["packed_bytes"] + figures["other_bytes"], figures["table_bytes"]
+    rows: list[tuple[str, int, int, int]] = [
+        ("weights", weights, weights, figures["bf16_weight_bytes"]),
+        ("their decode tables", tables, tables, 0),
+        ("key-value cache", figures["cache_bytes"], figures["packed_cache_bytes"], figures["cache_bytes"]),
+        ("activations and decoded weights", *_of_each(figures, "activation")),
+        ("peak", *_of_each(figures, "peak")),
+        ("peak where products have no plans", figures["needed_bytes"], figures["packed_cache_needed_bytes"],
+         figures["bf16_peak_bytes"]),
+    ]  # fmt: skip
     head = ("without CUDA's own", "samebits", "with PackedCache", "BF16")
     print_table(title, head, [(name, *map(size, sizes)) for name, *sizes in rows])
+
+
+def _of_each(figures: Mapping[str, Any], part: str) -> tuple[int, int, int]:
+    return figures[f"{part}_bytes"], figures[f"packed_cache_{part}_bytes"], figures[f"bf16_{part}_bytes"]
 
 
 def _print_fit(memory: ModelMemory, gpu: str, limit: int, case: Case) -> None:

@@ -16,6 +16,7 @@ from samebits.format.mapping import scratch
 from samebits.format.packed import PackedTensor
 from samebits.jobs.compress import check_source
 from samebits.jobs.options import CompressOptions
+from samebits.jobs.summary import bits_per_weight
 from samebits.progress import Progress, silent
 from samebits.verify import original_bytes
 
@@ -28,7 +29,7 @@ class TensorEstimate:
     """One tensor's estimate.
 
     Attributes:
-        entropy: of the exponents, bits; 0 for tensors that stay unchanged.
+        entropy: of the exponents, bits; None for tensors that stay unchanged, which nobody looked into.
         stored_bytes: as it would be in the file.
     """
 
@@ -37,12 +38,12 @@ class TensorEstimate:
     words: int
     original_bytes: int
     stored_bytes: int
-    entropy: float
+    entropy: float | None
     packed: bool
 
     @property
-    def bits_per_weight(self) -> float:
-        return 8 * self.stored_bytes / self.words if self.words else 0.0
+    def bits_per_weight(self) -> float | None:
+        return bits_per_weight(self.stored_bytes, self.words)
 
 
 @dataclass(frozen=True)
@@ -70,16 +71,24 @@ class Estimate:
         return self.stored_bytes / self.original_bytes if self.original_bytes else 1.0
 
     @property
-    def bits_per_weight(self) -> float:
-        """Of the tensors that would be packed."""
-        words = sum(tensor.words for tensor in self.packed)
-        return 8 * sum(tensor.stored_bytes for tensor in self.packed) / words if words else 0.0
+    def bits_per_weight(self) -> float | None:
+        """Of all tensors."""
+        return bits_per_weight(self.stored_bytes, sum(tensor.words for tensor in self.tensors))
 
     @property
-    def entropy(self) -> float:
-        """Mean exponent entropy of the tensors that would be packed, bits per weight."""
-        words = sum(tensor.words for tensor in self.packed)
-        return sum(tensor.entropy * tensor.words for tensor in self.packed) / words if words else 0.0
+    def bits_per_packed_weight(self) -> float | None:
+        """Of the tensors that would be packed."""
+        return bits_per_weight(sum(tensor.stored_bytes for tensor in self.packed), self._packed_words)
+
+    @property
+    def entropy(self) -> float | None:
+        """Mean exponent entropy of the tensors that would be packed, bits per weight; None if there are none."""
+        bits = sum((tensor.entropy or 0.0) * tensor.words for tensor in self.packed)
+        return bits / self._packed_words if self._packed_words else None
+
+    @property
+    def _packed_words(self) -> int:
+        return sum(tensor.words for tensor in self.packed)
 
 
 def estimate(
@@ -113,7 +122,7 @@ def _tensors(
 
 def _unchanged(entry: Entry, options: CompressOptions) -> TensorEstimate:
     stored = options.unpacked_bytes(entry)
-    return TensorEstimate(entry.name, entry.shape, entry.words, entry.original_nbytes, stored, 0.0, False)
+    return TensorEstimate(entry.name, entry.shape, entry.words, entry.original_nbytes, stored, None, False)
 
 
 def _estimate(entry: Entry, exact: bool) -> TensorEstimate:
