@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -265,6 +266,22 @@ def test_what_an_estimate_does_not_know_is_null(samebits: Command, tmp_path: Pat
     assert report["bits_per_packed_weight"] < report["bits_per_weight"] < 12
     report = samebits("estimate", source, "--exclude", "*", "--json").json
     assert (report["entropy"], report["bits_per_packed_weight"], report["bits_per_weight"]) == (None, None, 16)
+
+
+def test_why_nothing_is_packed(samebits: Command, tmp_path: Path) -> None:
+    content = {"a": weights(512, 64), "b": weights(8), "c": random_words(4096), "d": torch.randn(64, 64)}
+    content["e"] = weights(*[4] * 9)
+    source, packed = write_file(tmp_path / "a.safetensors", content), tmp_path / "b.safetensors"
+    each = ("excluded", "too small", "of more than 8 dimensions", "not BF16", "not made smaller by packing")
+    for exclude, expected in (("*", {"excluded": 5}), ("a", dict.fromkeys(each, 1))):
+        for command in (("compress", source, packed, "--overwrite"), ("estimate", source)):
+            outcome = samebits(*command, "--exclude", exclude)
+            [reasons] = re.findall("^0 of 5 tensors packed: (.*)$", outcome.out, re.MULTILINE)
+            assert {*reasons.split(", ")} == {f"{count} {reason}" for reason, count in expected.items()}
+            assert not any(text in outcome.out for text in ("bits per packed", "entropy"))
+            assert samebits(*command, "--exclude", exclude, "--json").json["unpacked"] == expected
+    tensors = samebits("estimate", source, "--json").json["tensors"]
+    assert {tensor["name"]: tensor["reason"] for tensor in tensors if tensor["packed"]} == {"a": None}
 
 
 def test_names_that_would_command_a_terminal(samebits: Command, tmp_path: Path) -> None:

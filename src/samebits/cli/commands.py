@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from samebits.jobs.compress_df11 import Df11Compression
 from samebits.jobs.decompress import Decompression
 from samebits.jobs.device import resolve_device
 from samebits.jobs.job import JobReport
-from samebits.jobs.options import CompressOptions, RunOptions
+from samebits.jobs.options import NOT_GAINED, CompressOptions, RunOptions
 from samebits.jobs.source import config_of, resolve_source
 from samebits.jobs.summary import Sizes, bits_per_weight, by_kind
 from samebits.sizes import size
@@ -38,7 +39,8 @@ def compress(source: str, destination: Path, options: CompressOptions, run: RunO
     note_patterns(checkpoint, options)
     with progress_bar("compress") as progress:
         report = Compression(checkpoint, destination, options, run, progress).run()
-    _report(report, as_json, also=_note_cast(checkpoint, options))
+    reasons = [options.reason_against(entry) for entry in checkpoint] + [NOT_GAINED] * len(report.not_gained)
+    _report(report, as_json, also=_note_cast(checkpoint, options) | {"unpacked": _counts(reasons)})
 
 
 def note_patterns(checkpoint: Checkpoint, options: CompressOptions) -> None:
@@ -55,6 +57,15 @@ def _note_cast(checkpoint: Checkpoint, options: CompressOptions) -> dict[str, An
         return {}
     cast_bytes = sum(map(options.unpacked_bytes, checkpoint))
     return {**_note_rounding(filter(options.casts, checkpoint)), "cast_bytes": cast_bytes}
+
+
+def _counts(reasons: Iterable[str | None]) -> dict[str, int]:
+    """Of how many tensors each is why they are not packed."""
+    return Counter(reason for reason in reasons if reason)
+
+
+def _listed(counts: Mapping[str, int]) -> str:
+    return ": " + ", ".join(f"{count} {reason}" for reason, count in counts.items()) if counts else ""
 
 
 def _print_cast(cast: Mapping[str, Any], original: int, stored: int) -> None:
@@ -89,7 +100,7 @@ def decompress(source: str, destination: Path, run: RunOptions, as_json: bool) -
 
 
 def _report(report: JobReport, as_json: bool, is_packed: bool = True, also: Mapping[str, Any] | None = None) -> None:
-    """``also``: what _note_cast says."""
+    """``also``: what _note_cast says, and why tensors are not packed."""
     also = also or {}
     if as_json:
         print_json({**vars(report), "sizes": report.sizes.to_json(), **also})
@@ -99,7 +110,8 @@ def _report(report: JobReport, as_json: bool, is_packed: bool = True, also: Mapp
     whence = f"{stored}, from {original}" if is_packed else f"{original}, from {stored} compressed"
     speed = size(sizes.original_bytes / max(report.seconds, 1e-9))
     resumed = f", {report.resumed_shards} of {report.shards} files from an earlier run" if report.resumed_shards else ""
-    bits = f", {sizes.bits_per_packed_weight:.2f} bits per packed weight" if sizes.packed_tensors else ""
+    reasons = _listed(also.get("unpacked", {}))
+    bits = f", {sizes.bits_per_packed_weight:.2f} bits per packed weight" if sizes.packed_tensors else reasons
     print_lines(f"{report.destination}: {whence} ({100 * sizes.ratio:.1f} %)")
     _print_cast(also, sizes.original_bytes, sizes.stored_bytes)
     print_lines(
@@ -236,12 +248,15 @@ def estimate(source: str, options: CompressOptions, exact: bool, as_json: bool) 
     note_patterns(checkpoint, options)
     with progress_bar("estimate") as progress:
         result = estimates.estimate(checkpoint, options, exact=exact, progress=progress)
-    cast = _note_cast(checkpoint, options)
+    cast, unpacked = _note_cast(checkpoint, options), _counts(tensor.reason for tensor in result.tensors)
     if as_json:
         bits = ("bits_per_weight", "bits_per_packed_weight", "entropy")
         totals = {name: getattr(result, name) for name in ("original_bytes", "stored_bytes", "ratio", *bits, "exact")}
-        rows = [{**vars(tensor), "bits_per_weight": tensor.bits_per_weight} for tensor in result.tensors]
-        print_json({"path": checkpoint.path, **totals, **cast, "tensors": rows})
+        rows = [
+            {**vars(tensor), "packed": tensor.packed, "bits_per_weight": tensor.bits_per_weight}
+            for tensor in result.tensors
+        ]
+        print_json({"path": checkpoint.path, **totals, **cast, "unpacked": unpacked, "tensors": rows})
         return
     how = "encoded in full" if exact else "estimated from samples"
     print_lines(
@@ -251,7 +266,7 @@ def estimate(source: str, options: CompressOptions, exact: bool, as_json: bool) 
     _print_cast(cast, result.original_bytes, result.stored_bytes)
     packed, entropy = f"{len(result.packed)} of {len(result.tensors)} tensors packed", result.entropy
     if entropy is None:
-        print_lines(packed)
+        print_lines(packed + _listed(unpacked))
         return
     print_lines(
         f"{packed}, {result.bits_per_packed_weight:.2f} bits per packed weight",

@@ -15,7 +15,7 @@ from samebits.format.header import MAX_COMPACT_WORDS
 from samebits.format.mapping import scratch
 from samebits.format.packed import PackedTensor
 from samebits.jobs.compress import check_source
-from samebits.jobs.options import CompressOptions
+from samebits.jobs.options import NOT_GAINED, CompressOptions
 from samebits.jobs.summary import bits_per_weight
 from samebits.progress import Progress, silent
 from samebits.verify import original_bytes
@@ -29,6 +29,7 @@ class TensorEstimate:
     """One tensor's estimate.
 
     Attributes:
+        reason: why it would not be packed; None if it would.
         entropy: of the exponents, bits; None for tensors that stay unchanged, which nobody looked into.
         stored_bytes: as it would be in the file.
     """
@@ -39,7 +40,11 @@ class TensorEstimate:
     original_bytes: int
     stored_bytes: int
     entropy: float | None
-    packed: bool
+    reason: str | None
+
+    @property
+    def packed(self) -> bool:
+        return self.reason is None
 
     @property
     def bits_per_weight(self) -> float | None:
@@ -115,14 +120,14 @@ def _tensors(
 ) -> Iterator[TensorEstimate]:
     done, total = 0, sum(entry.original_nbytes for entry in checkpoint)
     for entry in checkpoint:
-        yield _estimate(entry, exact) if options.packs(entry) else _unchanged(entry, options)
+        reason = options.reason_against(entry)
+        yield _estimate(entry, exact) if reason is None else _unchanged(entry, options.unpacked_bytes(entry), reason)
         done += entry.original_nbytes
         progress(done, total)
 
 
-def _unchanged(entry: Entry, options: CompressOptions) -> TensorEstimate:
-    stored = options.unpacked_bytes(entry)
-    return TensorEstimate(entry.name, entry.shape, entry.words, entry.original_nbytes, stored, None, False)
+def _unchanged(entry: Entry, stored: int, reason: str) -> TensorEstimate:
+    return TensorEstimate(entry.name, entry.shape, entry.words, entry.original_nbytes, stored, None, reason)
 
 
 def _estimate(entry: Entry, exact: bool) -> TensorEstimate:
@@ -132,8 +137,8 @@ def _estimate(entry: Entry, exact: bool) -> TensorEstimate:
         sample = round_into(torch.empty_like(sample, dtype=torch.bfloat16), sample)
     packed = encode_cpu(sample, allocate=scratch)
     stored = 2 * entry.words if packed.is_raw else _scaled_bytes(packed, entry.words)
-    bits = entropy(exponent_histogram(sample))
-    return TensorEstimate(entry.name, entry.shape, entry.words, entry.original_nbytes, stored, bits, not packed.is_raw)
+    bits, reason = entropy(exponent_histogram(sample)), NOT_GAINED if packed.is_raw else None
+    return TensorEstimate(entry.name, entry.shape, entry.words, entry.original_nbytes, stored, bits, reason)
 
 
 def sample_rows(tensor: torch.Tensor) -> torch.Tensor:
