@@ -284,6 +284,30 @@ def test_why_nothing_is_packed(samebits: Command, tmp_path: Path) -> None:
     assert {tensor["name"]: tensor["reason"] for tensor in tensors if tensor["packed"]} == {"a": None}
 
 
+def test_fields_of_json_are_in_the_documentation(samebits: Command, tmp_path: Path) -> None:
+    lines = (Path(__file__).parents[2] / "docs" / "usage.md").read_text().partition("fields of its `--json`")[2]
+    rows = dict(re.findall(r"^\| ([^|]+) \| (.+) \|$", lines.partition("\n\n")[0], re.MULTILINE))
+    names = {title: {*re.findall(r"`(\w+)`", row)} for title, row in rows.items()}
+    example, wide = generate.default_model(), write_file(tmp_path / "a.safetensors", {"a": weights(64, 64).float()})
+    packed, cast = tmp_path / "b.safetensors", ("--cast", "bf16")
+    for title, arguments in {
+        "`compress`, `decompress`": ("compress", wide, packed, *cast),
+        "`verify`": ("verify", packed, "--against", wide, *cast),
+        "`verify --logits`": ("verify", "--logits", example, "--against", example, "--device", "cpu"),
+        "`inspect`": ("inspect", packed),
+        "`estimate`": ("estimate", wide, *cast),
+        "`estimate --context`": ("estimate", example, "--context", 9, "--gpu", "1GB"),
+        "`generate`": ("generate", example, "--max-new-tokens", 1, "--device", "cpu"),
+        "`doctor`": ("doctor",),
+    }.items():
+        report = samebits(*arguments, "--json").json
+        assert report.keys() <= names[title] | {"first_rounded", "cast_bytes"}, title
+        if arguments[0] in ("inspect", "estimate", "doctor"):
+            each = next((report[key] for key in ("tensors", "findings") if key in report), [])
+            assert {key for row in each for key in row} <= names[title], title
+    assert samebits("inspect", packed, "--json").json["total"].keys() == names["sizes in these"]
+
+
 def test_names_that_would_command_a_terminal(samebits: Command, tmp_path: Path) -> None:
     name, shown = "a\x1b[2J\x1b[31m\x9b1m\nRED.weight", r"a\x1b[2J\x1b[31m\x9b1m\nRED.weight"
     plain = write_file(tmp_path / "a.safetensors", {name: random_words(5000), "b": weights(64, 64)})

@@ -52,6 +52,21 @@ def test_what_fits(samebits: Command, example: Path) -> None:
     assert f" to spare; up to {report['bf16_longest_context']:,} tokens would fit\n" in outcome.out
 
 
+def test_more_tokens_than_the_model_has_positions(samebits: Command, config: Path) -> None:
+    path = config / "config.json"
+    positions = json.loads(path.read_text())["max_position_embeddings"]
+    for context, expected in (
+        (positions, ""),
+        (positions + 1, f"note: {positions + 1:,} tokens, but the model's configuration has {positions:,} positions\n"),
+    ):
+        outcome = samebits("estimate", config, "--context", context, "--json")
+        assert (outcome.json["positions"], outcome.err) == (positions, expected)
+        assert samebits("estimate", config, "--context", context).err == expected
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"max_position_embeddings": -1}))  # as XLNet has it: none
+    outcome = samebits("estimate", config, "--context", 9, "--json")
+    assert (outcome.json["positions"], outcome.err) == (None, "")
+
+
 def test_json_has_every_figure_of_the_table(samebits: Command, example: Path) -> None:
     arguments = ("estimate", example, "--context", 512, "--batch", 4)
     report = samebits(*arguments, "--json").json

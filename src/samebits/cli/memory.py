@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from samebits.cli.commands import note_patterns, open_source
-from samebits.cli.console import print_json, print_lines, print_table, progress_bar
+from samebits.cli.console import note, print_json, print_lines, print_table, progress_bar
 from samebits.cli.generate import import_transformers, running
 from samebits.df11.checkpoint import Df11Checkpoint
 from samebits.format.folder import CONFIG, INDEX_SUFFIX
@@ -48,8 +48,11 @@ def estimate_memory(
         warnings.simplefilter("ignore")  # of torch and transformers, which have no values here
         memory = model_memory(folder, selection, weights)
         figures = _figures(memory, case, limit)  # follows every forward pass that is told of
+        positions = _positions(folder)
+    if positions and positions < case.context:
+        note(f"note: {case.context:,} tokens, but the model's configuration has {positions:,} positions")
     if as_json:
-        print_json({"path": folder, **vars(case), **figures})
+        print_json({"path": folder, **vars(case), "positions": positions, **figures})
         return
     _print(figures, f"{folder}: {case.context:,} tokens, batch {case.batch}")
     if bare:
@@ -58,6 +61,13 @@ def estimate_memory(
         print_lines("its forward pass needs weights to be followed: no activations are counted, and one decoded layer")
     if limit is not None:
         _print_fit(memory, str(gpu), limit, case)
+
+
+def _positions(folder: Path) -> int | None:
+    """For how many tokens the model's configuration says that it was made; None if for any, or if it does not say."""
+    config = import_transformers().AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    found = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 0 else None
 
 
 def _weights(source: str, options: CompressOptions, exact: bool) -> tuple[Path, Weights]:
