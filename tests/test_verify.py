@@ -10,10 +10,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from samebits import verify
+from samebits import bf16, verify
 from samebits.errors import DigestError
 from samebits.format.container import Checkpoint, Entry
-from samebits.verify import Mismatch, Verdict, first_difference, repeatable_attention, verify_against, verify_digests
+from samebits.jobs.options import CompressOptions
+from samebits.verify import (
+    Mismatch,
+    Verdict,
+    first_difference,
+    original_bytes,
+    repeatable_attention,
+    verify_against,
+    verify_digests,
+)
 from tests.jobs.checkpoints import Tensors, tensors, write_file, write_folder
 from tests.jobs.test_jobs import compress, in_planes
 
@@ -194,6 +203,26 @@ def test_tensors_without_a_digest_are_counted(packed: Path) -> None:
     verdict = verify_digests(Checkpoint.open(packed))
     assert verdict.identical
     assert verdict.unchecked == sum(not entry.is_packed for entry in Checkpoint.open(packed))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_against_what_is_cast(tmp_path: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As compress casts it, NaNs and infinities too; but in shape, and in what cannot be cast, it must be the same."""
+    monkeypatch.setattr(bf16, "_VALUES_AT_ONCE", 1000)
+    values = torch.randn(64, 77, generator=torch.Generator().manual_seed(0)).to(dtype)
+    values[:2] = torch.tensor([float("inf"), float("nan"), -0.0, 1e-7, 65504, -1, -float("nan")]).repeat(11).to(dtype)
+    content = {"a": values, "b": values[0, :5].clone(), "steps": torch.arange(3), "empty": torch.empty(0, 4).to(dtype)}
+    source, packed = write_file(tmp_path / "a.safetensors", content), tmp_path / "b.safetensors"
+    compress(source, packed, CompressOptions(cast=True))
+    verdict = verify_against(Checkpoint.open(packed), Checkpoint.open(source), cast=True)
+    assert (verdict.mismatches, verdict.cast_tensors) == ([], 2)
+    words = original_bytes(entry_of(packed, "a")).view(torch.int16)
+    assert {int(words[1]), int(words[6])} == {0x7FC0}
+    content["a"][7, 9] += 1
+    content["b"] = content["b"][None]
+    verdict = verify_against(Checkpoint.open(packed), Checkpoint.open(write_file(source, content)), cast=True)
+    first, second = sorted(verdict.mismatches, key=lambda mismatch: mismatch.tensor)
+    assert (first.tensor, first.index, second.found) == ("a", (7, 9), "BF16 [5]")
 
 
 def test_folders(tmp_path: Path) -> None:

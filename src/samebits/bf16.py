@@ -22,7 +22,8 @@ _WORDS = {
     torch.float64: torch.int64,
     **{getattr(torch, name): torch.int8 for name in _FLOAT8 if hasattr(torch, name)},  # not all in older torch
 }
-_VALUES_AT_ONCE = 1 << 24  # that are compared, so that copies of them stay small
+_VALUES_AT_ONCE = 1 << 24  # that are rounded or compared, so that copies of them stay small
+_NAN = 0x7FC0  # what every NaN is rounded to: torch gives it other bits on other machines, of F64 on other threads
 
 
 def words_of(tensor: torch.Tensor) -> NDArray[np.uint16]:
@@ -35,15 +36,35 @@ def same_words(left: torch.Tensor, right: torch.Tensor) -> bool:
     return torch.equal(left.view(torch.int16), right.view(torch.int16))
 
 
+def round_into(out: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Round floating point values to BF16, to nearest, ties to even, with the same bits on every machine.
+
+    Args:
+        out: bfloat16, contiguous, with as many values; filled and returned.
+    """
+    parts = (values.detach().reshape(-1).split(_VALUES_AT_ONCE) for values in (out, tensor))
+    for rounded, values in zip(*parts, strict=True):
+        rounded.copy_(values)
+        rounded.view(torch.int16).masked_fill_(rounded.isnan(), _NAN)
+    return out
+
+
 def is_bf16(tensor: torch.Tensor) -> bool:
-    """Whether BF16 has every value of a tensor, whatever floating point dtype it is stored in; compared as bits."""
+    """Whether BF16 has every value of a tensor, whatever floating point dtype it is stored in; compared as bits.
+
+    In another dtype it has no NaN: conversion need not keep its bits.
+    """
     if tensor.dtype == torch.bfloat16:
         return True
     words = _WORDS.get(tensor.dtype)
     return words is not None and all(
-        torch.equal(values.to(torch.bfloat16).to(values.dtype).view(words), values.view(words))
-        for values in tensor.detach().reshape(-1).split(_VALUES_AT_ONCE)
+        _are_bf16(values, words) for values in tensor.detach().reshape(-1).split(_VALUES_AT_ONCE)
     )
+
+
+def _are_bf16(values: torch.Tensor, words: torch.dtype) -> bool:
+    rounded = values.to(torch.bfloat16)
+    return torch.equal(rounded.to(values.dtype).view(words), values.view(words)) and not rounded.isnan().any()
 
 
 @compiled

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from samebits.bf16 import round_into
 from samebits.codecs.decode import decode_cpu
 from samebits.df11.checkpoint import UnitEntry
 from samebits.digest import digest
@@ -18,6 +19,7 @@ from samebits.format.container import Checkpoint, Entry
 from samebits.format.header import STORED_DIGEST_END
 from samebits.format.mapping import scratch
 from samebits.format.packed import PackedTensor
+from samebits.format.safetensors_file import FLOATS
 from samebits.progress import Progress, silent
 
 if TYPE_CHECKING:
@@ -53,12 +55,14 @@ class Verdict:
         tensors, nbytes: compared, of the uncompressed checkpoint.
         unchecked: tensors for which no digest is recorded.
         mismatches: one for each tensor that differs.
+        cast_tensors: of the original, that were rounded first.
     """
 
     tensors: int
     nbytes: int
     unchecked: int
     mismatches: list[Mismatch]
+    cast_tensors: int = 0
 
     @property
     def identical(self) -> bool:
@@ -176,9 +180,18 @@ def _differ(entry: Entry, found: int, expected: int | None, what: str) -> Mismat
 
 
 def verify_against(
-    checkpoint: Checkpoint, original: Checkpoint, device: str = "cpu", progress: Progress = silent
+    checkpoint: Checkpoint,
+    original: Checkpoint,
+    device: str = "cpu",
+    progress: Progress = silent,
+    *,
+    cast: bool = False,
 ) -> Verdict:
     """Compare every tensor of two checkpoints (either may be packed) byte by byte; of packed ones also stored digests.
+
+    Args:
+        cast: where the original has another float dtype than BF16, and ``checkpoint`` BF16, compare with its values
+            rounded as compress --cast rounds them.
 
     Raises:
         FormatError: a tensor that is not even well formed.
@@ -190,23 +203,44 @@ def verify_against(
         for name in sorted({*checkpoint.entries} ^ {*original.entries})
     ]
     paired = [entry for entry in checkpoint if entry.name in original.entries]
-    verdict = _verdict(paired, lambda entry: _compare(entry, original.entries[entry.name], device), progress)
+    rounded = {entry.name for entry in cast_entries(checkpoint, original)} if cast else set()
+    verdict = _verdict(
+        paired, lambda entry: _compare(entry, original.entries[entry.name], device, entry.name in rounded), progress
+    )
     checkpoint.check_unchanged()
     original.check_unchanged()
-    return replace(verdict, mismatches=[*unpaired, *verdict.mismatches])
+    return replace(verdict, mismatches=[*unpaired, *verdict.mismatches], cast_tensors=len(rounded))
 
 
-def _compare(entry: Entry, expected: Entry, device: str) -> Mismatch | None:
+def cast_entries(checkpoint: Checkpoint, original: Checkpoint) -> list[Entry]:
+    """Tensors of ``original`` that compress --cast would have given the dtype that they have in ``checkpoint``."""
+    pairs = ((checkpoint.entries.get(entry.name), entry) for entry in original)
+    return [entry for found, entry in pairs if found and is_cast(found, entry)]
+
+
+def is_cast(entry: Entry, original: Entry) -> bool:
+    """Whether a tensor has the dtype and shape that compress --cast gives it, and ``original`` another dtype."""
+    casts = original.dtype in FLOATS and original.dtype != "BF16" and original.words > 0
+    return casts and (entry.dtype, entry.shape) == ("BF16", original.shape)
+
+
+def _compare(entry: Entry, expected: Entry, device: str, cast: bool) -> Mismatch | None:
     described, wanted = (f"{e.dtype} {list(e.shape)}" for e in (entry, expected))
-    if described != wanted:
+    if described != wanted and not cast:
         return Mismatch(entry.name, None, described, wanted)
-    right = original_bytes(expected, device).numpy()
+    right = (_rounded_bytes(expected) if cast else original_bytes(expected, device)).numpy()
     try:
         left = original_bytes(entry, device).numpy()
     except DigestError:
         return _damaged(entry)
     first = first_difference(left, right)
     return _stored_mismatch(entry) if first is None else _mismatch_at(entry, left, right, first)
+
+
+def _rounded_bytes(entry: Entry) -> torch.Tensor:
+    out = scratch(2 * entry.words)
+    round_into(out.view(torch.bfloat16), entry.tensor())
+    return out
 
 
 def first_difference(left: NDArray[np.uint8], right: NDArray[np.uint8]) -> int | None:

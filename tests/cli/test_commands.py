@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -90,7 +91,30 @@ def test_cast_is_called_lossy(samebits: Command, tmp_path: Path) -> None:
     assert samebits(*command).json["first_rounded"] == "a"
     different = samebits("verify", tmp_path / "b.safetensors", "--against", tmp_path / "a.safetensors")
     assert different.code == 1
-    assert "not identical: a: BF16 [64, 64] instead of F32 [64, 64]" in different.error
+    mend = "give --cast bf16 if it was made so"
+    assert f"not identical: a: BF16 [64, 64] instead of F32 [64, 64]; 1 more: b; {mend}\n" in different.error
+
+
+def test_what_was_cast_is_verified(samebits: Command, tmp_path: Path) -> None:
+    """Against its source, cast alike; what --exclude left is compared as it is."""
+    source, packed = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    content = {"a": torch.randn(64, 64), "b": weights(64, 64).double(), "c": torch.randn(9), "d": weights(9)}
+    save_file(content, source)
+    assert samebits("compress", source, packed, "--cast", "bf16", "--exclude", "c").code == 0
+    arguments = ("verify", packed, "--against", source, "--cast", "bf16")
+    outcome = samebits(*arguments)
+    nbytes = 2 * (2 * 64 * 64 + 9) + 4 * 9
+    assert outcome.out == f"{packed}: identical to {source} cast to BF16, 4 tensors (2 cast), {nbytes:,} bytes\n"
+    assert outcome.err == "note: --cast bf16 rounds weights (a for one), which is not lossless\n"
+    report = samebits(*arguments, "--json").json
+    assert (report["identical"], report["cast"], report["cast_tensors"]) == (True, "bf16", 2)
+    assert report["first_rounded"] == "a"
+    content["b"][3, 5] *= 2
+    save_file(content, source)
+    outcome = samebits(*arguments)
+    assert (outcome.code, "not identical: b[3, 5]: 0x" in outcome.error) == (1, True)
+    assert outcome.error.endswith(f"; compress {source} --cast bf16 again, if it is from there\n")
+    assert "--cast goes with --against" in samebits("verify", packed, "--cast", "bf16").error
 
 
 def test_cast_that_changes_nothing_is_called_so(samebits: Command, tmp_path: Path) -> None:
@@ -104,6 +128,25 @@ def test_cast_that_changes_nothing_is_called_so(samebits: Command, tmp_path: Pat
         assert (done.code, done.err) == (0, "note: --cast bf16 changes no value\n")
     as_json = samebits("estimate", source, "--cast", "bf16", "--json")
     assert json.loads(as_json.out)["first_rounded"] is None
+
+
+def test_sizes_of_what_is_cast(samebits: Command, tmp_path: Path) -> None:
+    """Those of the source, whichever command says it, and beside them what casting alone gives."""
+    source, packed = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    save_file({"a": weights(512, 64).float(), "b": weights(8), "steps": torch.arange(2)}, source)
+    options = ("--cast", "bf16")
+    compressed = samebits("compress", source, packed, *options, "--json").json
+    estimated = samebits("estimate", source, *options, "--exact", "--json").json
+    original, cast = 4 * 512 * 64 + 2 * 8 + 16, 2 * 512 * 64 + 2 * 8 + 16
+    stored = sum(entry.nbytes for entry in Checkpoint.open(packed))
+    for sizes in (compressed["sizes"], estimated):
+        assert (sizes["original_bytes"], sizes["stored_bytes"]) == (original, stored)
+        assert sizes["ratio"] == stored / original
+    assert compressed["cast_bytes"] == estimated["cast_bytes"] == cast
+    line = f"--cast bf16 alone gives {size(cast)} (50.0 %), of which packing leaves {100 * stored / cast:.1f} %\n"
+    for command in (("compress", source, packed, "--overwrite"), ("estimate", source, "--exact")):
+        outcome = samebits(*command, *options)
+        assert (size(original) in outcome.out, line in outcome.out) == (True, True)
 
 
 def test_verify_finds_the_first_difference(samebits: Command, source: Path, packed: Path) -> None:
@@ -194,6 +237,76 @@ def test_inspect(samebits: Command, source: Path, packed: Path) -> None:
         text = samebits("inspect", packed, *arguments).out
         assert f"{len(GAINS)} of {len(tensors())} tensors packed, 3 files" in text
         assert ("model.layers.*" in text) is not bool(arguments)
+
+
+def test_bits_per_weight_in_json(samebits: Command, tmp_path: Path) -> None:
+    """As the tables have them: of a kind some of which is packed, of what is not packed at all, of nothing."""
+    kind = {"h.0.weight": weights(512, 64), "h.1.weight": random_words(4096)}
+    source = write_file(tmp_path / "a.safetensors", {**kind, "wide": torch.ones(3), "empty": torch.empty(0, 4)})
+    assert samebits("compress", source, tmp_path / "b.safetensors").code == 0
+    plain, packed = (samebits("inspect", path, "--json").json for path in (source, tmp_path / "b.safetensors"))
+    entry = Checkpoint.open(tmp_path / "b.safetensors").entries["h.0.weight"]
+    mean = 8 * (entry.nbytes + 2 * 4096) / (512 * 64 + 4096)
+    for report, of_kind, of_packed in ((plain, 16, None), (packed, mean, 8 * entry.nbytes / (512 * 64))):
+        bits = {kind: figures["bits_per_weight"] for kind, figures in report["kinds"].items()}
+        assert bits == {"h.*.weight": of_kind, "wide": 32, "empty": None}
+        assert report["kinds"]["h.*.weight"]["bits_per_packed_weight"] == of_packed
+        assert report["total"]["bits_per_packed_weight"] == of_packed
+        assert report["total"]["bits_per_weight"] == 8 * report["total"]["stored_bytes"] / (512 * 64 + 4096 + 3)
+    rows = {tensor["name"]: tensor["bits_per_weight"] for tensor in packed["tensors"]}
+    assert rows == {"h.0.weight": 8 * entry.nbytes / (512 * 64), "h.1.weight": 16, "wide": 32, "empty": None}
+    assert f" {mean:.2f} " in samebits("inspect", tmp_path / "b.safetensors").out
+
+
+def test_what_an_estimate_does_not_know_is_null(samebits: Command, tmp_path: Path) -> None:
+    source = write_file(tmp_path / "a.safetensors", {"a": weights(512, 64), "b": weights(8)})
+    report = samebits("estimate", source, "--json").json
+    entropies = {tensor["name"]: tensor["entropy"] for tensor in report["tensors"]}
+    assert (2 < entropies["a"] < 3, entropies["b"]) == (True, None)
+    assert report["entropy"] == entropies["a"]
+    assert report["bits_per_packed_weight"] < report["bits_per_weight"] < 12
+    report = samebits("estimate", source, "--exclude", "*", "--json").json
+    assert (report["entropy"], report["bits_per_packed_weight"], report["bits_per_weight"]) == (None, None, 16)
+
+
+def test_why_nothing_is_packed(samebits: Command, tmp_path: Path) -> None:
+    content = {"a": weights(512, 64), "b": weights(8), "c": random_words(4096), "d": torch.randn(64, 64)}
+    content["e"] = weights(*[4] * 9)
+    source, packed = write_file(tmp_path / "a.safetensors", content), tmp_path / "b.safetensors"
+    each = ("excluded", "too small", "of more than 8 dimensions", "not BF16", "not made smaller by packing")
+    for exclude, expected in (("*", {"excluded": 5}), ("a", dict.fromkeys(each, 1))):
+        for command in (("compress", source, packed, "--overwrite"), ("estimate", source)):
+            outcome = samebits(*command, "--exclude", exclude)
+            [reasons] = re.findall("^0 of 5 tensors packed: (.*)$", outcome.out, re.MULTILINE)
+            assert {*reasons.split(", ")} == {f"{count} {reason}" for reason, count in expected.items()}
+            assert not any(text in outcome.out for text in ("bits per packed", "entropy"))
+            assert samebits(*command, "--exclude", exclude, "--json").json["unpacked"] == expected
+    tensors = samebits("estimate", source, "--json").json["tensors"]
+    assert {tensor["name"]: tensor["reason"] for tensor in tensors if tensor["packed"]} == {"a": None}
+
+
+def test_fields_of_json_are_in_the_documentation(samebits: Command, tmp_path: Path) -> None:
+    lines = (Path(__file__).parents[2] / "docs" / "usage.md").read_text().partition("fields of its `--json`")[2]
+    rows = dict(re.findall(r"^\| ([^|]+) \| (.+) \|$", lines.partition("\n\n")[0], re.MULTILINE))
+    names = {title: {*re.findall(r"`(\w+)`", row)} for title, row in rows.items()}
+    example, wide = generate.default_model(), write_file(tmp_path / "a.safetensors", {"a": weights(64, 64).float()})
+    packed, cast = tmp_path / "b.safetensors", ("--cast", "bf16")
+    for title, arguments in {
+        "`compress`, `decompress`": ("compress", wide, packed, *cast),
+        "`verify`": ("verify", packed, "--against", wide, *cast),
+        "`verify --logits`": ("verify", "--logits", example, "--against", example, "--device", "cpu"),
+        "`inspect`": ("inspect", packed),
+        "`estimate`": ("estimate", wide, *cast),
+        "`estimate --context`": ("estimate", example, "--context", 9, "--gpu", "1GB"),
+        "`generate`": ("generate", example, "--max-new-tokens", 1, "--device", "cpu"),
+        "`doctor`": ("doctor",),
+    }.items():
+        report = samebits(*arguments, "--json").json
+        assert report.keys() <= names[title] | {"first_rounded", "cast_bytes"}, title
+        if arguments[0] in ("inspect", "estimate", "doctor"):
+            each = next((report[key] for key in ("tensors", "findings") if key in report), [])
+            assert {key for row in each for key in row} <= names[title], title
+    assert samebits("inspect", packed, "--json").json["total"].keys() == names["sizes in these"]
 
 
 def test_names_that_would_command_a_terminal(samebits: Command, tmp_path: Path) -> None:
@@ -298,7 +411,7 @@ def test_unusable_input_is_one_line_and_exit_code_2(
         (("verify", packed, "--against", ""), "Invalid value for '--against': it is empty"),
         (("compress", source), "Missing argument 'DST'; see `samebits compress --help`"),
         (("compress", source, tmp_path / "b", "--workers", 0), "Invalid value for '--workers'"),
-        (("compress", source, tmp_path / "b", "--cast", "fp8"), "Invalid value for '--cast'"),
+        (("compress", source, tmp_path / "b", "--cast", "fp8"), "Invalid value for '--cast': 'fp8' is not "),
         (("compress", source, tmp_path / "b", "--nothing"), "No such option"),
         (("squeeze", source), "No such command 'squeeze'; see `samebits --help`"),
     ]  # fmt: skip

@@ -139,7 +139,7 @@ def test_unusable_input(samebits: Command, example: Path, packed_example: Path, 
 
 
 def test_a_model_that_was_rounded_is_not_compared(samebits: Command, example: Path, tmp_path: Path) -> None:
-    """Its original would be rounded as well when it is loaded, and give the same logits."""
+    """Unasked: its original would be rounded as well when it is loaded, and give the same logits."""
     wide, packed = tmp_path / "wide", tmp_path / "packed"
     shutil.copytree(example, wide)
     tensors = {name: tensor.float() * 1.001 for name, tensor in load_file(wide / "model.safetensors").items()}
@@ -149,8 +149,12 @@ def test_a_model_that_was_rounded_is_not_compared(samebits: Command, example: Pa
     assert outcome.code == 2
     assert (
         "samebits.safetensors: model.embed_tokens.weight: BF16 instead of F32, and both would run in BF16; "
-        in outcome.error
+        "give --cast bf16 if it was made so\n" in outcome.error
     )
+    outcome = samebits("verify", "--logits", packed, "--against", wide, "--cast", "bf16", "--device", "cpu")
+    assert outcome.out.startswith(f"{packed}: the logits are identical to those of {wide} cast to BF16, ")
+    outcome = samebits("verify", "--logits", wide, "--against", packed, "--cast", "bf16", "--device", "cpu")
+    assert (outcome.code, "F32 instead of BF16, and both would run in BF16; compare" in outcome.error) == (2, True)
 
 
 def test_too_little_space(

@@ -14,7 +14,7 @@ from samebits.cli.generate import default_model
 from samebits.errors import InputError
 from samebits.integrations.model_memory import MOST_TOKENS
 from samebits.kernels.tables import MAX_TABLE_BYTES
-from samebits.sizes import parse_size
+from samebits.sizes import parse_size, size
 from tests.cli.conftest import Command
 
 CACHE = 4 * 2 * 5 * 32 * 2  # layers, keys and values, heads, their size, bytes: of a token of the example
@@ -50,6 +50,41 @@ def test_what_fits(samebits: Command, example: Path) -> None:
         in outcome.out
     )
     assert f" to spare; up to {report['bf16_longest_context']:,} tokens would fit\n" in outcome.out
+
+
+def test_more_tokens_than_the_model_has_positions(samebits: Command, config: Path) -> None:
+    path = config / "config.json"
+    positions = json.loads(path.read_text())["max_position_embeddings"]
+    for context, expected in (
+        (positions, ""),
+        (positions + 1, f"note: {positions + 1:,} tokens, but the model's configuration has {positions:,} positions\n"),
+    ):
+        outcome = samebits("estimate", config, "--context", context, "--json")
+        assert (outcome.json["positions"], outcome.err) == (positions, expected)
+        assert samebits("estimate", config, "--context", context).err == expected
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"max_position_embeddings": -1}))  # as XLNet has it: none
+    outcome = samebits("estimate", config, "--context", 9, "--json")
+    assert (outcome.json["positions"], outcome.err) == (None, "")
+
+
+def test_json_has_every_figure_of_the_table(samebits: Command, example: Path) -> None:
+    arguments = ("estimate", example, "--context", 512, "--batch", 4)
+    report = samebits(*arguments, "--json").json
+    weights, tables = report["packed_bytes"] + report["other_bytes"], report["table_bytes"]
+    kinds = ("", "packed_cache_", "bf16_")
+    activations, peaks = ([report[f"{kind}{part}_bytes"] for kind in kinds] for part in ("activation", "peak"))
+    rows = {
+        "weights": (weights, weights, report["bf16_weight_bytes"]),
+        "their decode tables": (tables, tables, 0),
+        "key-value cache": (report["cache_bytes"], report["packed_cache_bytes"], report["cache_bytes"]),
+        "activations and decoded weights": activations,
+        "peak": peaks,
+        "peak where products have no plans": (report["needed_bytes"], report["packed_cache_needed_bytes"], peaks[2]),
+    }
+    lines = [[cell.strip() for cell in line.split("\u2502")[1:-1]] for line in samebits(*arguments).out.splitlines()]
+    assert {line[0]: line[1:] for line in lines if line} == {name: [*map(size, row)] for name, row in rows.items()}
+    for row in range(2):
+        assert sum(list(rows.values())[part][row] for part in range(4)) == peaks[row]
 
 
 def test_a_prompt_that_is_read_at_once_takes_more(samebits: Command, example: Path) -> None:

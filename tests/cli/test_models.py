@@ -88,6 +88,8 @@ def test_more_tokens_than_the_model_has_positions(samebits: Command, example: Pa
     assert outcome.code == 0
     assert "note: no model was run" in outcome.err
     assert outcome.json["coding"]
+    assert (outcome.json["models"], outcome.json["same_tokens"]) == ({}, None)
+    assert outcome.err == f"note: no model was run: {outcome.json['not_run']}\n"
 
 
 def test_what_is_wrong_in_samebits_is_not_the_models() -> None:
@@ -250,6 +252,7 @@ def test_bench(
     models = report["models"]
     assert models["samebits"]["resident_bytes"] < 0.7 * models["BF16"]["resident_bytes"]
     assert all(figure > 0 for model in models.values() for figure in model.values())
+    assert (report["same_tokens"], report["not_run"]) == (True, None)
 
 
 def test_bench_of_a_file_measures_its_tensors(samebits: Command, example: Path) -> None:

@@ -314,9 +314,9 @@ def test_which_values_are_bf16(dtype: torch.dtype, monkeypatch: pytest.MonkeyPat
     assert not is_bf16(torch.ones(4, dtype=torch.int64))
 
 
-def test_nans_with_another_payload_are_not_bf16() -> None:
-    """Converted they would get that which torch gives."""
-    for word in (0x7F800001, 0x7F810000):
+def test_nans_are_not_bf16() -> None:
+    """Converted they would get the bits that torch gives, here or elsewhere."""
+    for word in (0x7F800001, 0x7F810000, 0x7FC00000, -0x10000):
         assert not is_bf16(torch.tensor([word], dtype=torch.int32).view(torch.float32))
 
 

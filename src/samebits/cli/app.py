@@ -156,22 +156,27 @@ def verify(
     text: Annotated[
         Path | None, typer.Option(metavar="FILE", help="With --logits: over this text; default: random tokens.")
     ] = None,
+    cast: Annotated[
+        Cast | None, typer.Option("--cast", help="With --against: its weights cast first, as compress does.")
+    ] = None,
     device: On = Device.AUTO,
     as_json: Json = False,
 ) -> None:
     """Prove that nothing was lost: every byte against the original, or every digest. Exit code 1 if not identical."""
     if text is not None and not logits:
         raise typer.BadParameter("--text goes with --logits")
+    if cast is not None and against is None:
+        raise typer.BadParameter("--cast goes with --against")
     if logits:
         if against is None:
             raise typer.BadParameter("--logits needs --against")
         from samebits.cli.logits import verify_logits
 
-        verify_logits(destination, against, text, device, as_json)
+        verify_logits(destination, against, text, cast is not None, device, as_json)
         return
     from samebits.cli.commands import verify
 
-    verify(destination, against, device, as_json)
+    verify(destination, against, cast is not None, device, as_json)
 
 
 @app.command()

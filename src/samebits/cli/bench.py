@@ -60,14 +60,15 @@ def bench(path: str | None, device: str, as_json: bool) -> None:
     source = checkpoint.path
     try:
         coding = measure_coding(checkpoint, device)
-        models = _measure_models(checkpoint, device)
+        models, not_run = _measure_models(checkpoint, device)
     except MismatchError as error:
         if as_json:
             sys.stdout.write(json_of(error))
         raise
     if as_json:
         running = {name: vars(model) for name, model in models.items()}
-        print_json({"path": source, "device": device, "coding": vars(coding), "models": running})
+        found = {"models": running, "same_tokens": None if not_run else True, "not_run": not_run}
+        print_json({"path": source, "device": device, "coding": vars(coding), **found})
         return
     print_lines(
         f"{source} on {device}: {coding.tensors} tensors measured, {coding.bits_per_weight:.2f} bits per weight",
@@ -77,13 +78,14 @@ def bench(path: str | None, device: str, as_json: bool) -> None:
         _print_models(models)
 
 
-def _measure_models(checkpoint: Checkpoint, device: str) -> dict[str, Running]:
-    """As measure_models; none if it is no causal language model."""
+def _measure_models(checkpoint: Checkpoint, device: str) -> tuple[dict[str, Running], str | None]:
+    """As measure_models; none, and why, if it is no causal language model."""
     try:
-        return measure_models(checkpoint, device)
+        return measure_models(checkpoint, device), None
     except InputError as error:
-        note(f"note: no model was run: {' '.join(str(error).split())}")
-        return {}
+        reason = " ".join(str(error).split())
+        note(f"note: no model was run: {reason}")
+        return {}, reason
 
 
 def _print_models(models: dict[str, Running]) -> None:

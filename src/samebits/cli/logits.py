@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from samebits.cli.commands import open_source
+from samebits.cli.commands import GIVE_CAST, open_source
 from samebits.cli.console import print_json, print_lines, progress_bar
 from samebits.cli.generate import load_config, load_model, load_tokenizer, running
 from samebits.errors import InputError, MismatchError, ResourceError
@@ -20,7 +20,7 @@ from samebits.format.safetensors_file import FLOATS, SUFFIX
 from samebits.jobs.device import resolve_device
 from samebits.progress import Progress
 from samebits.sizes import size
-from samebits.verify import first_difference, repeatable_attention
+from samebits.verify import first_difference, is_cast, repeatable_attention
 
 WINDOW = 256  # tokens of a forward pass at most
 RANDOM_TOKENS = 1024  # without a text
@@ -57,7 +57,7 @@ class LogitVerdict:
     mismatch: LogitMismatch | None
 
 
-def verify_logits(path: str, against: str, text: Path | None, device: str, as_json: bool) -> None:
+def verify_logits(path: str, against: str, text: Path | None, cast: bool, device: str, as_json: bool) -> None:
     """Report whether both models give the same logits.
 
     Raises:
@@ -66,7 +66,7 @@ def verify_logits(path: str, against: str, text: Path | None, device: str, as_js
         ResourceError: no space for the logits.
     """
     device = resolve_device(device)
-    _check_dtypes(path, against)
+    _check_dtypes(path, against, cast)
     window, vocabulary = _limits(path, against)
     tokens = _random_tokens(vocabulary) if text is None else read_tokens(against, text, vocabulary)
     with progress_bar("verify") as progress:
@@ -75,29 +75,33 @@ def verify_logits(path: str, against: str, text: Path | None, device: str, as_js
     if as_json:
         mismatch = vars(verdict.mismatch) if verdict.mismatch else None
         found = {**vars(verdict), "mismatch": mismatch, "identical": mismatch is None, "logits": count}
-        print_json({"path": path, "against": against, "text": text, "device": device, **found})
+        cast_to = "bf16" if cast else None
+        print_json({"path": path, "against": against, "cast": cast_to, "text": text, "device": device, **found})
     if verdict.mismatch:
-        mend = f"`samebits verify {path} --against {against}` tells whether the weights differ"
+        command = f"samebits verify {path} --against {against}{' --cast bf16' if cast else ''}"
+        mend = f"`{command}` tells whether the weights differ"
         raise MismatchError(f"not identical: {verdict.mismatch}", where=path, mend=mend)
     if not as_json:
         what = f"{verdict.positions:,} tokens, {count:,} logits on {device}"
-        print_lines(f"{path}: the logits are identical to those of {against}, {what}")
+        original = f"{against} cast to BF16" if cast else against
+        print_lines(f"{path}: the logits are identical to those of {original}, {what}")
 
 
-def _check_dtypes(path: str, against: str) -> None:
-    """Refuse a model that was rounded: the other one, loaded in BF16 as well, would give the same logits.
+def _check_dtypes(path: str, against: str, cast: bool) -> None:
+    """Refuse a model that was rounded, without ``cast``: the other one, loaded in BF16 as well, gives the same logits.
 
     Raises:
-        InputError: a weight has another dtype in ``path`` than in ``against``.
+        InputError: a weight has another dtype in ``path`` than in ``against``, or than ``cast`` makes of it.
     """
     if Path(against).is_dir() and not any(Path(against).glob(f"*{SUFFIX}")):
         return  # weights in another format, which transformers alone reads
     entries = open_source(path).entries
     for original in open_source(against):
         entry = entries.get(original.name, original)
-        if original.dtype in FLOATS and entry.dtype != original.dtype:
+        if original.dtype in FLOATS and entry.dtype != original.dtype and not (cast and is_cast(entry, original)):
             what = f"{entry.dtype} instead of {original.dtype}, and both would run in BF16"
-            raise InputError(what, where=entry.where, mend="compare the weights instead: leave --logits out")
+            leave_out = "compare the weights instead: leave --logits out"
+            raise InputError(what, where=entry.where, mend=GIVE_CAST if is_cast(entry, original) else leave_out)
 
 
 def _limits(path: str, against: str) -> tuple[int, int]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from samebits.cli.commands import note_patterns, open_source
-from samebits.cli.console import print_json, print_lines, print_table, progress_bar
+from samebits.cli.console import note, print_json, print_lines, print_table, progress_bar
 from samebits.cli.generate import import_transformers, running
 from samebits.df11.checkpoint import Df11Checkpoint
 from samebits.format.folder import CONFIG, INDEX_SUFFIX
@@ -46,10 +47,13 @@ def estimate_memory(
         warnings.simplefilter("ignore")  # of torch and transformers, which have no values here
         memory = model_memory(folder, selection, weights)
         figures = _figures(memory, case, limit)  # follows every forward pass that is told of
+        positions = _positions(folder)
+    if positions and positions < case.context:
+        note(f"note: {case.context:,} tokens, but the model's configuration has {positions:,} positions")
     if as_json:
-        print_json({"path": Path(source), **vars(case), **figures})
+        print_json({"path": Path(source), **vars(case), "positions": positions, **figures})
         return
-    _print(memory, f"{Path(source)}: {case.context:,} tokens, batch {case.batch}", case)
+    _print(figures, f"{Path(source)}: {case.context:,} tokens, batch {case.batch}")
     if weights is None:
         print_lines(f"no weights were encoded: {BITS_PER_WEIGHT} bits a packed weight are supposed")
     if memory.forward is None:
@@ -68,6 +72,13 @@ def _folder_and_weights(source: str, options: CompressOptions, exact: bool) -> t
     return _weights(source, options, exact)
 
 
+def _positions(folder: Path) -> int | None:
+    """For how many tokens the model's configuration says that it was made; None if for any, or if it does not say."""
+    config = import_transformers().AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    found = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 0 else None
+
+
 def _weights(source: str, options: CompressOptions, exact: bool) -> tuple[Path, Weights]:
     checkpoint = open_source(source)
     if checkpoint.is_packed and not isinstance(checkpoint, Df11Checkpoint):  # which is packed anew when it is loaded
@@ -79,31 +90,39 @@ def _weights(source: str, options: CompressOptions, exact: bool) -> tuple[Path, 
         )
 
 
-def _figures(memory: ModelMemory, case: Case, limit: int | None) -> dict[str, object]:
+def _figures(memory: ModelMemory, case: Case, limit: int | None) -> dict[str, Any]:
     context, batch, prompt = case.context, case.batch, case.prompt
-    figures: dict[str, object] = {
+    cache, packed_cache = memory.cache(context, batch), memory.packed_cache(context, batch)
+    peak, packed_cache_peak = memory.peak(context, batch, prompt), memory.packed_cache_peak(context, batch, prompt)
+    plain, plain_peak = memory.weights.plain + memory.buffers, memory.plain_peak(context, batch, prompt)
+    figures = {
         "packed_bytes": memory.weights.packed,
         "table_bytes": memory.tables,
         "other_bytes": memory.weights.other + memory.buffers,
-        "cache_bytes": memory.cache(context, batch),
+        "cache_bytes": cache,
+        "activation_bytes": peak - memory.resident - cache,
         "decoded_layer_bytes": memory.decoded,
-        "peak_bytes": memory.peak(context, batch, prompt),
+        "peak_bytes": peak,
         "needed_bytes": memory.needed(context, batch, prompt),
-        "packed_cache_bytes": memory.packed_cache(context, batch),
-        "packed_cache_peak_bytes": memory.packed_cache_peak(context, batch, prompt),
-        "bf16_peak_bytes": memory.plain_peak(context, batch, prompt),
+        "packed_cache_bytes": packed_cache,
+        "packed_cache_activation_bytes": packed_cache_peak - memory.resident - packed_cache,
+        "packed_cache_peak_bytes": packed_cache_peak,
+        "packed_cache_needed_bytes": memory.needed(context, batch, prompt, packed_cache=True),
+        "bf16_weight_bytes": plain,
+        "bf16_activation_bytes": plain_peak - plain - cache,
+        "bf16_peak_bytes": plain_peak,
         "has_activations": memory.forward is not None,
     }
     if limit is None:
         return figures
-    ours, packed_cache, plain = (longest(needed, limit) for needed in _needed(memory, case).values())
+    ours, with_packed_cache, in_bf16 = (longest(needed, limit) for needed in _needed(memory, case).values())
     return figures | {
         "gpu_bytes": limit,
         "fits": memory.needed(context, batch, prompt) <= limit,
         "bf16_fits": memory.plain_peak(context, batch, prompt) <= limit,
         "longest_context": ours,
-        "packed_cache_longest_context": packed_cache,
-        "bf16_longest_context": plain,
+        "packed_cache_longest_context": with_packed_cache,
+        "bf16_longest_context": in_bf16,
     }
 
 
@@ -117,24 +136,23 @@ def _needed(memory: ModelMemory, case: Case) -> dict[str, Callable[[int], int]]:
     }
 
 
-def _print(memory: ModelMemory, title: str, case: Case) -> None:
-    context, batch, prompt = case.context, case.batch, case.prompt
-    weights, cache = memory.weights.packed + memory.weights.other + memory.buffers, memory.cache(context, batch)
-    plain, packed_cache = memory.weights.plain + memory.buffers, memory.packed_cache(context, batch)
-    peak, packed_cache_peak = memory.peak(context, batch, prompt), memory.packed_cache_peak(context, batch, prompt)
-    plain_peak = memory.plain_peak(context, batch, prompt)
-    needed, packed_cache_needed = (memory.needed(context, batch, prompt, packed_cache=kept) for kept in (False, True))
-    beside = peak - memory.resident - cache, packed_cache_peak - memory.resident - packed_cache
-    rows: list[tuple[str, float, float, float]] = [
-        ("weights", weights, weights, plain),
-        ("their decode tables", memory.tables, memory.tables, 0),
-        ("key-value cache", cache, packed_cache, cache),
-        ("activations and decoded weights", *beside, plain_peak - plain - cache),
-        ("peak", peak, packed_cache_peak, plain_peak),
-        ("peak where products have no plans", needed, packed_cache_needed, plain_peak),
-    ]
+def _print(figures: Mapping[str, Any], title: str) -> None:
+    weights, tables = figures["packed_bytes"] + figures["other_bytes"], figures["table_bytes"]
+    rows: list[tuple[str, int, int, int]] = [
+        ("weights", weights, weights, figures["bf16_weight_bytes"]),
+        ("their decode tables", tables, tables, 0),
+        ("key-value cache", figures["cache_bytes"], figures["packed_cache_bytes"], figures["cache_bytes"]),
+        ("activations and decoded weights", *_of_each(figures, "activation")),
+        ("peak", *_of_each(figures, "peak")),
+        ("peak where products have no plans", figures["needed_bytes"], figures["packed_cache_needed_bytes"],
+         figures["bf16_peak_bytes"]),
+    ]  # fmt: skip
     head = ("without CUDA's own", "samebits", "with PackedCache", "BF16")
     print_table(title, head, [(name, *map(size, sizes)) for name, *sizes in rows])
+
+
+def _of_each(figures: Mapping[str, Any], part: str) -> tuple[int, int, int]:
+    return figures[f"{part}_bytes"], figures[f"packed_cache_{part}_bytes"], figures[f"bf16_{part}_bytes"]
 
 
 def _print_fit(memory: ModelMemory, gpu: str, limit: int, case: Case) -> None:

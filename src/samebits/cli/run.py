@@ -43,6 +43,7 @@ def run(arguments: list[str]) -> int:
         return _refuse(error, arguments)
     except _UsageError as error:
         what = error.format_message().rstrip(".")  # type: ignore[attr-defined]
+        what = what.replace(": Value error, ", ": ", 1)  # which pydantic, in newer versions of typer, puts before it
         known = [name for name in arguments[:1] if name in getattr(command, "commands", ())]
         return _refuse(InputError(what, mend=f"see `{' '.join(['samebits', *known])} --help`"), arguments)
     except BrokenPipeError:

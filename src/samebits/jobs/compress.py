@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from samebits.format.safetensors_file import FLOATS, SafetensorsWriter, TensorSp
 from samebits.jobs.job import Job, Shard
 from samebits.jobs.options import CompressOptions, RunOptions
 from samebits.jobs.pieces import Piece
+from samebits.jobs.summary import Sizes
 from samebits.progress import Progress, silent
 
 SPACE = 0.72  # of the original bytes of what is packed: more than trained weights ever took
@@ -62,8 +63,13 @@ class Compression(Job):
     def packs(self, entry: Entry) -> bool:
         return self.options.packs(entry)
 
+    def measure(self, path: Path) -> tuple[Sizes, list[str], dict[str, str]]:
+        """See Job; the original bytes are the source's, which may have been cast."""
+        sizes, not_gained, raw_units = super().measure(path)
+        return replace(sizes, original_bytes=Sizes.of(self.checkpoint).original_bytes), not_gained, raw_units
+
     def result_bytes(self, entry: Entry) -> int:
-        nbytes = 2 * entry.words if self.options.casts(entry) else entry.original_nbytes
+        nbytes = self.options.unpacked_bytes(entry)
         return int(nbytes * SPACE) if self.options.packs(entry) else nbytes
 
     def write(self, shard: Shard, path: Path, pieces: Iterator[Piece]) -> None:
@@ -131,13 +137,13 @@ def check_source(checkpoint: Checkpoint, options: CompressOptions) -> None:
     large = [entry for entry in checkpoint if options.is_large(entry) and entry.dtype in FLOATS]
     other = [entry for entry in large if not options.packs(entry)]
     if 2 * sum(entry.words for entry in other) > sum(entry.words for entry in large):
-        raise _other_dtype(first_rounded(checkpoint, options), other[0])
+        casting = replace(options, cast=True)
+        raise _other_dtype(first_rounded(entry for entry in checkpoint if casting.casts(entry)), other[0])
 
 
-def first_rounded(checkpoint: Checkpoint, options: CompressOptions) -> Entry | None:
-    """The first tensor of which casting would change a value. None: all are BF16, if stored in another dtype."""
-    casting = replace(options, cast=True)
-    return next((entry for entry in checkpoint if casting.casts(entry) and not is_bf16(entry.tensor())), None)
+def first_rounded(entries: Iterable[Entry]) -> Entry | None:
+    """The first of some tensors, which are to be cast, of which that changes a value. None: BF16 has all values."""
+    return next((entry for entry in entries if not is_bf16(entry.tensor())), None)
 
 
 def _other_dtype(rounded: Entry | None, example: Entry) -> DtypeError:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from samebits.bf16 import entropy, exponent_histogram
+from samebits.bf16 import entropy, exponent_histogram, round_into
 from samebits.codecs.encode import encode_cpu
 from samebits.format.container import Checkpoint, Entry
 from samebits.format.geometry import ROW_GROUP
@@ -15,7 +15,8 @@ from samebits.format.header import MAX_COMPACT_WORDS
 from samebits.format.mapping import scratch
 from samebits.format.packed import PackedTensor
 from samebits.jobs.compress import check_source
-from samebits.jobs.options import CompressOptions
+from samebits.jobs.options import NOT_GAINED, CompressOptions
+from samebits.jobs.summary import bits_per_weight
 from samebits.progress import Progress, silent
 from samebits.verify import original_bytes
 
@@ -28,7 +29,8 @@ class TensorEstimate:
     """One tensor's estimate.
 
     Attributes:
-        entropy: of the exponents, bits; 0 for tensors that stay unchanged.
+        reason: why it would not be packed; None if it would.
+        entropy: of the exponents, bits; None for tensors that stay unchanged, which nobody looked into.
         stored_bytes: as it would be in the file.
     """
 
@@ -37,12 +39,16 @@ class TensorEstimate:
     words: int
     original_bytes: int
     stored_bytes: int
-    entropy: float
-    packed: bool
+    entropy: float | None
+    reason: str | None
 
     @property
-    def bits_per_weight(self) -> float:
-        return 8 * self.stored_bytes / self.words if self.words else 0.0
+    def packed(self) -> bool:
+        return self.reason is None
+
+    @property
+    def bits_per_weight(self) -> float | None:
+        return bits_per_weight(self.stored_bytes, self.words)
 
 
 @dataclass(frozen=True)
@@ -70,16 +76,24 @@ class Estimate:
         return self.stored_bytes / self.original_bytes if self.original_bytes else 1.0
 
     @property
-    def bits_per_weight(self) -> float:
-        """Of the tensors that would be packed."""
-        words = sum(tensor.words for tensor in self.packed)
-        return 8 * sum(tensor.stored_bytes for tensor in self.packed) / words if words else 0.0
+    def bits_per_weight(self) -> float | None:
+        """Of all tensors."""
+        return bits_per_weight(self.stored_bytes, sum(tensor.words for tensor in self.tensors))
 
     @property
-    def entropy(self) -> float:
-        """Mean exponent entropy of the tensors that would be packed, bits per weight."""
-        words = sum(tensor.words for tensor in self.packed)
-        return sum(tensor.entropy * tensor.words for tensor in self.packed) / words if words else 0.0
+    def bits_per_packed_weight(self) -> float | None:
+        """Of the tensors that would be packed."""
+        return bits_per_weight(sum(tensor.stored_bytes for tensor in self.packed), self._packed_words)
+
+    @property
+    def entropy(self) -> float | None:
+        """Mean exponent entropy of the tensors that would be packed, bits per weight; None if there are none."""
+        bits = sum((tensor.entropy or 0.0) * tensor.words for tensor in self.packed)
+        return bits / self._packed_words if self._packed_words else None
+
+    @property
+    def _packed_words(self) -> int:
+        return sum(tensor.words for tensor in self.packed)
 
 
 def estimate(
@@ -106,23 +120,25 @@ def _tensors(
 ) -> Iterator[TensorEstimate]:
     done, total = 0, sum(entry.original_nbytes for entry in checkpoint)
     for entry in checkpoint:
-        yield _estimate(entry, exact) if options.packs(entry) else _unchanged(entry, options)
+        reason = options.reason_against(entry)
+        yield _estimate(entry, exact) if reason is None else _unchanged(entry, options.unpacked_bytes(entry), reason)
         done += entry.original_nbytes
         progress(done, total)
 
 
-def _unchanged(entry: Entry, options: CompressOptions) -> TensorEstimate:
-    stored = 2 * entry.words if options.casts(entry) else entry.original_nbytes
-    return TensorEstimate(entry.name, entry.shape, entry.words, entry.original_nbytes, stored, 0.0, False)
+def _unchanged(entry: Entry, stored: int, reason: str) -> TensorEstimate:
+    return TensorEstimate(entry.name, entry.shape, entry.words, entry.original_nbytes, stored, None, reason)
 
 
 def _estimate(entry: Entry, exact: bool) -> TensorEstimate:
     tensor = entry.spec.typed(original_bytes(entry))
-    sample = (tensor if exact else sample_rows(tensor)).to(torch.bfloat16)
+    sample = tensor if exact else sample_rows(tensor)
+    if sample.dtype != torch.bfloat16:
+        sample = round_into(torch.empty_like(sample, dtype=torch.bfloat16), sample)
     packed = encode_cpu(sample, allocate=scratch)
     stored = 2 * entry.words if packed.is_raw else _scaled_bytes(packed, entry.words)
-    bits = entropy(exponent_histogram(sample))
-    return TensorEstimate(entry.name, entry.shape, entry.words, entry.original_nbytes, stored, bits, not packed.is_raw)
+    bits, reason = entropy(exponent_histogram(sample)), NOT_GAINED if packed.is_raw else None
+    return TensorEstimate(entry.name, entry.shape, entry.words, entry.original_nbytes, stored, bits, reason)
 
 
 def sample_rows(tensor: torch.Tensor) -> torch.Tensor:

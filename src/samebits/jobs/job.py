@@ -60,7 +60,7 @@ class JobReport:
     """What a job did.
 
     Attributes:
-        sizes: of the packed side: the result of compress, the source of decompress.
+        sizes: of the packed side: the result of compress, with its source's original bytes; the source of decompress.
         not_gained: tensors that were to be packed but would not have become smaller.
         skipped_files: files of the source folder that were not copied.
         resumed_shards: finished by an earlier run.

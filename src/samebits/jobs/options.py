@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from samebits.codecs.plan import can_be_packed
 from samebits.errors import InputError
 from samebits.format.container import Entry
+from samebits.format.header import MAX_DIMENSIONS
 from samebits.format.names import MIN_WEIGHTS, is_selected
 from samebits.format.safetensors_file import FLOATS
+
+NOT_GAINED = "not made smaller by packing"  # why a tensor that is to be packed is not
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,22 @@ class CompressOptions:
             return False
         return entry.dtype in FLOATS and self.matches(entry.name)
 
+    def unpacked_bytes(self, entry: Entry) -> int:
+        """Of a tensor before it is packed: its own, or those that it has once it is cast."""
+        return 2 * entry.words if self.casts(entry) else entry.original_nbytes
+
     def packs(self, entry: Entry) -> bool:
-        return self.is_large(entry) and (entry.dtype == "BF16" or self.casts(entry))
+        return self.reason_against(entry) is None
+
+    def reason_against(self, entry: Entry) -> str | None:
+        """Why a tensor is not to be packed; None if it is."""
+        if not self.matches(entry.name):
+            return "excluded"
+        if entry.words < max(1, self.min_weights):
+            return "too small"
+        if not self.is_large(entry):
+            return f"of more than {MAX_DIMENSIONS} dimensions"
+        return None if entry.dtype == "BF16" or self.casts(entry) else "not BF16"
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from samebits.bf16 import round_into
 from samebits.codecs.encode import encode_cpu
 from samebits.df11.checkpoint import Matrix
 from samebits.errors import SamebitsError
@@ -134,7 +135,7 @@ def _restore(task: Task, matrix: Matrix) -> Piece:
 def _cast(task: Task, source: Piece) -> Piece:
     path = task.spool.with_suffix(".cast")
     nbytes = 2 * task.spec.words
-    create_mapped(path, nbytes).view(torch.bfloat16).copy_(task.spec.typed(source.data()).reshape(-1))
+    round_into(create_mapped(path, nbytes).view(torch.bfloat16), task.spec.typed(source.data()))
     return replace(source, dtype="BF16", path=path, start=0, nbytes=nbytes, is_spool=True)
 
 

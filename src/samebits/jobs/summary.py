@@ -49,12 +49,22 @@ class Sizes:
         return self.stored_bytes / self.original_bytes if self.original_bytes else 1.0
 
     @property
-    def bits_per_weight(self) -> float:
-        """Of the packed tensors."""
-        return 8 * self.packed_bytes / self.packed_weights if self.packed_weights else 0.0
+    def bits_per_weight(self) -> float | None:
+        """Of all tensors; None if they have no weights."""
+        return bits_per_weight(self.stored_bytes, self.weights)
 
-    def to_json(self) -> dict[str, float]:
-        return {**vars(self), "ratio": self.ratio, "bits_per_weight": self.bits_per_weight}
+    @property
+    def bits_per_packed_weight(self) -> float | None:
+        """Of the packed tensors; None if there are none."""
+        return bits_per_weight(self.packed_bytes, self.packed_weights)
+
+    def to_json(self) -> dict[str, float | None]:
+        bits = {"bits_per_weight": self.bits_per_weight, "bits_per_packed_weight": self.bits_per_packed_weight}
+        return {**vars(self), "ratio": self.ratio, **bits}
+
+
+def bits_per_weight(nbytes: int, weights: int) -> float | None:
+    return 8 * nbytes / weights if weights else None
 
 
 def kind_of(name: str) -> str:
