@@ -102,10 +102,13 @@ def test_configs_alone(hub: Hub) -> None:
     assert hub.downloaded == ["vae/config.json"]
 
 
+@pytest.mark.parametrize("beside", [[], ["flux1-dev.safetensors"]])
 @pytest.mark.parametrize("revision", ["", "@v2"])
-def test_a_pipeline_is_refused_before_it_is_downloaded(hub: Hub, revision: str) -> None:
+def test_a_pipeline_is_refused_before_it_is_downloaded(hub: Hub, revision: str, beside: list[str]) -> None:
     text = f"some/pipeline{revision}"
     (hub.folder / "some" / "pipeline").rename(hub.folder / text)
+    for name in beside:
+        (hub.folder / text / name).write_bytes(b"")
     folders = ", ".join(f"{text}/{folder}" for folder in ("parts/text_encoder", "transformer", "vae"))
     message = f"{text}: a pipeline: its safetensors files are in folders of it; give one of these: {folders}"
     for only in ((), CONFIGS):

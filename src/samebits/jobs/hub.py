@@ -136,8 +136,9 @@ def _check_files(source: HubFolder, names: Sequence[str], needed: str) -> None:
         raise InputError(what, where=source.name, mend=f"look there for what it is called; sources are {HUB_NAMES}")
     places = {PurePosixPath(name).parent for name in names if name.endswith(SUFFIX)}
     folders = sorted(f"{source.name}/{place}" for place in places if place.name)
-    if folders and not any(PurePosixPath(name).match(needed) for name in names if "/" not in name):
-        what = "a pipeline" if "model_index.json" in names else "no model"
+    is_pipeline = "model_index.json" in names  # which may have single files of the same models beside its folders
+    if folders and (is_pipeline or not any(PurePosixPath(name).match(needed) for name in names if "/" not in name)):
+        what = "a pipeline" if is_pipeline else "no model"
         mend = f"give one of these: {', '.join(folders)}"
         raise InputError(f"{what}: its safetensors files are in folders of it", where=source.name, mend=mend)
 
