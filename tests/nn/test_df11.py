@@ -232,6 +232,47 @@ def test_an_interrupted_forward_leaves_nothing_behind() -> None:
     assert not hasattr(packed[0], "weight")
 
 
+class FakeStream:
+    def __init__(self) -> None:
+        self.waits_for: list[FakeStream] = []
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.waits_for.append(other)
+
+
+class OnGpu:
+    """What streams see of memory on a GPU."""
+
+    is_cuda, device = True, torch.device("cuda", 0)
+
+    def __init__(self) -> None:
+        self.used_by: list[FakeStream] = []
+
+    def record_stream(self, stream: FakeStream) -> None:
+        self.used_by.append(stream)
+
+
+def test_streams_that_decode_and_read_the_same_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who reads waits for who decoded; who decodes waits for all who may read; a captured graph waits for none."""
+    memory, lent, (first, second, third) = DecodingMemory(), OnGpu(), (FakeStream() for _ in range(3))
+
+    def follow(stream: FakeStream, decoding: bool, capturing: bool = False) -> list[FakeStream]:
+        stream.waits_for.clear()
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+        memory.follow(lent, decoding)  # type: ignore[arg-type]
+        return stream.waits_for
+
+    assert follow(first, decoding=True) == []
+    assert follow(first, decoding=True) == []
+    assert follow(second, decoding=False) == [first]
+    assert lent.used_by == [second]
+    assert follow(third, decoding=True, capturing=True) == []
+    assert {*follow(third, decoding=True)} == {first, second}
+    assert follow(first, decoding=True) == [third]
+    assert lent.used_by == [second]
+
+
 def test_a_larger_unit_comes_later() -> None:
     _, packed, memory = pair([(8, 8)])
     packed(torch.zeros(1, 8, dtype=torch.bfloat16))
