@@ -14,7 +14,8 @@ if len(sys.argv) != 3:
 folder, prompt = sys.argv[1:]
 if "WORLD_SIZE" not in os.environ:
     sys.exit(f"started without torchrun; {__doc__}")
-processes, heads = int(os.environ["WORLD_SIZE"]), AutoConfig.from_pretrained(folder).num_key_value_heads
+processes, config = int(os.environ["WORLD_SIZE"]), AutoConfig.from_pretrained(folder).get_text_config()
+heads = getattr(config, "num_key_value_heads", processes)
 if heads % processes:
     sys.exit(f"{heads} key and value heads cannot be divided between {processes} processes")
 parts = DistributedConfig(tp_size=processes)

@@ -13,7 +13,7 @@ from samebits.df11.checkpoint import Df11Checkpoint, open_checkpoint
 from samebits.errors import FormatError, InputError
 from samebits.format.container import Checkpoint
 from samebits.jobs.compress import Compression
-from samebits.jobs.hub import CONFIGS, HubFolder, open_headers, resolve_source
+from samebits.jobs.hub import CONFIGS, HubFolder, find_on_hub, open_headers, resolve_source
 from samebits.jobs.options import RunOptions
 from samebits.jobs.summary import by_kind
 from tests.jobs.checkpoints import stored, write_folder
@@ -93,6 +93,8 @@ def test_a_path_that_exists_wins(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> N
         assert resolve_source(text) == Path(text)
         with open_headers(text) as path:
             assert path == Path(text)
+    assert find_on_hub("some/model/transfomer") is None  # a slip in a path
+    assert find_on_hub("some/other") == HubFolder("some/other", "some/other", None, "")
     assert not hub.downloaded
 
 
@@ -132,11 +134,13 @@ def test_a_folder_that_was_downloaded_is_found_without_a_network(hub: Hub, monke
     """Of it alone is asked for what had been downloaded."""
     names = ["transformer/model.safetensors", "transformer/x.gguf", "transformer/onnx/x.bin", "vae/model.safetensors"]
     asked: list[str] = []
+    local: list[bool] = []
 
     def offline(*_: object, **__: object) -> list[str]:
         raise OfflineModeIsEnabled("offline")
 
-    def download(name: str, revision: str, **patterns: list[str]) -> str:
+    def download(name: str, revision: str, local_files_only: bool = False, **patterns: list[str]) -> str:
+        local.append(local_files_only)
         asked.extend(filter_repo_objects([*names, "transformer/config.json"], **patterns))
         return f"{name}-{revision}"
 
@@ -147,6 +151,7 @@ def test_a_folder_that_was_downloaded_is_found_without_a_network(hub: Hub, monke
     assert asked == ["transformer/model.safetensors", "transformer/config.json"]
     with open_headers(text) as path:
         assert path == Path("some/pipeline-v1/transformer")
+    assert local == [False, True]  # headers are no reason to download weights
     asked.clear()
     resolve_source(text, only=CONFIGS)
     assert asked == ["transformer/config.json"]

@@ -251,12 +251,15 @@ class OnGpu:
     def record_stream(self, stream: FakeStream) -> None:
         self.used_by.append(stream)
 
+    def data_ptr(self) -> int:
+        return id(self)
+
 
 def test_streams_that_decode_and_read_the_same_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who reads waits for who decoded; who decodes waits for all who may read; a captured graph waits for none."""
     memory, lent, (first, second, third) = DecodingMemory(), OnGpu(), (FakeStream() for _ in range(3))
 
-    def follow(stream: FakeStream, decoding: bool, capturing: bool = False) -> list[FakeStream]:
+    def follow(stream: FakeStream, decoding: bool, capturing: bool = False, lent: OnGpu = lent) -> list[FakeStream]:
         stream.waits_for.clear()
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
@@ -269,6 +272,7 @@ def test_streams_that_decode_and_read_the_same_memory(monkeypatch: pytest.Monkey
     assert lent.used_by == [second]
     assert follow(third, decoding=True, capturing=True) == []
     assert {*follow(third, decoding=True)} == {first, second}
+    assert follow(second, decoding=True, lent=OnGpu()) == []  # a unit that runs meanwhile, elsewhere
     assert follow(first, decoding=True) == [third]
     assert lent.used_by == [second]
 

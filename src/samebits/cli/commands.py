@@ -153,7 +153,7 @@ def verify(destination: str, against: str | None, cast: bool, device: str, as_js
         identical = verdict.identical if is_known else None
         print_json({**vars(verdict), "mismatches": mismatches, "identical": identical, **found})
     if verdict.mismatches:
-        mend = _mend(verdict, checkpoint, original, cast) if original else CHANGED
+        mend = _mend(verdict, checkpoint, original, against, cast) if original else CHANGED
         raise MismatchError(f"not identical: {_named(verdict)}", where=str(checkpoint.path), mend=mend)
     if not as_json:
         _print_verdict(verdict, checkpoint, against)
@@ -164,11 +164,11 @@ def _named(verdict: Verdict) -> str:
     return f"{first}; {len(others)} more: {_shown([other.tensor for other in others])}" if others else str(first)
 
 
-def _mend(verdict: Verdict, checkpoint: Checkpoint, original: Checkpoint, cast: bool) -> str:
+def _mend(verdict: Verdict, checkpoint: Checkpoint, original: Checkpoint, against: str | None, cast: bool) -> str:
     could_be_cast = set() if cast else {entry.name for entry in cast_entries(checkpoint, original)}
     if any(mismatch.tensor in could_be_cast for mismatch in verdict.mismatches):
         return GIVE_CAST
-    return f"compress {original.path}{' --cast bf16' if cast else ''} again, if it is from there"
+    return f"compress {against}{' --cast bf16' if cast else ''} again, if it is from there"
 
 
 def _print_verdict(verdict: Verdict, checkpoint: Checkpoint, against: str | None) -> None:

@@ -77,8 +77,10 @@ class HubFolder:
 
 
 def find_on_hub(text: str) -> HubFolder | None:
-    """What a source names on the hub; None for a path: one that exists, or what names nothing there."""
-    return None if Path(text).exists() else HubFolder.parse(text)
+    """What a source names on the hub; None for a path: one that exists, or might in a folder that does, or that names
+    nothing there."""
+    found = None if Path(text).exists() else HubFolder.parse(text)
+    return None if found and found.folder and Path(found.repository).is_dir() else found
 
 
 def resolve_source(text: str, only: Collection[str] = (), announce: Announce = lambda _: None) -> Path:
@@ -114,6 +116,15 @@ def _download(source: HubFolder, only: Collection[str], announce: Announce) -> P
     if missing:
         announce(sum(file.file_size or 0 for file in missing))
     return Path(download(allow_patterns=wanted)) / source.folder
+
+
+def _downloaded(source: HubFolder) -> Path:
+    """The folder of a snapshot that is there already."""
+    from huggingface_hub import snapshot_download
+
+    patterns = _patterns(source, ())
+    folder = snapshot_download(source.repository, revision=source.revision, local_files_only=True, **patterns)
+    return Path(folder) / source.folder
 
 
 def _patterns(source: HubFolder, only: Collection[str]) -> dict[str, list[str]]:
@@ -159,7 +170,9 @@ def open_headers(text: str) -> Iterator[Path]:
     with _hub_errors(text):
         names = found.files()
     if names is None:
-        yield resolve_source(text)
+        with _hub_errors(text):
+            path = _downloaded(found)
+        yield path
         return
     _check_files(found, names, f"*{SUFFIX}")
     with tempfile.TemporaryDirectory(prefix="samebits-") as scratch:

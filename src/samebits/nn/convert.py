@@ -80,8 +80,9 @@ class Report:
 
     def warn(self) -> None:
         """Of patterns that are of no use: a slip, most likely."""
+        outcome = "" if self.packed else ", and nothing is packed"
         for pattern in self.unmatched:
-            warnings.warn(f"samebits: the pattern {pattern!r} is the name of no parameter", stacklevel=3)
+            warnings.warn(f"samebits: the pattern {pattern!r} is the name of no parameter{outcome}", stacklevel=3)
 
 
 def compress(

@@ -37,7 +37,7 @@ class DecodingMemory:
     def __init__(self) -> None:
         self.lock = Lock()
         self._words = 0
-        self._streams: dict[torch.device, set[torch.cuda.Stream]] = {}  # which may read what was decoded last
+        self._streams: dict[int, set[torch.cuda.Stream]] = {}  # which may read what lies at an address
         self._memory: dict[torch.device, torch.Tensor] = {}
         self._malformed: dict[torch.device, torch.Tensor] = {}
         self._borrowed: set[torch.device] = set()
@@ -61,6 +61,8 @@ class DecodingMemory:
         memory = self._memory.get(borrowed.device)
         if memory is not None and memory.data_ptr() == borrowed.data_ptr():
             self._borrowed.discard(borrowed.device)
+        else:
+            self._streams.pop(borrowed.data_ptr(), None)  # torch's allocator sees to it from here on
 
     def follow(self, lent: torch.Tensor, decoding: bool) -> None:
         """Have the current stream wait for others of its GPU; not while a graph is captured, which can wait for none.
@@ -70,7 +72,7 @@ class DecodingMemory:
         """
         if not lent.is_cuda or torch.cuda.is_current_stream_capturing():
             return
-        current, known = torch.cuda.current_stream(lent.device), self._streams.setdefault(lent.device, set())
+        current, known = torch.cuda.current_stream(lent.device), self._streams.setdefault(lent.data_ptr(), set())
         for stream in known - {current}:
             current.wait_stream(stream)
         if decoding:

@@ -44,7 +44,7 @@ from samebits.integrations.transformers.load import (
 )
 from samebits.nn.convert import Report, decompress, encode_parameter, report
 from samebits.nn.packed_module import pack, packed_parameters, whole
-from samebits.nn.selection import Selection, check_includes
+from samebits.nn.selection import Selection
 from samebits.nn.spared import spare
 
 # What from_pretrained was called with: the folder or hub id, and its keyword arguments.
@@ -183,8 +183,6 @@ class SamebitsQuantizer(HfQuantizer):  # type: ignore[misc]
     ) -> None:
         self._model, self._files = model, checkpoint_files or []
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        if not self.pre_quantized:
-            check_includes(model, self._selection)
         spare(model)
         if parallel.is_split(model.config):
             parallel.bind_late(model)
