@@ -122,7 +122,7 @@ def _downloaded(source: HubFolder) -> Path:
     """The folder of a snapshot that is there already."""
     from huggingface_hub import snapshot_download
 
-    patterns = _patterns(source, ())
+    patterns: dict[str, Any] = _patterns(source, ())
     folder = snapshot_download(source.repository, revision=source.revision, local_files_only=True, **patterns)
     return Path(folder) / source.folder
 
