@@ -237,10 +237,11 @@ def test_failed_save_leaves_the_folder_as_it_was(
     assert {path.name: path.read_bytes() for path in llama_folder.iterdir()} == before
 
 
-def test_a_folder_in_the_place_of_a_file_that_is_saved(llama: Reference, llama_folder: Path) -> None:
+@pytest.mark.parametrize("name", ["generation_config.json", "pytorch_model.bin"])
+def test_a_folder_in_the_place_of_a_file_that_is_saved(llama: Reference, llama_folder: Path, name: str) -> None:
     model = llama.load(llama_folder)
-    (llama_folder / "generation_config.json").unlink()
-    (llama_folder / "generation_config.json").mkdir()
+    (llama_folder / name).unlink(missing_ok=True)
+    (llama_folder / name).mkdir()
     before = (llama_folder / FILE).read_bytes()
     with pytest.raises(InputError, match="a folder is in the way; remove it"):
         model.save_pretrained(llama_folder)

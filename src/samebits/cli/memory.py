@@ -47,11 +47,10 @@ def estimate_memory(
         warnings.simplefilter("ignore")  # of torch and transformers, which have no values here
         memory = model_memory(folder, selection, weights)
         figures = _figures(memory, case, limit)  # follows every forward pass that is told of
-        positions = _positions(folder)
-    if positions and positions < case.context:
-        note(f"note: {case.context:,} tokens, but the model's configuration has {positions:,} positions")
+    if memory.positions and memory.positions < case.context:
+        note(f"note: {case.context:,} tokens, but the model's configuration has {memory.positions:,} positions")
     if as_json:
-        print_json({"path": Path(source), **vars(case), "positions": positions, **figures})
+        print_json({"path": Path(source), **vars(case), "positions": memory.positions, **figures})
         return
     _print(figures, f"{Path(source)}: {case.context:,} tokens, batch {case.batch}")
     if weights is None:
@@ -70,13 +69,6 @@ def _folder_and_weights(source: str, options: CompressOptions, exact: bool) -> t
     if (path / CONFIG).is_file() and not any(path.glob(f"*{SUFFIX}")) and not any(path.glob(f"*{INDEX_SUFFIX}")):
         return path, None
     return _weights(source, options, exact)
-
-
-def _positions(folder: Path) -> int | None:
-    """For how many tokens the model's configuration says that it was made; None if for any, or if it does not say."""
-    config = import_transformers().AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    found = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return found if isinstance(found, int) and found > 0 else None
 
 
 def _weights(source: str, options: CompressOptions, exact: bool) -> tuple[Path, Weights]:
@@ -118,8 +110,8 @@ def _figures(memory: ModelMemory, case: Case, limit: int | None) -> dict[str, An
     ours, with_packed_cache, in_bf16 = (longest(needed, limit) for needed in _needed(memory, case).values())
     return figures | {
         "gpu_bytes": limit,
-        "fits": memory.needed(context, batch, prompt) <= limit,
-        "bf16_fits": memory.plain_peak(context, batch, prompt) <= limit,
+        "fits": figures["needed_bytes"] <= limit,
+        "bf16_fits": plain_peak <= limit,
         "longest_context": ours,
         "packed_cache_longest_context": with_packed_cache,
         "bf16_longest_context": in_bf16,

@@ -123,6 +123,7 @@ class ModelMemory:
         buffers: that no checkpoint holds, such as rotary frequencies.
         decoded: the weights of its largest layer in BF16.
         forward: what forward passes take; None where that is not known, and only ``decoded`` counts.
+        positions: tokens that its configuration says it was made for; None: any number, or it does not say.
     """
 
     weights: Weights
@@ -131,6 +132,7 @@ class ModelMemory:
     cache_layers: tuple[CacheLayer, ...]
     decoded: int
     forward: ForwardMemory | None = None
+    positions: int | None = None
 
     def cache(self, context: int, batch: int) -> int:
         """Bytes of the cache with ``context`` tokens in each of ``batch`` sequences."""
@@ -251,7 +253,13 @@ def model_memory(folder: Path, selection: Selection, weights: Weights | None) ->
     largest = max((2 * sum(each.numel() for each in own) for own in decoded.values()), default=0)
     layers = tuple(_cache_layers(model.eval(), where))
     weights = weights or Weights.supposed(model, packed)
-    return ModelMemory(weights, MAX_TABLE_BYTES * len(packed), buffers, layers, largest, _forward(model, decoded))
+    forward, tables = _forward(model, decoded), MAX_TABLE_BYTES * len(packed)
+    return ModelMemory(weights, tables, buffers, layers, largest, forward, _positions(model.config))
+
+
+def _positions(config: Any) -> int | None:
+    found = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 0 else None
 
 
 def _forward(model: nn.Module, decoded: Mapping[nn.Module, Sequence[nn.Parameter]]) -> ForwardMemory | None:

@@ -55,10 +55,11 @@ def publish(staging: Path, destination: Path) -> None:
     half-written can be loaded.
 
     Raises:
-        InputError: a folder stands where a file goes; nothing is moved then.
+        InputError: a folder stands where a file goes, or is named as weights are; nothing is moved then.
     """
-    for path in staging.iterdir():
-        if (place := destination / path.name).is_dir():
+    stale = [path for path in destination.iterdir() if _STALE.fullmatch(path.name)]
+    for place in (*stale, *(destination / path.name for path in staging.iterdir())):
+        if place.is_dir() and not place.is_symlink():
             raise InputError("a folder is in the way", where=str(place), mend="remove it")
     _remove(destination, _STALE)
     for path in sorted(staging.iterdir(), key=lambda path: path.name == CONFIG):

@@ -101,30 +101,22 @@ def resolve_source(text: str, only: Collection[str] = (), announce: Announce = l
 
 def _download(source: HubFolder, only: Collection[str], announce: Announce) -> Path:
     """The snapshot's folder, with what ``goes_along`` takes: patterns, whose * crosses / on the hub, cannot say it."""
-    from huggingface_hub import snapshot_download
-
-    def download(**options: Any) -> Any:
-        return snapshot_download(source.repository, revision=source.revision, **options)
-
     names = source.files()
     if names is None:  # offline, say: what was downloaded before, of which less can be asked for
-        return Path(download(**_patterns(source, only))) / source.folder
+        return Path(_snapshot(source, **_patterns(source, only))) / source.folder
     _check_files(source, names, CONFIG if only else f"*{SUFFIX}")
     taken = [name for name in names if (name in only if only else goes_along(PurePosixPath(name)))]
     wanted = [glob.escape(source.prefix + name) for name in taken]
-    missing = [file for file in download(allow_patterns=wanted, dry_run=True) if file.will_download]
+    missing = [file for file in _snapshot(source, allow_patterns=wanted, dry_run=True) if file.will_download]
     if missing:
         announce(sum(file.file_size or 0 for file in missing))
-    return Path(download(allow_patterns=wanted)) / source.folder
+    return Path(_snapshot(source, allow_patterns=wanted)) / source.folder
 
 
-def _downloaded(source: HubFolder) -> Path:
-    """The folder of a snapshot that is there already."""
+def _snapshot(source: HubFolder, **options: Any) -> Any:
     from huggingface_hub import snapshot_download
 
-    patterns: dict[str, Any] = _patterns(source, ())
-    folder = snapshot_download(source.repository, revision=source.revision, local_files_only=True, **patterns)
-    return Path(folder) / source.folder
+    return snapshot_download(source.repository, revision=source.revision, **options)
 
 
 def _patterns(source: HubFolder, only: Collection[str]) -> dict[str, list[str]]:
@@ -171,8 +163,8 @@ def open_headers(text: str) -> Iterator[Path]:
         names = found.files()
     if names is None:
         with _hub_errors(text):
-            path = _downloaded(found)
-        yield path
+            path = Path(_snapshot(found, local_files_only=True, **_patterns(found, ())))
+        yield path / found.folder
         return
     _check_files(found, names, f"*{SUFFIX}")
     with tempfile.TemporaryDirectory(prefix="samebits-") as scratch:

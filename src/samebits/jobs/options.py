@@ -12,6 +12,7 @@ from samebits.format.names import MIN_WEIGHTS, is_selected
 from samebits.format.safetensors_file import FLOATS
 
 NOT_GAINED = "not made smaller by packing"  # why a tensor that is to be packed is not
+_NOT_BF16 = "not BF16"
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class CompressOptions:
 
     def is_large(self, entry: Entry) -> bool:
         """Whether it would be packed if its dtype were BF16."""
-        return entry.words >= self.min_weights and can_be_packed(entry.shape) and self.matches(entry.name)
+        return self.reason_against(entry) in (None, _NOT_BF16)
 
     def casts(self, entry: Entry) -> bool:
         if not self.cast or not entry.words or entry.dtype == "BF16":
@@ -55,9 +56,9 @@ class CompressOptions:
             return "excluded"
         if entry.words < max(1, self.min_weights):
             return "too small"
-        if not self.is_large(entry):
+        if not can_be_packed(entry.shape):
             return f"of more than {MAX_DIMENSIONS} dimensions"
-        return None if entry.dtype == "BF16" or self.casts(entry) else "not BF16"
+        return None if entry.dtype == "BF16" or self.casts(entry) else _NOT_BF16
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from samebits.nn.packed_module import (
     unpack,
     whole,
 )
-from samebits.nn.selection import Owned, Selection, check_includes, held, tied, unpacked
+from samebits.nn.selection import Owned, Selection, held, tied, unpacked
 from samebits.nn.spared import spare
 from samebits.progress import Progress
 
@@ -117,7 +117,7 @@ def compress(
     check_module(module, _TAKES)
     refuse_offloaded(module)
     selection = Selection(min_weights, include, exclude)
-    check_includes(module, selection)
+    _check_includes(module, selection.include)
     spare(module)
     share_ties(module)
     groups = [owned for owned in tied(list(unpacked(module))) if selection.reason_against_tied(owned) is None]
@@ -154,12 +154,12 @@ def decompress(module: nn.Module, *, progress: Progress | None = None) -> None:
             mend = "load the model without offloading it before decompressing"
             raise InputError("on the meta device there are no bytes to decode", where=full_name, mend=mend)
     everywhere = sharers()
-    for slots in map(held, groups):
+    for slots in (held(owned[0]) for owned in groups):
         for owner, _ in everywhere[slots]:  # all of them before the first is plain, so that ties stay
             refuse_other_class(owner)
     for owned in _tracked(groups, progress):
         first, first_name = cast(PackedModule, owned[0][1]), owned[0][2]
-        recipe, slots = first.sb_recipes[first_name], held(owned)
+        recipe, slots = first.sb_recipes[first_name], held(owned[0])
         with torch.inference_mode(False), staying():  # also when that mode is left
             weight = nn.Parameter(first.sb_decode(first_name), requires_grad=recipe.requires_grad)
         for owner, name in everywhere[slots]:
@@ -195,12 +195,26 @@ def _give_back(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
+def _unmatched(module: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """Those that are the name of no parameter."""
+    names = [full_name for full_name, _, _ in (*packed_parameters(module), *unpacked(module))]
+    return [each for each in patterns if not any(is_selected(name, (each,), ()) for name in names)]
+
+
+def _check_includes(module: nn.Module, include: Sequence[str]) -> None:
+    """
+    Raises:
+        InputError: nothing is included.
+    """
+    if include and len(_unmatched(module, include)) == len(include):
+        what = f"no parameter's name matches include, {list(include)}"
+        raise InputError(what, mend="see the names in module.named_parameters()")
+
+
 def report(module: nn.Module, selection: Selection) -> Report:
     """What of a module is packed, and why the rest is not, if ``selection`` decided that."""
     result, packed, plain = Report(), list(packed_parameters(module)), list(unpacked(module))
-    names = [full_name for full_name, _, _ in (*packed, *plain)]
-    patterns = (*selection.include, *selection.exclude)
-    result.unmatched = [each for each in patterns if not any(is_selected(name, (each,), ()) for name in names)]
+    result.unmatched = _unmatched(module, (*selection.include, *selection.exclude))
     for owned in tied(packed):
         full_name, owner, name = owned[0]
         recipe, data = cast(PackedModule, owner).sb_recipes[name], cast(PackedModule, owner).sb_data(name)

@@ -19,8 +19,8 @@ from torch.autograd.graph import increment_version
 
 from samebits.df11.operator import LAYOUT, check_outcome, check_unit
 from samebits.errors import FormatError
-from samebits.nn.product import version_of
 from samebits.nn.recipe import shows_requires_grad
+from samebits.nn.stored import Mark
 
 _NAMES = (*LAYOUT, "split_positions")
 _MEND = "load it into the model that it was made from"
@@ -178,7 +178,7 @@ class _AttachedUnit:
         self._checked = False
         self._running: set[int] = set()  # threads; one that was interrupted stays until it runs again
         self._lent: torch.Tensor | None = None
-        self._decoded_of: list[tuple[int, int]] = []  # the layout's tensors: id, and how often it was written to
+        self._decoded_of: list[Mark] = []  # the layout's tensors, as they were
 
     def show(self, *_: Any) -> None:
         """Decode, and set the weights.
@@ -190,14 +190,19 @@ class _AttachedUnit:
         if torch.compiler.is_compiling():
             self._set(_decoded_in_a_graph(layout), shows=False)
             return
-        thread, decoded_of = get_ident(), [(id(tensor), version_of(tensor)) for tensor in layout]
+        thread = get_ident()
         with self._memory.lock:
-            if self._lent is not None and self._running - {thread} and decoded_of == self._decoded_of:
+            if self._lent is not None and self._running - {thread} and self._is_of(layout):
                 self._memory.follow(self._lent, decoding=False)
             else:
                 self._decode(layout)
-                self._decoded_of = decoded_of
+                self._decoded_of = [Mark.of(tensor) for tensor in layout]
             self._running.add(thread)
+
+    def _is_of(self, layout: Sequence[torch.Tensor]) -> bool:
+        """Whether what is decoded are these tensors' weights."""
+        marks = self._decoded_of
+        return bool(marks) and all(mark.holds(tensor) for mark, tensor in zip(marks, layout, strict=True))
 
     def _decode(self, layout: Sequence[torch.Tensor]) -> None:
         stored = layout[2]
@@ -248,7 +253,7 @@ class _AttachedUnit:
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies, which no thread runs."""
-        return self.__dict__ | {"_running": set(), "_lent": None}
+        return self.__dict__ | {"_running": set(), "_lent": None, "_decoded_of": []}
 
 
 def _decoded_in_a_graph(layout: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from samebits.errors import InputError
 from samebits.format.names import MIN_WEIGHTS, is_selected
-from samebits.nn.packed_module import PackedModule, packed_parameters, refuses_subclasses
+from samebits.nn.packed_module import PackedModule, refuses_subclasses
 from samebits.nn.spared import reason_to_spare
 
 _NOT_SELECTED = "not selected"
@@ -126,17 +126,6 @@ def _bias(attention: nn.Module) -> nn.Parameter | None:
 HOLDS_ANY = Selection(min_weights=1)  # what a module can hold packed, if it were worth it
 
 
-def check_includes(module: nn.Module, selection: Selection) -> None:
-    """
-    Raises:
-        InputError: nothing is included.
-    """
-    names = [full_name for full_name, _, _ in (*packed_parameters(module), *unpacked(module))]
-    if selection.include and not any(is_selected(name, selection.include, ()) for name in names):
-        what = f"no parameter's name matches include, {list(selection.include)}"
-        raise InputError(what, mend="see the names in module.named_parameters()")
-
-
 def unpacked(module: nn.Module) -> Iterator[Owned]:
     """Every parameter that is not packed and holds no packed one."""
     for prefix, owner in module.named_modules():
@@ -150,12 +139,12 @@ def tied(owners: Sequence[Owned]) -> list[list[Owned]]:
     """Groups of owners that hold the same parameter, packed or not."""
     groups: dict[tuple[int, ...], list[Owned]] = {}
     for owned in owners:
-        groups.setdefault(held([owned]), []).append(owned)
+        groups.setdefault(held(owned), []).append(owned)
     return list(groups.values())
 
 
-def held(owned: Sequence[Owned]) -> tuple[int, ...]:
+def held(owned: Owned) -> tuple[int, ...]:
     """The parameters that hold a weight, packed or not, by their ids: the same for all who share it."""
-    _, owner, name = owned[0]
+    _, owner, name = owned
     recipe = owner.sb_recipes.get(name) if isinstance(owner, PackedModule) else None
     return tuple(id(owner._parameters[slot]) for slot in (recipe.slots if recipe else [name]))

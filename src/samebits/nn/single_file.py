@@ -53,6 +53,7 @@ class SingleFile:
         if isinstance(checkpoint, Df11Checkpoint):
             mend = "give `samebits decompress` the file, and take what it writes"
             raise InputError("in the layout of DFloat11", where=str(path), mend=mend)
+        self._checkpoint = checkpoint
         self.is_packed = checkpoint.is_packed
         self.metadata = {key: value for key, value in checkpoint.files[0].metadata.items() if key != KEY}
         self._entries = {
@@ -98,7 +99,7 @@ class SingleFile:
             entry.check()
         with safe_open(self.path, framework="pt", device=str(device)) as file:
             tensors = {name: file.get_tensor(entry.spec.name) for name, entry in self._entries.items()}
-        next(iter(self._entries.values())).file.check_unchanged()
+        self._checkpoint.check_unchanged()
         return {name: tensor.clone() if tensor.data_ptr() % _ALIGNMENT else tensor for name, tensor in tensors.items()}
 
 

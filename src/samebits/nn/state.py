@@ -42,11 +42,7 @@ def load_state_dict(
     """
     spare(module)
     _refuse_pieces(module, state_dict)
-    for full_name, part, name in packed_parameters(module):  # torch stops at the first damaged one, half way
-        for piece in part.sb_recipes[name].pieces:
-            key = full_name.removesuffix(name) + piece.slot
-            if piece.header and key in state_dict:
-                validated(state_dict[key], piece.header.shape, key)
+    _refuse_damaged(module, state_dict)
     found: list[tuple[list[Owned], PackedTensor]] = []
     plain: list[tuple[list[Owned], PackedTensor]] = []
     for owned in [*tied(list(unpacked(module))), *([buffer] for buffer in _buffers(module))]:
@@ -115,6 +111,19 @@ def _refuse_pieces(module: nn.Module, state_dict: Mapping[str, Any]) -> None:
         if key.rpartition(".")[2].startswith(PIECE) and key not in known:
             mend = "save the model with save_pretrained and load that, then this state dict fits"
             raise FormatError("a part of a weight, and the module has no such parts", where=key, mend=mend)
+
+
+def _refuse_damaged(module: nn.Module, state_dict: Mapping[str, Any]) -> None:
+    """Of what is packed in the module already: torch loads all that lies before a damaged one.
+
+    Raises:
+        FormatError, DigestError: see validated.
+    """
+    for full_name, owner, name in packed_parameters(module):
+        for piece in owner.sb_recipes[name].pieces:
+            key = full_name.removesuffix(name) + piece.slot
+            if piece.header and key in state_dict:
+                validated(state_dict[key], piece.header.shape, key)
 
 
 def _buffers(module: nn.Module) -> Iterator[Owned]:
