@@ -269,12 +269,12 @@ def test_streams_that_decode_and_read_the_same_memory(monkeypatch: pytest.Monkey
     assert follow(first, decoding=True) == []
     assert follow(first, decoding=True) == []
     assert follow(second, decoding=False) == [first]
-    assert lent.used_by == [second]
+    assert lent.used_by == [first, first, second]
     assert follow(third, decoding=True, capturing=True) == []
     assert {*follow(third, decoding=True)} == {first, second}
     assert follow(second, decoding=True, lent=OnGpu()) == []  # a unit that runs meanwhile, elsewhere
     assert follow(first, decoding=True) == [third]
-    assert lent.used_by == [second]
+    assert lent.used_by == [first, first, second, third, first]
 
 
 def test_a_larger_unit_comes_later() -> None:
@@ -346,6 +346,38 @@ def test_tiny_llama_says_the_same_on_a_gpu() -> None:
     packed_logits, packed_continuation = outputs(packed, TOKENS.cuda())
     assert_same_bits(packed_logits, logits)
     assert packed_continuation.tolist() == continuation.tolist()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shared", [True, False], ids=["of one module", "of two"])
+def test_threads_with_their_own_streams_on_a_gpu(shared: bool) -> None:
+    """Units that two threads run at the same time, one behind the other in one memory, and in memory of their own."""
+    torch.manual_seed(1)
+    model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(6))).to(torch.bfloat16)
+    model.requires_grad_(False)
+    packed, memory = copy.deepcopy(model), DecodingMemory()
+    for layer in packed:
+        attach_unit(layer, tensors_of(encoded([layer.weight])), [], memory)
+    halves = [slice(0, 6), slice(0, 6)] if shared else [slice(0, 3), slice(3, 6)]
+    model.cuda()
+    packed.cuda()
+    torch.cuda.synchronize()
+
+    @torch.no_grad()
+    def run(half: slice) -> None:
+        x = torch.randn(512, 2048, dtype=torch.bfloat16, device="cuda")
+        expected = model[half](x)
+        torch.cuda.current_stream().synchronize()
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            results = [packed[half](x) for _ in range(200)]
+        stream.synchronize()
+        for result in results:
+            assert_same_bits(result, expected)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(run, halves)) == [None, None]
+    assert not any(hasattr(layer, "weight") for layer in packed)
 
 
 @pytest.mark.gpu

@@ -77,9 +77,8 @@ class DecodingMemory:
             current.wait_stream(stream)
         if decoding:
             known.clear()
-        else:
-            lent.record_stream(current)
         known.add(current)
+        lent.record_stream(current)  # the shared memory may have been taken on another one, and makes room for a larger
 
     def malformed(self, device: torch.device) -> torch.Tensor:
         """int32 [1], for the decoder to write to."""
