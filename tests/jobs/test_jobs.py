@@ -15,6 +15,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, Offl
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
+from samebits.df11.checkpoint import open_checkpoint
 from samebits.digest import digest
 from samebits.errors import DeviceError, DigestError, DtypeError, FormatError, InputError, SamebitsError
 from samebits.format.container import Checkpoint, Entry
@@ -29,6 +30,7 @@ from samebits.jobs.source import other_files
 from samebits.jobs.summary import kind_of
 from samebits.jobs.workers import MAX_WORKERS, worker_count
 from samebits.verify import verify_against, verify_digests
+from tests.df11.checkpoints import copy
 from tests.jobs.checkpoints import (
     CONFIG,
     files_of,
@@ -346,6 +348,14 @@ def test_what_compress_refuses(tmp_path: Path) -> None:
         with pytest.raises(error, match=message):
             compress(origin, target, options)
         assert files_of(tmp_path) == before, message
+
+
+@pytest.mark.parametrize("name", ["x.sb_packed", "x.sb_bare"])
+def test_names_reserved_for_packed_tensors_beside_units_of_dfloat11(tmp_path: Path, name: str) -> None:
+    source = copy("tiny-dit", tmp_path / "source")
+    save_file({name: torch.zeros(4, dtype=torch.uint8)}, source / "more.safetensors")
+    with pytest.raises(FormatError, match=f"more.safetensors: {name}: a name reserved for packed tensors"):
+        Compression(open_checkpoint(source), tmp_path / "packed", run=RunOptions(device="cpu"))
 
 
 def test_places_that_a_link_or_a_name_hides(tmp_path: Path) -> None:
