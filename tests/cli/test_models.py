@@ -191,6 +191,49 @@ def test_bench_of_what_cannot_run_measures_its_tensors(samebits: Command, withou
     assert outcome.err.startswith(f"note: no model was run: {without_a_norm}: LlamaForCausalLM needs weights")
 
 
+@pytest.mark.parametrize("command", [("generate",), ("verify", "--logits", "--against", EXAMPLE), ("bench",)])
+def test_a_model_with_code_of_its_own(
+    samebits: Command, copied_example: Path, command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not run, and nobody is asked whether it is to be."""
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    path, ran = copied_example / "config.json", copied_example / "ran"
+    code = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": "own", "auto_map": code}))
+    (copied_example / "own.py").write_text(f"from pathlib import Path\nPath({str(ran)!r}).touch()\n")
+    outcome = samebits(*command, copied_example, "--device", "cpu", "--json")
+    message = f"{copied_example}: transformers would have to run code of it; samebits runs no code of a model"
+    assert message in outcome.err
+    assert outcome.code == (0 if command == ("bench",) else 2)
+    assert isinstance(json.loads(outcome.out), dict)
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize("command", [("generate",), ("verify", "--logits", "--against", EXAMPLE)])
+def test_weights_that_a_model_does_not_use(samebits: Command, copied_example: Path, command: tuple[str, ...]) -> None:
+    path = copied_example / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 3}))
+    outcome = samebits(*command, copied_example, "--device", "cpu")
+    unused = "LlamaForCausalLM does not use model.layers.3.input_layernorm.weight and 8 more of the weights"
+    assert f"note: {unused} in {copied_example}\n" in outcome.err
+
+
+def test_a_model_of_more_layers_than_any(samebits: Command, copied_example: Path) -> None:
+    path = copied_example / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 10**9}))
+    outcome = samebits("generate", copied_example)
+    assert (outcome.code, f"{path}: num_hidden_layers is 1000000000; fetch" in outcome.error) == (2, True)
+
+
+@pytest.mark.parametrize("content", [b"x" * 100, b""], ids=["damaged", "empty"])
+def test_weights_of_torch_that_are_damaged(samebits: Command, copied_example: Path, content: bytes) -> None:
+    (copied_example / "model.safetensors").unlink()
+    (copied_example / "pytorch_model.bin").write_bytes(content)
+    outcome = samebits("generate", copied_example)
+    message = f"{copied_example}: its weights are damaged, or of another kind than tensors; fetch them again"
+    assert (outcome.code, message in outcome.error) == (2, True)
+
+
 def test_a_plain_model_that_is_cut_off(samebits: Command, copied_example: Path) -> None:
     path = copied_example / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])

@@ -20,6 +20,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from samebits.df11.checkpoint import open_checkpoint
 from samebits.errors import FormatError, InputError, ResourceError, SamebitsError
 from samebits.format import mapping
 from samebits.format.container import Checkpoint
@@ -166,7 +167,7 @@ def test_a_workspace_with_a_damaged_description_starts_from_the_beginning(tmp_pa
 
 @pytest.mark.parametrize("moves", range(7))
 def test_interrupted_while_publishing(tmp_path: Path, moves: int) -> None:
-    """After any number of moves the folder is no model, or all of it; and the job can be finished."""
+    """After any number of moves the folder is no model, also where its files are those of one; and the job goes on."""
     source, destination = write_folder(tmp_path / "source"), tmp_path / "packed"
     replace, left = Path.replace, [moves]
 
@@ -180,11 +181,9 @@ def test_interrupted_while_publishing(tmp_path: Path, moves: int) -> None:
     with pytest.raises(KeyboardInterrupt):
         compress_with(Path, "replace", replace_some, source, destination)
     assert not (destination / "config.json").exists()
-    try:
-        half = Checkpoint.open(destination)
-        assert verify_against(half, Checkpoint.open(source)).identical
-    except SamebitsError:
-        assert moves < 6
+    for reader in (Checkpoint.open, open_checkpoint):
+        with pytest.raises(InputError, match=f"{destination}: a job has not finished this folder; run the same"):
+            reader(destination)
     assert compress(source, destination).resumed_shards == 3
     compress(source, tmp_path / "at once")
     assert files_of(destination) == files_of(tmp_path / "at once")

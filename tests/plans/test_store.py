@@ -80,6 +80,8 @@ BROKEN = {
     "newer version": content(version=5),
     "too deep": '{"a":' * 100_000,
     "not UTF-8": b"\xff\xfe{}",
+    "no number": content(environment={"gpu": float("nan")}),
+    "too large a number": content(environment={"gpu": 1}).replace('"gpu": 1', '"gpu": 1e999'),
     **{
         f"{name} {value!r}": content(plans=[{**GOOD_ENTRY, name: value}])
         for name, value in [

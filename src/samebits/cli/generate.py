@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import re
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from samebits.cli.console import compilation_noted, note, print_json, print_line
 from samebits.errors import InputError
 from samebits.format.folder import Folder, single_file
 from samebits.integrations import INSTALL_TRANSFORMERS
-from samebits.integrations.model_shapes import WRONG_CONFIG
+from samebits.integrations.model_shapes import WRONG_CONFIG, check_size
 from samebits.jobs.device import resolve_device
 from samebits.jobs.hub import find_on_hub, resolve_source
 
@@ -28,6 +30,8 @@ EXAMPLE = Path("examples/king-james/model")
 _SOURCES = Path(samebits.__file__).parent
 _MEND = "give a folder or hub id with the config, tokenizer and weights of a causal language model"
 _OTHER_WEIGHTS = "these weights do not belong to this config.json; fetch both again"
+_NO_CODE = "samebits runs no code of a model: load it in Python, if you trust it"
+_OTHER_FILES = "fetch them again, or save the model anew (save_pretrained writes safetensors)"
 _FEWER_TOKENS = "give fewer tokens than it has positions for, or fetch config.json and the files beside it again"
 _UNCONVERTED = re.compile(r"^(\S+) +\| \S*CONVERSION", re.MULTILINE)  # in a report of transformers, in colour or not
 
@@ -87,8 +91,11 @@ def load_config(path: str) -> Any:
     """The config of the causal language model of a folder or hub id.
 
     Raises:
-        InputError: transformers is missing or cannot load it, or it is that of another kind of model.
+        InputError: transformers is missing or cannot load it, or it is that of another kind of model, or says that it
+            has more layers than any.
     """
+    said, _ = _from_files(import_transformers().PreTrainedConfig.get_config_dict, path)
+    check_size(said, Path(path))
     config = _load("AutoConfig", path)
     has_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     if not has_code and type(config) not in import_transformers().MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -115,6 +122,8 @@ def load_model(path: str, **options: Any) -> Any:
     if missing:
         what = f"{kind} needs weights that are missing: {missing[0]}{_more(missing)}"
         raise InputError(what, where=path, mend=_MEND)
+    if unused := sorted(found["unexpected_keys"]):
+        note(f"note: {kind} does not use {unused[0]}{_more(unused)} of the weights in {path}")
     return model
 
 
@@ -124,13 +133,27 @@ def _more(found: Sequence[object]) -> str:
 
 def _load(auto_class: str, path: str, **options: Any) -> Any:
     factory = getattr(import_transformers(), auto_class)
+    return _from_files(partial(factory.from_pretrained, trust_remote_code=False, **options), path)
+
+
+def _from_files(load: Callable[[str], Any], path: str) -> Any:
+    """What ``load``, of transformers, makes of a model's files.
+
+    Raises:
+        InputError: it cannot.
+    """
     place = _checked(path)
     with _kept_reports() as reports:
         try:
-            return factory.from_pretrained(place, **options)
+            return load(place)
+        except (pickle.UnpicklingError, EOFError):
+            what = "its weights are damaged, or of another kind than tensors"
+            raise InputError(what, where=path, mend=_OTHER_FILES) from None
         except (*WRONG_CONFIG, SafetensorError) as error:
             if "out of memory" in str(error):
                 raise
+            if "trust_remote_code" in str(error):
+                raise InputError("transformers would have to run code of it", where=path, mend=_NO_CODE) from None
             if names := _UNCONVERTED.findall("\n".join(reports)):
                 what = f"transformers cannot convert the weights of {names[0]}{_more(names)}"
                 raise InputError(what, where=path, mend=_OTHER_WEIGHTS) from None

@@ -23,7 +23,15 @@ from samebits.df11.unit import Unit
 from samebits.df11.unsaid import Unsaid
 from samebits.errors import FormatError, InputError, SamebitsError
 from samebits.format.container import Checkpoint, Entry
-from samebits.format.folder import CONFIG, INDEX_SUFFIX, Folder, check_numbering, read_json, single_file
+from samebits.format.folder import (
+    CONFIG,
+    INDEX_SUFFIX,
+    Folder,
+    check_numbering,
+    check_published,
+    read_json,
+    single_file,
+)
 from samebits.format.mapping import map_file
 from samebits.format.safetensors_file import SUFFIX, SafetensorsFile, TensorSpec
 
@@ -167,6 +175,7 @@ def read_config(folder: Path) -> Df11Config | None:
 
 def _files_of(folder: Path) -> list[SafetensorsFile]:
     """All of a folder's, whether an index names them or not."""
+    check_published(folder)
     paths = sorted(path for path in folder.iterdir() if path.name.endswith(SUFFIX))
     if not paths:
         raise InputError("no safetensors files in this folder", where=str(folder), mend="fetch all files of the model")

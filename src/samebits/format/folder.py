@@ -21,9 +21,11 @@ INDEX_SUFFIX = ".safetensors.index.json"
 CONFIG = "config.json"
 HUB_NAMES = "OWNER/NAME[@REVISION][/FOLDER]"  # of models on the hub
 JOB = ".samebits-job"  # in a folder that a job is writing
+PUBLISHING = "publishing"  # in that one, while files move from there to their places
 _OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
 _MAX_NAME = 255  # bytes, on common file systems
 _FETCH = "fetch or write it again"
+_UNFINISHED = "a job has not finished this folder", "run the same command again: it goes on where it was interrupted"
 _STEMS = (STEM, "model")  # where weights are looked for first
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
 
@@ -39,6 +41,7 @@ class Folder:
 
     @classmethod
     def scan(cls, folder: Path) -> Folder:
+        check_published(folder)
         check_config(folder / CONFIG)
         names = {path.name for path in folder.iterdir()}
         indexes = sorted(name.removesuffix(INDEX_SUFFIX) for name in names if name.endswith(INDEX_SUFFIX))
@@ -80,12 +83,23 @@ class Folder:
                 raise FormatError(f"the index puts it into {file_name}, which lacks it", where=where, mend=_FETCH)
 
 
+def check_published(folder: Path) -> None:
+    """Refuse a folder of which a job has published a part; that may look like a whole model, of fewer weights.
+
+    Raises:
+        InputError
+    """
+    if (folder / JOB / PUBLISHING).exists():
+        what, mend = _UNFINISHED
+        raise InputError(what, where=str(folder), mend=mend)
+
+
 def _why_no_weights(folder: Path, names: Iterable[str]) -> tuple[str, str]:
     """Of a folder without safetensors files at its top level: what it is, and the mend."""
     others = sorted(name for name in names if name.endswith(_OTHER_FORMATS))
     below = sorted({path.parent.name for path in folder.glob(f"*/*{SUFFIX}") if not path.parent.name.startswith(".")})
     if JOB in names:
-        return "a job has not finished this folder", "run the same command again: it goes on where it was interrupted"
+        return _UNFINISHED
     if below:
         return "no safetensors files in this folder, but in folders of it", f"give one of these: {', '.join(below)}"
     if others:

@@ -34,7 +34,7 @@ def model_shapes(folder: Path, names: Sequence[str]) -> Mapping[str, tuple[int, 
         InputError: the library cannot make the model.
     """
     config = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
-    _check_size(config, folder)
+    check_size(config, folder)
     try:
         if config.get("architectures") and find_spec("transformers"):
             return _of_transformers(folder, names)
@@ -45,10 +45,15 @@ def model_shapes(folder: Path, names: Sequence[str]) -> Mapping[str, tuple[int, 
     return {}
 
 
-def _check_size(config: Mapping[str, Any], folder: Path) -> None:
+def check_size(config: Mapping[str, Any], folder: Path) -> None:
+    """Refuse the config.json of a folder whose model would take forever to build.
+
+    Raises:
+        InputError
+    """
     for key, value in config.items():
         if isinstance(value, dict):
-            _check_size(value, folder)
+            check_size(value, folder)
         elif _LAYERS.match(key) and isinstance(value, int) and value > _MAX_LAYERS:
             raise InputError(f"{key} is {value}", where=str(folder / CONFIG), mend="fetch config.json again")
 
@@ -63,7 +68,7 @@ def meta_model(folder: Path) -> Any:
     if "_class_name" in config:  # as diffusers names it
         mend = "give a language model's folder, or leave --context out"
         raise InputError(f"{config['_class_name']} has no context", where=str(folder / CONFIG), mend=mend)
-    _check_size(config, folder)
+    check_size(config, folder)
     if not find_spec("transformers"):
         raise InputError("transformers is not installed", mend=INSTALL_TRANSFORMERS)
     try:

@@ -245,7 +245,7 @@ class Job(ABC):
             shutil.copyfile(self.checkpoint.path / relative, target)
         config = space.out / CONFIG
         if config.exists():
-            write_json(config, self.convert_config(read_json(config)))
+            write_json(config, self.convert_config(read_json(self.checkpoint.path / CONFIG)))
         if len(self.shards) > 1 or any(is_numbered(shard.target) for shard in self.shards):
             self.stage_index(space)
 

@@ -16,7 +16,7 @@ from typing import IO, Any, Self
 
 from samebits.digest import digest
 from samebits.errors import FormatError, InputError, ResourceError, SamebitsError
-from samebits.format.folder import CONFIG, INDEX_SUFFIX, JOB, read_json
+from samebits.format.folder import CONFIG, INDEX_SUFFIX, JOB, PUBLISHING, read_json
 from samebits.format.mapping import map_file
 from samebits.format.safetensors_file import SUFFIX
 from samebits.sizes import size
@@ -53,7 +53,7 @@ class Workspace:
         self.folder = destination / JOB if is_folder else destination.with_name(f".{destination.name}{JOB}")
         self.out = self.folder / "out"
         self.spools = self.folder / "spools"
-        self._publishing = self.folder / "publishing"
+        self._publishing = self.folder / PUBLISHING
         self._lock: IO[str] | None = None
         self._made_destination = self._is_fresh = self._has_no_place = False
 

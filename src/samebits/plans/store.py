@@ -172,6 +172,7 @@ def read(path: Path) -> Stored:
     nothing = Stored({}, {}, {})
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+        json.dumps(content, allow_nan=False)  # what JSON has no numbers for, Python reads
         if content["version"] != _VERSION:
             _log.warning("%s: plans of version %s are ignored", path, content["version"])
             return nothing
