@@ -24,7 +24,7 @@ from peft import (
 )
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 import samebits
@@ -406,6 +406,26 @@ def test_prompt_tuning(base: LlamaForCausalLM) -> None:
     for model in models:
         model.train()(TOKENS, labels=TOKENS).loss.backward()
     assert_same(*(next(iter(trainable(model).values())).grad for model in models))
+
+
+@pytest.mark.parametrize("shards", [{}, {"max_shard_size": "20KB"}], ids=["one file", "shards"])
+@pytest.mark.parametrize("auto", [True, False], ids=["AutoModelForCausalLM", "LlamaForCausalLM"])
+def test_an_adapters_folder_names_its_compressed_base(
+    base: LlamaForCausalLM, auto: bool, shards: dict[str, str], tmp_path: Path
+) -> None:
+    """Which is loaded with the adapter, whatever it is that loads it."""
+    _, packed = pair(base)
+    packed.save_pretrained(tmp_path / "base", **shards)
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    torch.manual_seed(1)
+    model.add_adapter(LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    model.save_pretrained(tmp_path / "adapter")
+    assert not (tmp_path / "adapter" / "config.json").exists()
+    loaded = (AutoModelForCausalLM if auto else LlamaForCausalLM).from_pretrained(tmp_path / "adapter")
+    assert len([module for module in loaded.modules() if isinstance(module, PackedModule)]) == 2 + 2 * 7
+    expected = logits(model)
+    assert_same(logits(loaded), expected)
+    assert not torch.equal(logits(packed), expected)
 
 
 def test_several_adapters(base: LlamaForCausalLM) -> None:

@@ -29,6 +29,24 @@ def encoded(model: Any) -> torch.Tensor:
     return result
 
 
+def test_own_modules_are_saved_plain(references, tmp_path: Path) -> None:
+    references("bert").model.save_pretrained(tmp_path / "plain")
+    (tmp_path / "vocab.txt").write_text("\n".join(WORDS))
+    BertTokenizer(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path / "plain")
+    model = make(tmp_path / "plain")
+    model[2].bfloat16()
+    expected = encoded(model)
+    assert "2.linear.weight" in samebits.compress(model, min_weights=MIN_WEIGHTS).packed
+    model.save_pretrained(str(tmp_path / "saved"))
+    loaded = sentence_transformers.SentenceTransformer(
+        str(tmp_path / "saved"), device="cpu", model_kwargs={"dtype": torch.bfloat16}
+    )
+    assert_same_bits(encoded(model), expected)
+    assert_same_bits(loaded[2].linear.weight, model[2].linear.weight.clone())
+    loaded[2].bfloat16()
+    assert_same_bits(encoded(loaded), expected)
+
+
 @pytest.mark.parametrize("way", ["folder", "while loading", "in place"])
 def test_the_same_embeddings(references, way: str, config: samebits.SamebitsConfig, tmp_path: Path) -> None:
     plain: Reference = references("bert")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import samebits
 from samebits.errors import DtypeError, InputError
@@ -92,6 +94,52 @@ def test_symbolic_traces_are_refused(module: nn.Module) -> None:
     packed = compressed(copy.deepcopy(module).to(torch.bfloat16))
     with pytest.raises(InputError, match=r"symbolic_trace would keep decoded weights.*torch\.export"):
         torch.fx.symbolic_trace(packed)
+
+
+class OfList(Block):
+    def forward(self, inputs: list[torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
+        return inputs[0] @ self.table
+
+
+class OfNothing(Block):
+    def forward(self) -> torch.Tensor:  # type: ignore[override]
+        return self.table @ self.table
+
+
+class Caller(nn.Module):
+    def __init__(self, block: nn.Module, arguments: Callable[[torch.Tensor], tuple[object, ...]]) -> None:
+        super().__init__()
+        self.block, self.arguments = block, arguments
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.block(*self.arguments(x))
+
+
+CALLERS = [(OfList, lambda x: ([x],)), (OfNothing, lambda x: ())]
+
+
+@pytest.mark.parametrize(("block", "arguments"), CALLERS, ids=["inputs in a list", "no inputs"])
+def test_symbolic_traces_whose_inputs_do_not_show_are_refused(
+    block: type[Block], arguments: Callable[[torch.Tensor], tuple[object, ...]]
+) -> None:
+    packed = compressed(Caller(block(), arguments).to(torch.bfloat16))
+    with pytest.raises(InputError, match="symbolic_trace would keep decoded weights"):
+        torch.fx.symbolic_trace(packed)
+
+
+def test_modules_that_run_while_torch_traces(parent: Parent) -> None:
+    """By make_fx, with tensors; and by another thread, which is not theirs."""
+    packed, x = compressed(parent.block), INPUT.clone()
+    expected = parent.block(x)
+    assert same_bits(make_fx(packed)(x)(x), expected)
+
+    class Other(nn.Module):
+        def forward(self, y: torch.Tensor) -> torch.Tensor:
+            with ThreadPoolExecutor(1) as pool:
+                assert same_bits(pool.submit(packed.forward, x).result(), expected)
+            return y + 1
+
+    assert torch.fx.symbolic_trace(Other())(torch.zeros(1)).item() == 1
 
 
 def update_own(module: nn.Module, state: dict[str, torch.Tensor]) -> None:

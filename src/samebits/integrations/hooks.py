@@ -17,6 +17,7 @@ from samebits.integrations import MINIMUM, numbers
 
 # The module that integrations extend, and these, which are imported once that is loaded.
 INTEGRATIONS = {
+    "huggingface_hub.hub_mixin": ["hub_mixin"],
     "peft": ["peft"],
     "sentence_transformers.base.model": ["sentence_transformers"],
     "torch._export.serde.serialize": ["programs"],

@@ -8,6 +8,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from functools import wraps
 from itertools import accumulate
@@ -168,6 +169,19 @@ def decompress(module: nn.Module, *, progress: Progress | None = None) -> None:
     for part in module.modules():  # models of transformers and diffusers say of themselves that they are compressed
         if told := getattr(getattr(part, "hf_quantizer", None), "sb_decompressed", None):
             told(part)
+
+
+def plain(module: nn.Module) -> nn.Module:
+    """The module itself, if nothing in it is packed; else a copy on the CPU, decompressed, to be saved by others.
+
+    Raises:
+        InputError: as decompress.
+    """
+    if next(packed_parameters(module), None) is None:
+        return module
+    copy = deepcopy(module).cpu()
+    decompress(copy)
+    return copy
 
 
 def _tracked(groups: Sequence[list[Owned]], progress: Progress | None) -> Iterator[list[Owned]]:

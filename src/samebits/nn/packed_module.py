@@ -18,7 +18,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.fx import Proxy
+from torch.fx import Tracer, _symbolic_trace
 from torch.nn import functional as F
 from torch.nn.utils._named_member_accessor import swap_tensor
 
@@ -43,6 +43,21 @@ def check_module(module: object, mend: str) -> None:
     """
     if not isinstance(module, nn.Module):
         raise InputError(f"{type(module).__name__} is no torch module", mend=mend)
+
+
+def _is_traced() -> bool:
+    """Whether this thread's calls are recorded by torch.fx without tensors; make_fx has some, and keeps packed ones.
+
+    The module's inputs do not tell: they may be in lists, or there may be none; nor does the flag of all threads.
+    """
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    if get_proxy_mode() is not None:
+        return False
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code is not Tracer.trace.__code__:
+        frame = frame.f_back
+    return frame.f_code is Tracer.trace.__code__
 
 
 class PackedModule(nn.Module):
@@ -76,7 +91,7 @@ class PackedModule(nn.Module):
             return type(self).forward(self, *args, **kwargs)
         if torch.compiler.is_compiling():  # a graph keeps no more than it needs
             return super().forward(*args, **kwargs)
-        if any(isinstance(each, Proxy) for each in (*args, *kwargs.values())):
+        if _symbolic_trace._is_fx_tracing_flag and _is_traced():
             what = "torch.fx.symbolic_trace would keep decoded weights, whatever these are later"
             raise InputError(what, where=self.sb_base.__name__, mend="use torch.export, or samebits.decompress first")
         running, key, decoded = _running.of_module, id(self), _Decoded(args)

@@ -36,6 +36,7 @@ def register() -> None:
     PreTrainedModel.num_parameters = counting_weights(PreTrainedModel.num_parameters)
     PreTrainedModel.save_pretrained = _saving(PreTrainedModel.save_pretrained)
     PreTrainedModel.from_pretrained = classmethod(_loading(PreTrainedModel.from_pretrained.__func__))
+    modeling_utils.maybe_load_adapters = _following(modeling_utils.maybe_load_adapters)
     modeling_utils.accelerate_dispatch = _dispatching(modeling_utils.accelerate_dispatch)
 
 
@@ -59,6 +60,19 @@ def _loading(original: Callable[..., Any]) -> Callable[..., Any]:
             loading.reset(token)
 
     return from_pretrained
+
+
+def _following(original: Callable[..., tuple[Any, Any, Any]]) -> Callable[..., tuple[Any, Any, Any]]:
+    @wraps(original)
+    def maybe_load_adapters(path: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
+        """An adapter's folder names its base, which is what is loaded then."""
+        adapter, base, left = original(path, *args, **kwargs)
+        if base != path:
+            _, options = loading.get()
+            loading.set((str(base), options))  # until from_pretrained resets it
+        return adapter, base, left
+
+    return maybe_load_adapters
 
 
 def _apply(self: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
