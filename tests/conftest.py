@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import pytest
@@ -30,6 +31,21 @@ def pytest_report_header() -> str:
     if torch.version.cuda and not torch.cuda.is_available():
         return "torch is built for CUDA and finds no GPU: tests that play one will fail; CONTRIBUTING.md has the mend"
     return f"torch {torch.__version__}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Libraries and tests stay: what collects garbage, or looks at all objects, need not go through some millions.
+
+    So samebits.compress does not find a module that was made while tests were collected: tests make theirs later.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
