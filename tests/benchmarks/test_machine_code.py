@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,19 @@ import machine_code  # noqa: E402
 
 FILE = "tables.cu"
 TARGET = "sm_90a"
+
+codes_of_tree = machine_code.codes_of_tree
+codes_of_own_tree = cache(codes_of_tree)
+
+
+@pytest.fixture(autouse=True)
+def _own_tree_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test changes it."""
+
+    def codes(tree: Path, file: str, target: str) -> dict[str, str]:
+        return (codes_of_own_tree if tree == ROOT else codes_of_tree)(tree, file, target)
+
+    monkeypatch.setattr(machine_code, "codes_of_tree", codes)
 
 
 @pytest.fixture
