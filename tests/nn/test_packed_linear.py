@@ -253,7 +253,7 @@ def test_compiled_by_inductor(products: list[torch.Tensor], monkeypatch: pytest.
     made = []
     for module in (dense, packed):
         torch.compiler.reset()
-        with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
+        with torch.no_grad(), torch._inductor.config.patch(fx_graph_cache=False):  # but kernels of the same text
             made.append(torch.compile(module, fullgraph=True)(INPUT))
     assert same_bits(*made)
     assert not products

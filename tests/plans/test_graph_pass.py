@@ -90,9 +90,9 @@ class Gates(nn.Module):
 
 
 def compiled(module: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, str]:
-    """What the compiled module makes of x, and its code."""
+    """What the compiled module makes of x, and its code: compiled anew, but for kernels whose text is the same."""
     torch.compiler.reset()
-    with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
+    with torch.no_grad(), torch._inductor.config.patch(fx_graph_cache=False):
         made, [code] = run_and_get_code(torch.compile(module, fullgraph=True), x)
     return made, code
 
