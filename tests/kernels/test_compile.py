@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Iterator
 from importlib.resources import files
 from io import StringIO
 from threading import Barrier
@@ -16,7 +17,8 @@ from samebits.errors import DeviceError
 from samebits.kernels import nvrtc
 from samebits.kernels.nvrtc import Source
 
-CAPABILITIES = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
+OLDER, HOPPER, NEWER = [(8, 0), (8, 6), (8, 9)], (9, 0), [(10, 0), (12, 0)]
+CAPABILITIES = [*OLDER, HOPPER, *NEWER]
 CHAINS = ("shared", "shared_turns", "shared_borders", "global", "global_borders")
 TILES = [(16, 8), (16, 16), (32, 8), (32, 16), (64, 4), (64, 8), (64, 12), (64, 16), (128, 8), (128, 12)]
 LINEAR = {
@@ -61,7 +63,30 @@ EVERYWHERE = ("linear_ahead.cu", "linear_chains.cu")  # of the fused layer's ker
 
 
 def capabilities(file: str) -> list[tuple[int, int]]:
-    return [(9, 0)] if file.startswith("linear_") and file not in EVERYWHERE else CAPABILITIES
+    return [HOPPER] if file.startswith("linear_") and file not in EVERYWHERE else CAPABILITIES
+
+
+def pairs(file: str) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Each kernel with Hopper and with an older architecture, and each architecture with a kernel.
+
+    To the sources there are two kinds of architectures, see below.
+    """
+    for number, name in enumerate(INSTANCES[file]):
+        chosen = {HOPPER, OLDER[number % len(OLDER)], *NEWER[number : number + 1]}
+        yield from ((name, each) for each in capabilities(file) if each in chosen)
+
+
+def test_sources_tell_hopper_from_older_architectures_alone() -> None:
+    csrc = files("samebits.kernels").joinpath("csrc")
+    lines = {line for file in csrc.iterdir() for line in file.read_text(encoding="utf-8").splitlines()}
+    assert {line for line in lines if "__CUDA_ARCH" in line} == {"#if __CUDA_ARCH__ >= 900"}
+
+
+def test_every_architecture_is_compiled_for() -> None:
+    for file in INSTANCES:
+        found = list(pairs(file))
+        assert {name for name, _ in found} == {*INSTANCES[file]}
+        assert {each for _, each in found} == {*capabilities(file)}
 
 
 def test_every_file_is_known() -> None:
@@ -88,7 +113,7 @@ def symbols(binary: bytes) -> set[str]:
 
 @pytest.mark.parametrize(
     ("file", "kernel", "capability"),
-    [(file, name, each) for file, names in INSTANCES.items() for name in names for each in capabilities(file)],
+    [(file, *pair) for file in INSTANCES for pair in pairs(file)],
     ids=lambda value: value if isinstance(value, str) else nvrtc.architecture(value),
 )
 def test_kernels_compile(file: str, kernel: str, capability: tuple[int, int]) -> None:
