@@ -25,6 +25,7 @@ from samebits.format.container import Checkpoint
 from samebits.integrations.diffusers.quantizer import convert
 from samebits.nn.packed_linear import PackedLinearModule
 from samebits.plans import dispatch
+from tests.fresh import run_python
 from tests.integrations.diffusers_models import (
     ARCHITECTURES,
     Reference,
@@ -35,7 +36,6 @@ from tests.integrations.diffusers_models import (
     output,
 )
 from tests.integrations.models import assert_same_checkpoint, compress_folder, files, packed_parameters
-from tests.integrations.test_hooks import run_python
 
 
 @pytest.fixture(scope="module")

@@ -21,9 +21,9 @@ from examples.diffusion_pipeline import tiny_pipeline
 
 import samebits
 from samebits.errors import DtypeError, InputError
+from tests.fresh import run_python
 from tests.integrations.diffusers_models import ARCHITECTURES, assert_same_bytes
 from tests.integrations.models import MIN_WEIGHTS, files, packed_parameters
-from tests.integrations.test_hooks import run_python
 
 PACKED = ("transformer", "text_encoder", "text_encoder_2")
 CONFIGS = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import multiprocessing
 import os
 import stat
 from dataclasses import asdict
@@ -19,6 +18,7 @@ from samebits.plans import store
 from samebits.plans.environment import Environment
 from samebits.plans.key import PlanKey
 from samebits.plans.store import GroupOutcome, Outcome, PlanStore
+from tests.fresh import context
 from tests.plans.conftest import ENVIRONMENT
 
 KEY = PlanKey(4096, 1024, 1, False, "blas=Cublas reduction=(True,True)")
@@ -177,7 +177,6 @@ def write_many(folder: Path, process: int) -> None:
 
 def test_several_processes_at_once(tmp_path: Path) -> None:
     """Nobody's plans are lost, and nobody reads half a file."""
-    context = multiprocessing.get_context("spawn")
     workers = [context.Process(target=write_many, args=(tmp_path, process)) for process in (1, 2, 3)]
     for worker in workers:
         worker.start()
