@@ -32,9 +32,9 @@ from samebits.jobs.compress import Compression
 from samebits.jobs.options import CompressOptions, RunOptions
 from samebits.jobs.workers import Workers
 from samebits.jobs.workspace import Workspace
-from samebits.parallel import threads
 from samebits.verify import verify_against
 from tests.jobs.checkpoints import files_of, stored, weights, write_file, write_folder
+from tests.jobs.in_workers import blocked, die, double, threads_of
 from tests.jobs.test_jobs import compress, decompress, in_planes
 
 KILLED_AFTER_ONE_SHARD = """
@@ -711,14 +711,6 @@ def test_a_read_only_destination(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert not (tmp_path / "packed").exists()
 
 
-def die(_: int) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def double(number: int) -> int:
-    return 2 * number
-
-
 def test_workers_keep_the_order_and_stay_bounded() -> None:
     asked: list[int] = []
 
@@ -732,10 +724,6 @@ def test_workers_keep_the_order_and_stay_bounded() -> None:
         assert next(results) == 0
         assert len(asked) <= 5
         assert list(results) == [2 * number for number in range(1, 20)]
-
-
-def threads_of(_: int) -> int:
-    return threads()
 
 
 def test_workers_share_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -770,10 +758,6 @@ if __name__ == "__main__":
     with Workers(2) as workers:
         list(workers.map(report, range(2)))
 """
-
-
-def blocked(_: int) -> bool:
-    return signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 def test_ctrl_c_reaches_no_worker() -> None:
