@@ -108,9 +108,13 @@ def test_same_gradients(plain: Reference, implementation: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("pieces", [False, True])
 @pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
-def test_compiled(plain: Reference, implementation: str, pieces: bool, tmp_path: Path) -> None:
-    """One graph, in which experts that are not in pieces are decoded by the operators for some of them."""
-    reference, model = load(plain, implementation, pieces, tmp_path)
+@pytest.mark.parametrize("name", NAMES)
+def test_compiled(references, name: str, implementation: str, pieces: bool, tmp_path: Path) -> None:
+    """One graph, in which experts that are not in pieces are decoded by the operators for some of them.
+
+    Of four experts: each piece is a node of the graph.
+    """
+    reference, model = load(references(name), implementation, pieces, tmp_path)
     operators: Counter[str] = Counter()
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -121,7 +125,7 @@ def test_compiled(plain: Reference, implementation: str, pieces: bool, tmp_path:
 
     torch.compiler.reset()
     with torch.no_grad():
-        logits = torch.compile(model, backend=backend, fullgraph=True)(plain.tokens).logits
+        logits = torch.compile(model, backend=backend, fullgraph=True)(reference.tokens).logits
     assert_same_bits(logits, reference.logits)
     own = {"batched_mm": {"samebits.decode_rows": 4}, "grouped_mm": {"samebits.decode_experts": 4}}[implementation]
     assert operators == Counter({} if pieces else own) + Counter({"samebits.decode_rows": 1})  # and the embedding
