@@ -3,21 +3,38 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from samebits.cli import app
+from samebits.cli import app, memory
 from samebits.cli.generate import default_model
 from samebits.errors import InputError
-from samebits.integrations.model_memory import MOST_TOKENS
+from samebits.format.folder import CONFIG
+from samebits.integrations.model_memory import MOST_TOKENS, ModelMemory, Weights, model_memory
 from samebits.kernels.tables import MAX_TABLE_BYTES
+from samebits.nn.selection import Selection
 from samebits.sizes import parse_size, size
 from tests.cli.conftest import Command
+from tests.fresh import run_python
 
 CACHE = 4 * 2 * 5 * 32 * 2  # layers, keys and values, heads, their size, bytes: of a token of the example
+
+known: dict[tuple[bytes, Selection, Weights | None], ModelMemory] = {}
+
+
+@pytest.fixture(autouse=True)
+def _each_model_is_followed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often tests ask of one: it is what its configuration says, wherever that lies."""
+
+    def once(folder: Path, selection: Selection, weights: Weights | None) -> ModelMemory:
+        config = folder / CONFIG
+        key = config.read_bytes() if config.is_file() else b"", selection, weights
+        if key not in known:
+            known[key] = model_memory(folder, selection, weights)
+        return known[key]
+
+    monkeypatch.setattr(memory, "model_memory", once)
 
 
 @pytest.fixture
@@ -148,9 +165,7 @@ def test_what_libraries_say_of_a_config_is_not_shown(config: Path) -> None:
     """transformers of the token, torch of a model without any weights."""
     path = config / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"pad_token_id": -1, "hidden_size": 0}))
-    command = [sys.executable, "-c", "from samebits.cli import main; main()", "estimate", config, "--context", "9"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert run_python("from samebits.cli import main; main()", "estimate", str(config), "--context", "9") == ""
 
 
 @pytest.mark.parametrize("options", [(), ("--min-weights", 1024)], ids=str)
