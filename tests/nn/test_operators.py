@@ -23,7 +23,9 @@ from samebits.nn.recipe import Piece, Recipe
 pytest.importorskip("expecttest", reason="torch's samples of its operators need expecttest")
 
 with patch.object(torch.backends, "disable_global_flags"):  # for all tests of this process
+    from torch.testing._internal import common_utils
     from torch.testing._internal.common_methods_invocations import op_db
+    from torch.testing._internal.opinfo import core
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -47,6 +49,13 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 def _all_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """However small."""
     monkeypatch.setattr(encode, "gains", lambda header: True)
+
+
+@pytest.fixture(autouse=True)
+def _samples_are_of_no_unittest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch finds in most of a test's time: for each iterator it reads the sources of all functions that run."""
+    for module in (common_utils, core):
+        monkeypatch.setattr(module, "extract_test_fn", lambda: None)
 
 
 def packed_weight(tensor: torch.Tensor) -> LazyWeight | None:
