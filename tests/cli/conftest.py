@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from samebits.cli import console
 from samebits.cli.run import run
@@ -41,11 +43,17 @@ class Outcome:
 
 Command = Callable[..., Outcome]
 
+made_command = cache(typer.main.get_command)
+
 
 @pytest.fixture
 def samebits(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
-    """``samebits(*arguments)`` runs the command line, without lines of progress, however slow the machine is."""
+    """``samebits(*arguments)`` runs the command line, without lines of progress, however slow the machine is.
+
+    typer makes its parser once, which else takes longer than most commands.
+    """
     monkeypatch.setattr(console, "_SECONDS_BETWEEN_LINES", float("inf"))
+    monkeypatch.setattr(typer.main, "get_command", made_command)
 
     def call(*arguments: object) -> Outcome:
         capsys.readouterr()
