@@ -14,10 +14,10 @@ from samebits.integrations import forward_memory
 from samebits.integrations.forward_memory import ForwardMemory
 from samebits.integrations.model_shapes import meta_model
 from samebits.nn.packed_module import packed_parameters
-from samebits.plans.planner import MANY_TOKENS
+from samebits.plans.planner import FEW_TOKENS
 from tests.integrations.models import MIN_WEIGHTS, make
 
-MANY = MANY_TOKENS + 32
+MANY = FEW_TOKENS + 32
 LARGE = {"max_position_embeddings": 2 * MANY, "hidden_size": 512, "intermediate_size": 1024}
 ELEMENTS = 2  # bytes
 
@@ -76,7 +76,7 @@ def test_what_a_pass_decodes(tmp_path: Path) -> None:
         found = followed(tmp_path, {name: ["weight"] for name in packed})[1].prompt(tokens, 1)
         return found.packed - found.plain
 
-    assert beside(names, MANY_TOKENS) == beside(["lm_head"], MANY) == 0
+    assert beside(names, FEW_TOKENS) == beside(["lm_head"], MANY) == 0
     gate, both = beside([names[0], names[3]], MANY), beside([*names[:2], *names[3:5]], MANY)
     assert 0 < gate < one
     assert one < both <= 2 * one

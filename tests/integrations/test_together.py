@@ -121,7 +121,7 @@ def test_the_same_bits_with_weights_decoded_ahead(
     name: str, room: int, launches: list[int], ahead: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever launches have room for; with prompts and tokens in turns, experts that others do not ask for."""
-    monkeypatch.setattr(prefetch, "_FEW_TOKENS", 0)
+    monkeypatch.setattr(prefetch, "FEW_TOKENS", 0)
     monkeypatch.setattr(sys.modules[__name__], "SPARE", Spare(room, 0, 0))
     check(name, 3)
     assert ahead
@@ -141,7 +141,7 @@ def test_the_same_bits_with_weights_decoded_together(
             return super().__call__(*every)
 
     monkeypatch.setattr(call, "_outcome", lambda key, packed, device: Outcome(None, "none"))
-    monkeypatch.setattr(prefetch, "_FEW_TOKENS", 0)
+    monkeypatch.setattr(prefetch, "FEW_TOKENS", 0)
     monkeypatch.setattr(prefetch, "DecodeTogether", Played)
     monkeypatch.setattr(prefetch, "suits", lambda packed: True)
     monkeypatch.setattr(carry, "_TOGETHER_WEIGHTS", room)

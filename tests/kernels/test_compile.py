@@ -67,12 +67,9 @@ def capabilities(file: str) -> list[tuple[int, int]]:
 
 
 def pairs(file: str) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Each kernel with Hopper and with an older architecture, and each architecture with a kernel.
-
-    To the sources there are two kinds of architectures, see below.
-    """
+    """Each kernel with Hopper, newer architectures, and one of the older ones, which have the same instructions."""
     for number, name in enumerate(INSTANCES[file]):
-        chosen = {HOPPER, OLDER[number % len(OLDER)], *NEWER[number : number + 1]}
+        chosen = {HOPPER, *NEWER, OLDER[number % len(OLDER)]}
         yield from ((name, each) for each in capabilities(file) if each in chosen)
 
 

@@ -97,7 +97,7 @@ def test_routed_experts_with_many_tokens(planner: FakePlanner, monkeypatch: pyte
     """No plans for numbers of tokens that no other call has, but those asked for, and those of other layers."""
     layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(20)).to(torch.bfloat16)
     samebits.compress(layers)
-    many = range(module.MANY_TOKENS + 1, module.MANY_TOKENS + 11)
+    many = range(module.FEW_TOKENS + 1, module.FEW_TOKENS + 11)
 
     def call() -> None:
         with monkeypatch.context() as on_cpu:

@@ -223,7 +223,7 @@ def test_long_products_of_many_tokens(gpu: FakeGpu, times: list[float], monkeypa
     reason = "decoding first is faster" if times[2] < times[1] else ""
     assert found(key()) == Outcome(LinearPlan(3, 1), reason, *times[1:])
     assert not asked
-    monkeypatch.setattr(calibrate, "_MANY_TOKENS", 1)
+    monkeypatch.setattr(calibrate, "_COOL_TOKENS", 1)
     calls = len(gpu.fused_calls)
     assert found(key(tokens=3)) == Outcome(LinearPlan(3, 1), "decoding first is faster", 710.0, 705.0)
     assert asked == [2]

@@ -232,7 +232,7 @@ def test_settings_that_a_weight_decoded_first_depends_on(
 
 @pytest.fixture
 def few_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call, "MANY_TOKENS", 2)
+    monkeypatch.setattr(call, "FEW_TOKENS", 2)
 
 
 def have_plans(packed: PackedTensor, *tokens: int) -> list[bool]:

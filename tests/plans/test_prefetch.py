@@ -147,7 +147,7 @@ def model(gpu: FakeGpu, where: list[int], monkeypatch: pytest.MonkeyPatch) -> Mo
     monkeypatch.setattr(prefetch, "Products", made.launches.prefetching)
     monkeypatch.setattr(prefetch, "DecodeTogether", made.launches.together())
     monkeypatch.setattr(prefetch, "is_prefetchable", lambda packed, launch, device: True)
-    monkeypatch.setattr(prefetch, "_FEW_TOKENS", FEW)
+    monkeypatch.setattr(prefetch, "FEW_TOKENS", FEW)
     decode_beside_products_alone(monkeypatch)
     monkeypatch.setattr(dispatch, "together", Together())
     return made

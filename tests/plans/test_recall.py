@@ -315,7 +315,7 @@ def carrying(driver: Driver, monkeypatch: pytest.MonkeyPatch, steps: int = 12) -
     monkeypatch.setattr(
         linear_products, "_without_addresses", lambda packed: PrefetchedStructure(row_groups=packed.shape[0] // 8)
     )
-    monkeypatch.setattr(prefetch, "_FEW_TOKENS", 0)
+    monkeypatch.setattr(prefetch, "FEW_TOKENS", 0)
     modules = [layer(0, rows=CARRIER_ROWS), layer(1), layer(2, bias=True)]
     for _ in range(steps):
         step(modules)

@@ -1,8 +1,8 @@
 """Memory of large tensors that the CPU decodes, used again.
 
 The C library gets 32 MiB and more from the system each time and gives them back, and to clear the pages takes the
-system as long as decoding: a model would have that for each layer and each token. So the largest block is kept, and
-taken again when no tensor is in it any more.
+system as long as decoding: a model would have that for each layer and each token. So blocks are kept, and
+taken again when no tensor is in them any more.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How a tensor is to be packed: layout, shifts, code. Decided from counts alone, so every device decides alike.
 
-1. Row statistics: exponent histogram of the whole tensor, mean exponent of each row.
+1. Row statistics: exponent histogram of the tensor, or of rows at even distances if it is large; mean exponent of each.
 2. Shifts: rows of different scale are moved by whole powers of two onto a common target, so that one code fits them
    all. The target's fraction also decides which exponents pair up in a quad code's top7, whose lowest bit goes uncoded.
 3. The quad code over a sample of rows, the single code over the whole histogram; quad unless single is much smaller.

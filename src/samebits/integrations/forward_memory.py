@@ -26,7 +26,7 @@ from transformers.cache_utils import Cache
 from transformers.integrations import moe
 
 from samebits.integrations.transformers.cache import states_of
-from samebits.plans.planner import MANY_TOKENS
+from samebits.plans.planner import FEW_TOKENS
 
 _EXPERTS = "samebits_meta"  # as an implementation of transformers' experts
 _EXPERT_DIMENSIONS = 3  # of the weights that hold all experts of a layer
@@ -129,7 +129,7 @@ class ForwardMemory:
         def note(module: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
             given = next(each for each in (*inputs, *options.values()) if isinstance(each, torch.Tensor))
             made = output.nbytes if isinstance(output, torch.Tensor) else 0
-            has_many = given.numel() > MANY_TOKENS * given.shape[-1]
+            has_many = given.numel() > FEW_TOKENS * given.shape[-1]
             decoded = [each for each in self._packed[module] if has_many or each.dim() >= _EXPERT_DIMENSIONS]
             seen.append(_Seen(given, sum(2 * each.numel() for each in decoded), made if has_many else 0))
 

@@ -28,7 +28,7 @@ from samebits.kernels.tables import MAX_TABLE_BYTES
 from samebits.nn.packed_states import LATEST_TOKENS, ROOM_SHARE, default_block_tokens
 from samebits.nn.selection import HOLDS_ANY, Selection, tied, unpacked
 from samebits.nn.spared import spare
-from samebits.plans.planner import MANY_TOKENS
+from samebits.plans.planner import FEW_TOKENS
 
 if TYPE_CHECKING:
     from samebits.integrations.forward_memory import ForwardMemory, Pass
@@ -268,7 +268,7 @@ def _forward(model: nn.Module, decoded: Mapping[nn.Module, Sequence[nn.Parameter
 
     found = ForwardMemory(model, decoded)
     try:
-        found.prompt(2 * MANY_TOKENS, 1)
+        found.prompt(2 * FEW_TOKENS, 1)
         found.step(2, 1)
     except MISSING_VALUES:
         return None

@@ -22,7 +22,7 @@ from samebits.nn.packed_module import check_module
 from samebits.plans.calibrate import UNSUPPORTED
 from samebits.plans.environment import blas_state
 from samebits.plans.key import PlanKey
-from samebits.plans.planner import MANY_TOKENS, Planner
+from samebits.plans.planner import FEW_TOKENS, Planner
 from samebits.plans.store import Outcome
 from samebits.progress import Progress
 
@@ -117,7 +117,7 @@ class _Weight(NamedTuple):
     def expect(self, tokens: int) -> None:
         """That there is a plan for so many."""
         kept = self.kept
-        if kept and tokens > MANY_TOKENS:
+        if kept and tokens > FEW_TOKENS:
             kept.planned.add(tokens)
 
 
@@ -211,7 +211,7 @@ def _note_tokens(call: Callable[[], object], sizes: _Sizes, left: _Sizes) -> Non
 
 def _changing(weights: Sequence[_Weight], sizes: _Sizes, asked: Sequence[int]) -> set[int]:
     """Of the numbers of tokens that weights of a kind got in a call: those that no other call will have."""
-    got = Counter(tokens for weight in weights for tokens in sizes[weight.module] if tokens > MANY_TOKENS)
+    got = Counter(tokens for weight in weights for tokens in sizes[weight.module] if tokens > FEW_TOKENS)
     few = {tokens for tokens, users in got.items() if users * MAX_NUMBERS < len(weights)}
     return few.difference(asked) if len(got) > MAX_NUMBERS else set()
 

@@ -47,7 +47,7 @@ _COLD = 3  # the copies of a weight that are timed in turn are as large as so ma
 _MAX_COPIES = 48
 _MIN_CALLS = 12
 _MIN_LONG_CALLS = 3  # of as many tokens as let the clock fall
-_MANY_TOKENS = 512  # with more, tensor cores work so hard that the clock falls
+_COOL_TOKENS = 512  # with more, tensor cores work so hard that the clock falls
 _WARM_SECONDS = 0.3
 _LONG_US = 100.0  # calls that take longer are timed at their own clocks, if they have many tokens
 _ABOUT_AS_FAST = 1.05
@@ -196,7 +196,7 @@ def _raced(
     often works less hard and then runs at a higher one.
     """
     busy = {number: calls for number, launch in enumerate(launches) if (calls := _loaded(x, launch, operands))}
-    many = _has_many_tokens(x)
+    many = _lets_clock_fall(x)
     times = iter(microseconds([*fused, other, *busy.values()], warm_seconds=_WARM_SECONDS if many else 0.0))
     alone, other_us = list(islice(times, len(fused))), next(times)
     beside = dict(zip(busy, times, strict=True))
@@ -259,8 +259,8 @@ def _tokens(x: torch.Tensor) -> int:
     return x.numel() // x.shape[-1]
 
 
-def _has_many_tokens(x: torch.Tensor) -> bool:
-    return _tokens(x) > _MANY_TOKENS
+def _lets_clock_fall(x: torch.Tensor) -> bool:
+    return _tokens(x) > _COOL_TOKENS
 
 
 def _together(x: torch.Tensor, operands: Sequence[Operands], launch: Launch) -> list[torch.Tensor]:
@@ -293,5 +293,5 @@ def _cold_copies(weights: Sequence[PackedTensor], x: torch.Tensor) -> Iterator[S
         room = (torch.cuda.mem_get_info(device)[0] + reserve) // 4 // size
     count = max(1, min(wanted, room, _MAX_COPIES))
     copies = [weights, *([replace(packed, data=packed.data.clone()) for packed in weights] for _ in range(count - 1))]
-    for i in range(max(count, _MIN_LONG_CALLS if _has_many_tokens(x) else _MIN_CALLS)):
+    for i in range(max(count, _MIN_LONG_CALLS if _lets_clock_fall(x) else _MIN_CALLS)):
         yield copies[i % count]

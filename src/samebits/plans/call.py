@@ -15,7 +15,7 @@ from samebits.kernels.linear.products import LinearPlan, Operands, Products, is_
 from samebits.kernels.residents import ParameterBytes, make_room, resident
 from samebits.plans.environment import blas_state
 from samebits.plans.key import ALIGNMENT, PlanKey, key_of
-from samebits.plans.planner import MANY_TOKENS, Mode, Planner, mode
+from samebits.plans.planner import FEW_TOKENS, Mode, Planner, mode
 from samebits.plans.store import Outcome
 
 
@@ -81,7 +81,7 @@ def call_of(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) ->
     if kept and not changes_unseen:
         make_room(kept.calls, x.shape)
         kept.calls[x.shape] = call
-        if key.tokens > MANY_TOKENS:
+        if key.tokens > FEW_TOKENS:
             kept.planned.add(key.tokens)
     return call
 
@@ -114,7 +114,7 @@ def decoding(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -
     if key is None:
         return Decoding(None, False)
     is_final = not is_supported(packed.header, key.tokens, device) or key in Planner.of(device).known
-    return Decoding(key.state if key.tokens <= MANY_TOKENS else None, is_final)
+    return Decoding(key.state if key.tokens <= FEW_TOKENS else None, is_final)
 
 
 def _outcome(key: PlanKey, packed: PackedTensor, device: int) -> Outcome | None:
@@ -132,7 +132,7 @@ def _outcome(key: PlanKey, packed: PackedTensor, device: int) -> Outcome | None:
 
 def _waits(key: PlanKey, packed: PackedTensor) -> bool:
     """Whether a plan is not to be looked for yet: few tokens never wait."""
-    if key.tokens <= MANY_TOKENS:
+    if key.tokens <= FEW_TOKENS:
         return False
     kept = resident(packed.data)
     comes_often = kept is not None and kept.comes_often(key.tokens)

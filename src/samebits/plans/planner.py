@@ -21,7 +21,7 @@ from samebits.plans.key import PlanKey
 from samebits.plans.store import GroupOutcome, Outcome, PlanStore
 
 MODE_VARIABLE = "SAMEBITS_PLANS"
-MANY_TOKENS = 128  # with more, a search waits until their number comes back
+FEW_TOKENS = 128  # with more, a search waits until their number comes back, and weights may be decoded ahead
 LONG_SECONDS = 2.0  # a wait that a user wants to know the reason of
 _log = logging.getLogger(__name__)
 

@@ -29,10 +29,10 @@ from samebits.kernels.structures import MAX_PREFETCHED
 from samebits.plans.call import Call
 from samebits.plans.carrier import Carrier, Choice, NotedWeight, Window
 from samebits.plans.carry import Carrying, Coming, beside, best_way, led, together
+from samebits.plans.planner import FEW_TOKENS
 from samebits.plans.turn import Turns
 
 _NOTED = 32  # products behind a launch that are noted: more than two layers of most models
-_FEW_TOKENS = 128  # with no more, a fused product is faster than cuBLAS's
 
 
 class Made(NamedTuple):
@@ -230,7 +230,7 @@ class _Behind(NamedTuple):
 
 
 def _has_many_tokens(x: torch.Tensor) -> bool:
-    return x.numel() > _FEW_TOKENS * x.shape[-1]
+    return x.numel() > FEW_TOKENS * x.shape[-1]
 
 
 def _carrier_of(kept: Resident, shape: torch.Size) -> Carrier:

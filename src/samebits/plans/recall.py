@@ -33,7 +33,7 @@ from samebits.kernels.residents import ParameterBytes, Recalled, Resident, gradi
 from samebits.plans import environment
 from samebits.plans.call import Call, decoding
 from samebits.plans.carrier import Choice
-from samebits.plans.planner import MANY_TOKENS
+from samebits.plans.planner import FEW_TOKENS
 from samebits.plans.turn import Turns
 
 native: ModuleType | None
@@ -92,7 +92,7 @@ def _recall_of(turns: Any, known: Mapping[int, ParameterBytes]) -> Recall:
         interpreter=own._functorch.peek_interpreter_stack, modes=own._len_torch_dispatch_stack,
         tracing=own._get_tracing_state, is_grad_enabled=torch.is_grad_enabled, environment=environment,
         getters=environment.getters(), linear=F.linear, observers=own._len_torch_function_stack,
-        is_observed=environment.is_observed, few_tokens=MANY_TOKENS,
+        is_observed=environment.is_observed, few_tokens=FEW_TOKENS,
         empty=getattr(own._dynamo.guards, _EMPTY),
     )  # fmt: skip
     return recall
@@ -200,7 +200,7 @@ def remember_decoded(
 
 def _is_unplanned(kept: Recalled, x: torch.Tensor) -> bool:
     tokens = x.numel() // x.shape[-1]
-    return tokens > MANY_TOKENS and tokens not in kept.planned
+    return tokens > FEW_TOKENS and tokens not in kept.planned
 
 
 def weight(packed: PackedTensor) -> torch.Tensor:
