@@ -20,9 +20,12 @@ from diffusers.hooks import apply_layerwise_casting
 
 import samebits
 from samebits.cli.run import run
+from samebits.df11.checkpoint import open_checkpoint
 from samebits.errors import DigestError, DtypeError, FormatError, InputError
 from samebits.format.container import Checkpoint
 from samebits.integrations.diffusers.quantizer import convert
+from samebits.jobs.compress_df11 import Df11Compression
+from samebits.jobs.decompress import Decompression
 from samebits.nn.packed_linear import PackedLinearModule
 from samebits.plans import dispatch
 from tests.fresh import run_python
@@ -64,6 +67,21 @@ def assert_all_packed(model, reference: Reference) -> None:
     assert len(expected) > 10
     assert {name for name, _, _ in packed_parameters(model)} == expected
     assert model.hf_quantizer.report.packed.keys() == expected
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"low_cpu_mem_usage": False}, {"quantization_config": samebits.SamebitsConfig()}], ids=str
+)
+def test_layouts_of_dfloat11_are_refused(flux: Reference, options: dict[str, Any], tmp_path: Path) -> None:
+    """Whose units diffusers takes for weights that are missing; what is made of such a folder loads."""
+    units = {r"transformer_blocks\.\d+": ["attn.to_q", "attn.to_k"]}
+    Df11Compression(Checkpoint.open(flux.folder), tmp_path / "df11", units).run()
+    model_class = type(flux.model)
+    with pytest.raises(InputError, match=r"df11: a checkpoint in DFloat11's layout.*samebits compress"):
+        model_class.from_pretrained(tmp_path / "df11", dtype=torch.bfloat16, **options)
+    assert model_class.load_config(tmp_path / "df11")["dfloat11_config"]
+    Decompression(open_checkpoint(tmp_path / "df11"), tmp_path / "plain").run()
+    flux.assert_same(model_class.from_pretrained(tmp_path / "plain", dtype=torch.bfloat16, **options))
 
 
 def test_compressed_while_loading(any_model: Reference, config: samebits.SamebitsConfig) -> None:

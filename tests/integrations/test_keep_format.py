@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, MambaConfig, MambaForCausalLM, T5Config, T5EncoderModel
 
 import samebits
 from samebits.errors import DtypeError, FormatError, InputError
@@ -147,6 +147,37 @@ def test_options_of_samebits_are_refused() -> None:
 def test_other_dtypes_are_refused() -> None:
     with pytest.raises(DtypeError, match="bfloat16"):
         load(dtype=torch.float16)
+
+
+T5 = T5Config(vocab_size=200, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4)
+MAMBA = MambaConfig(vocab_size=200, hidden_size=64, num_hidden_layers=2, state_size=8)
+REACHING = {
+    "t5": (T5EncoderModel, T5, {r"encoder\.block\.\d+": ["layer.0.SelfAttention.q", "layer.0.SelfAttention.o"]}),
+    "mamba": (MambaForCausalLM, MAMBA, {r"backbone\.layers\.\d+": ["mixer.in_proj", "mixer.out_proj"]}),
+}
+
+
+@pytest.mark.parametrize("name", REACHING)
+def test_modules_that_initialize_what_is_below_them(name: str, tmp_path: Path) -> None:
+    """As they would weights of units, which are gone by then."""
+    model_class, config, units = REACHING[name]
+    torch.manual_seed(0)
+    model_class(config).bfloat16().save_pretrained(tmp_path / "plain")
+    Df11Compression(Checkpoint.open(tmp_path / "plain"), tmp_path / "df11", units).run()
+    kept = model_class.from_pretrained(tmp_path / "df11", keep_format=True)
+    kept.save_pretrained(tmp_path / "again")
+    assert not any("weight" in vars(module) for module in kept.modules())
+    tokens = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        expected = model_class.from_pretrained(tmp_path / "plain", dtype=torch.bfloat16)(tokens)[0]
+        assert_same_bits(kept(tokens)[0], expected)
+        assert_same_bits(model_class.from_pretrained(tmp_path / "again", keep_format=True)(tokens)[0], expected)
+
+
+def test_it_is_not_decompressed_in_place() -> None:
+    model = load()
+    with pytest.raises(InputError, match="keeps its weights in DFloat11's layout; load the model anew"):
+        samebits.decompress(model)
 
 
 def test_it_cannot_be_decompressed() -> None:

@@ -222,6 +222,23 @@ def test_merging_is_refused(name: str, merge: str, base: LlamaForCausalLM) -> No
     assert_same(logits(model), expected)
 
 
+@pytest.mark.parametrize("head", ["tied", "trained"])
+def test_merged_into_plain_layers_of_a_model_with_a_packed_embedding(head: str, tied: LlamaForCausalLM) -> None:
+    """A head that was trained is no longer the embedding, and the configuration says so; else it is as before."""
+    dense, packed = copy.deepcopy(tied), copy.deepcopy(tied)
+    assert [*samebits.compress(packed, min_weights=MIN_WEIGHTS, include=["*embed_tokens*"]).packed]
+    options = {"modules_to_save": ["lm_head"]} if head == "trained" else {}
+    merged = []
+    for model in (dense, packed):
+        with_adapter = adapted(model, init_lora_weights=False, target_modules=["q_proj"], **options)
+        merged.append(with_adapter.merge_and_unload())
+        assert merged[-1].config.tie_word_embeddings == (head == "tied")
+        assert "get_output_embeddings" not in vars(merged[-1])
+    assert not any(hasattr(module, "lora_A") for module in merged[1].modules())
+    assert isinstance(merged[1].model.embed_tokens, PackedModule)
+    assert_same(logits(merged[1]), logits(merged[0]))
+
+
 @pytest.mark.parametrize("merge", MERGES)
 def test_merging_of_mixed_adapters_is_refused(merge: str, base: LlamaForCausalLM) -> None:
     """Before anything is merged, as with adapters of one kind."""

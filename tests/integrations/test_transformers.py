@@ -113,6 +113,25 @@ def test_base_model_of_a_causal_model(llama: Reference, llama_folder: Path) -> N
         assert_same_bits(model(llama.tokens).last_hidden_state, expected)
 
 
+@pytest.mark.parametrize("way", ["in place", "while loading", "folder"])
+def test_what_sees_images_tells_its_dtype(way: str, config: samebits.SamebitsConfig, tmp_path: Path) -> None:
+    """By its first parameter, of which pipelines ask it."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    plain = transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**sizes, image_size=32, patch_size=8))
+    plain.to(torch.bfloat16).save_pretrained(tmp_path / "plain")
+    options = {} if way == "in place" else {"quantization_config": config}
+    folder = tmp_path / "plain" if way != "folder" else compress_folder(tmp_path / "plain", tmp_path / "packed")
+    model = transformers.SiglipVisionModel.from_pretrained(folder, dtype=torch.bfloat16, **options)
+    if way == "in place":
+        samebits.compress(model, min_weights=MIN_WEIGHTS)
+    assert next(model.parameters()).dtype == torch.bfloat16
+    assert len(list(packed_parameters(model))) > 5
+    pixels = torch.randn(2, 3, 32, 32, dtype=torch.bfloat16)
+    with torch.no_grad():
+        assert_same_bits(model(pixels).pooler_output, plain.eval()(pixels).pooler_output)
+
+
 def test_compressed_in_place_and_saved(reference: Reference, tmp_path: Path) -> None:
     model = reference.load()
     samebits.compress(model, min_weights=MIN_WEIGHTS)

@@ -320,9 +320,9 @@ def test_states_can_be_replaced() -> None:
     assert_same(layer, plain)
 
 
-@pytest.mark.parametrize("tokens", [0, -8])
-def test_blocks_of_no_tokens(tokens: int) -> None:
-    with pytest.raises(InputError, match=f"blocks of {tokens} tokens"):
+@pytest.mark.parametrize("tokens", [0, -8, 2.5, "many"])
+def test_blocks_of_no_tokens(tokens: Any) -> None:
+    with pytest.raises(InputError, match=f"blocks of {tokens!r} tokens"):
         samebits.PackedCache(block_tokens=tokens)
 
 

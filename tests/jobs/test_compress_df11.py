@@ -23,6 +23,7 @@ from samebits.format.container import Checkpoint
 from samebits.format.safetensors_file import SafetensorsFile
 from samebits.jobs.compress import Compression
 from samebits.jobs.compress_df11 import Df11Compression
+from samebits.jobs.decompress import Decompression
 from samebits.jobs.job import JobReport
 from samebits.jobs.options import CompressOptions, RunOptions
 from tests.jobs.checkpoints import Tensors, files_of, stored, weights, write_folder
@@ -190,6 +191,19 @@ def test_units_that_the_layout_cannot_hold_stay_raw(source: Path, tmp_path: Path
     content = blocks()
     expected = [content[f"blocks.0.{name}.weight"].view(torch.uint8).numpy().tobytes() for name in "ab"]
     assert decoded(target / "blocks_0.safetensors" if is_folder else target, "blocks.0") == expected
+
+
+def test_a_folder_in_which_every_unit_stayed_raw_is_decompressed(tmp_path: Path) -> None:
+    """Its config.json names units, so that it is no plain model."""
+    source = write_folder(tmp_path / "source")
+    for path in source.glob("*.safetensors*"):
+        path.unlink()
+    content = {"blocks.0.a.weight": torch.full((64, 48), 1.0, dtype=torch.bfloat16), "norm": weights(48)}
+    save_file(content, source / "model.safetensors")
+    assert compress(source, tmp_path / "df11", {r"blocks\.\d+": ["a"]}).raw_units
+    Decompression(open_checkpoint(tmp_path / "df11"), tmp_path / "back", RunOptions(device="cpu")).run()
+    assert stored(tmp_path / "back") == stored(source)
+    assert json.loads((tmp_path / "back" / "config.json").read_text()).keys().isdisjoint({KEY})
 
 
 def test_units_whose_files_would_have_the_same_name_share_it(tmp_path: Path) -> None:

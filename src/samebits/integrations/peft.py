@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -34,6 +35,7 @@ from samebits.nn.convert import decompress, hidden_weights
 from samebits.nn.df11 import holds_units
 from samebits.nn.lazy import LazyTensor
 from samebits.nn.packed_module import PackedModule, packed_parameters
+from samebits.nn.selection import held
 from samebits.nn.state import as_plain
 
 
@@ -41,6 +43,7 @@ def register() -> None:
     """Put the methods in their place."""
     BaseTuner.inject_adapter = _freezing(BaseTuner.inject_adapter)
     BaseTuner._check_merge_allowed = _refusing(BaseTuner._check_merge_allowed)
+    BaseTuner._unload_and_optionally_merge = _comparing_ties(BaseTuner._unload_and_optionally_merge)
     MixedModel._unload_and_optionally_merge = _checking_first(MixedModel._unload_and_optionally_merge)
     for layer in _subclasses(BaseTunerLayer):
         if "unmerge" in layer.__dict__:
@@ -267,6 +270,41 @@ def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
         refuse_merging(self.model)
 
     return _check_merge_allowed
+
+
+def _comparing_ties(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def _unload_and_optionally_merge(self: Any, merge: bool = True, *args: Any, **kwargs: Any) -> Any:
+        """At the end PEFT compares where the weights of both embeddings are, and packed ones are nowhere."""
+        model = self.model
+        if not merge or next(packed_parameters(model), None) is None:
+            return original(self, merge, *args, **kwargs)
+        model.get_output_embeddings = lambda: None
+        try:
+            merged = original(self, merge, *args, **kwargs)
+        finally:
+            del model.get_output_embeddings
+        if self.get_model_config(model).get("tie_word_embeddings") and not _are_tied(model):
+            model.config.tie_word_embeddings = False
+            warnings.warn("the embeddings are not tied any more: tie_word_embeddings is False now", stacklevel=2)
+        return merged
+
+    return _unload_and_optionally_merge
+
+
+def _are_tied(model: Any) -> bool:
+    """Whether the embeddings of a model have one weight; also of one that does not say what they are."""
+    try:
+        both = model.get_input_embeddings(), model.get_output_embeddings()
+    except (AttributeError, NotImplementedError):
+        return True
+    weights = [getattr(each, "weight", None) for each in both]
+    if any(weight is None for weight in weights):
+        return True
+    if any(isinstance(weight, LazyTensor) for weight in weights):
+        first, second = (held(("", each, "weight")) for each in both)
+        return first == second
+    return bool(weights[0].data_ptr() == weights[1].data_ptr())  # type: ignore[union-attr]
 
 
 def _checking_first(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from samebits.df11 import unsaid
+from samebits.df11.checkpoint import Df11Checkpoint
 from samebits.df11.config import KEY as DF11_KEY
 from samebits.errors import InputError
 from samebits.format.container import Checkpoint, Entry
@@ -31,7 +32,7 @@ class Decompression(Job):
     def __init__(
         self, checkpoint: Checkpoint, destination: Path, run: RunOptions | None = None, progress: Progress = silent
     ) -> None:
-        if not checkpoint.is_packed:
+        if not checkpoint.is_packed and not isinstance(checkpoint, Df11Checkpoint):
             raise InputError(
                 "not compressed by samebits or DFloat11", where=str(checkpoint.path), mend="use it as it is"
             )

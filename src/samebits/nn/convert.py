@@ -22,6 +22,7 @@ from samebits.codecs.memory import staying
 from samebits.errors import DtypeError, InputError, SamebitsError
 from samebits.format.names import MIN_WEIGHTS, is_selected
 from samebits.format.packed import PackedTensor
+from samebits.nn.df11 import holds_units
 from samebits.nn.offload import refuse_offloaded
 from samebits.nn.packed_module import (
     PackedModule,
@@ -143,10 +144,14 @@ def decompress(module: nn.Module, *, progress: Progress | None = None) -> None:
         progress: as in compress.
 
     Raises:
-        InputError: not a module, or offloaded, or weights are on the meta device, where accelerate leaves those it
-            offloads; or a module's class was changed since it was packed. Nothing is decoded then.
+        InputError: not a module, or one in DFloat11's layout, or offloaded, or weights are on the meta device, where
+            accelerate leaves those it offloads; or a module's class was changed since it was packed. Nothing is decoded
+            then.
     """
     check_module(module, _TAKES)
+    if holds_units(module):
+        mend = "load the model anew without keep_format, or give its folder to `samebits decompress`"
+        raise InputError("the model keeps its weights in DFloat11's layout", mend=mend)
     refuse_offloaded(module)
     share_ties(module)
     groups = tied(list(packed_parameters(module)))

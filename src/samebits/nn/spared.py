@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any, cast
 
 from torch import nn
@@ -33,6 +34,8 @@ def spare(root: nn.Module) -> None:
                 parameters = list(_parameters(asked))
                 for owner, leaf in parameters[-1:] if path[-1:] == (LAST,) else parameters[:1]:
                     _reasons.setdefault(owner, {})[leaf] = _ASKED
+        for owner, leaf in _first(module) if _sees(module) else ():
+            _reasons.setdefault(owner, {})[leaf] = _ASKED
         for block in _blocks(module):
             _reasons.setdefault(block, {}).update(dict.fromkeys(block._parameters, _KNOWN))
         for name in _adapters(module):
@@ -74,10 +77,24 @@ def _parameters(root: nn.Module) -> Iterator[tuple[nn.Module, str]]:
                 yield module, name
 
 
+def _first(root: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    return islice(_parameters(root), 1)
+
+
+def _sees(model: nn.Module) -> bool:
+    """Whether it is a model of transformers for images, which pipelines of others ask for their dtype."""
+    is_model = ("transformers", "PreTrainedModel") in _bases(model)
+    return is_model and getattr(model, "main_input_name", None) == "pixel_values"
+
+
+def _bases(module: nn.Module) -> list[tuple[str, str]]:
+    """A module's classes: the package of each, and its name."""
+    return [(base.__module__.partition(".")[0], base.__name__) for base in type(module).__mro__]
+
+
 def _blocks(model: nn.Module) -> Iterator[nn.Module]:
     """Of a model of diffusers: what has others in it, by whose class caches, skipped layers and compilers find it."""
-    bases = [(base.__module__.partition(".")[0], base.__name__) for base in type(model).__mro__]
-    if ("diffusers", "ModelMixin") in bases:
+    if ("diffusers", "ModelMixin") in _bases(model):
         own = (module for module in model.modules() if not type(module).__module__.startswith("torch.nn."))
         yield from (module for module in own if module._modules and module is not model)
 

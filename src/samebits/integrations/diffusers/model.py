@@ -6,18 +6,21 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from functools import wraps
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from diffusers.configuration_utils import ConfigMixin
 from diffusers.models import modeling_utils
 from diffusers.models.modeling_utils import ModelMixin
 from diffusers.quantizers.pipe_quant_config import PipelineQuantizationConfig
 from diffusers.utils import SAFETENSORS_WEIGHTS_NAME
 from transformers.integrations.accelerate import load_offloaded_parameter
 
+from samebits.df11.config import KEY as DF11_KEY
 from samebits.errors import InputError, SamebitsError
 from samebits.format.folder import INDEX_SUFFIX, STEM
 from samebits.format.names import stored_name
@@ -29,6 +32,7 @@ from samebits.nn.convert import counting_weights
 from samebits.nn.offload import refuse_grouped
 from samebits.nn.packed_module import check_dtype, packed_parameters
 
+_is_loading: ContextVar[bool] = ContextVar("samebits_is_loading", default=False)  # by from_pretrained
 _DTYPE = "get_parameter_dtype"  # a function that other modules of diffusers may have imported already
 
 
@@ -38,6 +42,7 @@ def register() -> None:
     ModelMixin.to = _converting(ModelMixin.to)
     ModelMixin.num_parameters = counting_weights(ModelMixin.num_parameters)
     ModelMixin.save_pretrained = _saving(ModelMixin.save_pretrained)
+    ConfigMixin.load_config = classmethod(_refusing_df11(ConfigMixin.load_config.__func__))
     ModelMixin.from_pretrained = classmethod(_loading(ModelMixin.from_pretrained.__func__))
     modeling_utils._fetch_index_file = _finding_index(modeling_utils._fetch_index_file, modeling_utils._get_model_file)
     modeling_utils._get_model_file = _finding_file(modeling_utils._get_model_file)
@@ -102,15 +107,31 @@ def _loading(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def from_pretrained(cls: Any, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
         """What is being loaded is not a compressed model until its quantizer says so."""
-        token = compressed.set(False)
+        token, loads = compressed.set(False), _is_loading.set(True)
         try:
             return original(cls, pretrained_model_name_or_path, **kwargs)
         except SamebitsError as error:
             raise (error if error.where else error.at(str(pretrained_model_name_or_path))) from None
         finally:
             compressed.reset(token)
+            _is_loading.reset(loads)
 
     return from_pretrained
+
+
+def _refusing_df11(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def load_config(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        """diffusers would leave the weights of DFloat11's units as they are made, or without memory."""
+        loaded = original(cls, *args, **kwargs)
+        config = loaded[0] if isinstance(loaded, tuple) else loaded
+        if _is_loading.get() and DF11_KEY in config and "quantization_config" not in config:
+            what = "a checkpoint in DFloat11's layout, which diffusers cannot load"
+            mend = "give it to `samebits compress` or `samebits decompress`, and load the folder that these write"
+            raise InputError(what, mend=mend)
+        return loaded
+
+    return load_config
 
 
 def _finding_file(original: Callable[..., Any]) -> Callable[..., Any]:

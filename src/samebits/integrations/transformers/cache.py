@@ -51,8 +51,8 @@ class PackedCache(DynamicCache):  # type: ignore[misc]
         offload_only_non_sliding: bool = False,
         block_tokens: int | None = None,
     ) -> None:
-        if block_tokens is not None and block_tokens < 1:
-            raise InputError(f"blocks of {block_tokens} tokens", mend="give a number from 1 on, or none")
+        if block_tokens is not None and (not hasattr(block_tokens, "__index__") or block_tokens < 1):
+            raise InputError(f"blocks of {block_tokens!r} tokens", mend="give a whole number from 1 on, or none")
         super().__init__(config=config, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding)
         new_layer = partial(PackedLayer, Arena(), block_tokens)
         self.layers = [new_layer() if is_packable(layer) else layer for layer in self.layers]

@@ -76,7 +76,8 @@ class LayoutQuantizer(HfQuantizer):  # type: ignore[misc]
         self, model: Any, checkpoint_files: Sequence[str] = (), **kwargs: Any
     ) -> None:
         with torch.device("cpu"):  # not the meta device that the model is made on
-            self._files = _Layout(model, Path(checkpoint_files[0]).parent).attach()
+            layout = _Layout(model, Path(checkpoint_files[0]).parent)
+            self._files, self._owners = layout.attach(), layout.owners
 
     def tensors(self, device_map: Mapping[str, Any] | None, files: ExitStack) -> dict[str, Any]:
         """The checkpoint's tensors, to be read when transformers wants them.
@@ -93,6 +94,8 @@ class LayoutQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         """Its config is that of the checkpoint, and some models compute otherwise where it says more."""
+        for owner in self._owners:
+            del owner.__dict__["weight"]
         del model.config.quantization_config
         compute_as_plain(model)
         return model
@@ -109,6 +112,7 @@ class _Layout:
         self.model, self.names, self.memory = model, Names(model, conversions), DecodingMemory()
         self.checkpoint = open_checkpoint(folder, lambda _, names: shapes_in(model, conversions, names))
         self.held: set[str] = set()  # parameters that units hold
+        self.owners: list[torch.nn.Module] = []  # of these and of those tied to them; they have a stand-in
 
     def attach(self) -> dict[str, Path]:
         """Give the model its units; the files of all tensors of the checkpoint, as they are stored."""
@@ -143,7 +147,7 @@ class _Layout:
         attach_unit(self.model.get_submodule(paths.pop()), tensors, attributes, self.memory)
         self.held |= {target for target, _ in targets}
         for target, _ in targets:
-            _mark_loaded(self._module(target))
+            self._stand_in(target)
 
     def _tie(self) -> None:
         """Where a unit holds one of two tied weights, both modules run on it; transformers has nothing to tie then."""
@@ -153,7 +157,7 @@ class _Layout:
             if readers:
                 holder, reader = (self._module(name) for name in (*(set(pair) - readers), *readers))
                 share_unit(holder, reader, self.memory)
-                _mark_loaded(reader)
+                self._stand_in(*readers)
         for path, module in self.model.named_modules():
             if isinstance(module, PreTrainedModel):
                 prefix = f"{path}." if path else ""
@@ -172,13 +176,15 @@ class _Layout:
             patterns = {prefix.sub("", pattern, count=1): names for pattern, names in said["pattern_dict"].items()}
             model.config.dfloat11_config = {**said, "pattern_dict": patterns}
 
+    def _stand_in(self, weight: str) -> None:
+        """Has transformers find what is loaded where the weight was: it may initialize it with a module above."""
+        stand_in = torch.empty_like(self.names.parameters[weight], device="meta")
+        stand_in._is_hf_initialized = True  # type: ignore[attr-defined]
+        self.owners.append(self._module(weight))
+        self.owners[-1].__dict__["weight"] = stand_in
+
     def _module(self, weight: str) -> Any:
         return self.model.get_submodule(weight.removesuffix(_WEIGHT))
-
-
-def _mark_loaded(module: torch.nn.Module) -> None:
-    """transformers would initialize the weight that is gone."""
-    module._is_hf_initialized = not any(True for _ in module.parameters(recurse=False))  # type: ignore[assignment]
 
 
 def register() -> None:
