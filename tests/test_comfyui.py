@@ -49,7 +49,11 @@ def nodes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         return stand_in.ModelPatcher(stand_in.BaseModel(model), "cpu")
 
     paths, comfy, sd = ModuleType("folder_paths"), ModuleType("comfy"), ModuleType("comfy.sd")
-    paths.get_filename_list = lambda kind: sorted(path.name for path in folder.iterdir())  # type: ignore[attr-defined]
+
+    def files(kind: str) -> list[str]:
+        return sorted(str(path.relative_to(folder)) for path in folder.rglob("*.safetensors"))
+
+    paths.get_filename_list = files  # type: ignore[attr-defined]
     paths.get_full_path_or_raise = full_path  # type: ignore[attr-defined]
     sd.load_diffusion_model_state_dict = load  # type: ignore[attr-defined]
     comfy.sd = sd  # type: ignore[attr-defined]
@@ -80,13 +84,18 @@ def test_names(nodes: Any) -> None:
         assert node.CATEGORY
 
 
-def test_compress_and_load(nodes: Any, folder: Path) -> None:
-    (name,) = call(nodes.SamebitsCompressor, file="flux.safetensors")
-    assert name == "flux-samebits.safetensors"
-    assert (folder / name).stat().st_size < 0.85 * (folder / "flux.safetensors").stat().st_size
-    (expected,) = call(nodes.SamebitsLoader, file="flux.safetensors", keep_packed=False)
+@pytest.mark.parametrize("place", ["", "more/"])
+def test_compress_and_load(nodes: Any, folder: Path, place: str) -> None:
+    """Also in a folder of the models' folder: the result is a name that the loader knows."""
+    source = f"{place}flux.safetensors"
+    (folder / place).mkdir(exist_ok=True)
+    (folder / "flux.safetensors").rename(folder / source)
+    (name,) = call(nodes.SamebitsCompressor, file=source)
+    assert name == f"{place}flux-samebits.safetensors"
+    assert (folder / name).stat().st_size < 0.85 * (folder / source).stat().st_size
+    (expected,) = call(nodes.SamebitsLoader, file=source, keep_packed=False)
     assert not list(packed_parameters(expected.model.diffusion_model))
-    for file in ("flux.safetensors", name):
+    for file in (source, name):
         for keep in (True, False):
             (model,) = call(nodes.SamebitsLoader, file=file, keep_packed=keep)
             assert len(list(packed_parameters(model.model.diffusion_model))) == 2 * keep

@@ -51,7 +51,7 @@ class SamebitsLoader:
 
 
 class SamebitsCompressor:
-    """A compressed copy of a diffusion model's file; its name is the result."""
+    """A compressed copy of a diffusion model's file; its name, as the loader lists it, is the result."""
 
     CATEGORY = "loaders"
     FUNCTION = "compress"
@@ -72,7 +72,7 @@ class SamebitsCompressor:
                 print(line, end="", file=sys.stderr)
         if process.returncode:
             raise RuntimeError(line.strip() or f"samebits compress ended with exit code {process.returncode}")
-        return (target.name,)
+        return (str(Path(file).with_name(target.name)),)
 
 
 NODE_CLASS_MAPPINGS = {"SamebitsLoader": SamebitsLoader, "SamebitsCompressor": SamebitsCompressor}

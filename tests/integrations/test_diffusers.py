@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from functools import cache
@@ -82,6 +83,57 @@ def test_layouts_of_dfloat11_are_refused(flux: Reference, options: dict[str, Any
     assert model_class.load_config(tmp_path / "df11")["dfloat11_config"]
     Decompression(open_checkpoint(tmp_path / "df11"), tmp_path / "plain").run()
     flux.assert_same(model_class.from_pretrained(tmp_path / "plain", dtype=torch.bfloat16, **options))
+
+
+def motion_adapter(seed: int) -> Any:
+    torch.manual_seed(seed)
+    sizes = {"motion_layers_per_block": 1, "motion_norm_num_groups": 4, "motion_num_attention_heads": 2}
+    adapter = diffusers.MotionAdapter(block_out_channels=(32, 64), **sizes).to(torch.bfloat16)
+    for parameter in adapter.parameters():  # some are made zero
+        nn.init.normal_(parameter, std=0.02)
+    return adapter
+
+
+@pytest.fixture(scope="module")
+def motion_unet() -> Any:
+    torch.manual_seed(0)
+    unet = diffusers.UNet2DConditionModel(
+        sample_size=8, layers_per_block=1, block_out_channels=(32, 64), norm_num_groups=4, cross_attention_dim=32,
+        attention_head_dim=8, down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+    )  # fmt: skip
+    return diffusers.UNetMotionModel.from_unet2d(unet.to(torch.bfloat16), motion_adapter(1)).to(torch.bfloat16)
+
+
+def assert_same_weights(model: nn.Module, expected: nn.Module) -> None:
+    model = copy.deepcopy(model)
+    samebits.decompress(model)
+    found = {name: tensor.bfloat16().view(torch.int16) for name, tensor in model.state_dict().items()}
+    assert found.keys() == expected.state_dict().keys()
+    assert all(torch.equal(found[name], each.view(torch.int16)) for name, each in expected.state_dict().items())
+
+
+@pytest.mark.parametrize("packed", ["unet", "adapter", "both", "neither"])
+def test_motion_modules_of_another_adapter(motion_unet: Any, packed: str) -> None:
+    unet, adapter, expected = copy.deepcopy(motion_unet), motion_adapter(2), copy.deepcopy(motion_unet)
+    expected.load_motion_modules(adapter)
+    for model, names in ((unet, ("unet", "both")), (adapter, ("adapter", "both"))):
+        if packed in names:
+            assert samebits.compress(model, min_weights=256).packed
+    if packed == "unet":
+        with pytest.raises(InputError, match=r"its motion modules are packed, and the adapter's are not"):
+            unet.load_motion_modules(adapter)
+        assert_same_weights(unet, motion_unet)
+        return
+    unet.load_motion_modules(adapter)
+    assert_same_weights(unet, expected)
+
+
+def test_motion_modules_are_saved_plain(motion_unet: Any, tmp_path: Path) -> None:
+    unet = copy.deepcopy(motion_unet)
+    assert samebits.compress(unet, min_weights=256).packed
+    unet.save_motion_modules(str(tmp_path))
+    assert_same_weights(diffusers.MotionAdapter.from_pretrained(tmp_path), motion_adapter(1))
 
 
 def test_compressed_while_loading(any_model: Reference, config: samebits.SamebitsConfig) -> None:
