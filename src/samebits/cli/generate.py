@@ -94,11 +94,16 @@ def load_config(path: str) -> Any:
         InputError: transformers is missing or cannot load it, or it is that of another kind of model, or says that it
             has more layers than any.
     """
-    said, _ = _from_files(import_transformers().PreTrainedConfig.get_config_dict, path)
-    check_size(said, Path(path))
-    config = _load("AutoConfig", path)
+    transformers = import_transformers()
+
+    def load(place: str) -> Any:
+        said, _ = transformers.PreTrainedConfig.get_config_dict(place)
+        check_size(said, Path(path))
+        return transformers.AutoConfig.from_pretrained(place, trust_remote_code=False)
+
+    config = _from_files(load, path)
     has_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-    if not has_code and type(config) not in import_transformers().MODEL_FOR_CAUSAL_LM_MAPPING:
+    if not has_code and type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         what = f"{type(config).__name__.removesuffix('Config')} is no causal language model"
         raise InputError(what, where=path, mend=_MEND)
     return config

@@ -5,36 +5,26 @@ Modules of its own are saved plain, as their classes load nothing else; a model 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import wraps
-from typing import Any
+from collections.abc import Iterator
 
 from sentence_transformers.base.model import BaseModel
 from sentence_transformers.base.modules import Module
 from torch import nn
 
-from samebits.nn.convert import plain
+from samebits.nn.convert import saving_plain
 from samebits.nn.packed_module import PackedModule
 
 
 def register() -> None:
     """Have packed bytes come last, and what is saved be plain."""
     BaseModel.parameters = Module.parameters = parameters
-    Module.save_torch_weights = _saving(Module.save_torch_weights)
+    Module.save_torch_weights = saving_plain(Module.save_torch_weights)
 
 
 def parameters(self: nn.Module, recurse: bool = True) -> Iterator[nn.Parameter]:
     packed = [module for module in self.modules() if isinstance(module, PackedModule)]
     slots = {id(module._parameters[slot]) for module in packed for slot in module.sb_slots}
     return iter(sorted(nn.Module.parameters(self, recurse), key=lambda parameter: id(parameter) in slots))
-
-
-def _saving(original: Callable[..., None]) -> Callable[..., None]:
-    @wraps(original)
-    def save_torch_weights(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(plain(self), *args, **kwargs)
-
-    return save_torch_weights
 
 
 register()

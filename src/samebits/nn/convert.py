@@ -12,7 +12,7 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from functools import wraps
 from itertools import accumulate
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -176,17 +176,18 @@ def decompress(module: nn.Module, *, progress: Progress | None = None) -> None:
             told(part)
 
 
-def plain(module: nn.Module) -> nn.Module:
-    """The module itself, if nothing in it is packed; else a copy on the CPU, decompressed, to be saved by others.
+def saving_plain(original: Callable[..., None]) -> Callable[..., None]:
+    """A method of others' modules that saves weights, for which those of a compressed one are decoded, in a copy."""
 
-    Raises:
-        InputError: as decompress.
-    """
-    if next(packed_parameters(module), None) is None:
-        return module
-    copy = deepcopy(module).cpu()
-    decompress(copy)
-    return copy
+    @wraps(original)
+    def save(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        module = self
+        if next(packed_parameters(self), None) is not None:
+            module = deepcopy(self).cpu()
+            decompress(module)
+        original(module, *args, **kwargs)
+
+    return save
 
 
 def _tracked(groups: Sequence[list[Owned]], progress: Progress | None) -> Iterator[list[Owned]]:

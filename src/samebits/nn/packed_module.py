@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import wraps
+from types import FrameType
 from typing import Any, ClassVar, cast
 
 import torch
@@ -54,10 +55,10 @@ def _is_traced() -> bool:
 
     if get_proxy_mode() is not None:
         return False
-    frame = sys._getframe()
-    while frame.f_back is not None and frame.f_code is not Tracer.trace.__code__:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not Tracer.trace.__code__:
         frame = frame.f_back
-    return frame.f_code is Tracer.trace.__code__
+    return frame is not None
 
 
 class PackedModule(nn.Module):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
-from itertools import islice
 from typing import Any, cast
 
 from torch import nn
@@ -17,6 +16,7 @@ from samebits.nn.questions import CHILDREN, EVERY, LAST, Path, asked_parts
 
 _ASKED = "tells the model's code the dtype to compute with"
 _TRAINED = "belongs to an adapter"
+_ITSELF: Path = ()
 _KNOWN = "belongs to a block, which diffusers knows by its class"
 
 _reasons: weakref.WeakKeyDictionary[Any, dict[str, str]] = weakref.WeakKeyDictionary()
@@ -29,13 +29,11 @@ def spare(root: nn.Module) -> None:
         for leaf in [leaf for leaf, reason in reasons.items() if reason == _TRAINED]:
             del reasons[leaf]
     for module in root.modules():
-        for path in asked_parts(cast(Any, type(module))):
+        for path in (*asked_parts(cast(Any, type(module))), *([_ITSELF] if _sees(module) else ())):
             for asked in _parts(module, path):
                 parameters = list(_parameters(asked))
                 for owner, leaf in parameters[-1:] if path[-1:] == (LAST,) else parameters[:1]:
                     _reasons.setdefault(owner, {})[leaf] = _ASKED
-        for owner, leaf in _first(module) if _sees(module) else ():
-            _reasons.setdefault(owner, {})[leaf] = _ASKED
         for block in _blocks(module):
             _reasons.setdefault(block, {}).update(dict.fromkeys(block._parameters, _KNOWN))
         for name in _adapters(module):
@@ -77,14 +75,10 @@ def _parameters(root: nn.Module) -> Iterator[tuple[nn.Module, str]]:
                 yield module, name
 
 
-def _first(root: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    return islice(_parameters(root), 1)
-
-
 def _sees(model: nn.Module) -> bool:
     """Whether it is a model of transformers for images, which pipelines of others ask for their dtype."""
-    is_model = ("transformers", "PreTrainedModel") in _bases(model)
-    return is_model and getattr(model, "main_input_name", None) == "pixel_values"
+    takes_images = getattr(model, "main_input_name", None) == "pixel_values"
+    return takes_images and ("transformers", "PreTrainedModel") in _bases(model)
 
 
 def _bases(module: nn.Module) -> list[tuple[str, str]]:

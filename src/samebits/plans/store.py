@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -171,8 +172,7 @@ def read(path: Path) -> Stored:
     """A file's content; nothing, with a warning, if it cannot be used."""
     nothing = Stored({}, {}, {})
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        json.dumps(content, allow_nan=False)  # what JSON has no numbers for, Python reads
+        content = json.loads(path.read_text(encoding="utf-8"), parse_float=_finite, parse_constant=_finite)
         if content["version"] != _VERSION:
             _log.warning("%s: plans of version %s are ignored", path, content["version"])
             return nothing
@@ -211,6 +211,14 @@ def _keys(entries: Sequence[Mapping[str, Any]]) -> tuple[PlanKey, ...]:
     if len(entries) < 2:
         raise ValueError("a group of fewer than two products")
     return tuple(map(_key, entries))
+
+
+def _finite(text: str) -> float:
+    """A number in a file; Python reads and writes some that JSON does not have."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is no finite number")
+    return value
 
 
 def _microseconds(value: Any) -> float | None:
