@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 # Older versions are left alone.
-MINIMUM = {"transformers": "5.17", "diffusers": "0.42", "peft": "0.21", "sentence_transformers": "6.2"}
+MINIMUM = {"transformers": "5.17", "diffusers": "0.42", "peft": "0.21", "sentence_transformers": "6.2", "vllm": "0.26"}
 INSTALL_TRANSFORMERS = f"pip install 'transformers>={MINIMUM['transformers']}' accelerate"
 
 

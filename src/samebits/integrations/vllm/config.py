@@ -1,0 +1,110 @@
+"""What vLLM makes of a quantization_config: which layers get which method.
+
+The methods are imported when a layer asks for one: this file is, in each process of each engine, whatever its model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.platforms import current_platform
+
+from samebits.format.folder import KEY
+from samebits.format.names import MIN_WEIGHTS, is_selected
+
+_MIN_CAPABILITY = 80
+_EMBEDDING = "embed_tokens"  # which models do not tell the name of
+
+
+class SamebitsQuantization(QuantizationConfig):  # type: ignore[misc]
+    """Which weights vLLM's layers hold packed.
+
+    Args:
+        min_weights: smaller ones stay as they are.
+        include, exclude: shell patterns of vLLM's names, in which each part of a fused projection stands for itself
+            (``model.layers.0.self_attn.q_proj.weight``); one of which a part is left alone stays plain.
+    """
+
+    def __init__(
+        self, min_weights: int = MIN_WEIGHTS, include: Sequence[str] = (), exclude: Sequence[str] = ()
+    ) -> None:
+        super().__init__()
+        self.min_weights, self.include, self.exclude = min_weights, include, exclude
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> SamebitsQuantization:
+        """
+        Args:
+            config: the ``quantization_config`` of a config.json (FORMAT.md 7.4), or of vLLM's ``hf_overrides``.
+
+        Raises:
+            InputError, FormatError, VersionError: see SamebitsConfig.from_dict.
+        """
+        from samebits.integrations.transformers.quantizer import SamebitsConfig
+
+        made = SamebitsConfig.from_dict(config)
+        assert isinstance(made, SamebitsConfig)
+        return cls(made.min_weights, made.include, made.exclude)
+
+    def get_name(self) -> str:
+        return KEY
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.bfloat16]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return _MIN_CAPABILITY
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """None: vLLM's own for plain weights."""
+        from vllm.model_executor.layers.fused_moe import RoutedExperts
+        from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+        is_lookup = isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead)
+        if not self._selects(prefix or _EMBEDDING) or (is_lookup and _compiles_whole()):
+            return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
+        from samebits.integrations.vllm import loader
+        from samebits.integrations.vllm.experts import PackedExpertsMethod
+        from samebits.integrations.vllm.layers import PackedEmbeddingMethod, PackedLinearMethod
+
+        loader.register()  # before weights are loaded
+        if isinstance(layer, LinearBase):
+            return PackedLinearMethod(self.min_weights)
+        if isinstance(layer, VocabParallelEmbedding):
+            return PackedEmbeddingMethod(self.min_weights)
+        if isinstance(layer, RoutedExperts) and current_platform.is_cuda():
+            return PackedExpertsMethod(self.min_weights, layer.moe_config)
+        return None
+
+    def _selects(self, prefix: str) -> bool:
+        path, dot, leaf = prefix.rpartition(".")
+        parts = self.packed_modules_mapping.get(leaf, [leaf])
+        names = [f"{path}{dot}{part}.weight" for part in parts]
+        return all(is_selected(name, self.include, self.exclude) for name in names)
+
+
+def _compiles_whole() -> bool:
+    """Whether Inductor gets the model as one graph, not in pieces between attentions, as on CPUs.
+
+    It makes sums in float32 and rounds them where it happens to store them, which depends on how many tensors it reads
+    for them: of an embedding's row it knows two, and of an operator's result one.
+    """
+    from vllm.config import CompilationMode, get_current_vllm_config
+
+    compilation = get_current_vllm_config().compilation_config
+    return compilation.mode != CompilationMode.NONE and not compilation.splitting_ops
+
+
+def register() -> None:
+    register_quantization_config(KEY)(SamebitsQuantization)

@@ -1,0 +1,149 @@
+"""Linear layers, embeddings and heads: vLLM's own methods, but that the weight is packed once it is loaded.
+
+On CUDA devices a product is fused where vLLM's own is F.linear, of which samebits knows the bits. Everywhere else the
+weight is decoded, and handed to vLLM's own method.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from vllm import envs
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import get_forward_context, is_forward_context_available
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod, register_weight_loader_v2_supported_method
+from vllm.model_executor.layers.utils import default_unquantized_gemm, dispatch_unquantized_gemm
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
+from vllm.platforms import current_platform
+
+from samebits.errors import InputError
+from samebits.format.packed import PackedTensor
+from samebits.integrations.vllm.weights import Multiply, PackedWeight, pack
+from samebits.kernels.ops import decode_packed
+from samebits.plans import dispatch
+
+_DONE = "_already_called_process_weights_after_loading"  # vLLM deletes it before it loads a layer again
+_HELD = "sb_weights"  # what of a layer is packed, by name
+
+
+class Decoded:
+    """A layer as vLLM's methods are to see it, with plain weights; what they put into it does not stay."""
+
+    def __init__(self, layer: nn.Module, **weights: torch.Tensor) -> None:
+        self.__dict__.update(weights)
+        self._layer = layer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+
+def is_new(layer: nn.Module) -> bool:
+    """Whether a layer is still to be processed: vLLM asks for that as soon as it is loaded, and once more for all.
+
+    Raises:
+        InputError: it was processed, and is loaded anew: CUDA graphs know where its packed bytes are, and the new ones
+            may not fit there.
+    """
+    if getattr(layer, _DONE, False):
+        return False
+    if _HELD in layer.__dict__:
+        raise InputError("packed weights cannot be loaded anew in a running engine", mend="start another engine")
+    setattr(layer, _DONE, True)
+    return True
+
+
+def hold(layer: nn.Module, **weights: PackedWeight) -> None:
+    """Keep what is known of a layer's packed weights as long as the layer."""
+    layer.__dict__[_HELD] = weights
+
+
+class _Packed:
+    """What the methods of this file share; their other base is the one of vLLM's for plain weights."""
+
+    uses_meta_device = True
+
+    def __init__(self, min_weights: int) -> None:
+        super().__init__()
+        self.min_weights = min_weights
+
+    def create_weights(self, layer: nn.Module, *args: Any, **kwargs: Any) -> None:
+        with torch.device("meta"):
+            super().create_weights(layer, *args, **kwargs)  # type: ignore[misc]
+        initialize_online_processing(layer)
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        if not is_new(layer) or _owner(layer) is not layer:
+            return
+        made = pack(layer, "weight", self.min_weights, self._multiplier(layer))
+        if made is None:
+            super().process_weights_after_loading(layer)  # type: ignore[misc]
+            return
+        hold(layer, weight=made)
+        layer.register_buffer("sb_handle", made.handle, persistent=False)
+        layer.sb_shape = tuple(made.packed.shape)  # type: ignore[assignment]
+
+    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        owner = _owner(layer)
+        shape: Any = getattr(owner, "sb_shape", None)
+        if shape is None:
+            return super().apply(owner, x, bias)  # type: ignore[misc, no-any-return]
+        return torch.ops.samebits.vllm_product(x, owner.sb_handle, bias, shape[0])  # type: ignore[no-any-return]
+
+    def _multiplier(self, layer: nn.Module) -> Multiply:
+        gemm = getattr(self, "_gemm_impl", None) or dispatch_unquantized_gemm()
+        if current_platform.is_cuda() and gemm is default_unquantized_gemm and not envs.VLLM_BATCH_INVARIANT:
+            return _fused
+        prepare, multiply = super().process_weights_after_loading, super().apply  # type: ignore[misc]
+
+        def decode_first(packed: PackedTensor, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            plain = Decoded(layer, weight=nn.Parameter(decode_packed(packed), requires_grad=False))
+            prepare(plain)
+            return multiply(plain, x, bias)  # type: ignore[no-any-return]
+
+        return decode_first
+
+
+def _fused(packed: PackedTensor, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    made: torch.Tensor | None = dispatch.product_again(x, packed.data, bias)
+    if made is not None:
+        return made
+    return dispatch.linear(x, packed, bias) if _is_piece() else dispatch.linear_of_module(x, packed, bias)
+
+
+def _is_piece() -> bool:
+    """Whether a part of the model is captured: what would be decoded ahead for another part could not be used there."""
+    if not torch.cuda.is_current_stream_capturing():
+        return False
+    return not is_forward_context_available() or get_forward_context().cudagraph_runtime_mode != CUDAGraphMode.FULL
+
+
+def _owner(layer: nn.Module) -> nn.Module:
+    """The layer whose weight it uses: itself, unless it is tied to an embedding."""
+    return getattr(layer, "sb_tied", layer)
+
+
+@register_weight_loader_v2_supported_method
+class PackedLinearMethod(_Packed, UnquantizedLinearMethod):  # type: ignore[misc]
+    """Of a linear layer."""
+
+
+class PackedEmbeddingMethod(_Packed, UnquantizedEmbeddingMethod):  # type: ignore[misc]
+    """Of an embedding, or of a head, which may be tied to one."""
+
+    def create_weights(self, layer: nn.Module, *args: Any, **kwargs: Any) -> None:
+        super().create_weights(layer, *args, **kwargs)
+        layer.use_fused_embedding = False  # type: ignore[assignment]  # it reads the weight's memory
+
+    def embedding(self, layer: nn.Module, input_: torch.Tensor) -> torch.Tensor:
+        shape: Any = getattr(layer, "sb_shape", None)
+        if shape is None:
+            return super().embedding(layer, input_)  # type: ignore[no-any-return]
+        return torch.ops.samebits.vllm_rows(layer.sb_handle, input_, shape[1])  # type: ignore[no-any-return]
+
+    def tie_weights(self, layer: nn.Module, embed_tokens: nn.Module) -> nn.Module:
+        del layer.weight
+        layer.__dict__["sb_tied"] = embed_tokens  # and not as a part of it
+        return layer

@@ -1,0 +1,72 @@
+"""Reading compressed folders: their tensors, decoded one by one, where vLLM reads those of a checkpoint."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from tqdm.auto import tqdm
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.model_loader.weight_utils import enable_tqdm
+from vllm.platforms import current_platform
+
+from samebits.api import decode
+from samebits.format.container import Checkpoint, Entry
+from samebits.format.folder import check_published
+from samebits.format.names import original_name
+from samebits.format.safetensors_file import SUFFIX, SafetensorsFile
+
+_METHOD = "_get_weights_iterator"  # what iterates over a folder's tensors
+
+
+def register() -> None:
+    original = getattr(DefaultModelLoader, _METHOD)
+    if not hasattr(original, "__wrapped__"):
+        setattr(DefaultModelLoader, _METHOD, _reading_packed(original))
+
+
+def _reading_packed(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def get_weights_iterator(self: Any, source: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        folder, files, is_safetensors, *_ = self._prepare_weights(
+            source.model_or_path, source.subfolder, source.revision, source.fall_back_to_pt,
+            source.allow_patterns_overrides,
+        )  # fmt: skip
+        check_published(Path(folder))
+        if not is_safetensors or not any(_is_packed(Path(file)) for file in files):
+            return original(self, source)  # type: ignore[no-any-return]
+        self.counter_before_loading_weights = self.counter_before_loading_weights or time.perf_counter()
+        tensors = _tensors(Checkpoint.open(Path(folder)), enable_tqdm(self.load_config.use_tqdm_on_load))
+        return ((source.prefix + name, tensor) for name, tensor in tensors)
+
+    return get_weights_iterator
+
+
+def _is_packed(file: Path) -> bool:
+    return file.suffix == SUFFIX and any(original_name(name) is not None for name in SafetensorsFile.open(file).tensors)
+
+
+def _tensors(checkpoint: Checkpoint, shows_progress: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors, those that are packed decoded on the device of the platform.
+
+    Raises:
+        FormatError, DigestError: the files are damaged.
+    """
+    device = torch.device(current_platform.device_type)
+    files = checkpoint.by_file.values()
+    for entries in tqdm(files, desc="Loading compressed safetensors files", disable=not shows_progress):
+        for entry in entries:
+            entry.check()
+            yield entry.name, _tensor(entry, device)
+
+
+def _tensor(entry: Entry, device: torch.device) -> torch.Tensor:
+    if entry.is_packed:
+        return decode(entry.packed(), device)
+    with safe_open(entry.file.path, framework="pt") as file:
+        return file.get_tensor(entry.name)  # type: ignore[no-any-return]

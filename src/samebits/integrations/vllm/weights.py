@@ -1,0 +1,105 @@
+"""Packed weights of vLLM's layers, and the operators samebits::vllm_product and samebits::vllm_rows.
+
+vLLM compiles a model once for all its layers: their graphs are the same but for the tensors that they get. Packed bytes
+are of another size in each layer, and the fields of their headers are other numbers; so graphs get neither, but a
+handle: the first bytes of the packed ones. By where these are in memory an operator finds the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from weakref import WeakValueDictionary
+
+import torch
+from torch import nn
+
+from samebits.errors import InputError
+from samebits.format.packed import PackedTensor
+from samebits.kernels.ops import decode_rows
+from samebits.nn.convert import encode_parameter
+from samebits.nn.lazy import LazyWeight
+from samebits.nn.packed_module import slot_name, whole
+
+Multiply = Callable[[PackedTensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]  # packed, x and bias
+
+HANDLE = 16  # bytes
+_LIBRARY = torch.library.Library("samebits", "FRAGMENT")
+_weights: WeakValueDictionary[int, PackedWeight] = WeakValueDictionary()  # by the address of their bytes
+
+
+class PackedWeight:
+    """A parameter of a layer in packed form.
+
+    Attributes:
+        packed: its bytes are a parameter of the layer.
+        handle: uint8 [HANDLE], a view of the first bytes.
+        multiply: makes a product with it; None for a weight that is no matrix.
+    """
+
+    def __init__(self, packed: PackedTensor, multiply: Multiply | None) -> None:
+        self.packed, self.multiply = packed, multiply
+        self.handle = packed.data[:HANDLE]
+        _weights[packed.data.data_ptr()] = self
+
+
+def pack(layer: nn.Module, name: str, min_weights: int, multiply: Multiply | None = None) -> PackedWeight | None:
+    """Pack a loaded parameter in place; None if it stays as it is: it is small, no BF16, or would not get smaller.
+
+    The bytes are a parameter of the layer then. What reads the layer's weight under its old name gets a LazyWeight.
+    """
+    weight: torch.Tensor = layer._parameters[name]  # type: ignore[assignment]
+    if weight.is_meta or weight.numel() < min_weights:
+        return None
+    plain = weight.detach().as_subclass(torch.Tensor)
+    packed = encode_parameter(plain, f"{type(layer).__name__}.{name}")
+    if packed is None:
+        return None
+    data = nn.Parameter(packed.data, requires_grad=False)
+    made = PackedWeight(PackedTensor(packed.header, data), multiply)
+    delattr(layer, name)
+    layer.register_parameter(slot_name(name), data)
+    layer.__dict__[name] = LazyWeight(whole(packed, name, plain), [data], requires_grad=False)
+    return made
+
+
+def _weight_of(handle: torch.Tensor) -> PackedWeight:
+    """
+    Raises:
+        InputError: the packed bytes have been moved.
+    """
+    found = _weights.get(handle.data_ptr())
+    if found is None:
+        mend = "do without what moves weights: cpu_offload_gb, and other offloading of vLLM's"
+        raise InputError("packed weights are no longer where they were loaded to", mend=mend)
+    return found
+
+
+def _product(x: torch.Tensor, handle: torch.Tensor, bias: torch.Tensor | None, rows: int) -> torch.Tensor:
+    weight = _weight_of(handle)
+    assert weight.multiply is not None
+    return weight.multiply(weight.packed, x, bias)
+
+
+def _product_fake(x: torch.Tensor, handle: torch.Tensor, bias: torch.Tensor | None, rows: int) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], rows))
+
+
+def _rows(handle: torch.Tensor, ids: torch.Tensor, columns: int) -> torch.Tensor:
+    return decode_rows(_weight_of(handle).packed, ids)
+
+
+def _rows_fake(handle: torch.Tensor, ids: torch.Tensor, columns: int) -> torch.Tensor:
+    return handle.new_empty((*ids.shape, columns), dtype=torch.bfloat16)
+
+
+_LIBRARY.define(
+    "vllm_product(Tensor x, Tensor handle, Tensor? bias, int rows) -> Tensor",
+    tags=(torch.Tag.flexible_layout,),  # as samebits::linear
+)
+_LIBRARY.define("vllm_rows(Tensor handle, Tensor ids, int columns) -> Tensor")
+for _name, _implementation, _fake in (
+    ("vllm_product", _product, _product_fake),
+    ("vllm_rows", _rows, _rows_fake),
+):
+    _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"samebits::{_name}", _fake, lib=_LIBRARY)
