@@ -14,11 +14,13 @@ TEST_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.samebits-ready
+VLLM_VENV := .venv-vllm
+VLLM_READY := $(VLLM_VENV)/.samebits-ready
 SOURCE := PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}"
 IN_PLACE := $(SOURCE) $(PYTHON)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check test-gpu sanitize native bench bench-gpu bench-models tables clean
+.PHONY: help setup demo test check setup-vllm test-vllm test-gpu sanitize native bench bench-gpu bench-models tables clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -43,6 +45,18 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+setup-vllm: $(VLLM_READY)  ## .venv-vllm with samebits and vLLM for CPUs, 4 GB
+
+# What vLLM can do without, and what fails to load beside a torch for CPUs.
+$(VLLM_READY): pyproject.toml
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install $(PIP_ARGS) --editable ".[dev-vllm]"
+	$(VLLM_VENV)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
+	@touch $@
+
+test-vllm: setup-vllm  ## vLLM's tests on CPUs, in three minutes
+	$(VLLM_VENV)/bin/python -m pytest tests/serving -n 2 --dist worksteal
 
 native:  ## the part in C, for PYTHON as it is, into the source tree; samebits works without it
 	-$(PYTHON) setup.py --quiet build_ext --inplace

@@ -20,7 +20,7 @@ from common import read_results
 from glance import glance
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = ("families", "h100", "language-models", "offload", "parallel", "plans")
+DOCUMENTS = ("families", "h100", "language-models", "offload", "parallel", "plans", "vllm")
 PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{page}.md" for page in DOCUMENTS))
 LIKE = {  # results of another card, whose tables are the same
     "h100": "h200",
@@ -293,6 +293,18 @@ COLUMNS: dict[str, dict[str, Cell]] = {
     },
     **{f"generate.{way}": GENERATE_COLUMNS for way in ("graphs", "preferred")},
     **{f"generate.{way}": GENERATE_COLUMNS | IN_TURNS for way in ("eager", "compile")},
+    "vllm_generate.vllm": {
+        "model": "model",
+        "sequences": "batch",
+        "BF16, tokens/s": with_spread("bf16_tokens_per_s", 0),
+        "samebits, tokens/s": with_spread("samebits_tokens_per_s", 0),
+        "times BF16's speed": decimals("speed", 2),
+        "first token, ms, BF16": milliseconds("bf16_first_token"),
+        "samebits": milliseconds("samebits_first_token"),
+        "weights, BF16": gigabytes("bf16_weight_bytes"),
+        "weights, samebits": gigabytes("samebits_weight_bytes"),
+        "tokens and log-probabilities": verdict("same"),
+    },
     "profile.steps": {
         "model": "model",
         "weights": "form",

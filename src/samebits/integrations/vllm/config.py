@@ -72,7 +72,7 @@ class SamebitsQuantization(QuantizationConfig):  # type: ignore[misc]
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
         is_lookup = isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead)
-        if not self._selects(prefix or _EMBEDDING) or (is_lookup and _compiles_whole()):
+        if not self._selects(prefix or _EMBEDDING) or (is_lookup and _compiles()):
             return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
         from samebits.integrations.vllm import loader
         from samebits.integrations.vllm.experts import PackedExpertsMethod
@@ -94,16 +94,17 @@ class SamebitsQuantization(QuantizationConfig):  # type: ignore[misc]
         return all(is_selected(name, self.include, self.exclude) for name in names)
 
 
-def _compiles_whole() -> bool:
-    """Whether Inductor gets the model as one graph, not in pieces between attentions, as on CPUs.
+def _compiles() -> bool:
+    """Whether Inductor compiles the model: then embeddings stay plain.
 
-    It makes sums in float32 and rounds them where it happens to store them, which depends on how many tensors it reads
-    for them: of an embedding's row it knows two, and of an operator's result one.
+    It makes one kernel of a look-up and the norm behind it; where an operator looks up, another one of the norm alone,
+    which adds up in another order. And sums of residuals it rounds where it stores them, which depends on how many
+    tensors it has read for them: two for a look-up, one for what an operator made.
     """
     from vllm.config import CompilationMode, get_current_vllm_config
 
-    compilation = get_current_vllm_config().compilation_config
-    return compilation.mode != CompilationMode.NONE and not compilation.splitting_ops
+    mode = get_current_vllm_config().compilation_config.mode
+    return mode is not None and mode != CompilationMode.NONE
 
 
 def register() -> None:

@@ -115,9 +115,9 @@ def _fused(packed: PackedTensor, x: torch.Tensor, bias: torch.Tensor | None) -> 
 
 def _is_piece() -> bool:
     """Whether a part of the model is captured: what would be decoded ahead for another part could not be used there."""
-    if not torch.cuda.is_current_stream_capturing():
+    if not torch.cuda.is_current_stream_capturing() or not is_forward_context_available():
         return False
-    return not is_forward_context_available() or get_forward_context().cudagraph_runtime_mode != CUDAGraphMode.FULL
+    return get_forward_context().cudagraph_runtime_mode is CUDAGraphMode.PIECEWISE  # NONE, where all of it is captured
 
 
 def _owner(layer: nn.Module) -> nn.Module:

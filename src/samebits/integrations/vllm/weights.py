@@ -16,6 +16,7 @@ from torch import nn
 from samebits.errors import InputError
 from samebits.format.packed import PackedTensor
 from samebits.kernels.ops import decode_rows
+from samebits.kernels.residents import resident
 from samebits.nn.convert import encode_parameter
 from samebits.nn.lazy import LazyWeight
 from samebits.nn.packed_module import slot_name, whole
@@ -56,6 +57,8 @@ def pack(layer: nn.Module, name: str, min_weights: int, multiply: Multiply | Non
         return None
     data = nn.Parameter(packed.data, requires_grad=False)
     made = PackedWeight(PackedTensor(packed.header, data), multiply)
+    if data.is_cuda and (known := resident(data)):
+        known.is_changing = True  # prompts and how many of them run together: no plans are looked for while they wait
     delattr(layer, name)
     layer.register_parameter(slot_name(name), data)
     layer.__dict__[name] = LazyWeight(whole(packed, name, plain), [data], requires_grad=False)

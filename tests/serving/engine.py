@@ -1,0 +1,51 @@
+"""One vLLM engine in a process of its own: ``python engine.py OPTIONS``, a JSON object; prints another, what it gave.
+
+Options: ``model``, ``arguments`` of vLLM's LLM, ``prompts`` (lists of tokens), ``reload`` to load the weights anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+os.environ |= {
+    "HF_HUB_OFFLINE": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_DISABLE_COMPILE_CACHE": "1", "VLLM_NO_USAGE_STATS": "1",
+}  # fmt: skip
+MARK = "GAVE "
+TOKENS = 12
+
+
+def values(places: Any) -> list[Any] | None:
+    """Log-probabilities as the numbers they are."""
+    return places and [place and {token: one.logprob.hex() for token, one in place.items()} for place in places]
+
+
+def main() -> None:
+    from inspected import read_weights, weights
+    from vllm import LLM, SamplingParams
+
+    options = json.loads(sys.argv[1])
+    llm = LLM(options["model"], max_model_len=128, max_num_seqs=4, skip_tokenizer_init=True, **options["arguments"])
+    sampling = [
+        SamplingParams(
+            temperature=number % 2, seed=number, max_tokens=TOKENS, ignore_eos=True, logprobs=3, prompt_logprobs=3,
+            detokenize=False,
+        )
+        for number in range(len(options["prompts"]))
+    ]  # fmt: skip
+    results = llm.generate([{"prompt_token_ids": prompt} for prompt in options["prompts"]], sampling, use_tqdm=False)
+    outputs = [
+        [list(each.outputs[0].token_ids), values(each.outputs[0].logprobs), values(each.prompt_logprobs)]
+        for each in results
+    ]
+    gave = {"outputs": outputs, "weights": llm.apply_model(weights), "read": llm.apply_model(read_weights)}
+    if "reload" in options:
+        llm.collective_rpc("reload_weights")
+    print(MARK + json.dumps(gave), flush=True)
+
+
+if __name__ == "__main__":
+    main()

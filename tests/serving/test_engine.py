@@ -1,0 +1,130 @@
+"""vLLM's engine with packed weights beside vLLM's without: tokens and log-probabilities, as bytes."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from samebits.format.container import Checkpoint
+from samebits.jobs.compress import Compression
+from samebits.jobs.options import RunOptions
+from tests.serving.conftest import KING_JAMES, Gave, run
+
+EAGER = {"dtype": "bfloat16", "enforce_eager": True}
+COMPILED = {"dtype": "bfloat16", "enforce_eager": False}
+PACKED = {"quantization": "samebits"}
+Plain = Callable[..., Gave]
+
+
+def compress(source: Path, folder: Path) -> Path:
+    Compression(Checkpoint.open(source), folder, None, RunOptions(device="cpu")).run()
+    return folder
+
+
+def assert_smaller(gave: Gave) -> None:
+    """All that is packed can be read as BF16, and takes less than seven tenths of that, on each rank."""
+    for weights, read in zip(gave["weights"], gave["read"], strict=True):
+        packed = {name: size for name, (dtype, size) in weights.items() if dtype == "torch.uint8"}
+        assert {name.removesuffix(".sb_packed") for name in packed} == read.keys()
+        assert sum(packed.values()) < 0.7 * 2 * sum(read.values())
+
+
+def packed_names(gave: Gave) -> set[str]:
+    return {name for name, (dtype, _) in gave["weights"][0].items() if dtype == "torch.uint8"}
+
+
+@pytest.fixture(scope="session")
+def compressed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compress(KING_JAMES, tmp_path_factory.mktemp("king-james") / "packed")
+
+
+def test_compressed_while_loading(plain: Plain) -> None:
+    expected, gave = plain(KING_JAMES, **EAGER), run(KING_JAMES, **EAGER, **PACKED)
+    assert gave["outputs"] == expected["outputs"]
+    assert "model.embed_tokens.sb_packed" in packed_names(gave)
+    assert "model.layers.3.self_attn.qkv_proj.sb_packed" in packed_names(gave)
+    assert_smaller(gave)
+
+
+def test_compressed_folder(plain: Plain, compressed: Path) -> None:
+    gave = run(compressed, **EAGER)
+    assert gave["outputs"] == plain(KING_JAMES, **EAGER)["outputs"]
+    assert "model.layers.0.mlp.gate_up_proj.sb_packed" in packed_names(gave)
+
+
+def test_compiled(plain: Plain) -> None:
+    """The embedding stays plain: Inductor makes other sums where it is not."""
+    expected, gave = plain(KING_JAMES, **COMPILED), run(KING_JAMES, **COMPILED, **PACKED)
+    assert gave["outputs"] == expected["outputs"]
+    assert "model.layers.0.mlp.down_proj.sb_packed" in packed_names(gave)
+    assert "model.embed_tokens.weight" in gave["weights"][0]
+
+
+def test_two_ranks(plain: Plain, untied: Path) -> None:
+    """Each holds its own part, packed; the head is a matrix of its own."""
+    two = {"tensor_parallel_size": 2, "rank_cores": (0, 1)}
+    expected, gave = plain(untied, **EAGER, **two), run(untied, **EAGER, **two, **PACKED)
+    assert gave["outputs"] == expected["outputs"]
+    assert len(gave["weights"]) == 2
+    assert "lm_head.sb_packed" in packed_names(gave)
+    assert_smaller(gave)
+
+
+def test_mixture_of_experts(plain: Plain, mixture: Path, tmp_path: Path) -> None:
+    """Its experts stay plain on a CPU, for which vLLM puts them into an order of its own."""
+    expected = plain(mixture, **EAGER)["outputs"]
+    for gave in (run(mixture, **EAGER, **PACKED), run(compress(mixture, tmp_path / "packed"), **EAGER)):
+        assert gave["outputs"] == expected
+        assert "model.layers.0.self_attn.o_proj.sb_packed" in packed_names(gave)
+
+
+def test_choices(plain: Plain) -> None:
+    """A fused projection of which a part is left alone is plain; embeddings go by the usual name."""
+    choices = {"quant_method": "samebits", "version": 1, "exclude": ["*.k_proj.weight", "embed_tokens.weight"]}
+    gave = run(KING_JAMES, **EAGER, **PACKED, hf_overrides={"quantization_config": choices})
+    assert gave["outputs"] == plain(KING_JAMES, **EAGER)["outputs"]
+    assert {name.rsplit(".", 2)[1] for name in packed_names(gave)} == {"o_proj", "gate_up_proj", "down_proj"}
+
+
+def damaged(source: Path, folder: Path) -> Path:
+    shutil.copytree(source, folder)
+    file = folder / "samebits.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1000] ^= 1
+    file.write_bytes(data)
+    return folder
+
+
+def unfinished(source: Path, folder: Path) -> Path:
+    shutil.copytree(source, folder)
+    (folder / ".samebits-job" / "publishing").mkdir(parents=True)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [(damaged, "the bytes differ from their digest"), (unfinished, "a job has not finished this folder")],
+)
+def test_bad_folders_are_refused(
+    make: Callable[[Path, Path], Path], said: str, compressed: Path, tmp_path: Path
+) -> None:
+    assert said in run(make(compressed, tmp_path / "bad"), **EAGER)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"dtype": "float16"}, "samebits"),
+        ({"hf_overrides": {"quantization_config": {"quant_method": "samebits", "version": 2}}}, "upgrade it"),
+        ({"hf_overrides": {"quantization_config": {"quant_method": "samebits"}}}, "has no version"),
+        ({"reload": True}, "packed weights cannot be loaded anew"),
+    ],
+)
+def test_bad_options_are_refused(arguments: dict[str, Any], said: str) -> None:
+    told = run(KING_JAMES, **EAGER | PACKED | arguments)
+    assert isinstance(told, str), "the engine started"
+    assert said in told

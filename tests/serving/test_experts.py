@@ -1,0 +1,95 @@
+"""Routed experts on a GPU, as far as that needs none: what vLLM's own method is handed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+from samebits.integrations.vllm import experts
+from samebits.integrations.vllm.experts import PackedExpertsMethod
+
+EXPERTS, ROWS, COLUMNS = 8, 64, 128
+
+
+class Layer(nn.Module):
+    """Routed experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        for name in ("w13_weight", "w2_weight"):
+            values = torch.randn(EXPERTS, ROWS, COLUMNS, generator=generator).to(torch.bfloat16)
+            self.register_parameter(name, nn.Parameter(values, requires_grad=False))
+        self.expert_map: torch.Tensor | None = None
+        self.activation = "silu"
+
+
+@pytest.fixture
+def method(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Whose base gives back what it is handed."""
+    monkeypatch.setattr(UnquantizedFusedMoEMethod, "process_weights_after_loading", lambda self, layer: None)
+    monkeypatch.setattr(UnquantizedFusedMoEMethod, "apply", lambda self, layer, *args, **kwargs: layer)
+    monkeypatch.setattr(UnquantizedFusedMoEMethod, "apply_monolithic", lambda self, layer, *args, **kwargs: layer)
+    made = PackedExpertsMethod.__new__(PackedExpertsMethod)
+    nn.Module.__init__(made)
+    made.min_weights, made.unquantized_backend = 1, UnquantizedMoeBackend.TRITON
+    return made
+
+
+def packed(method: Any) -> tuple[Layer, dict[str, torch.Tensor]]:
+    layer = Layer()
+    plain = {name: parameter.detach().clone() for name, parameter in layer.named_parameters()}
+    method.process_weights_after_loading(layer)
+    method.process_weights_after_loading(layer)  # as vLLM does
+    assert {parameter.dtype for parameter in layer.parameters()} == {torch.uint8}
+    return layer, plain
+
+
+def words(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.int16)
+
+
+@pytest.mark.parametrize("backend", [UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.FLASHINFER_CUTLASS])
+@pytest.mark.parametrize("by_name", [True, False])
+def test_routed_experts_are_plain(method: Any, backend: UnquantizedMoeBackend, by_name: bool) -> None:
+    method.unquantized_backend = backend
+    layer, plain = packed(method)
+    ids = torch.tensor([[1, 6], [6, 3]], dtype=torch.int32)
+    operands = {"topk_weights": torch.ones(2, 2), "topk_ids": ids}
+    x = torch.ones(2, COLUMNS)
+    seen = method.apply(layer, x, **operands) if by_name else method.apply(layer, x, *operands.values())
+    for name, expected in plain.items():
+        given = getattr(seen, name)
+        assert given.shape == expected.shape
+        assert given.stride() == expected.stride()
+        assert torch.equal(words(given[[1, 3, 6]]), words(expected[[1, 3, 6]]))
+    assert seen.activation == "silu"
+
+
+@pytest.mark.parametrize("case", ["many tokens", "expert parallel", "monolithic"])
+def test_all_experts_are_plain(method: Any, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nearly all are used, or their numbers are not those of this rank, or not known."""
+    monkeypatch.setattr(experts, "decode_experts", None)
+    layer, plain = packed(method)
+    ids = torch.zeros(64 if case == "many tokens" else 1, 2, dtype=torch.int32)
+    layer.expert_map = torch.arange(EXPERTS) if case == "expert parallel" else None
+    x = torch.ones(len(ids), COLUMNS)
+    if case == "monolithic":
+        seen = method.apply_monolithic(layer, x, torch.ones(1, EXPERTS))
+    else:
+        seen = method.apply(layer, x, torch.ones(len(ids), 2), ids)
+    assert all(torch.equal(words(getattr(seen, name)), words(expected)) for name, expected in plain.items())
+
+
+def test_small_ones_stay(method: Any) -> None:
+    method.min_weights = 2 * EXPERTS * ROWS * COLUMNS
+    layer = Layer()
+    method.process_weights_after_loading(layer)
+    assert {parameter.dtype for parameter in layer.parameters()} == {torch.bfloat16}
+    seen = method.apply(layer, torch.ones(1, COLUMNS), torch.ones(1, 2), torch.zeros(1, 2, dtype=torch.int32))
+    assert seen.w13_weight is layer.w13_weight
