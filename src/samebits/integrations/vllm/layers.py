@@ -64,6 +64,7 @@ class _Packed:
     """What the methods of this file share; their other base is the one of vLLM's for plain weights."""
 
     uses_meta_device = True
+    supports_pre_processed_weights = False  # what another process has packed
 
     def __init__(self, min_weights: int) -> None:
         super().__init__()
