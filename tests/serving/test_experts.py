@@ -59,9 +59,9 @@ def words(tensor: torch.Tensor) -> torch.Tensor:
 def test_routed_experts_are_plain(method: Any, backend: UnquantizedMoeBackend, by_name: bool) -> None:
     method.unquantized_backend = backend
     layer, plain = packed(method)
-    ids = torch.tensor([[1, 6], [6, 3]], dtype=torch.int32)
-    operands = {"topk_weights": torch.ones(2, 2), "topk_ids": ids}
-    x = torch.ones(2, COLUMNS)
+    ids = torch.tensor([[1, 6], [6, 3], [-1, -1]], dtype=torch.int32)  # the last token is none
+    operands = {"topk_weights": torch.ones(3, 2), "topk_ids": ids}
+    x = torch.ones(3, COLUMNS)
     seen = method.apply(layer, x, **operands) if by_name else method.apply(layer, x, *operands.values())
     for name, expected in plain.items():
         given = getattr(seen, name)

@@ -15,6 +15,7 @@ from samebits.integrations.vllm.weights import pack
 from samebits.kernels.ops import decode_experts, decode_packed
 
 _NAMES = ("w13_weight", "w2_weight")
+_EVERY = 4  # with so many choices for each expert, nearly all are chosen
 
 
 class PackedExpertsMethod(UnquantizedFusedMoEMethod):  # type: ignore[misc]
@@ -22,12 +23,11 @@ class PackedExpertsMethod(UnquantizedFusedMoEMethod):  # type: ignore[misc]
 
     uses_meta_device = True
     supports_eplb = False  # which moves experts between parameters
-    supports_pre_processed_weights = False
 
     def __init__(self, min_weights: int, moe: Any) -> None:
         super().__init__(moe)
         self.min_weights = min_weights
-        self.supports_pre_processed_weights = False
+        self.supports_pre_processed_weights = False  # as of _Packed
 
     def create_weights(self, layer: nn.Module, *args: Any, **kwargs: Any) -> None:
         with torch.device("meta"):
@@ -61,8 +61,5 @@ class PackedExpertsMethod(UnquantizedFusedMoEMethod):  # type: ignore[misc]
             if routed is None or not reads_routed or routed.numel() >= packed.shape[0] * _EVERY:
                 plain[name] = decode_packed(packed)
             else:
-                plain[name] = decode_experts(packed, routed)
+                plain[name] = decode_experts(packed, routed.clamp(0, packed.shape[0] - 1))  # -1: of no token
         return Decoded(layer, **plain)
-
-
-_EVERY = 4  # with so many choices for each expert, nearly all are chosen
