@@ -23,9 +23,18 @@ MARK = "GAVE "  # see engine.py
 Gave = dict[str, Any]
 
 
-def run(model: Path, *, rank_cores: Sequence[int] = (), reload: bool = False, **arguments: Any) -> Any:
+def run(
+    model: Path,
+    *,
+    rank_cores: Sequence[int] = (),
+    reload: bool = False,
+    prompt_logprobs: int | None = 3,
+    **arguments: Any,
+) -> Any:
     """What an engine gave; or, where it ended otherwise, all that it said."""
-    options = {"model": str(model), "arguments": arguments, "prompts": PROMPTS} | ({"reload": True} if reload else {})
+    options = {
+        "model": str(model), "arguments": arguments, "prompts": PROMPTS, "prompt_logprobs": prompt_logprobs,
+    } | ({"reload": True} if reload else {})  # fmt: skip
     environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1" if rank_cores else "0"}
     if rank_cores:
         cores = "|".join(map(str, rank_cores))

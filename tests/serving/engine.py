@@ -1,6 +1,7 @@
 """One vLLM engine in a process of its own: ``python engine.py OPTIONS``, a JSON object; prints another, what it gave.
 
-Options: ``model``, ``arguments`` of vLLM's LLM, ``prompts`` (lists of tokens), ``reload`` to load the weights anew.
+Options: ``model``, ``arguments`` of vLLM's LLM, ``prompts`` (lists of tokens), ``prompt_logprobs``, and ``reload`` to load
+the weights anew.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ def main() -> None:
     llm = LLM(options["model"], max_model_len=128, max_num_seqs=4, skip_tokenizer_init=True, **options["arguments"])
     sampling = [
         SamplingParams(
-            temperature=number % 2, seed=number, max_tokens=TOKENS, ignore_eos=True, logprobs=3, prompt_logprobs=3,
-            detokenize=False,
+            temperature=number % 2, seed=number, max_tokens=TOKENS, ignore_eos=True, logprobs=3, detokenize=False,
+            prompt_logprobs=options["prompt_logprobs"],
         )
         for number in range(len(options["prompts"]))
     ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +28,8 @@ class Layer(nn.Module):
             self.register_parameter(name, nn.Parameter(values, requires_grad=False))
         self.expert_map: torch.Tensor | None = None
         self.activation = "silu"
+        parallel = SimpleNamespace(dp_size=1, pcp_size=1, is_sequence_parallel=False)
+        self.moe_config = SimpleNamespace(moe_parallel_config=parallel)
 
 
 @pytest.fixture
@@ -35,6 +38,7 @@ def method(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(UnquantizedFusedMoEMethod, "process_weights_after_loading", lambda self, layer: None)
     monkeypatch.setattr(UnquantizedFusedMoEMethod, "apply", lambda self, layer, *args, **kwargs: layer)
     monkeypatch.setattr(UnquantizedFusedMoEMethod, "apply_monolithic", lambda self, layer, *args, **kwargs: layer)
+    monkeypatch.setattr(experts, "check_loaded", lambda layer: None)
     made = PackedExpertsMethod.__new__(PackedExpertsMethod)
     nn.Module.__init__(made)
     made.min_weights, made.unquantized_backend = 1, UnquantizedMoeBackend.TRITON
@@ -71,13 +75,14 @@ def test_routed_experts_are_plain(method: Any, backend: UnquantizedMoeBackend, b
     assert seen.activation == "silu"
 
 
-@pytest.mark.parametrize("case", ["many tokens", "expert parallel", "monolithic"])
+@pytest.mark.parametrize("case", ["many tokens", "expert parallel", "data parallel", "monolithic"])
 def test_all_experts_are_plain(method: Any, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nearly all are used, or their numbers are not those of this rank, or not known."""
+    """Where nearly all are used, or tokens of other ranks come, too, or their numbers are not known."""
     monkeypatch.setattr(experts, "decode_experts", None)
     layer, plain = packed(method)
     ids = torch.zeros(64 if case == "many tokens" else 1, 2, dtype=torch.int32)
     layer.expert_map = torch.arange(EXPERTS) if case == "expert parallel" else None
+    layer.moe_config.moe_parallel_config.dp_size = 2 if case == "data parallel" else 1
     x = torch.ones(len(ids), COLUMNS)
     if case == "monolithic":
         seen = method.apply_monolithic(layer, x, torch.ones(1, EXPERTS))

@@ -55,7 +55,7 @@ def test_hidden_modules_come_back(fails: bool, monkeypatch: pytest.MonkeyPatch) 
     assert all(name in sys.modules for name in names)
 
 
-def test_moved_bytes_are_refused() -> None:
+def test_moved_layers_are_refused() -> None:
     """An operator that finds nothing at an address must not read what is there."""
-    with pytest.raises(InputError, match="no longer where they were loaded to"):
+    with pytest.raises(InputError, match="no longer where it was loaded to"):
         torch.ops.samebits.vllm_product(torch.ones(1, 4), torch.zeros(weights.HANDLE, dtype=torch.uint8), None, 4)

@@ -14,11 +14,13 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.platforms import current_platform
 
+from samebits.errors import InputError
 from samebits.format.folder import KEY
 from samebits.format.names import MIN_WEIGHTS, is_selected
 
 _MIN_CAPABILITY = 80
 _EMBEDDING = "embed_tokens"  # which models do not tell the name of
+_LOAD_FORMATS = ("sharded_state", "runai_streamer_sharded", "tensorizer")
 
 
 class SamebitsQuantization(QuantizationConfig):  # type: ignore[misc]
@@ -67,12 +69,16 @@ class SamebitsQuantization(QuantizationConfig):  # type: ignore[misc]
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """None: vLLM's own for plain weights."""
+        from vllm.config import get_current_vllm_config
         from vllm.model_executor.layers.fused_moe import RoutedExperts
         from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
+        vllm = get_current_vllm_config()
+        _check(vllm)
         is_lookup = isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead)
-        if not self._selects(prefix or _EMBEDDING) or (is_lookup and _compiles()):
+        is_special = isinstance(layer, LinearBase) and type(layer).forward.__module__ != LinearBase.__module__
+        if is_special or not self._selects(prefix or _EMBEDDING * is_lookup) or (is_lookup and _compiles(vllm)):
             return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
         from samebits.integrations.vllm import loader
         from samebits.integrations.vllm.experts import PackedExpertsMethod
@@ -83,7 +89,7 @@ class SamebitsQuantization(QuantizationConfig):  # type: ignore[misc]
             return PackedLinearMethod(self.min_weights)
         if isinstance(layer, VocabParallelEmbedding):
             return PackedEmbeddingMethod(self.min_weights)
-        if isinstance(layer, RoutedExperts) and current_platform.is_cuda():
+        if isinstance(layer, RoutedExperts) and current_platform.is_cuda() and vllm.lora_config is None:
             return PackedExpertsMethod(self.min_weights, layer.moe_config)
         return None
 
@@ -94,16 +100,28 @@ class SamebitsQuantization(QuantizationConfig):  # type: ignore[misc]
         return all(is_selected(name, self.include, self.exclude) for name in names)
 
 
-def _compiles() -> bool:
+def _check(vllm: Any) -> None:
+    """
+    Raises:
+        InputError: vLLM is to load or to move weights in ways that know plain ones only.
+    """
+    load_format, offload = vllm.load_config.load_format, vllm.offload_config
+    if load_format in _LOAD_FORMATS:
+        raise InputError(f"load_format {load_format} does not know packed weights", mend="use load_format auto")
+    if offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size:
+        raise InputError("vLLM's offloading cannot move packed weights", mend="leave out cpu_offload_gb and offload_*")
+
+
+def _compiles(vllm: Any) -> bool:
     """Whether Inductor compiles the model: then embeddings stay plain.
 
     It makes one kernel of a look-up and the norm behind it; where an operator looks up, another one of the norm alone,
     which adds up in another order. And sums of residuals it rounds where it stores them, which depends on how many
     tensors it has read for them: two for a look-up, one for what an operator made.
     """
-    from vllm.config import CompilationMode, get_current_vllm_config
+    from vllm.config import CompilationMode
 
-    mode = get_current_vllm_config().compilation_config.mode
+    mode = vllm.compilation_config.mode
     return mode is not None and mode != CompilationMode.NONE
 
 

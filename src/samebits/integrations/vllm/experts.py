@@ -10,8 +10,8 @@ from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedM
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 
-from samebits.integrations.vllm.layers import Decoded, hold, is_new
-from samebits.integrations.vllm.weights import pack
+from samebits.integrations.vllm.layers import Decoded, check_loaded, is_new
+from samebits.integrations.vllm.weights import HELD, encode, hold
 from samebits.kernels.ops import decode_experts, decode_packed
 
 _NAMES = ("w13_weight", "w2_weight")
@@ -37,9 +37,12 @@ class PackedExpertsMethod(UnquantizedFusedMoEMethod):  # type: ignore[misc]
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         if not is_new(layer):
             return
+        check_loaded(layer)
         super().process_weights_after_loading(layer)
-        made = {name: pack(layer, name, self.min_weights) for name in _NAMES}
-        hold(layer, **{name: weight for name, weight in made.items() if weight is not None})
+        for name in _NAMES:
+            encoded = encode(layer, name, self.min_weights)
+            if encoded is not None:
+                hold(layer, name, encoded)
 
     def apply(self, layer: nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         routed = kwargs["topk_ids"] if "topk_ids" in kwargs else args[1]
@@ -54,12 +57,19 @@ class PackedExpertsMethod(UnquantizedFusedMoEMethod):  # type: ignore[misc]
         Args:
             routed: numbers of the experts that are used, of all experts there are; None: not known yet.
         """
-        reads_routed = self.unquantized_backend is UnquantizedMoeBackend.TRITON and layer.expert_map is None
+        reads_routed = self.unquantized_backend is UnquantizedMoeBackend.TRITON and _has_all_tokens(layer)
         plain = {}
-        for name, weight in layer.sb_weights.items():
+        for name, weight in getattr(layer, HELD, {}).items():
             packed = weight.packed
             if routed is None or not reads_routed or routed.numel() >= packed.shape[0] * _EVERY:
                 plain[name] = decode_packed(packed)
             else:
                 plain[name] = decode_experts(packed, routed.clamp(0, packed.shape[0] - 1))  # -1: of no token
         return Decoded(layer, **plain)
+
+
+def _has_all_tokens(layer: Any) -> bool:
+    """Whether this rank's experts see its own tokens alone, by the numbers that the router gives."""
+    parallel = layer.moe_config.moe_parallel_config
+    is_alone = parallel.dp_size == 1 and parallel.pcp_size == 1 and not parallel.is_sequence_parallel
+    return layer.expert_map is None and is_alone

@@ -11,22 +11,21 @@ from typing import Any
 import torch
 from torch import nn
 from vllm import envs
-from vllm.config import CUDAGraphMode
+from vllm.config import CUDAGraphMode, get_current_vllm_config
 from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod, register_weight_loader_v2_supported_method
 from vllm.model_executor.layers.utils import default_unquantized_gemm, dispatch_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, initialize_online_processing
 from vllm.platforms import current_platform
 
 from samebits.errors import InputError
 from samebits.format.packed import PackedTensor
-from samebits.integrations.vllm.weights import Multiply, PackedWeight, pack
+from samebits.integrations.vllm.weights import HELD, Encoded, Multiply, encode, hold
 from samebits.kernels.ops import decode_packed
 from samebits.plans import dispatch
 
 _DONE = "_already_called_process_weights_after_loading"  # vLLM deletes it before it loads a layer again
-_HELD = "sb_weights"  # what of a layer is packed, by name
 
 
 class Decoded:
@@ -49,49 +48,54 @@ def is_new(layer: nn.Module) -> bool:
     """
     if getattr(layer, _DONE, False):
         return False
-    if _HELD in layer.__dict__:
+    if HELD in layer.__dict__:
         raise InputError("packed weights cannot be loaded anew in a running engine", mend="start another engine")
     setattr(layer, _DONE, True)
     return True
 
 
-def hold(layer: nn.Module, **weights: PackedWeight) -> None:
-    """Keep what is known of a layer's packed weights as long as the layer."""
-    layer.__dict__[_HELD] = weights
+def check_loaded(layer: nn.Module) -> None:
+    """Refuse a layer that got no weights: on the meta device what a model writes by itself would be lost.
+
+    Raises:
+        InputError
+    """
+    is_dummy = get_current_vllm_config().load_config.load_format == "dummy"
+    if not is_dummy and not get_layerwise_info(layer).load_numel:
+        where = getattr(layer, "prefix", type(layer).__name__)
+        mend = "if the model writes to it in a way of its own, name it in `exclude`"
+        raise InputError("no weights were loaded into this layer", where=where, mend=mend)
 
 
 class _Packed:
     """What the methods of this file share; their other base is the one of vLLM's for plain weights."""
 
-    uses_meta_device = True
     supports_pre_processed_weights = False  # what another process has packed
 
     def __init__(self, min_weights: int) -> None:
         super().__init__()
         self.min_weights = min_weights
 
-    def create_weights(self, layer: nn.Module, *args: Any, **kwargs: Any) -> None:
-        with torch.device("meta"):
-            super().create_weights(layer, *args, **kwargs)  # type: ignore[misc]
-        initialize_online_processing(layer)
-
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        if not is_new(layer) or _owner(layer) is not layer:
+        if not is_new(layer):
             return
-        made = pack(layer, "weight", self.min_weights, self._multiplier(layer))
-        if made is None:
+        encoded = self.encoded(layer)
+        if encoded is None:
             super().process_weights_after_loading(layer)  # type: ignore[misc]
             return
-        hold(layer, weight=made)
+        made = hold(layer, "weight", encoded, self._multiplier(layer))
         layer.register_buffer("sb_handle", made.handle, persistent=False)
         layer.sb_shape = tuple(made.packed.shape)  # type: ignore[assignment]
 
+    def encoded(self, layer: nn.Module) -> Encoded | None:
+        """None: it stays plain."""
+        return encode(layer, "weight", self.min_weights)
+
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        owner = _owner(layer)
-        shape: Any = getattr(owner, "sb_shape", None)
+        shape: Any = getattr(layer, "sb_shape", None)
         if shape is None:
-            return super().apply(owner, x, bias)  # type: ignore[misc, no-any-return]
-        return torch.ops.samebits.vllm_product(x, owner.sb_handle, bias, shape[0])  # type: ignore[no-any-return]
+            return super().apply(layer, x, bias)  # type: ignore[misc, no-any-return]
+        return torch.ops.samebits.vllm_product(x, layer.sb_handle, bias, shape[0])  # type: ignore[no-any-return]
 
     def _multiplier(self, layer: nn.Module) -> Multiply:
         gemm = getattr(self, "_gemm_impl", None) or dispatch_unquantized_gemm()
@@ -121,30 +125,43 @@ def _is_piece() -> bool:
     return get_forward_context().cudagraph_runtime_mode is CUDAGraphMode.PIECEWISE  # NONE, where all of it is captured
 
 
-def _owner(layer: nn.Module) -> nn.Module:
-    """The layer whose weight it uses: itself, unless it is tied to an embedding."""
-    return getattr(layer, "sb_tied", layer)
-
-
 @register_weight_loader_v2_supported_method
 class PackedLinearMethod(_Packed, UnquantizedLinearMethod):  # type: ignore[misc]
-    """Of a linear layer."""
+    """Of a linear layer, which has no memory before its weights are there."""
+
+    uses_meta_device = True
+
+    def create_weights(self, layer: nn.Module, *args: Any, **kwargs: Any) -> None:
+        with torch.device("meta"):
+            super().create_weights(layer, *args, **kwargs)
+        initialize_online_processing(layer)
+
+    def encoded(self, layer: nn.Module) -> Encoded | None:
+        check_loaded(layer)
+        return super().encoded(layer)
 
 
 class PackedEmbeddingMethod(_Packed, UnquantizedEmbeddingMethod):  # type: ignore[misc]
-    """Of an embedding, or of a head, which may be tied to one."""
+    """Of an embedding or a head. Models tie these by sharing a parameter, or read it while they load: it is plain then.
+
+    A parameter of another layer is packed if that is of this kind, too, once for both; else it stays plain.
+    """
 
     def create_weights(self, layer: nn.Module, *args: Any, **kwargs: Any) -> None:
         super().create_weights(layer, *args, **kwargs)
+        layer.weight.sb_is_packable = True  # type: ignore[union-attr]
         layer.use_fused_embedding = False  # type: ignore[assignment]  # it reads the weight's memory
+
+    def encoded(self, layer: nn.Module) -> Encoded | None:
+        weight: Any = layer.weight
+        if hasattr(weight, "sb_encoded"):  # for a layer that shares it
+            return weight.sb_encoded  # type: ignore[no-any-return]
+        made = super().encoded(layer) if getattr(weight, "sb_is_packable", False) else None
+        weight.sb_encoded = made
+        return made
 
     def embedding(self, layer: nn.Module, input_: torch.Tensor) -> torch.Tensor:
         shape: Any = getattr(layer, "sb_shape", None)
         if shape is None:
             return super().embedding(layer, input_)  # type: ignore[no-any-return]
         return torch.ops.samebits.vllm_rows(layer.sb_handle, input_, shape[1])  # type: ignore[no-any-return]
-
-    def tie_weights(self, layer: nn.Module, embed_tokens: nn.Module) -> nn.Module:
-        del layer.weight
-        layer.__dict__["sb_tied"] = embed_tokens  # and not as a part of it
-        return layer

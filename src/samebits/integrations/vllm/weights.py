@@ -2,12 +2,13 @@
 
 vLLM compiles a model once for all its layers: their graphs are the same but for the tensors that they get. Packed bytes
 are of another size in each layer, and the fields of their headers are other numbers; so graphs get neither, but a
-handle: the first bytes of the packed ones. By where these are in memory an operator finds the rest.
+handle, a few bytes. By where these are in memory an operator finds the weight.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -20,34 +21,40 @@ from samebits.kernels.residents import resident
 from samebits.nn.convert import encode_parameter
 from samebits.nn.lazy import LazyWeight
 from samebits.nn.packed_module import slot_name, whole
+from samebits.nn.recipe import Recipe
 
 Multiply = Callable[[PackedTensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]  # packed, x and bias
 
 HANDLE = 16  # bytes
+HELD = "sb_weights"  # of a layer: what of it is packed, by name
 _LIBRARY = torch.library.Library("samebits", "FRAGMENT")
-_weights: WeakValueDictionary[int, PackedWeight] = WeakValueDictionary()  # by the address of their bytes
+_weights: WeakValueDictionary[int, PackedWeight] = WeakValueDictionary()  # by the address of their handles
 
 
 class PackedWeight:
-    """A parameter of a layer in packed form.
+    """A layer's weight in packed form; two layers that are tied have one each, of the same bytes.
 
     Attributes:
         packed: its bytes are a parameter of the layer.
-        handle: uint8 [HANDLE], a view of the first bytes.
+        handle: uint8 [HANDLE]; what is in it says nothing.
         multiply: makes a product with it; None for a weight that is no matrix.
     """
 
     def __init__(self, packed: PackedTensor, multiply: Multiply | None) -> None:
         self.packed, self.multiply = packed, multiply
-        self.handle = packed.data[:HANDLE]
-        _weights[packed.data.data_ptr()] = self
+        self.handle = torch.zeros(HANDLE, dtype=torch.uint8, device=packed.device)
+        _weights[self.handle.data_ptr()] = self
 
 
-def pack(layer: nn.Module, name: str, min_weights: int, multiply: Multiply | None = None) -> PackedWeight | None:
-    """Pack a loaded parameter in place; None if it stays as it is: it is small, no BF16, or would not get smaller.
+class Encoded(NamedTuple):
+    """Bytes that layers may share."""
 
-    The bytes are a parameter of the layer then. What reads the layer's weight under its old name gets a LazyWeight.
-    """
+    packed: PackedTensor
+    recipe: Recipe
+
+
+def encode(layer: nn.Module, name: str, min_weights: int) -> Encoded | None:
+    """A loaded parameter; None if it is to stay as it is: it is small, no BF16, or would not get smaller."""
     weight: torch.Tensor = layer._parameters[name]  # type: ignore[assignment]
     if weight.is_meta or weight.numel() < min_weights:
         return None
@@ -56,24 +63,33 @@ def pack(layer: nn.Module, name: str, min_weights: int, multiply: Multiply | Non
     if packed is None:
         return None
     data = nn.Parameter(packed.data, requires_grad=False)
-    made = PackedWeight(PackedTensor(packed.header, data), multiply)
     if data.is_cuda and (known := resident(data)):
         known.is_changing = True  # prompts and how many of them run together: no plans are looked for while they wait
+    return Encoded(PackedTensor(packed.header, data), whole(packed, name, plain))
+
+
+def hold(layer: nn.Module, name: str, encoded: Encoded, multiply: Multiply | None = None) -> PackedWeight:
+    """Put a packed weight in a parameter's place, in ``layer.sb_weights`` by name.
+
+    The bytes are a parameter of the layer then. What reads the layer's weight under its old name gets a LazyWeight.
+    """
+    made = PackedWeight(encoded.packed, multiply)
     delattr(layer, name)
-    layer.register_parameter(slot_name(name), data)
-    layer.__dict__[name] = LazyWeight(whole(packed, name, plain), [data], requires_grad=False)
+    layer.register_parameter(slot_name(name), encoded.packed.data)  # type: ignore[arg-type]
+    layer.__dict__[name] = LazyWeight(encoded.recipe, [encoded.packed.data], requires_grad=False)
+    layer.__dict__.setdefault(HELD, {})[name] = made
     return made
 
 
 def _weight_of(handle: torch.Tensor) -> PackedWeight:
     """
     Raises:
-        InputError: the packed bytes have been moved.
+        InputError: the handle has been moved.
     """
     found = _weights.get(handle.data_ptr())
     if found is None:
         mend = "do without what moves weights: cpu_offload_gb, and other offloading of vLLM's"
-        raise InputError("packed weights are no longer where they were loaded to", mend=mend)
+        raise InputError("a packed layer is no longer where it was loaded to", mend=mend)
     return found
 
 
