@@ -1,7 +1,7 @@
 """One vLLM engine in a process of its own: ``python engine.py OPTIONS``, a JSON object; prints another, what it gave.
 
-Options: ``model``, ``arguments`` of vLLM's LLM, ``prompts`` (lists of tokens), ``prompt_logprobs``, and ``reload`` to load
-the weights anew.
+Options: ``model``, ``arguments`` of vLLM's LLM, ``prompts`` (lists of tokens), ``prompt_logprobs``, and ``reload`` to
+load the weights anew.
 """
 
 from __future__ import annotations
