@@ -59,6 +59,13 @@ def test_compressed_folder(plain: Plain, compressed: Path) -> None:
     assert "model.layers.0.mlp.gate_up_proj.sb_packed" in packed_names(gave)
 
 
+def test_compressed_folder_of_which_nothing_stays_packed(plain: Plain, compressed: Path) -> None:
+    choices = {"quant_method": "samebits", "version": 1, "exclude": ["*"]}
+    gave = run(compressed, **EAGER, hf_overrides={"quantization_config": choices})
+    assert gave["outputs"] == plain(KING_JAMES, **EAGER)["outputs"]
+    assert not packed_names(gave)
+
+
 def test_compiled(plain: Plain) -> None:
     """The embedding stays plain: Inductor makes other sums where it is not."""
     expected, gave = plain(KING_JAMES, **COMPILED), run(KING_JAMES, **COMPILED, **PACKED)

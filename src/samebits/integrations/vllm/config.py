@@ -74,17 +74,17 @@ class SamebitsQuantization(QuantizationConfig):  # type: ignore[misc]
         from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-        vllm = get_current_vllm_config()
-        _check(vllm)
-        is_lookup = isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead)
-        is_special = isinstance(layer, LinearBase) and type(layer).forward.__module__ != LinearBase.__module__
-        if is_special or not self._selects(prefix or _EMBEDDING * is_lookup) or (is_lookup and _compiles(vllm)):
-            return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
         from samebits.integrations.vllm import loader
         from samebits.integrations.vllm.experts import PackedExpertsMethod
         from samebits.integrations.vllm.layers import PackedEmbeddingMethod, PackedLinearMethod
 
+        vllm = get_current_vllm_config()
+        _check(vllm)
         loader.register()  # before weights are loaded
+        is_lookup = isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead)
+        is_special = isinstance(layer, LinearBase) and type(layer).forward.__module__ != LinearBase.__module__
+        if is_special or not self._selects(prefix or _EMBEDDING * is_lookup) or (is_lookup and _compiles(vllm)):
+            return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
         if isinstance(layer, LinearBase):
             return PackedLinearMethod(self.min_weights)
         if isinstance(layer, VocabParallelEmbedding):
