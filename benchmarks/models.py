@@ -71,7 +71,7 @@ def build(name: str, device: str, packed: bool, *, tight: bool = False) -> Any:
     for seed, module in enumerate(model.modules()):
         for leaf, parameter in list(module._parameters.items()):
             if parameter is not None:
-                module._parameters[leaf] = torch.nn.Parameter(_weights(parameter.shape, seed, device))
+                module._parameters[leaf] = torch.nn.Parameter(synthetic(parameter.shape, seed, device))
                 give_back()
         if packed and module._parameters and not module._modules:
             samebits.compress(module)  # which gives back, too
@@ -79,7 +79,7 @@ def build(name: str, device: str, packed: bool, *, tight: bool = False) -> Any:
     return model.eval()
 
 
-def _weights(shape: torch.Size, seed: int, device: str) -> torch.Tensor:
+def synthetic(shape: torch.Size, seed: int, device: str) -> torch.Tensor:
     """Matrices are random; what has one dimension belongs to norms."""
     if len(shape) == 2:
         return synthetic_matrix(*shape, seed=seed, device=device)

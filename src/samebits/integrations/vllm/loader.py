@@ -16,7 +16,7 @@ from vllm.model_executor.model_loader.weight_utils import enable_tqdm
 from vllm.platforms import current_platform
 
 from samebits.api import decode
-from samebits.format.container import Checkpoint, Entry
+from samebits.format.container import Checkpoint
 from samebits.format.folder import check_published
 from samebits.format.names import original_name
 from samebits.format.safetensors_file import SUFFIX, SafetensorsFile
@@ -58,15 +58,9 @@ def _tensors(checkpoint: Checkpoint, shows_progress: bool) -> Iterator[tuple[str
         FormatError, DigestError: the files are damaged.
     """
     device = torch.device(current_platform.device_type)
-    files = checkpoint.by_file.values()
-    for entries in tqdm(files, desc="Loading compressed safetensors files", disable=not shows_progress):
-        for entry in entries:
-            entry.check()
-            yield entry.name, _tensor(entry, device)
-
-
-def _tensor(entry: Entry, device: torch.device) -> torch.Tensor:
-    if entry.is_packed:
-        return decode(entry.packed(), device)
-    with safe_open(entry.file.path, framework="pt") as file:
-        return file.get_tensor(entry.name)  # type: ignore[no-any-return]
+    files = checkpoint.by_file.items()
+    for path, entries in tqdm(files, desc="Loading compressed safetensors files", disable=not shows_progress):
+        with safe_open(path, framework="pt") as plain:
+            for entry in entries:
+                entry.check()
+                yield entry.name, decode(entry.packed(), device) if entry.is_packed else plain.get_tensor(entry.name)

