@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
 
@@ -19,22 +20,42 @@ HERE = Path(__file__).parent
 KING_JAMES = HERE.parents[1] / "examples" / "king-james" / "model"
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12], [300, 20], [40, 41, 42, 43, 44]]
 MARK = "GAVE "  # see engine.py
+HAS_GPU = torch.cuda.is_available()
+MEMORY = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 28} if HAS_GPU else {}  # others are beside it
 
 Gave = dict[str, Any]
 
 
-def run(
+def run(model: Path, **arguments: Any) -> Gave:
+    """What an engine gave."""
+    gave = attempt(model, **arguments)
+    if isinstance(gave, str):
+        pytest.fail(f"vLLM has not started:\n{gave}", pytrace=False)
+    return gave
+
+
+def refusal(model: Path, **arguments: Any) -> str:
+    """All that an engine said that did not start."""
+    said = attempt(model, **arguments)
+    assert isinstance(said, str), "the engine started"
+    return said
+
+
+def attempt(
     model: Path,
     *,
     rank_cores: Sequence[int] = (),
+    adapter: Path | None = None,
+    sleep: bool = False,
     reload: bool = False,
     prompt_logprobs: int | None = 3,
     **arguments: Any,
-) -> Any:
+) -> Gave | str:
     """What an engine gave; or, where it ended otherwise, all that it said."""
     options = {
-        "model": str(model), "arguments": arguments, "prompts": PROMPTS, "prompt_logprobs": prompt_logprobs,
-    } | ({"reload": True} if reload else {})  # fmt: skip
+        "model": str(model), "arguments": MEMORY | arguments, "prompts": PROMPTS, "prompt_logprobs": prompt_logprobs,
+        "adapter": adapter and str(adapter), "sleep": sleep, "reload": reload,
+    }  # fmt: skip
     environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1" if rank_cores else "0"}
     if rank_cores:
         cores = "|".join(map(str, rank_cores))
@@ -42,7 +63,10 @@ def run(
     command = [sys.executable, str(HERE / "engine.py"), json.dumps(options)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     gave = [line.removeprefix(MARK) for line in done.stdout.splitlines() if line.startswith(MARK)]
-    return json.loads(gave[0]) if gave else done.stdout + done.stderr
+    if not gave:
+        return done.stdout + done.stderr
+    found: Gave = json.loads(gave[0])
+    return found
 
 
 @pytest.fixture(scope="session")
@@ -61,7 +85,6 @@ def plain() -> Callable[..., Gave]:
 
 def save(config: Any, folder: Path) -> Path:
     """A model with random BF16 weights."""
-    import torch
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)

@@ -1,7 +1,7 @@
 """One vLLM engine in a process of its own: ``python engine.py OPTIONS``, a JSON object; prints another, what it gave.
 
-Options: ``model``, ``arguments`` of vLLM's LLM, ``prompts`` (lists of tokens), ``prompt_logprobs``, and ``reload`` to
-load the weights anew.
+Options: ``model``, ``arguments`` of vLLM's LLM, ``prompts`` (lists of tokens), ``prompt_logprobs``; ``adapter``, the
+folder of one; ``sleep`` to give back memory and generate once more; ``reload`` to load the weights anew.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ def values(places: Any) -> list[Any] | None:
 def main() -> None:
     from inspected import read_weights, weights
     from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
 
     options = json.loads(sys.argv[1])
     llm = LLM(options["model"], max_model_len=128, max_num_seqs=4, skip_tokenizer_init=True, **options["arguments"])
@@ -37,13 +38,21 @@ def main() -> None:
         )
         for number in range(len(options["prompts"]))
     ]  # fmt: skip
-    results = llm.generate([{"prompt_token_ids": prompt} for prompt in options["prompts"]], sampling, use_tqdm=False)
-    outputs = [
-        [list(each.outputs[0].token_ids), values(each.outputs[0].logprobs), values(each.prompt_logprobs)]
-        for each in results
-    ]
-    gave = {"outputs": outputs, "weights": llm.apply_model(weights), "read": llm.apply_model(read_weights)}
-    if "reload" in options:
+    prompts = [{"prompt_token_ids": prompt} for prompt in options["prompts"]]
+    adapter = LoRARequest("adapter", 1, options["adapter"]) if options["adapter"] else None
+
+    def generate() -> list[Any]:
+        return [
+            [list(each.outputs[0].token_ids), values(each.outputs[0].logprobs), values(each.prompt_logprobs)]
+            for each in llm.generate(prompts, sampling, use_tqdm=False, lora_request=adapter)
+        ]
+
+    gave = {"outputs": generate(), "weights": llm.apply_model(weights), "read": llm.apply_model(read_weights)}
+    if options["sleep"]:
+        llm.sleep(level=1)
+        llm.wake_up()
+        gave["again"] = generate()
+    if options["reload"]:
         llm.collective_rpc("reload_weights")
     print(MARK + json.dumps(gave), flush=True)
 

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.serving.conftest import KING_JAMES
+from tests.serving.conftest import HAS_GPU, KING_JAMES
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "vllm.md").read_text(), re.DOTALL | re.MULTILINE)
 
 
+@pytest.mark.skipif(HAS_GPU, reason="would take all of a GPU's memory, of which other tests have a part")
 @pytest.mark.parametrize("number", range(len(EXAMPLES)))
 def test_examples_run(number: int, tmp_path: Path) -> None:
     (tmp_path / "examples" / "king-james").mkdir(parents=True)

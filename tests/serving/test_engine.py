@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from samebits.format.container import Checkpoint
 from samebits.jobs.compress import Compression
 from samebits.jobs.options import RunOptions
-from tests.serving.conftest import KING_JAMES, Gave, run
+from tests.serving.conftest import HAS_GPU, KING_JAMES, Gave, refusal, run
 
 EAGER = {"dtype": "bfloat16", "enforce_eager": True}
 COMPILED = {"dtype": "bfloat16", "enforce_eager": False}
 PACKED = {"quantization": "samebits"}
 Plain = Callable[..., Gave]
+needs_two = pytest.mark.skipif(HAS_GPU and torch.cuda.device_count() < 2, reason="needs two GPUs, or none")
 
 
 def compress(source: Path, folder: Path) -> Path:
@@ -36,8 +39,8 @@ def assert_smaller(gave: Gave) -> None:
         assert sum(packed.values()) < 0.7 * 2 * sum(read[name] for name in packed)
 
 
-def packed_names(gave: Gave) -> set[str]:
-    return {name for name, (dtype, _) in gave["weights"][0].items() if dtype == "torch.uint8"}
+def packed_names(gave: Gave, rank: int = 0) -> set[str]:
+    return {name for name, (dtype, _) in gave["weights"][rank].items() if dtype == "torch.uint8"}
 
 
 @pytest.fixture(scope="session")
@@ -74,22 +77,44 @@ def test_compiled(plain: Plain) -> None:
     assert "model.embed_tokens.weight" in gave["weights"][0]
 
 
-def test_two_ranks(plain: Plain, untied: Path) -> None:
+@needs_two
+@pytest.mark.parametrize(
+    "way",
+    [
+        EAGER | {"tensor_parallel_size": 2},
+        pytest.param(COMPILED | {"tensor_parallel_size": 2}, marks=pytest.mark.gpu),
+        pytest.param(COMPILED | {"pipeline_parallel_size": 2}, marks=pytest.mark.gpu),
+    ],
+)
+def test_two_ranks(plain: Plain, untied: Path, way: dict[str, Any]) -> None:
     """Each holds its own part, packed; the head is a matrix of its own."""
-    two = {"tensor_parallel_size": 2, "rank_cores": (0, 1)}
-    expected, gave = plain(untied, **EAGER, **two), run(untied, **EAGER, **two, **PACKED)
+    two = way | {"rank_cores": (0, 1)}
+    expected, gave = plain(untied, **two), run(untied, **two, **PACKED)
     assert gave["outputs"] == expected["outputs"]
     assert len(gave["weights"]) == 2
-    assert "lm_head.sb_packed" in packed_names(gave)
+    assert any("lm_head.sb_packed" in names for names in gave["weights"])
     assert_smaller(gave)
 
 
-def test_mixture_of_experts(plain: Plain, mixture: Path, tmp_path: Path) -> None:
+@needs_two
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_by_expert", [False, True])
+def test_experts_of_two_ranks(plain: Plain, mixture: Path, is_by_expert: bool) -> None:
+    """Each has a part of every expert, or all of half of them."""
+    two = COMPILED | {"tensor_parallel_size": 2, "enable_expert_parallel": is_by_expert, "rank_cores": (0, 1)}
+    expected, gave = plain(mixture, **two), run(mixture, **two, **PACKED)
+    assert gave["outputs"] == expected["outputs"]
+    assert all(any("experts" in name for name in packed_names(gave, rank)) for rank in range(2))
+
+
+@pytest.mark.parametrize("way", [EAGER, pytest.param(COMPILED, marks=pytest.mark.gpu)])
+def test_mixture_of_experts(plain: Plain, mixture: Path, tmp_path: Path, way: dict[str, Any]) -> None:
     """Its experts stay plain on a CPU, for which vLLM puts them into an order of its own."""
-    expected = plain(mixture, **EAGER)["outputs"]
-    for gave in (run(mixture, **EAGER, **PACKED), run(compress(mixture, tmp_path / "packed"), **EAGER)):
+    expected = plain(mixture, **way)["outputs"]
+    for gave in (run(mixture, **way, **PACKED), run(compress(mixture, tmp_path / "packed"), **way)):
         assert gave["outputs"] == expected
         assert "model.layers.0.self_attn.o_proj.sb_packed" in packed_names(gave)
+        assert any("experts" in name for name in packed_names(gave)) == HAS_GPU
 
 
 def test_choices(plain: Plain) -> None:
@@ -106,6 +131,46 @@ def test_adapters_can_be_enabled(plain: Plain) -> None:
     gave = run(KING_JAMES, **EAGER, **PACKED, **lora)
     assert gave["outputs"] == plain(KING_JAMES, **EAGER, **lora)["outputs"]
     assert packed_names(gave)
+
+
+@pytest.mark.parametrize("way", [EAGER, pytest.param(COMPILED, marks=pytest.mark.gpu)])
+def test_adapters(plain: Plain, tmp_path: Path, way: dict[str, Any]) -> None:
+    lora = {"enable_lora": True, "max_lora_rank": 8, "prompt_logprobs": None, "adapter": adapter(tmp_path / "adapter")}
+    gave, without = run(KING_JAMES, **way, **PACKED, **lora), plain(KING_JAMES, **way)["outputs"]
+    assert gave["outputs"] == plain(KING_JAMES, **way, **lora)["outputs"]
+    assert packed_names(gave)
+    assert [tokens for tokens, *_ in gave["outputs"]] != [tokens for tokens, *_ in without]
+
+
+def adapter(folder: Path) -> Path:
+    """A LoRA of king-james, of random matrices."""
+    config = json.loads((KING_JAMES / "config.json").read_text())
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    heads, groups = (config[name] * config["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
+    shapes = {
+        "self_attn.q_proj": (heads, hidden), "self_attn.v_proj": (groups, hidden), "self_attn.o_proj": (hidden, heads),
+        "mlp.gate_proj": (inner, hidden), "mlp.down_proj": (hidden, inner),
+    }  # fmt: skip
+    generator, tensors = torch.Generator().manual_seed(0), {}
+    for layer in range(config["num_hidden_layers"]):
+        for name, (rows, columns) in shapes.items():
+            for part, shape in (("lora_A", (8, columns)), ("lora_B", (rows, 8))):
+                values = torch.randn(shape, generator=generator).mul(0.05).to(torch.bfloat16)
+                tensors[f"base_model.model.model.layers.{layer}.{name}.{part}.weight"] = values
+    targets = sorted(name.rpartition(".")[2] for name in shapes)
+    peft = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": targets, "task_type": "CAUSAL_LM"}
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps(peft))
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", [EAGER, COMPILED])
+def test_sleep(plain: Plain, untied: Path, way: dict[str, Any]) -> None:
+    """Weights go to the host and come back to where graphs know them."""
+    gave = run(untied, **way, **PACKED, enable_sleep_mode=True, sleep=True)
+    assert gave["outputs"] == gave["again"] == plain(untied, **way)["outputs"]
 
 
 def damaged(source: Path, folder: Path) -> Path:
@@ -130,7 +195,8 @@ def unfinished(source: Path, folder: Path) -> Path:
 def test_bad_folders_are_refused(
     make: Callable[[Path, Path], Path], said: str, compressed: Path, tmp_path: Path
 ) -> None:
-    assert said in run(make(compressed, tmp_path / "bad"), **EAGER)
+    told = refusal(make(compressed, tmp_path / "bad"), **EAGER)
+    assert said in told, told
 
 
 @pytest.mark.parametrize(
@@ -145,14 +211,13 @@ def test_bad_folders_are_refused(
     ],
 )
 def test_bad_options_are_refused(arguments: dict[str, Any], said: str) -> None:
-    told = run(KING_JAMES, **EAGER | PACKED | arguments)
-    assert isinstance(told, str), "the engine started"
-    assert said in told
+    told = refusal(KING_JAMES, **EAGER | PACKED | arguments)
+    assert said in told, told
 
 
 def test_layers_without_weights_are_refused(untied: Path, tmp_path: Path) -> None:
     shutil.copytree(untied, tmp_path / "model")
     file = tmp_path / "model" / "model.safetensors"
     save_file({name: tensor for name, tensor in load_file(file).items() if "1.self_attn.o_proj" not in name}, file)
-    said = run(tmp_path / "model", **EAGER, **PACKED)
-    assert "model.layers.1.self_attn.o_proj: no weights were loaded into this layer" in said
+    told = refusal(tmp_path / "model", **EAGER, **PACKED)
+    assert "model.layers.1.self_attn.o_proj: no weights were loaded into this layer" in told, told

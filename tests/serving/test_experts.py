@@ -91,6 +91,17 @@ def test_all_experts_are_plain(method: Any, case: str, monkeypatch: pytest.Monke
     assert all(torch.equal(words(getattr(seen, name)), words(expected)) for name, expected in plain.items())
 
 
+def test_experts_of_other_ranks_come_later(method: Any) -> None:
+    """When this rank's are packed; vLLM asks the weight, by its name, to load those as well."""
+    layer, plain = packed(method)
+    weight: Any = layer.w13_weight
+    assert not weight.weight_loader(
+        param=weight, loaded_weight=torch.ones(ROWS, COLUMNS), weight_name="w13_weight", shard_id="w1", expert_id=9,
+        return_success=True,
+    )  # fmt: skip
+    assert torch.equal(words(weight.clone()), words(plain["w13_weight"]))
+
+
 def test_small_ones_stay(method: Any) -> None:
     method.min_weights = 2 * EXPERTS * ROWS * COLUMNS
     layer = Layer()

@@ -21,11 +21,11 @@ from vllm.platforms import current_platform
 
 from samebits.errors import InputError
 from samebits.format.packed import PackedTensor
-from samebits.integrations.vllm.weights import HELD, Encoded, Multiply, encode, hold
+from samebits.integrations.vllm.weights import Encoded, Multiply, encode, hold
 from samebits.kernels.ops import decode_packed
 from samebits.plans import dispatch
 
-_DONE = "_already_called_process_weights_after_loading"  # vLLM deletes it before it loads a layer again
+_DONE = "_already_called_process_weights_after_loading"  # as in vLLM, which deletes it to load a layer anew
 
 
 class Decoded:
@@ -40,16 +40,9 @@ class Decoded:
 
 
 def is_new(layer: nn.Module) -> bool:
-    """Whether a layer is still to be processed: vLLM asks for that as soon as it is loaded, and once more for all.
-
-    Raises:
-        InputError: it was processed, and is loaded anew: CUDA graphs know where its packed bytes are, and the new ones
-            may not fit there.
-    """
+    """Whether a layer is still to be processed: vLLM asks for that as soon as it is loaded, and once more for all."""
     if getattr(layer, _DONE, False):
         return False
-    if HELD in layer.__dict__:
-        raise InputError("packed weights cannot be loaded anew in a running engine", mend="start another engine")
     setattr(layer, _DONE, True)
     return True
 

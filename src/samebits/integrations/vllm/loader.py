@@ -1,4 +1,4 @@
-"""Reading compressed folders: their tensors, decoded one by one, where vLLM reads those of a checkpoint."""
+"""Where vLLM loads weights: compressed folders are read, their tensors decoded one by one, and reloading is refused."""
 
 from __future__ import annotations
 
@@ -10,24 +10,46 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch import nn
 from tqdm.auto import tqdm
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.model_loader.weight_utils import enable_tqdm
 from vllm.platforms import current_platform
 
 from samebits.api import decode
+from samebits.errors import InputError
 from samebits.format.container import Checkpoint
 from samebits.format.folder import check_published
 from samebits.format.names import original_name
 from samebits.format.safetensors_file import SUFFIX, SafetensorsFile
-
-_METHOD = "_get_weights_iterator"  # what iterates over a folder's tensors
+from samebits.integrations.vllm.weights import HELD
 
 
 def register() -> None:
-    original = getattr(DefaultModelLoader, _METHOD)
-    if not hasattr(original, "__wrapped__"):
-        setattr(DefaultModelLoader, _METHOD, _reading_packed(original))
+    """Put samebits in front of what iterates over a folder's tensors, and of what takes a layer's to load it anew."""
+    for place, name, wrapper in (
+        (DefaultModelLoader, "_get_weights_iterator", _reading_packed),
+        (layerwise, "restore_layer_on_meta", _refusing_packed),
+    ):
+        original = getattr(place, name)
+        if not hasattr(original, "__wrapped__"):
+            setattr(place, name, wrapper(original))
+
+
+def _refusing_packed(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def restore_layer_on_meta(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """
+        Raises:
+            InputError: the layer, or one in it, is packed: CUDA graphs know where its bytes are, and others may not fit
+                there. vLLM begins with the whole model, so nothing has been taken then.
+        """
+        if any(HELD in each.__dict__ for each in layer.modules()):
+            raise InputError("packed weights cannot be loaded anew in a running engine", mend="start another engine")
+        return original(layer, *args, **kwargs)
+
+    return restore_layer_on_meta
 
 
 def _reading_packed(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,7 +8,7 @@ handle, a few bytes. By where these are in memory an operator finds the weight.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -76,9 +76,15 @@ def hold(layer: nn.Module, name: str, encoded: Encoded, multiply: Multiply | Non
     made = PackedWeight(encoded.packed, multiply)
     delattr(layer, name)
     layer.register_parameter(slot_name(name), encoded.packed.data)  # type: ignore[arg-type]
-    layer.__dict__[name] = LazyWeight(encoded.recipe, [encoded.packed.data], requires_grad=False)
+    weight = LazyWeight(encoded.recipe, [encoded.packed.data], requires_grad=False)
+    weight.weight_loader = _load_no_more  # type: ignore[attr-defined]
+    layer.__dict__[name] = weight
     layer.__dict__.setdefault(HELD, {})[name] = made
     return made
+
+
+def _load_no_more(*args: Any, **kwargs: Any) -> None:
+    """For what comes when a layer has all it needs: experts of other ranks. It is not loaded, as None says."""
 
 
 def _weight_of(handle: torch.Tensor) -> PackedWeight:
