@@ -76,6 +76,10 @@ def tokens_that_fit(row: Row) -> str:
     return "does not fit" if row["bf16_tokens"] is None else f"{row['bf16_tokens']:,}"
 
 
+def that_fits(form: str, column: Callable[[Row], str]) -> Callable[[Row], str]:
+    return lambda row: "does not fit" if row[f"{form}_cache_tokens"] is None else column(row)
+
+
 def milliseconds(key: str) -> Callable[[Row], str]:
     """Of a time in seconds: the median, and from slowest to fastest."""
     keys = (f"{key}_seconds", f"{key}_seconds_slowest", f"{key}_seconds_fastest")
@@ -304,6 +308,16 @@ COLUMNS: dict[str, dict[str, Cell]] = {
         "weights, BF16": gigabytes("bf16_weight_bytes"),
         "weights, samebits": gigabytes("samebits_weight_bytes"),
         "tokens and log-probabilities": verdict("same"),
+    },
+    "vllm_generate.cards": {
+        "model": "model",
+        "card, GiB": decimals("card_gib", 0),
+        "requests": "requests",
+        "tokens in the cache, BF16": that_fits("bf16", decimals("bf16_cache_tokens", 0)),
+        "samebits": that_fits("samebits", decimals("samebits_cache_tokens", 0)),
+        "BF16, tokens/s": that_fits("bf16", with_spread("bf16_tokens_per_s", 0)),
+        "samebits, tokens/s": that_fits("samebits", with_spread("samebits_tokens_per_s", 0)),
+        "times BF16's speed": decimals("speed", 2),
     },
     "profile.steps": {
         "model": "model",

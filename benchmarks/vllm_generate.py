@@ -1,6 +1,7 @@
 """vLLM's offline engine: compressed beside BF16, in processes of their own, tokens and log-probabilities compared.
 
     python benchmarks/vllm_generate.py                                  on a GPU, to results/vllm_generate.json
+    python benchmarks/vllm_generate.py --cards 24                       the same file: all requests that come at once
     python benchmarks/vllm_generate.py --models tiny --batches 1,2 --tokens 8 --name trial       anywhere, in a minute
 
 Real configurations, synthetic weights (models.py), which vLLM loads tensor by tensor from a loader of this file; no
@@ -12,6 +13,11 @@ calls for one token, median, slowest and fastest of RUNS calls. ``same`` says wh
 the last calls are the same, these compared as the numbers they are; ``repeats`` whether BF16's own two are.
 ``load_seconds`` is until the engine is ready: loading, compiling, finding plans, capturing. ``weight_bytes`` is what
 vLLM says the model takes, and ``cache_tokens`` how many fit into its key-value cache.
+
+Rows of the table "cards" are of requests that all come at once, with prompts of CARD_PROMPT tokens, on a smaller card:
+its memory is emulated (torch's limit, and vLLM's share of it), its speed is this one's. How many of them run together
+depends on what the weights leave for the cache, so products have other numbers of tokens in either form, and what they
+write may differ: it is not compared. ``cache_tokens`` is None where vLLM does not start for lack of memory.
 """
 
 from __future__ import annotations
@@ -37,6 +43,14 @@ PROMPT = 128
 ROOM = 512  # tokens of a sequence
 LOADER = "synthetic"
 KEYS = ("model", "batch", "tokens")
+CARD_KEYS = ("model", "card_gib", "requests")
+CARD_REQUESTS = 256
+CARD_PROMPT, CARD_TOKENS = 1024, 256
+CARD_SIZES = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256]  # that graphs are captured of
+CARD_STEP = 4096  # tokens at most
+CARD_RUNS = 3
+SHARE = 0.92  # of a card that vLLM takes, by default
+NO_ROOM = ("No available memory for the cache", "KV cache is needed", "less than desired GPU memory", "out of memory")
 
 
 @dataclass(frozen=True)
@@ -94,10 +108,10 @@ def register_loader() -> None:
             return tensors(model_config.hf_config, current_platform.device_type)
 
 
-def run(name: str, packed: bool, batches: list[int], tokens: int) -> Engine:
-    """One engine, in this process."""
+def started(name: str, packed: bool, sizes: list[int], room: int, **arguments: Any) -> tuple[Any, float]:
+    """An engine in this process, and the seconds until it was ready."""
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1")
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
     plugin.register()  # as vLLM does where samebits is installed
     register_loader()
@@ -106,16 +120,31 @@ def run(name: str, packed: bool, batches: list[int], tokens: int) -> Engine:
         config_of(name).save_pretrained(folder)
         llm = LLM(
             folder, load_format=LOADER, quantization="samebits" if packed else None, skip_tokenizer_init=True,
-            max_model_len=ROOM, enable_prefix_caching=False, max_num_seqs=max(batches),
-            compilation_config={"cudagraph_capture_sizes": batches},
+            max_model_len=room, enable_prefix_caching=False, max_num_seqs=max(sizes),
+            compilation_config={"cudagraph_capture_sizes": sizes}, **arguments,
         )  # fmt: skip
-    load_seconds = time.perf_counter() - start
-    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    return llm, time.perf_counter() - start
+
+
+def cache_tokens(llm: Any) -> int:
     cache = llm.llm_engine.vllm_config.cache_config
+    return int(cache.num_gpu_blocks * cache.block_size)
+
+
+def prompts_of(name: str, count: int, length: int) -> list[dict[str, list[int]]]:
+    ids = torch.randint(config_of(name).vocab_size, (count, length), generator=torch.Generator().manual_seed(count))
+    return [{"prompt_token_ids": row} for row in ids.tolist()]
+
+
+def run(name: str, packed: bool, batches: list[int], tokens: int) -> Engine:
+    """One engine, in this process."""
+    from vllm import SamplingParams
+
+    llm, load_seconds = started(name, packed, batches, ROOM)
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     found = []
     for batch in batches:
-        ids = torch.randint(config_of(name).vocab_size, (batch, PROMPT), generator=torch.Generator().manual_seed(batch))
-        prompts = [{"prompt_token_ids": row} for row in ids.tolist()]
+        prompts = prompts_of(name, batch, PROMPT)
 
         def generate(count: int, prompts: Any = prompts) -> tuple[float, str]:
             sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False, logprobs=0)
@@ -134,7 +163,50 @@ def run(name: str, packed: bool, batches: list[int], tokens: int) -> Engine:
         found.append(Found(batch, tokens, [seconds for seconds, _ in runs], first, (runs[-2][1], runs[-1][1])))
         print(f"{name}, {'samebits' if packed else 'BF16'}: {found[-1]}", flush=True)
     memory = getattr(worker.model_runner, "model_memory_usage", None)  # on GPUs
-    return Engine(load_seconds, memory, cache.num_gpu_blocks * cache.block_size, found)
+    return Engine(load_seconds, memory, cache_tokens(llm), found)
+
+
+def run_card(name: str, packed: bool, gib: float, requests: int) -> tuple[list[float], int] | None:
+    """Seconds of runs, and tokens in the cache, of an engine in this process, on a card of ``gib``; None: no room."""
+    from vllm import SamplingParams
+
+    memory = {}
+    if torch.cuda.is_available():
+        share = gib * 2**30 / torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(share)
+        memory["gpu_memory_utilization"] = SHARE * share
+    sizes = [size for size in CARD_SIZES if size <= requests]
+    try:
+        llm, _ = started(name, packed, sizes, CARD_PROMPT + CARD_TOKENS, max_num_batched_tokens=CARD_STEP, **memory)
+    except (RuntimeError, ValueError) as error:
+        if not any(text in str(error) for text in NO_ROOM):
+            raise
+        print(f"{name}, {gib} GiB: {error}", flush=True)
+        return None
+    sampling = SamplingParams(temperature=0, max_tokens=CARD_TOKENS, ignore_eos=True, detokenize=False)
+    prompts, seconds = prompts_of(name, requests, CARD_PROMPT), []
+    for _ in range(1 + CARD_RUNS):
+        begin = time.perf_counter()
+        made = llm.generate(prompts, sampling, use_tqdm=False)
+        seconds.append(time.perf_counter() - begin)
+        assert all(len(each.outputs[0].token_ids) == CARD_TOKENS for each in made)
+    return seconds[1:], cache_tokens(llm)
+
+
+def card_row(name: str, gib: float, requests: int) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "table": "cards", "model": name, "card_gib": gib, "requests": requests, "prompt": CARD_PROMPT,
+        "tokens": CARD_TOKENS,
+    }  # fmt: skip
+    timings = {}
+    for key, packed in (("bf16", False), ("samebits", True)):
+        found = in_own_process(run_card, name, packed, gib, requests)()
+        row[f"{key}_cache_tokens"] = found and found[1]  # None: does not start
+        if found:
+            timings[key] = Timing.of(found[0])
+            row |= timings[key].rates(f"{key}_tokens_per_s", requests * CARD_TOKENS)
+    both = len(timings) == 2
+    return row | {"speed": significant(timings["bf16"].median / timings["samebits"].median) if both else None}
 
 
 def rows(name: str, bf16: Engine, ours: Engine) -> Iterator[dict[str, Any]]:
@@ -158,11 +230,17 @@ def main() -> int:
     parser.add_argument("--models", type=lambda text: text.split(","), default=["Llama 3.1 8B"], help=", ".join(MODELS))
     parser.add_argument("--batches", type=lambda text: [int(each) for each in text.split(",")], default=[1, 8, 32, 128])
     parser.add_argument("--tokens", type=int, default=128, help="generated, of each sequence")
+    parser.add_argument("--cards", type=lambda text: [float(each) for each in text.split(",")], help="GiB of memory")
+    parser.add_argument("--requests", type=int, default=CARD_REQUESTS, help="at once, with --cards")
     options = parser.parse_args()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
     packages = (*PACKAGES, "transformers", plugin.distribution() or "vllm")
     all_same = True
     for name in options.models:
+        if options.cards:
+            found = [card_row(name, gib, options.requests) for gib in options.cards]
+            print(add_results(options.name, device, found, CARD_KEYS, packages), flush=True)
+            continue
         bf16, ours = (in_own_process(run, name, packed, options.batches, options.tokens)() for packed in (False, True))
         found = list(rows(name, bf16, ours))
         all_same &= all(row["same"] for row in found)
