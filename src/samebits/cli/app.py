@@ -115,9 +115,10 @@ def compress(
     """Pack a BF16 model; an interrupted run goes on where it stopped."""
     from samebits.cli.commands import compress, compress_df11
     from samebits.jobs.options import CompressOptions, RunOptions
+    from samebits.jobs.ranks import Ranks
 
     options = CompressOptions(min_weights, tuple(include), tuple(exclude), cast is not None)
-    run = RunOptions(workers, device, overwrite)
+    run = RunOptions(workers, device, overwrite, Ranks.of_environment())
     if layout is Format.SAMEBITS:
         if patterns is not None:
             raise typer.BadParameter("--patterns goes with --format df11")
@@ -140,8 +141,9 @@ def decompress(
     """Give plain BF16 safetensors back."""
     from samebits.cli.commands import decompress
     from samebits.jobs.options import RunOptions
+    from samebits.jobs.ranks import Ranks
 
-    decompress(source, destination, RunOptions(workers, device, overwrite), as_json)
+    decompress(source, destination, RunOptions(workers, device, overwrite, Ranks.of_environment()), as_json)
 
 
 @app.command()

@@ -38,9 +38,12 @@ def open_source(text: str) -> Checkpoint:
 
 def compress(source: str, destination: Path, options: CompressOptions, run: RunOptions, as_json: bool) -> None:
     checkpoint = open_source(source)
-    note_patterns(source, checkpoint, options)
-    with progress_bar("compress") as progress:
+    if run.ranks.is_first:
+        note_patterns(source, checkpoint, options)
+    with progress_bar("compress", is_shown=run.ranks.is_first) as progress:
         report = Compression(checkpoint, destination, options, run, progress).run()
+    if not run.ranks.is_first:
+        return
     reasons = [options.reason_against(entry) for entry in checkpoint] + [NOT_GAINED] * len(report.not_gained)
     _report(report, as_json, also=_note_cast(checkpoint, options) | {"unpacked": _counts(reasons)})
 
@@ -87,8 +90,10 @@ def _note_rounding(entries: Iterable[Entry]) -> dict[str, Any]:
 def compress_df11(source: str, destination: Path, patterns: str | None, run: RunOptions, as_json: bool) -> None:
     checkpoint = open_source(source)
     chosen = None if patterns is None or patterns == "auto" else read_patterns(Path(patterns))
-    with progress_bar("compress") as progress:
+    with progress_bar("compress", is_shown=run.ranks.is_first) as progress:
         report = Df11Compression(checkpoint, destination, chosen, run, progress).run()
+    if not run.ranks.is_first:
+        return
     if chosen is None and architecture_of(config_of(checkpoint)) is None:
         note("note: not an architecture that is known; each numbered block became a unit (--patterns FILE to choose)")
     _report(report, as_json)
@@ -96,9 +101,10 @@ def compress_df11(source: str, destination: Path, patterns: str | None, run: Run
 
 def decompress(source: str, destination: Path, run: RunOptions, as_json: bool) -> None:
     checkpoint = open_source(source)
-    with progress_bar("decompress") as progress:
+    with progress_bar("decompress", is_shown=run.ranks.is_first) as progress:
         report = Decompression(checkpoint, destination, run, progress).run()
-    _report(report, as_json, is_packed=False)
+    if run.ranks.is_first:
+        _report(report, as_json, is_packed=False)
 
 
 def _report(report: JobReport, as_json: bool, is_packed: bool = True, also: Mapping[str, Any] | None = None) -> None:

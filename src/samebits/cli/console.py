@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from samebits.cli.failure import visible
+from samebits.progress import silent
 from samebits.sizes import size
 
 if TYPE_CHECKING:
@@ -53,8 +54,11 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 
 @contextmanager
-def progress_bar(label: str) -> Iterator[Progress]:
+def progress_bar(label: str, *, is_shown: bool = True) -> Iterator[Progress]:
     """Progress with speed and time left: a bar on a terminal, now and then a line elsewhere."""
+    if not is_shown:
+        yield silent
+        return
     if not sys.stderr.isatty():
         yield Lines(label).show
         return

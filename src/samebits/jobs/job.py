@@ -28,6 +28,9 @@ from samebits.jobs.workers import AHEAD, Workers, worker_count
 from samebits.jobs.workspace import FILES, Workspace, out_of_space, rank, require_space
 from samebits.progress import Progress
 
+_PREPARED, _WRITTEN, _PUBLISHED = "prepared", "written", "published"  # what processes tell each other
+_Measured = tuple[Sizes, list[str], dict[str, str]]  # sizes, not_gained and raw_units of a JobReport
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -63,7 +66,7 @@ class JobReport:
         sizes: of the packed side: the result of compress, with its source's original bytes; the source of decompress.
         not_gained: tensors that were to be packed but would not have become smaller.
         skipped_files: files of the source folder that were not copied.
-        resumed_shards: finished by an earlier run.
+        resumed_shards: finished by an earlier run, here or in another process of this one.
         raw_units: units that a DFloat11 file cannot hold, and why; they are stored unchanged.
     """
 
@@ -85,7 +88,7 @@ class Job(ABC):
         checkpoint: the source.
         destination: a folder for a folder, a file for a file.
         run: how to run it.
-        progress: told the bytes done and their total, counted uncompressed.
+        progress: told the bytes that this process has done and their total, counted uncompressed.
 
     Raises:
         InputError: source and destination do not fit together; a link in the source leads nowhere.
@@ -105,8 +108,9 @@ class Job(ABC):
         self.others, self.skipped = other_files(checkpoint.path, weights) if self.is_folder else ([], [])
         self.others = [path for path in self.others if not _is_within(checkpoint.path / path, destination)]
         _check_readable(checkpoint.path / path for path in self.others)
-        self._progress, self._done = progress, 0
-        self._total = sum(shard.nbytes for shard in self.shards)
+        self._progress, self._done, self._ranks = progress, 0, run.ranks
+        self._own_shards = self._ranks.own(self.shards)
+        self._total = sum(shard.nbytes for shard in self._own_shards)
 
     @abstractmethod
     def make_shards(self) -> list[Shard]:
@@ -146,30 +150,51 @@ class Job(ABC):
         """config.json as the destination needs it."""
 
     def run(self) -> JobReport:
-        """Do it.
+        """Do it; of several processes each returns when all is done.
 
         Raises:
             FormatError, DigestError: a damaged source.
             InputError: the destination is in use; the source was written to meanwhile.
-            ResourceError: no space, a killed worker, another job at work on the destination.
+            ResourceError: no space, a killed worker, another job at work on the destination; another process of this
+                one has failed.
         """
         start = time.monotonic()
+        space = Workspace(self.destination, self.is_folder, self._identity(), self.run_options.overwrite)
         try:
-            with Workspace(self.destination, self.is_folder, self._identity(), self.run_options.overwrite) as space:
-                resumed = self._run_in(space)
-                sizes, not_gained, raw_units = self.measure(space.staged)  # what cannot be opened is not published
-                self.checkpoint.check_unchanged()
-                space.publish()
+            with self._ranks.together():
+                resumed, found = self._lead(space) if self._ranks.is_first else self._follow(space)
         except SamebitsError:
             self.checkpoint.check_unchanged()  # or that is why
             raise
         except OSError as error:
             raise out_of_space(error, self.destination) or error from None
+        sizes, not_gained, raw_units = found
         skipped = [str(path) for path in self.skipped if not path.name.endswith(INDEX_SUFFIX)]
         return JobReport(self.destination, sizes, not_gained, skipped, len(self.shards), resumed, self.device,
                          time.monotonic() - start, raw_units)  # fmt: skip
 
-    def measure(self, path: Path) -> tuple[Sizes, list[str], dict[str, str]]:
+    def _lead(self, space: Workspace) -> tuple[int, _Measured]:
+        """As the process that alone prepares, and publishes; how many shards an earlier run had finished."""
+        with space:
+            space.check_places([*(Path(shard.target) for shard in self.shards), *self.others])
+            self._ranks.tell(_PREPARED)
+            resumed = self._write_own(space) + sum(self._ranks.hear_others(_WRITTEN))
+            if self.is_folder:
+                self._stage_others(space)
+            found = self.measure(space.staged)  # what cannot be opened is not published
+            self.checkpoint.check_unchanged()
+            space.publish()
+        self._ranks.tell(_PUBLISHED, resumed)
+        return resumed, found
+
+    def _follow(self, space: Workspace) -> tuple[int, _Measured]:
+        """As one that writes some of the shards, in a workspace that the first process has."""
+        self._ranks.hear(_PREPARED)
+        self._ranks.tell(_WRITTEN, self._write_own(space))
+        resumed: int = self._ranks.hear(_PUBLISHED)
+        return resumed, self.measure(self.destination)
+
+    def measure(self, path: Path) -> _Measured:
         """What JobReport says of the result, opened at ``path`` as readers do: sizes, not_gained, raw_units.
 
         Raises:
@@ -179,10 +204,9 @@ class Job(ABC):
         not_gained = [entry.name for entry in result if self.packs(entry) and not entry.is_packed]
         return Sizes.of(result if result.is_packed else self.checkpoint), not_gained, {}
 
-    def _run_in(self, space: Workspace) -> int:
-        """All stages up to publishing; how many shards an earlier run had finished."""
-        space.check_places([*(Path(shard.target) for shard in self.shards), *self.others])
-        pending = [shard for shard in self.shards if not space.is_finished(shard.target)]
+    def _write_own(self, space: Workspace) -> int:
+        """The shards that this process is to write; how many of them an earlier run had finished."""
+        pending = [shard for shard in self._own_shards if not space.is_finished(shard.target)]
         self._advance(self._total - sum(shard.nbytes for shard in pending))
         changing = [entry for shard in pending for entry in shard.entries if self.changes(entry)]
         work_bytes = sum(entry.original_nbytes for entry in changing)
@@ -200,9 +224,7 @@ class Job(ABC):
                 recorded = recorder.submit(space.record, shard.target)
             if recorded:
                 recorded.result()
-        if self.is_folder:
-            self._stage_others(space)
-        return len(self.shards) - len(pending)
+        return len(self._own_shards) - len(pending)
 
     def _identity(self) -> dict[str, Any]:
         """A job of the same identity may take up what another began."""
@@ -222,7 +244,7 @@ class Job(ABC):
 
     def _tasks(self, entries: Iterable[Entry], space: Workspace) -> Iterator[Task]:
         for number, entry in enumerate(entries):
-            spool, pack = space.spools / str(number), self.packs(entry)
+            spool, pack = space.spools / f"{self._ranks.rank}-{number}", self.packs(entry)
             matrix = entry.matrix if isinstance(entry, UnitEntry) else None
             yield Task(entry.name, entry.file.path, entry.spec, entry.header, matrix, pack, spool, self.device)
 
@@ -231,6 +253,7 @@ class Job(ABC):
         for entry in shard.entries:
             piece = next(results) if self.changes(entry) else Piece.of(entry)
             yield piece
+            self._ranks.check()
             self._advance(entry.original_nbytes)
 
     def _advance(self, nbytes: int) -> None:

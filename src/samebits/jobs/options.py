@@ -10,6 +10,7 @@ from samebits.format.container import Entry
 from samebits.format.header import MAX_DIMENSIONS
 from samebits.format.names import MIN_WEIGHTS, is_selected
 from samebits.format.safetensors_file import FLOATS
+from samebits.jobs.ranks import ALONE, Ranks
 
 NOT_GAINED = "not made smaller by packing"  # why a tensor that is to be packed is not
 _NOT_BF16 = "not BF16"
@@ -69,11 +70,13 @@ class RunOptions:
         workers: processes at most; None: as many as the work and the machine ask for.
         device: "cpu", "cuda", or "auto" for a GPU if there is one.
         overwrite: replace weights that the destination already holds.
+        ranks: processes that do it together; all must see the same files.
     """
 
     workers: int | None = None
     device: str = "auto"
     overwrite: bool = False
+    ranks: Ranks = ALONE
 
     def __post_init__(self) -> None:
         if self.workers is not None and self.workers < 1:

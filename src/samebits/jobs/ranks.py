@@ -1,0 +1,137 @@
+"""Processes that do one job together, as torchrun starts them: each writes some of the shards.
+
+They tell each other how far they are through the store of torch's ``env://`` rendezvous, and ask it now and then: a
+process that waits for the others can be interrupted as any.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from samebits.errors import ResourceError, SamebitsError
+from samebits.parallel import THREADS_VARIABLE, threads
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+Item = TypeVar("Item")
+
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_JOINING = timedelta(minutes=5)
+_SECONDS_BETWEEN_QUESTIONS = 0.1
+_FAILED, _HEARD = "failed", "heard"
+_GO_ON = "run the same command again: it goes on where it stopped"
+
+
+class Ranks:
+    """This process alone, rank 0 of 1, or one of several.
+
+    Attributes:
+        rank, size: as torch counts processes.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1, store: Store | None = None) -> None:
+        self.rank, self.size, self._store = rank, size, store
+
+    @classmethod
+    def of_environment(cls) -> Ranks:
+        """Those that torchrun, or whoever sets its variables, has started; waits until all have come.
+
+        Those of one host share its GPUs and its cores.
+
+        Raises:
+            ResourceError: some do not come.
+        """
+        if not all(os.environ.get(name) for name in _VARIABLES) or os.environ["WORLD_SIZE"] == "1":
+            return cls()
+        from torch.distributed.rendezvous import rendezvous
+
+        try:
+            store, rank, size = next(rendezvous("env://", timeout=_JOINING))
+        except (RuntimeError, ValueError) as error:
+            what = f"the {os.environ['WORLD_SIZE']} processes of this job have not found each other ({error})"
+            raise ResourceError(what, mend="start them by torchrun, or unset WORLD_SIZE to do it with one") from error
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        if THREADS_VARIABLE not in os.environ:
+            os.environ[THREADS_VARIABLE] = str(max(1, threads() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+            threads.cache_clear()
+        return cls(rank, size, store)
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def own(self, items: Sequence[Item]) -> Sequence[Item]:
+        """Those of some items that this process is to see to."""
+        return items[self.rank :: self.size]
+
+    def tell(self, what: str, value: object = None) -> None:
+        """Say to the others how far this process is, once."""
+        if self._store:
+            self._store.set(f"{what} {self.rank}", json.dumps(value))
+
+    def hear(self, what: str, rank: int = 0) -> Any:
+        """Wait until another process has told that, and return what it said.
+
+        Raises:
+            ResourceError: a process has failed, or is gone.
+        """
+        key = f"{what} {rank}"
+        while (said := self._said(key)) is None:
+            self.check()
+            time.sleep(_SECONDS_BETWEEN_QUESTIONS)
+        return json.loads(said)
+
+    def check(self) -> None:
+        """
+        Raises:
+            ResourceError: another process has failed, or is gone.
+        """
+        failed = self._said(_FAILED)
+        if failed is not None:
+            number, why = json.loads(failed)
+            raise ResourceError(f"process {number} of {self.size} has failed: {why}", mend=f"mend that, and {_GO_ON}")
+
+    def _said(self, key: str) -> bytes | None:
+        if self._store is None:
+            return None
+        try:
+            return self._store.get(key) if self._store.check([key]) else None
+        except RuntimeError as error:  # the store's
+            raise ResourceError("the first process of this job is gone", mend=_GO_ON) from error
+
+    def hear_others(self, what: str) -> list[Any]:
+        return [self.hear(what, rank) for rank in range(self.size) if rank != self.rank]
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Meanwhile the others are told of an error; the first process, which may have the store, leaves last."""
+        try:
+            yield
+            if self.is_first:
+                self.hear_others(_HEARD)
+            else:
+                self.tell(_HEARD)
+        except Exception as error:
+            if self._store:
+                self.check()  # for another's error, which may be why
+                with suppress(RuntimeError):
+                    self._store.set(_FAILED, json.dumps([self.rank, _told(error)]))
+            raise
+
+
+def _told(error: Exception) -> str:
+    """What and where; how to mend it says the process that failed."""
+    return str(type(error)(error.what, where=error.where)) if isinstance(error, SamebitsError) else str(error)
+
+
+ALONE = Ranks()
