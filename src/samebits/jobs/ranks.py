@@ -27,7 +27,8 @@ Item = TypeVar("Item")
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _JOINING = timedelta(minutes=5)
 _SECONDS_BETWEEN_QUESTIONS = 0.1
-_FAILED, _HEARD = "failed", "heard"
+_SECONDS_TO_LEAVE = 10.0
+_FAILED, _LEAVES = "failed", "leaves"
 _GO_ON = "run the same command again: it goes on where it stopped"
 
 
@@ -77,7 +78,8 @@ class Ranks:
     def tell(self, what: str, value: object = None) -> None:
         """Say to the others how far this process is, once."""
         if self._store:
-            self._store.set(f"{what} {self.rank}", json.dumps(value))
+            with _the_first_one_is_there():
+                self._store.set(f"{what} {self.rank}", json.dumps(value))
 
     def hear(self, what: str, rank: int = 0) -> Any:
         """Wait until another process has told that, and return what it said.
@@ -104,10 +106,8 @@ class Ranks:
     def _said(self, key: str) -> bytes | None:
         if self._store is None:
             return None
-        try:
+        with _the_first_one_is_there():
             return self._store.get(key) if self._store.check([key]) else None
-        except RuntimeError as error:  # the store's
-            raise ResourceError("the first process of this job is gone", mend=_GO_ON) from error
 
     def hear_others(self, what: str) -> list[Any]:
         return [self.hear(what, rank) for rank in range(self.size) if rank != self.rank]
@@ -117,16 +117,31 @@ class Ranks:
         """Meanwhile the others are told of an error; the first process, which may have the store, leaves last."""
         try:
             yield
-            if self.is_first:
-                self.hear_others(_HEARD)
-            else:
-                self.tell(_HEARD)
         except Exception as error:
             if self._store:
                 self.check()  # for another's error, which may be why
                 with suppress(RuntimeError):
                     self._store.set(_FAILED, json.dumps([self.rank, _told(error)]))
             raise
+        if not self.is_first:
+            with suppress(ResourceError):
+                self.tell(_LEAVES)
+        deadline = time.monotonic() + _SECONDS_TO_LEAVE
+        keys = [f"{_LEAVES} {rank}" for rank in range(1, self.size)] if self.is_first else []
+        while any(self._said(key) is None for key in keys) and time.monotonic() < deadline:
+            time.sleep(_SECONDS_BETWEEN_QUESTIONS)
+
+
+@contextmanager
+def _the_first_one_is_there() -> Iterator[None]:
+    """
+    Raises:
+        ResourceError: it is not, as the store says.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        raise ResourceError("the first process of this job is gone", mend=_GO_ON) from error
 
 
 def _told(error: Exception) -> str:
