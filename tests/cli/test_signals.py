@@ -90,7 +90,7 @@ def started(*command: object) -> tuple[int, str, str]:
     """
     heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     texts = [sys.executable, *map(str, command)]
-    done = subprocess.run(texts, capture_output=True, text=True, timeout=100, preexec_fn=heed)
+    done = subprocess.run(texts, capture_output=True, text=True, timeout=300, preexec_fn=heed)
     return done.returncode, done.stdout, done.stderr
 
 
