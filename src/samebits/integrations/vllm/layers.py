@@ -95,6 +95,7 @@ class _Packed:
         if current_platform.is_cuda() and gemm is default_unquantized_gemm and not envs.VLLM_BATCH_INVARIANT:
             return _fused
         prepare, multiply = super().process_weights_after_loading, super().apply  # type: ignore[misc]
+        prepare(Decoded(layer, weight=layer.weight))  # type: ignore[arg-type]  # oneDNN asks for AMX, which attention uses
 
         def decode_first(packed: PackedTensor, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
             plain = Decoded(layer, weight=nn.Parameter(decode_packed(packed), requires_grad=False))
