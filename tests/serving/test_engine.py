@@ -21,6 +21,7 @@ EAGER = {"dtype": "bfloat16", "enforce_eager": True}
 COMPILED = {"dtype": "bfloat16", "enforce_eager": False}
 PACKED = {"quantization": "samebits"}
 Plain = Callable[..., Gave]
+DF11 = KING_JAMES.parents[2] / "tests" / "vectors" / "df11" / "tiny-llama"
 needs_two = pytest.mark.skipif(HAS_GPU and torch.cuda.device_count() < 2, reason="needs two GPUs, or none")
 
 
@@ -215,9 +216,20 @@ def test_bad_options_are_refused(arguments: dict[str, Any], said: str) -> None:
     assert said in told, told
 
 
-def test_layers_without_weights_are_refused(untied: Path, tmp_path: Path) -> None:
+def test_folders_of_dfloat11_are_refused() -> None:
+    assert "the folder is in DFloat11's layout" in refusal(DF11, **EAGER, **PACKED)
+
+
+@pytest.mark.parametrize(
+    ("lacks", "said"),
+    [
+        ("1.self_attn.o_proj", "model.layers.1.self_attn.o_proj: no weights were loaded into this layer"),
+        ("1.input_layernorm", "not initialized from checkpoint: {'model.layers.1.input_layernorm.weight'}"),  # vLLM's
+    ],
+)
+def test_layers_without_weights_are_refused(lacks: str, said: str, untied: Path, tmp_path: Path) -> None:
     shutil.copytree(untied, tmp_path / "model")
     file = tmp_path / "model" / "model.safetensors"
-    save_file({name: tensor for name, tensor in load_file(file).items() if "1.self_attn.o_proj" not in name}, file)
+    save_file({name: tensor for name, tensor in load_file(file).items() if lacks not in name}, file)
     told = refusal(tmp_path / "model", **EAGER, **PACKED)
-    assert "model.layers.1.self_attn.o_proj: no weights were loaded into this layer" in told, told
+    assert said in told, told

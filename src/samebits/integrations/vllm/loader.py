@@ -1,10 +1,11 @@
-"""Where vLLM loads weights: compressed folders are read, their tensors decoded one by one, and reloading is refused."""
+"""Where vLLM loads weights: compressed folders are read, their tensors decoded one by one; reloading is refused."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from functools import wraps
+from copy import copy
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +19,36 @@ from vllm.model_executor.model_loader.weight_utils import enable_tqdm
 from vllm.platforms import current_platform
 
 from samebits.api import decode
+from samebits.df11.checkpoint import read_config
 from samebits.errors import InputError
 from samebits.format.container import Checkpoint
-from samebits.format.folder import check_published
+from samebits.format.folder import KEY, check_published
 from samebits.format.names import original_name
 from samebits.format.safetensors_file import SUFFIX, SafetensorsFile
 from samebits.integrations.vllm.weights import HELD
 
 
+@cache
 def register() -> None:
-    """Put samebits in front of what iterates over a folder's tensors, and of what takes a layer's to load it anew."""
+    """Put samebits in front of what loads a model, of what iterates over its tensors, and of what loads layers anew."""
     for place, name, wrapper in (
+        (DefaultModelLoader, "load_weights", _checking_plain),
         (DefaultModelLoader, "_get_weights_iterator", _reading_packed),
         (layerwise, "restore_layer_on_meta", _refusing_packed),
     ):
-        original = getattr(place, name)
-        if not hasattr(original, "__wrapped__"):
-            setattr(place, name, wrapper(original))
+        setattr(place, name, wrapper(getattr(place, name)))
+
+
+def _checking_plain(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def load_weights(self: Any, model: nn.Module, model_config: Any) -> None:
+        """As for a model that is not quantized: only of those vLLM refuses one that lacks a norm, say."""
+        if model_config.quantization == KEY:
+            model_config = copy(model_config)
+            model_config.quantization = None
+        original(self, model, model_config)
+
+    return load_weights
 
 
 def _refusing_packed(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,6 +74,9 @@ def _reading_packed(original: Callable[..., Any]) -> Callable[..., Any]:
             source.allow_patterns_overrides,
         )  # fmt: skip
         check_published(Path(folder))
+        if read_config(Path(folder)):
+            mend = "pack it anew, `samebits compress FOLDER OUT`, and give what that writes"
+            raise InputError("the folder is in DFloat11's layout, which is not read here", where=folder, mend=mend)
         if not is_safetensors or not any(_is_packed(Path(file)) for file in files):
             return original(self, source)  # type: ignore[no-any-return]
         self.counter_before_loading_weights = self.counter_before_loading_weights or time.perf_counter()
