@@ -52,6 +52,19 @@ def test_packed_once_for_both(method: Any, assigned: bool, head_first: bool) -> 
     assert torch.equal(words(method.embedding(embedding, ids)), expected[ids])
 
 
+def test_prepared_while_loading(method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM's own are on CPUs, where oneDNN asks the system for AMX then, which attention takes for granted."""
+    prepared: list[torch.Tensor] = []
+    monkeypatch.setattr(
+        UnquantizedEmbeddingMethod, "process_weights_after_loading", lambda self, layer: prepared.append(layer.weight)
+    )
+    layer = made(method)
+    expected = words(layer.weight.detach())
+    method.process_weights_after_loading(layer)
+    [weight] = prepared
+    assert torch.equal(words(weight.detach()), expected)
+
+
 def test_parts_of_other_layers_stay(method: Any) -> None:
     """As a plain embedding's, to which a head is tied."""
     embedding, head = nn.Module(), made(method)
