@@ -25,7 +25,7 @@ from samebits.jobs.compress import Compression
 from samebits.jobs.compress_df11 import Df11Compression
 from samebits.jobs.decompress import Decompression
 from samebits.jobs.job import Job, JobReport
-from samebits.jobs.options import RunOptions
+from samebits.jobs.options import CompressOptions, RunOptions
 from samebits.jobs.ranks import Ranks
 from samebits.jobs.workspace import Workspace
 from samebits.parallel import THREADS_VARIABLE
@@ -174,6 +174,48 @@ def test_commands_share_a_job_and_the_first_one_reports(tmp_path: Path) -> None:
     assert files_of(packed) == files_of(compress(source, tmp_path / "alone"))
 
 
+def test_other_commands_share_nothing(tmp_path: Path) -> None:
+    source, store = write_folder(tmp_path / "source"), HashStore()
+
+    def process(rank: int) -> Result:
+        run = RunOptions(device="cpu", ranks=Ranks(rank, 2, store))
+        job = Compression(Checkpoint.open(source), tmp_path / "packed", CompressOptions(min_weights=1 << rank), run)
+        with pytest.raises(SamebitsError) as raised:
+            job.run()
+        return raised.value
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(process, range(2))
+    assert isinstance(first, ResourceError)
+    assert isinstance(second, InputError)
+    assert "the first process of this job does another one" in second.what
+    assert not (tmp_path / "packed" / "config.json").exists()
+
+
+def test_jobs_behind_each_other_are_kept_apart(tmp_path: Path) -> None:
+    """In one launch, whose store keeps what was told before."""
+    source = write_folder(tmp_path / "source")
+    program = """
+import sys
+from samebits.cli import main
+
+source, *places = sys.argv[1:]
+for place in places:
+    try:
+        sys.argv = ["samebits", "compress", source, place, "--device", "cpu"]
+        main()
+    except SystemExit as done:
+        assert not done.code, done
+"""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "--no-python",
+        sys.executable, "-c", program, str(source), str(tmp_path / "one"), str(tmp_path / "two"),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert files_of(tmp_path / "one") == files_of(tmp_path / "two") == files_of(compress(source, tmp_path / "alone"))
+
+
 def test_processes_that_do_not_come_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     for name, value in variables.items():
@@ -190,7 +232,10 @@ def test_processes_of_a_host_share_its_cores_and_gpus(monkeypatch: pytest.Monkey
         monkeypatch.setenv(name, value)
     monkeypatch.delenv(THREADS_VARIABLE, raising=False)
     rendezvous = sys.modules["torch.distributed.rendezvous"]  # torch.distributed has a function of that name
-    monkeypatch.setattr(rendezvous, "rendezvous", lambda *_, **__: iter([(HashStore(), 5, 8)]))
+    store = HashStore()
+    for rank in range(8):
+        store.set(f"samebits 1/here {rank}", "null")
+    monkeypatch.setattr(rendezvous, "rendezvous", lambda *_, **__: iter([(store, 5, 8)]))
     monkeypatch.setattr(ranks, "threads", threads := _cached(16))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

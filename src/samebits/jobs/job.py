@@ -177,7 +177,7 @@ class Job(ABC):
         """As the process that alone prepares, and publishes; how many shards an earlier run had finished."""
         with space:
             space.check_places([*(Path(shard.target) for shard in self.shards), *self.others])
-            self._ranks.tell(_PREPARED)
+            self._ranks.tell(_PREPARED, space.identity)
             resumed = self._write_own(space) + sum(self._ranks.hear_others(_WRITTEN))
             if self.is_folder:
                 self._stage_others(space)
@@ -189,7 +189,9 @@ class Job(ABC):
 
     def _follow(self, space: Workspace) -> tuple[int, _Measured]:
         """As one that writes some of the shards, in a workspace that the first process has."""
-        self._ranks.hear(_PREPARED)
+        if self._ranks.hear(_PREPARED) != space.identity:
+            mend = "give all the same command, for the same files"
+            raise InputError("the first process of this job does another one", where=str(self.destination), mend=mend)
         self._ranks.tell(_WRITTEN, self._write_own(space))
         resumed: int = self._ranks.hear(_PUBLISHED)
         return resumed, self.measure(self.destination)

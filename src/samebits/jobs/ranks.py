@@ -28,7 +28,7 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _JOINING = timedelta(minutes=5)
 _SECONDS_BETWEEN_QUESTIONS = 0.1
 _SECONDS_TO_LEAVE = 10.0
-_FAILED, _LEAVES = "failed", "leaves"
+_HERE, _FAILED, _LEAVES = "here", "failed", "leaves"
 _GO_ON = "run the same command again: it goes on where it stopped"
 
 
@@ -53,19 +53,25 @@ class Ranks:
         """
         if not all(os.environ.get(name) for name in _VARIABLES) or os.environ["WORLD_SIZE"] == "1":
             return cls()
+        from torch.distributed.distributed_c10d import PrefixStore
         from torch.distributed.rendezvous import rendezvous
 
         try:
             store, rank, size = next(rendezvous("env://", timeout=_JOINING))
+            job = store.add(f"samebits {rank}", 1)  # torchrun's store is that of all that its processes do in turn
+            found = cls(rank, size, PrefixStore(f"samebits {job}", store))
+            found.tell(_HERE)
+            store.wait([f"samebits {job}/{_HERE} {other}" for other in range(size)], _JOINING)
         except (RuntimeError, ValueError) as error:
-            what = f"the {os.environ['WORLD_SIZE']} processes of this job have not found each other ({error})"
+            [why, *_] = str(error).splitlines()
+            what = f"the {os.environ['WORLD_SIZE']} processes of this job have not found each other ({why.rstrip('.')})"
             raise ResourceError(what, mend="start them by torchrun, or unset WORLD_SIZE to do it with one") from error
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         if THREADS_VARIABLE not in os.environ:
             os.environ[THREADS_VARIABLE] = str(max(1, threads() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
             threads.cache_clear()
-        return cls(rank, size, store)
+        return found
 
     @property
     def is_first(self) -> bool:
