@@ -27,6 +27,7 @@ import linear
 import nvcomp_ans
 import peers
 import samebits
+import searches
 import variants
 from samebits.bf16 import words_of
 from samebits.df11.unit import Unit
@@ -35,6 +36,7 @@ from samebits.kernels.linear.launch import VARIANTS
 from samebits.kernels.linear.products import LinearPlan
 from samebits.plans import dispatch, group
 from samebits.plans.key import PlanKey
+from samebits.plans.store import Outcome
 from tests.codecs.tensors import without_compact
 from tests.plans.conftest import DecodeOnCpu
 
@@ -201,6 +203,24 @@ def test_products_of_a_weight_and_of_a_block(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(linear, "BLOCK_INPUTS", (("up", "gate"), ("down",)))
     blocks = linear.measure_block({"up": (64, 256), "gate": (64, 256), "down": (256, 128)}, (4, 8), "cpu")
     assert [(row["tokens"], row["matrices"], row["overhead"]) for row in blocks] == [(4, 3, 0), (8, 3, 0)]
+
+
+def test_searches_are_made_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[PlanKey] = []
+
+    def calibrate(key: PlanKey, device: torch.device) -> Outcome:
+        searched.append(key)
+        return Outcome(LinearPlan(1), "", 5.0, 12.0) if key.tokens < 16 else Outcome(None, "none is right")
+
+    monkeypatch.setattr(searches, "calibrate", calibrate)
+    monkeypatch.setattr(searches, "blas_state", lambda: "settings")
+    monkeypatch.setattr(searches, "Trial", lambda key, device: SimpleNamespace(packed=None))
+    monkeypatch.setattr(searches, "SHAPES", [(64, 256)])
+    monkeypatch.setattr(searches, "TOKENS", [1, 16])
+    rows = list(searches.measure(torch.device("cpu")))
+    assert [key.tokens for key in searched] == [1, 1, 16, 16]
+    assert [row["gained_microseconds"] for row in rows] == [7, None]
+    assert [row["found"] for row in rows] == [str(LinearPlan(1)), "none is right"]
 
 
 def one_launch(monkeypatch: pytest.MonkeyPatch, flaw: int = 1) -> None:
