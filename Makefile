@@ -55,7 +55,7 @@ $(VLLM_READY): pyproject.toml
 	$(VLLM_VENV)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
 	@touch $@
 
-test-vllm: setup-vllm  ## vLLM's tests on CPUs, in five minutes
+test-vllm: setup-vllm  ## vLLM's tests on CPUs, in eight minutes
 	$(VLLM_VENV)/bin/python -m pytest tests/serving -n 2 --dist worksteal
 
 native:  ## the part in C, for PYTHON as it is, into the source tree; samebits works without it
