@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.serving.inspected import MARK
+
 collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
 
 HERE = Path(__file__).parent
 KING_JAMES = HERE.parents[1] / "examples" / "king-james" / "model"
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12], [300, 20], [40, 41, 42, 43, 44]]
-MARK = "GAVE "  # see engine.py
 HAS_GPU = torch.cuda.is_available()
 MEMORY = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 28} if HAS_GPU else {}  # others are beside it
 

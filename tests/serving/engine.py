@@ -15,7 +15,6 @@ os.environ |= {
     "HF_HUB_OFFLINE": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_DISABLE_COMPILE_CACHE": "1", "VLLM_NO_USAGE_STATS": "1",
 }  # fmt: skip
-MARK = "GAVE "
 TOKENS = 12
 
 
@@ -25,7 +24,7 @@ def values(places: Any) -> list[Any] | None:
 
 
 def main() -> None:
-    from inspected import read_weights, weights
+    from inspected import MARK, read_weights, weights
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 

@@ -1,8 +1,10 @@
-"""What vLLM's workers are asked about their model; they import it by name."""
+"""What engine.py and those who start it share, and what vLLM's workers, who import it, are asked about a model."""
 
 from __future__ import annotations
 
 from typing import Any
+
+MARK = "GAVE "  # in front of what an engine gave
 
 
 def weights(model: Any) -> dict[str, list[Any]]:

@@ -11,6 +11,7 @@ from torch import nn
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
+from samebits.bf16 import same_words
 from samebits.integrations.vllm import experts
 from samebits.integrations.vllm.experts import PackedExpertsMethod
 
@@ -54,10 +55,6 @@ def packed(method: Any) -> tuple[Layer, dict[str, torch.Tensor]]:
     return layer, plain
 
 
-def words(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.int16)
-
-
 @pytest.mark.parametrize("backend", [UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.FLASHINFER_CUTLASS])
 @pytest.mark.parametrize("by_name", [True, False])
 def test_routed_experts_are_plain(method: Any, backend: UnquantizedMoeBackend, by_name: bool) -> None:
@@ -71,7 +68,7 @@ def test_routed_experts_are_plain(method: Any, backend: UnquantizedMoeBackend, b
         given = getattr(seen, name)
         assert given.shape == expected.shape
         assert given.stride() == expected.stride()
-        assert torch.equal(words(given[[1, 3, 6]]), words(expected[[1, 3, 6]]))
+        assert same_words(given[[1, 3, 6]], expected[[1, 3, 6]])
     assert seen.activation == "silu"
 
 
@@ -88,7 +85,7 @@ def test_all_experts_are_plain(method: Any, case: str, monkeypatch: pytest.Monke
         seen = method.apply_monolithic(layer, x, torch.ones(1, EXPERTS))
     else:
         seen = method.apply(layer, x, torch.ones(len(ids), 2), ids)
-    assert all(torch.equal(words(getattr(seen, name)), words(expected)) for name, expected in plain.items())
+    assert all(same_words(getattr(seen, name), expected) for name, expected in plain.items())
 
 
 def test_experts_of_other_ranks_come_later(method: Any) -> None:
@@ -99,7 +96,7 @@ def test_experts_of_other_ranks_come_later(method: Any) -> None:
         param=weight, loaded_weight=torch.ones(ROWS, COLUMNS), weight_name="w13_weight", shard_id="w1", expert_id=9,
         return_success=True,
     )  # fmt: skip
-    assert torch.equal(words(weight.clone()), words(plain["w13_weight"]))
+    assert same_words(weight.clone(), plain["w13_weight"])
 
 
 def test_small_ones_stay(method: Any) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
+from samebits.bf16 import same_words
 from samebits.integrations.vllm.layers import PackedEmbeddingMethod
 
 ROWS, COLUMNS = 256, 64
@@ -28,15 +29,11 @@ def made(method: Any) -> nn.Module:
     return layer
 
 
-def words(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.clone().view(torch.int16)
-
-
 @pytest.mark.parametrize("assigned", [False, True])
 @pytest.mark.parametrize("head_first", [False, True])
 def test_packed_once_for_both(method: Any, assigned: bool, head_first: bool) -> None:
     embedding, head = made(method), made(method)
-    expected = words(embedding.weight.detach())
+    expected = embedding.weight.detach().clone()
     if assigned:
         head.weight = embedding.weight
     else:
@@ -47,9 +44,9 @@ def test_packed_once_for_both(method: Any, assigned: bool, head_first: bool) -> 
     assert head.sb_packed is embedding.sb_packed
     assert head.sb_handle is not embedding.sb_handle
     for layer in (head, embedding):
-        assert torch.equal(words(layer.weight), expected)
+        assert same_words(layer.weight.clone(), expected)
     ids = torch.tensor([3, ROWS - 1])
-    assert torch.equal(words(method.embedding(embedding, ids)), expected[ids])
+    assert same_words(method.embedding(embedding, ids), expected[ids])
 
 
 def test_prepared_while_loading(method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,10 +56,10 @@ def test_prepared_while_loading(method: Any, monkeypatch: pytest.MonkeyPatch) ->
         UnquantizedEmbeddingMethod, "process_weights_after_loading", lambda self, layer: prepared.append(layer.weight)
     )
     layer = made(method)
-    expected = words(layer.weight.detach())
+    expected = layer.weight.detach().clone()
     method.process_weights_after_loading(layer)
     [weight] = prepared
-    assert torch.equal(words(weight.detach()), expected)
+    assert same_words(weight.detach(), expected)
 
 
 def test_parts_of_other_layers_stay(method: Any) -> None:

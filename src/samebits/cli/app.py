@@ -118,15 +118,17 @@ def compress(
     from samebits.jobs.ranks import Ranks
 
     options = CompressOptions(min_weights, tuple(include), tuple(exclude), cast is not None)
-    run = RunOptions(workers, device, overwrite, Ranks.of_environment())
-    if layout is Format.SAMEBITS:
-        if patterns is not None:
-            raise typer.BadParameter("--patterns goes with --format df11")
-        compress(source, destination, options, run, as_json)
-    else:
-        if options != CompressOptions(MIN_WEIGHTS):
-            raise typer.BadParameter("--format df11 takes --patterns to choose weights, and casts none")
-        compress_df11(source, destination, patterns, run, as_json)
+    is_df11 = layout is Format.DF11
+    if patterns is not None and not is_df11:
+        raise typer.BadParameter("--patterns goes with --format df11")
+    if is_df11 and options != CompressOptions(MIN_WEIGHTS):
+        raise typer.BadParameter("--format df11 takes --patterns to choose weights, and casts none")
+    with Ranks.of_environment().together() as ranks:
+        run = RunOptions(workers, device, overwrite, ranks)
+        if is_df11:
+            compress_df11(source, destination, patterns, run, as_json)
+        else:
+            compress(source, destination, options, run, as_json)
 
 
 @app.command()
@@ -143,7 +145,8 @@ def decompress(
     from samebits.jobs.options import RunOptions
     from samebits.jobs.ranks import Ranks
 
-    decompress(source, destination, RunOptions(workers, device, overwrite, Ranks.of_environment()), as_json)
+    with Ranks.of_environment().together() as ranks:
+        decompress(source, destination, RunOptions(workers, device, overwrite, ranks), as_json)
 
 
 @app.command()

@@ -25,7 +25,7 @@ from samebits.jobs.pieces import Piece, Task, work
 from samebits.jobs.source import other_files, plain_names
 from samebits.jobs.summary import Sizes
 from samebits.jobs.workers import AHEAD, Workers, worker_count
-from samebits.jobs.workspace import FILES, Workspace, out_of_space, rank, require_space
+from samebits.jobs.workspace import FILES, Workspace, out_of_space, publishing_order, require_space
 from samebits.progress import Progress
 
 _PREPARED, _WRITTEN, _PUBLISHED = "prepared", "written", "published"  # what processes tell each other
@@ -161,8 +161,7 @@ class Job(ABC):
         start = time.monotonic()
         space = Workspace(self.destination, self.is_folder, self._identity(), self.run_options.overwrite)
         try:
-            with self._ranks.together():
-                resumed, found = self._lead(space) if self._ranks.is_first else self._follow(space)
+            resumed, found = self._lead(space) if self._ranks.is_first else self._follow(space)
         except SamebitsError:
             self.checkpoint.check_unchanged()  # or that is why
             raise
@@ -303,7 +302,7 @@ def _check_readable(paths: Iterable[Path]) -> None:
 
 def _weights_in(folder: Path) -> set[str]:
     """Weights, index and config of a folder, which a job that writes there removes, wherever links lead."""
-    return {os.path.realpath(path) for path in folder.iterdir() if rank(Path(path.name))}
+    return {os.path.realpath(path) for path in folder.iterdir() if publishing_order(Path(path.name))}
 
 
 def _check_places(source: Path, destination: Path, is_folder: bool) -> None:

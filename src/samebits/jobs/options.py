@@ -70,7 +70,7 @@ class RunOptions:
         workers: processes at most; None: as many as the work and the machine ask for.
         device: "cpu", "cuda", or "auto" for a GPU if there is one.
         overwrite: replace weights that the destination already holds.
-        ranks: processes that do it together; all must see the same files.
+        ranks: processes that do it together, inside of ``ranks.together()``; all must see the same files.
     """
 
     workers: int | None = None

@@ -116,13 +116,14 @@ class Ranks:
             return self._store.get(key) if self._store.check([key]) else None
 
     def hear_others(self, what: str) -> list[Any]:
-        return [self.hear(what, rank) for rank in range(self.size) if rank != self.rank]
+        """As the first process."""
+        return [self.hear(what, rank) for rank in range(1, self.size)]
 
     @contextmanager
-    def together(self) -> Iterator[None]:
-        """Meanwhile the others are told of an error; the first process, which may have the store, leaves last."""
+    def together(self) -> Iterator[Ranks]:
+        """Around all that they do: others are told of an error; the first, which may have the store, leaves last."""
         try:
-            yield
+            yield self
         except Exception as error:
             if self._store:
                 self.check()  # for another's error, which may be why

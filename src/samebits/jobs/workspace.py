@@ -235,7 +235,7 @@ class Workspace:
             return
         self._has_no_place = True
         files = list(files)
-        weights = [path for path in self.destination.iterdir() if rank(Path(path.name))]
+        weights = [path for path in self.destination.iterdir() if publishing_order(Path(path.name))]
         for place in (*weights, *map(self._place, files)):
             if place.is_dir() and not place.is_symlink():
                 raise InputError("a folder is in the way", where=str(place), mend="remove it")
@@ -270,7 +270,9 @@ class Workspace:
         Raises:
             InputError: as check_places; nothing has changed then.
         """
-        staged = sorted((path.relative_to(self.out) for path in self.out.rglob("*") if path.is_file()), key=rank)
+        staged = sorted(
+            (path.relative_to(self.out) for path in self.out.rglob("*") if path.is_file()), key=publishing_order
+        )
         self.check_places(staged)
         self._publishing.touch()
         self._remove_old_weights()
@@ -284,8 +286,10 @@ class Workspace:
         """Remove weights, index and config of another model."""
         if not self.is_folder:
             return
-        for path in sorted(self.destination.iterdir(), key=lambda path: rank(Path(path.name)), reverse=True):
-            if rank(Path(path.name)):
+        for path in sorted(
+            self.destination.iterdir(), key=lambda path: publishing_order(Path(path.name)), reverse=True
+        ):
+            if publishing_order(Path(path.name)):
                 path.unlink()
 
 
@@ -306,7 +310,7 @@ def _fingerprint(path: Path) -> dict[str, int]:
     return {"size": size, "digest": digest(map_file(path, 0, size))}
 
 
-def rank(relative: Path) -> int:
+def publishing_order(relative: Path) -> int:
     """The order in which files appear: a loader finds nothing until the last of them is there.
 
     Not 0: those of one model, which stay beside no other's.
