@@ -2,9 +2,10 @@
 
     python benchmarks/searches.py [--name searches]        writes results/<name>.json, for Llama 3.1 8B's fused shapes
 
-Each search is made twice, as if nothing were known of it: the first time its kernels are compiled, but for those that
-are in the compiler's cache on disk, or that a search before has had compiled. ``probe_seconds`` is what making its
-weight takes of that, packing included. ``gained_microseconds`` is what a product takes less under the plan than if the
+Each search is made three times, as if nothing were known of it: the first time its kernels are compiled, but for those
+that are in the compiler's cache on disk, or that a search before has had compiled. ``shared_seconds`` is with the
+weight of another search, as samebits.prepare does it, ``known_seconds`` what a plan on disk takes to be tried once, the
+weight shared, too; None: no plan. ``gained_microseconds`` is what a product takes less under the plan than if the
 weight is decoded first, so how many of them pay for the search; None: no plan.
 """
 
@@ -19,7 +20,7 @@ import torch
 
 from common import add_results, significant
 from gpu import device_name
-from samebits.plans.calibrate import Trial, calibrate
+from samebits.plans.calibrate import ProbeWeights, calibrate, confirm
 from samebits.plans.environment import blas_state
 from samebits.plans.key import PlanKey
 
@@ -43,15 +44,20 @@ def measure(device: torch.device) -> Iterator[dict[str, Any]]:
     state = blas_state()
     assert state is not None
     for rows, columns in SHAPES:
+        shared = ProbeWeights(device, keeps=True)
         for tokens in TOKENS:
             key = PlanKey(rows, columns, tokens, False, state)
-            first, _ = timed(calibrate, key, device)
-            seconds, outcome = timed(calibrate, key, device)
-            probe, _ = timed(Trial, key, device)
+            first, _ = timed(calibrate, key, ProbeWeights(device))
+            seconds, outcome = timed(calibrate, key, ProbeWeights(device))
+            calibrate(key, shared)  # which makes the weight, if it is the shape's first search
+            next_one, _ = timed(calibrate, key, shared)
+            known, is_right = timed(confirm, key, outcome.plan, shared) if outcome.plan else (None, True)
+            assert is_right, f"the plan of {key} is not right the second time"
             row = {
                 "table": "searches", "matrix": f"{rows} x {columns}", "tokens": tokens,
                 "found": str(outcome.fused or outcome.reason), "first_seconds": significant(first),
-                "seconds": significant(seconds), "probe_seconds": significant(probe),
+                "seconds": significant(seconds), "shared_seconds": significant(next_one),
+                "known_seconds": None if known is None else significant(known),
                 "gained_microseconds": significant(outcome.gained_us) if outcome.plan else None,
             }  # fmt: skip
             print(row, flush=True)

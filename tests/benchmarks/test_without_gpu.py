@@ -35,6 +35,7 @@ from samebits.kernels import residents
 from samebits.kernels.linear.launch import VARIANTS
 from samebits.kernels.linear.products import LinearPlan
 from samebits.plans import dispatch, group
+from samebits.plans.calibrate import ProbeWeights
 from samebits.plans.key import PlanKey
 from samebits.plans.store import Outcome
 from tests.codecs.tensors import without_compact
@@ -208,17 +209,18 @@ def test_products_of_a_weight_and_of_a_block(monkeypatch: pytest.MonkeyPatch) ->
 def test_searches_are_made_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     searched: list[PlanKey] = []
 
-    def calibrate(key: PlanKey, device: torch.device) -> Outcome:
+    def calibrate(key: PlanKey, weights: ProbeWeights) -> Outcome:
         searched.append(key)
         return Outcome(LinearPlan(1), "", 5.0, 12.0) if key.tokens < 16 else Outcome(None, "none is right")
 
     monkeypatch.setattr(searches, "calibrate", calibrate)
     monkeypatch.setattr(searches, "blas_state", lambda: "settings")
-    monkeypatch.setattr(searches, "Trial", lambda key, device: SimpleNamespace(packed=None))
+    monkeypatch.setattr(searches, "confirm", lambda key, plan, weights: True)
     monkeypatch.setattr(searches, "SHAPES", [(64, 256)])
     monkeypatch.setattr(searches, "TOKENS", [1, 16])
     rows = list(searches.measure(torch.device("cpu")))
-    assert [key.tokens for key in searched] == [1, 1, 16, 16]
+    assert [key.tokens for key in searched] == [1] * 4 + [16] * 4
+    assert [row["known_seconds"] is None for row in rows] == [False, True]
     assert [row["gained_microseconds"] for row in rows] == [7, None]
     assert [row["found"] for row in rows] == [str(LinearPlan(1)), "none is right"]
 

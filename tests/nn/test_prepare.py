@@ -13,7 +13,7 @@ from samebits.errors import InputError
 from samebits.kernels.linear.launch import VARIANTS
 from samebits.kernels.linear.products import LinearPlan
 from samebits.nn import prepare as module
-from samebits.plans.calibrate import UNSUPPORTED
+from samebits.plans.calibrate import UNSUPPORTED, ProbeWeights
 from samebits.plans.key import PlanKey
 from samebits.plans.planner import Planner
 from samebits.plans.store import Outcome
@@ -31,10 +31,13 @@ class FakePlanner:
     """Fuses one token at a time."""
 
     def __init__(self) -> None:
+        self.device = torch.device("cpu")
         self.keys: list[PlanKey] = []
+        self.weights = set[ProbeWeights]()
 
-    def outcome(self, key: PlanKey) -> Outcome:
+    def outcome(self, key: PlanKey, weights: ProbeWeights) -> Outcome:
         self.keys.append(key)
+        self.weights.add(weights)
         return Outcome(LinearPlan(2, 0), "", 1.0, 2.0) if key.tokens == 1 else Outcome(None, "decoding first is faster")
 
 
@@ -61,6 +64,7 @@ def test_every_kind_once(planner: FakePlanner) -> None:
     assert shapes == [(128, 64, 1, False), (128, 64, 8, False), (64, 128, 1, True), (64, 128, 8, True)]
     assert (report.fused, report.fallback) == (2, 4)
     assert {product.modules for product in report.products} == {3}
+    assert len(planner.weights) == 1  # which all searches share
     assert [product.outcome.reason for product in report.products if product.columns == 72] == [UNSUPPORTED] * 2
     assert steps == [(done, 6) for done in range(1, 7)]
     text = str(report)

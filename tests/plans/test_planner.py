@@ -12,6 +12,7 @@ from samebits.errors import DeviceError, InputError
 from samebits.kernels.linear.launch import VARIANTS
 from samebits.kernels.linear.products import LinearPlan
 from samebits.plans import planner
+from samebits.plans.calibrate import ProbeWeights
 from samebits.plans.environment import Environment
 from samebits.plans.key import PlanKey
 from samebits.plans.planner import Planner
@@ -20,6 +21,7 @@ from tests.plans.conftest import ENVIRONMENT, FakeGpu, new_planner
 
 KEY = PlanKey(64, 1024, 2, False, "state")
 RIGHT = LinearPlan(3, 1)
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -28,9 +30,9 @@ def calibrations(monkeypatch: pytest.MonkeyPatch) -> list[PlanKey]:
     seen: list[PlanKey] = []
     original = planner.calibrate
 
-    def watched(key: PlanKey, device: torch.device) -> Outcome:
+    def watched(key: PlanKey, weights: ProbeWeights) -> Outcome:
         seen.append(key)
-        return original(key, device)
+        return original(key, weights)
 
     monkeypatch.setattr(planner, "calibrate", watched)
     return seen
@@ -182,9 +184,9 @@ def test_says_what_took_long(
 ) -> None:
     now = iter([100.0, 100.0 + seconds])
     monkeypatch.setattr(planner.time, "monotonic", lambda: next(now))
-    monkeypatch.setattr(planner, "calibrate", lambda key, device: Outcome(RIGHT, "", 3.0, 9.0))
+    monkeypatch.setattr(planner, "calibrate", lambda key, weights: Outcome(RIGHT, "", 3.0, 9.0))
     with caplog.at_level(logging.INFO):
-        Planner(torch.device("cpu"), ENVIRONMENT)._found(KEY)
+        Planner(CPU, ENVIRONMENT)._found(KEY, ProbeWeights(CPU))
     (record,) = caplog.records
     assert record.levelno == level
     assert f"2 x 1024 times 64 x 1024: {RIGHT}, found in" in record.getMessage()

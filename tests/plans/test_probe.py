@@ -31,9 +31,9 @@ def test_every_sum_cancels_exactly(made: Probe) -> None:
 
 
 def test_partners_are_far_apart(made: Probe) -> None:
-    assert sorted(torch.cat([made.first, made.second]).tolist()) == list(range(1024))
-    assert torch.equal(made.weight[:, made.first], -made.weight[:, made.second])
-    assert float((made.first - made.second).abs().float().mean()) > 1024 / 4
+    assert sorted(torch.cat([made.paired.first, made.paired.second]).tolist()) == list(range(1024))
+    assert torch.equal(made.weight[:, made.paired.first], -made.weight[:, made.paired.second])
+    assert float((made.paired.first - made.paired.second).abs().float().mean()) > 1024 / 4
 
 
 def test_splits_differ_nearly_everywhere_only_on_cancelling_sums(made: Probe) -> None:
@@ -78,7 +78,7 @@ def test_made_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "_BLOCK_WORDS", 5000)
     blocks = Probe.make(100, 512, CPU)
     assert blocks.weight.shape == (100, 512)
-    assert torch.equal(blocks.weight[:, blocks.first], -blocks.weight[:, blocks.second])
+    assert torch.equal(blocks.weight[:, blocks.paired.first], -blocks.weight[:, blocks.paired.second])
     assert len(blocks.weight.unique(dim=0)) == 100
 
 

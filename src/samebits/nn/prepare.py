@@ -19,7 +19,7 @@ from samebits.kernels.residents import Resident, resident
 from samebits.nn.offload import streaming_device
 from samebits.nn.packed_linear import PackedLinearModule
 from samebits.nn.packed_module import check_module
-from samebits.plans.calibrate import UNSUPPORTED
+from samebits.plans.calibrate import UNSUPPORTED, ProbeWeights
 from samebits.plans.environment import blas_state
 from samebits.plans.key import PlanKey
 from samebits.plans.planner import FEW_TOKENS, Planner
@@ -160,6 +160,7 @@ def prepare(
         _note_tokens(call, sizes, left)
     wanted = list(_products(kinds, sizes))
     products = []
+    probes = dict[int, ProbeWeights]()
     changing = {kind: _changing(weights, sizes, batch_sizes) for kind, weights in kinds.items()}
     for kind, users, tokens in wanted:
         if tokens in changing[kind]:
@@ -167,7 +168,7 @@ def prepare(
             for weight in users:
                 weight.expect_changes()
         elif any(is_supported(weight.header, tokens, kind.device) for weight in users):
-            outcome = _outcome(kind, tokens)
+            outcome = _outcome(kind, tokens, probes)
             for weight in users if outcome.plan else ():
                 weight.expect(tokens)
         else:
@@ -240,8 +241,14 @@ def _kinds(model: nn.Module) -> dict[_Kind, list[_Weight]]:
     return kinds
 
 
-def _outcome(kind: _Kind, tokens: int) -> Outcome:
+def _outcome(kind: _Kind, tokens: int, probes: dict[int, ProbeWeights]) -> Outcome:
+    """
+    Args:
+        probes: by device, shared by all searches.
+    """
     state = blas_state()
     if state is None:
         return Outcome(None, "no plan is made while TunableOp or a changed workspace decides over cuBLAS")
-    return Planner.of(kind.device).outcome(PlanKey(kind.rows, kind.columns, tokens, kind.has_bias, state))
+    planner = Planner.of(kind.device)
+    weights = probes.setdefault(kind.device, ProbeWeights(planner.device, keeps=True))
+    return planner.outcome(PlanKey(kind.rows, kind.columns, tokens, kind.has_bias, state), weights)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -34,7 +33,7 @@ from samebits.kernels.linear.products import (
 )
 from samebits.kernels.nvrtc import compile_all
 from samebits.plans.key import PlanKey
-from samebits.plans.probe import Probe
+from samebits.plans.probe import Columns, Probe
 from samebits.plans.store import GroupOutcome, Outcome
 from samebits.plans.timing import Calls, microseconds, own_microseconds
 
@@ -53,17 +52,41 @@ _LONG_US = 100.0  # calls that take longer are timed at their own clocks, if the
 _ABOUT_AS_FAST = 1.05
 
 
+class ProbeWeights:
+    """Where searches on a device get their weights from.
+
+    Args:
+        keeps: the last one, packed, for the next search if its weight has the same shape.
+    """
+
+    def __init__(self, device: torch.device, *, keeps: bool = False) -> None:
+        self.device, self._keeps = device, keeps
+        self._last: tuple[tuple[int, int, bool], Columns, PackedTensor] | None = None
+
+    def made(self, rows: int, columns: int, *, even: bool) -> tuple[Probe, PackedTensor]:
+        """See Probe.make."""
+        asked = rows, columns, even
+        if self._last and self._last[0] == asked:
+            _, paired, packed = self._last
+            return Probe(decode(packed), paired), packed
+        self._last = None  # before there is memory for another
+        probe = Probe.make(rows, columns, self.device, even=even)
+        packed = encode(probe.weight)
+        if self._keeps:
+            self._last = asked, probe.paired, packed
+        return probe, packed
+
+
 class Trial:
     """One weight made for a key, and the products of it that were asked of cuBLAS.
 
     Every product is made with the settings, on the stream and on the device that are current.
     """
 
-    def __init__(self, key: PlanKey, device: torch.device) -> None:
+    def __init__(self, key: PlanKey, weights: ProbeWeights) -> None:
         self.key = key
         for even in (True,) if key.rows * key.columns < _SMALL else (False, True):
-            self.probe = Probe.make(key.rows, key.columns, device, even=even)
-            self.packed = encode(self.probe.weight)
+            self.probe, self.packed = weights.made(key.rows, key.columns, even=even)
             if self.is_supported:
                 break
 
@@ -105,14 +128,14 @@ def candidate_splits(columns: int) -> list[int]:
 
 @torch.inference_mode(False)  # whose tensors have no decode tables, and take longer
 @torch.no_grad()
-def calibrate(key: PlanKey, device: torch.device) -> Outcome:
+def calibrate(key: PlanKey, weights: ProbeWeights) -> Outcome:
     """Try every split, and time the one that is right.
 
     Raises:
         DeviceError: the kernels cannot be built or launched.
         torch.OutOfMemoryError: the weight, and a packed copy, do not fit.
     """
-    trial = Trial(key, device)
+    trial = Trial(key, weights)
     if not trial.is_supported:
         return Outcome(None, UNSUPPORTED)
     plans = trial.first_plans()
@@ -133,9 +156,9 @@ def calibrate(key: PlanKey, device: torch.device) -> Outcome:
 
 @torch.inference_mode(False)  # whose tensors have no decode tables, and take longer
 @torch.no_grad()
-def confirm(key: PlanKey, plan: LinearPlan, device: torch.device) -> bool:
+def confirm(key: PlanKey, plan: LinearPlan, weights: ProbeWeights) -> bool:
     """Whether a plan that was found by another process is right here too: one probe."""
-    trial = Trial(key, device)
+    trial = Trial(key, weights)
     known = plan.split in candidate_splits(key.columns) and trial.is_supported
     return known and plan in trial.plans(plan.split) and bool(trial.agreeing([plan], 0))
 
@@ -175,36 +198,28 @@ class _Raced(NamedTuple):
     carried_us: float | None
 
 
-class _Times(NamedTuple):
-    """Microseconds of a launch.
-
-    Attributes:
-        loaded: while it decodes another weight on the way (prefetch.py); None where it cannot.
-    """
-
-    alone: float
-    loaded: float | None
-
-
 def _raced(
     x: torch.Tensor, fused: Sequence[Calls], launches: Sequence[Launch | None], operands: Sequence[Sequence[Operands]],
     other: Calls,
 ) -> _Raced:  # fmt: skip
     """Of the calls that make these launches, of each of ``operands`` in turn, and the calls of another way.
 
-    All share a clock while the fastest launch is found: they differ little in power, but much from the other way, which
-    often works less hard and then runs at a higher one.
+    Of launches that are about as fast and can decode another weight (prefetch.py), the fastest is the one that is while
+    it does. All share a clock while it is found: they differ little in power, but much from the other way, which often
+    works less hard and then runs at a higher one.
     """
-    busy = {number: calls for number, launch in enumerate(launches) if (calls := _loaded(x, launch, operands))}
-    many = _lets_clock_fall(x)
-    times = iter(microseconds([*fused, other, *busy.values()], warm_seconds=_WARM_SECONDS if many else 0.0))
-    alone, other_us = list(islice(times, len(fused))), next(times)
-    beside = dict(zip(busy, times, strict=True))
-    best = _fastest_number([_Times(each, beside.get(number)) for number, each in enumerate(alone)])
+    many, carried_us = _lets_clock_fall(x), None
+    *alone, other_us = microseconds([*fused, other], warm_seconds=_WARM_SECONDS if many else 0.0)
+    best = min(range(len(alone)), key=alone.__getitem__)
+    leading = [number for number, each in enumerate(alone) if each < _ABOUT_AS_FAST * alone[best]]
+    busy = {number: calls for number in leading if (calls := _loaded(x, launches[number], operands))}
+    if best in busy:  # else nothing is lost by one that cannot decode another weight
+        loaded_us = dict(zip(busy, microseconds(list(busy.values())), strict=True))
+        best = min(busy, key=loaded_us.__getitem__)
+        rows, columns = operands[0][0].packed.shape
+        carried_us = (loaded_us[best] - alone[best]) / (rows * columns)
     is_long = many and min(alone[best], other_us) > _LONG_US
     own = own_microseconds([fused[best], other]) if is_long else None
-    rows, columns = operands[0][0].packed.shape
-    carried_us = (beside[best] - alone[best]) / (rows * columns) if best in beside else None
     us, other_us = own or (alone[best], other_us)
     return _Raced(best, us, other_us, carried_us)
 
@@ -214,14 +229,6 @@ def _loaded(x: torch.Tensor, launch: Launch | None, operands: Sequence[Sequence[
         return []
     made = [(loaded(each, launch, x.get_device()), each) for each in operands]
     return [partial(products, x, each[0].bias, partial(tuple, each)) for products, each in made if products]
-
-
-def _fastest_number(times: Sequence[_Times]) -> int:
-    """Which launch is the fastest; of those that are about as fast and can decode another weight, while they do."""
-    best = min(range(len(times)), key=lambda number: times[number].alone)
-    limit = _ABOUT_AS_FAST * times[best].alone
-    busy = {i: each.loaded for i, each in enumerate(times) if each.loaded and each.alone < limit}
-    return min(busy, key=busy.__getitem__) if best in busy else best
 
 
 @torch.inference_mode(False)  # as for calibrate

@@ -15,7 +15,7 @@ import torch
 from samebits.errors import DeviceError, InputError
 from samebits.kernels.linear.launch import VARIANTS
 from samebits.kernels.linear.products import Operands
-from samebits.plans.calibrate import calibrate, confirm, fastest_together
+from samebits.plans.calibrate import ProbeWeights, calibrate, confirm, fastest_together
 from samebits.plans.environment import Environment
 from samebits.plans.key import PlanKey
 from samebits.plans.store import GroupOutcome, Outcome, PlanStore
@@ -67,11 +67,15 @@ class Planner:
         """The one for a device's index."""
         return cls(torch.device("cuda", device), Environment.of(device))
 
-    def outcome(self, key: PlanKey) -> Outcome:
-        """What is known of a key, or is found now."""
-        return self.known.get(key) or self._resolve(key)
+    def outcome(self, key: PlanKey, weights: ProbeWeights | None = None) -> Outcome:
+        """What is known of a key, or is found now.
 
-    def _resolve(self, key: PlanKey) -> Outcome:
+        Args:
+            weights: for a search, if several share them.
+        """
+        return self.known.get(key) or self._resolve(key, weights or ProbeWeights(self.device))
+
+    def _resolve(self, key: PlanKey, weights: ProbeWeights) -> Outcome:
         """Decide for a key that is not known yet. During graph capture nothing is decided: the next call will."""
         if mode() is Mode.OFF:
             return self.known.setdefault(key, Outcome(None, f"{MODE_VARIABLE}=off"))
@@ -80,7 +84,7 @@ class Planner:
                 return Outcome(None, "not decided during graph capture")
             with self._lock, torch.autocast(self.device.type, enabled=False):
                 if key not in self.known:
-                    self.known[key] = self._decided(key)
+                    self.known[key] = self._decided(key, weights)
         return self.known[key]
 
     def together(self, keys: tuple[PlanKey, ...], x: torch.Tensor, operands: Sequence[Operands]) -> GroupOutcome:
@@ -113,26 +117,26 @@ class Planner:
         self._store.add_group(keys, found)
         return found
 
-    def _decided(self, key: PlanKey) -> Outcome:
+    def _decided(self, key: PlanKey, weights: ProbeWeights) -> Outcome:
         try:
-            return self._stored(key) or self._found(key)
+            return self._stored(key, weights) or self._found(key, weights)
         except (torch.OutOfMemoryError, DeviceError) as error:
             reason = str(error) if isinstance(error, DeviceError) else "not enough memory to look for a plan"
             _log.warning("%s: %s; the weight is decoded first", _words(key), reason)
             return Outcome(None, reason)
 
-    def _stored(self, key: PlanKey) -> Outcome | None:
+    def _stored(self, key: PlanKey, weights: ProbeWeights) -> Outcome | None:
         outcome = self._store.read().get(key)
-        if outcome is None or outcome.plan is None or confirm(key, outcome.plan, self.device):
+        if outcome is None or outcome.plan is None or confirm(key, outcome.plan, weights):
             return outcome
         _log.warning("%s: the plan on disk is not right here and is replaced", _words(key))
         return None
 
-    def _found(self, key: PlanKey) -> Outcome:
+    def _found(self, key: PlanKey, weights: ProbeWeights) -> Outcome:
         if mode() is Mode.CACHED:
             return Outcome(None, f"no plan on disk, and {MODE_VARIABLE}=cached")
         start = time.monotonic()
-        outcome = calibrate(key, self.device)
+        outcome = calibrate(key, weights)
         seconds = time.monotonic() - start
         hint = "; samebits.prepare(model) does this ahead" if seconds > LONG_SECONDS else ""
         _log.log(logging.WARNING if hint else logging.INFO, "%s: %s, found in %.1f s%s", _words(key),

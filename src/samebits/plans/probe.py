@@ -8,6 +8,7 @@ then differ nearly everywhere, where ordinary activations may differ nowhere.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -19,18 +20,23 @@ _BLOCK_WORDS = 1 << 22  # made at a time
 _OCTAVES = 3  # activations are multiplied by up to 2^3 and 2^-3
 
 
+class Columns(NamedTuple):
+    """Which columns are paired: int64 [columns / 2], a column and its partner."""
+
+    first: torch.Tensor
+    second: torch.Tensor
+
+
 @dataclass(frozen=True)
 class Probe:
     """A weight of paired columns.
 
     Attributes:
         weight: bfloat16 [rows, columns].
-        first, second: int64 [columns / 2], a column and its partner.
     """
 
     weight: torch.Tensor
-    first: torch.Tensor
-    second: torch.Tensor
+    paired: Columns
 
     @classmethod
     def make(cls, rows: int, columns: int, device: torch.device, seed: int = 0, *, even: bool = False) -> Probe:
@@ -39,23 +45,23 @@ class Probe:
         The weight packs as trained ones do, and so takes as long; ``even``: it suits the quad code however small it is.
         """
         generator = torch.Generator(device).manual_seed(seed)
-        first, second = torch.randperm(columns, generator=generator, device=device).chunk(2)
+        paired = Columns(*torch.randperm(columns, generator=generator, device=device).chunk(2))
         weight = torch.empty(rows, columns, dtype=torch.bfloat16, device=device)
         for block in weight.split(max(1, _BLOCK_WORDS // columns)):
             words = (_even if even else _weights)(len(block), columns // 2, generator)
-            block[:, first] = words
-            block[:, second] = -words
-        return cls(weight, first, second)
+            block[:, paired.first] = words
+            block[:, paired.second] = -words
+        return cls(weight, paired)
 
     def cancelling(self, tokens: int, seed: int) -> torch.Tensor:
         """Activations bfloat16 [tokens, columns] under which every exact sum is 0."""
         generator = torch.Generator(self.weight.device).manual_seed(seed)
-        half = _normal(tokens, len(self.first), generator)
+        half = _normal(tokens, len(self.paired.first), generator)
         octaves = torch.randint(-_OCTAVES, _OCTAVES + 1, half.shape, generator=generator, device=half.device)
         words = torch.ldexp(half, octaves).to(torch.bfloat16)
         x = torch.empty(tokens, self.weight.shape[1], dtype=torch.bfloat16, device=half.device)
-        x[:, self.first] = words
-        x[:, self.second] = words
+        x[:, self.paired.first] = words
+        x[:, self.paired.second] = words
         return x
 
     def plain(self, tokens: int, seed: int) -> torch.Tensor:

@@ -12,8 +12,10 @@ import torch
 ROUNDS = 5
 _OWN_ROUNDS = 3
 _OWN_SECONDS = 0.08
-_CYCLES_PER_CALL = 200_000  # of the device, about 100 us: longer than the host usually takes to launch a call
-_MAX_CYCLES_PER_CALL = 16 * _CYCLES_PER_CALL
+_CYCLES_PER_CALL = 50_000  # of the device, about 25 us: longer than a fast host takes to launch a call
+_MAX_CYCLES_PER_CALL = 64 * _CYCLES_PER_CALL
+_HEATS = 2  # rounds with every candidate
+_BEATEN = 1.25  # one that takes so many times as long as the fastest is timed no more then
 
 Calls = Sequence[Callable[[], object]]
 
@@ -26,7 +28,8 @@ class _Round(NamedTuple):
 def microseconds(candidates: Sequence[Calls], *, warm_seconds: float = 0.0) -> list[float]:
     """Of one call of each candidate, on the current stream: medians over rounds, in which the candidates alternate.
 
-    The host gets as long a start as it needs; on the slowest of hosts the longest counts.
+    Those that are beaten clearly are timed in the first rounds alone. The host gets as long a start as it needs; on the
+    slowest of hosts the longest counts.
 
     Args:
         warm_seconds: for so long they run before they are timed, and longer than it takes to run each once: a device
@@ -40,14 +43,19 @@ def microseconds(candidates: Sequence[Calls], *, warm_seconds: float = 0.0) -> l
         if not warm_seconds or time.monotonic() - start >= warm_seconds:
             break
         torch.cuda.synchronize()
-    cycles, rounds = _CYCLES_PER_CALL, list[list[float]]()
-    while len(rounds) < ROUNDS:
-        found = [_round(calls, cycles) for calls in candidates]
-        if any(each.is_late for each in found) and cycles < _MAX_CYCLES_PER_CALL:
+    cycles, racing = _CYCLES_PER_CALL, list(range(len(candidates)))
+    times: list[list[float]] = [[] for _ in candidates]
+    while len(times[racing[0]]) < ROUNDS:
+        found = {number: _round(candidates[number], cycles) for number in racing}
+        if any(each.is_late for each in found.values()) and cycles < _MAX_CYCLES_PER_CALL:
             cycles *= 2
-        else:
-            rounds.append([each.microseconds for each in found])
-    return [statistics.median(times) for times in zip(*rounds, strict=True)]
+            continue
+        for number, each in found.items():
+            times[number].append(each.microseconds)
+        if len(times[racing[0]]) == _HEATS:
+            limit = _BEATEN * min(map(min, times))
+            racing = [number for number in racing if min(times[number]) <= limit]
+    return [statistics.median(each) for each in times]
 
 
 def own_microseconds(candidates: Sequence[Calls]) -> list[float] | None:
