@@ -2,6 +2,7 @@
 
     python benchmarks/vllm_generate.py                                  on a GPU, to results/vllm_generate.json
     python benchmarks/vllm_generate.py --cards 24                       the same file: all requests that come at once
+    python benchmarks/vllm_generate.py --starts                         the same file: how long it takes to start
     python benchmarks/vllm_generate.py --models tiny --batches 1,2 --tokens 8 --name trial       anywhere, in a minute
 
 Real configurations, synthetic weights (models.py), which vLLM loads tensor by tensor from a loader of this file; no
@@ -18,6 +19,9 @@ Rows of the table "cards" are of requests that all come at once, with prompts of
 its memory is emulated (torch's limit, and vLLM's share of it), its speed is this one's. How many of them run together
 depends on what the weights leave for the cache, so products have other numbers of tokens in either form, and what they
 write may differ: it is not compared. ``cache_tokens`` is None where vLLM does not start for lack of memory.
+
+Rows of the table "starts" are of engines with all of vLLM's defaults: seconds until they are ready, ``first`` with
+empty caches of vLLM's, torch's and samebits', ``again`` with what that has left there.
 """
 
 from __future__ import annotations
@@ -44,6 +48,9 @@ ROOM = 512  # tokens of a sequence
 LOADER = "synthetic"
 KEYS = ("model", "batch", "tokens")
 CARD_KEYS = ("model", "card_gib", "requests")
+START_KEYS = ("model",)
+START_ROOM = 8192
+CACHES = ("SAMEBITS_CACHE", "VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH")
 CARD_REQUESTS = 256
 CARD_PROMPT, CARD_TOKENS = 1024, 256
 CARD_SIZES = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256]  # that graphs are captured of
@@ -108,7 +115,7 @@ def register_loader() -> None:
             return tensors(model_config.hf_config, current_platform.device_type)
 
 
-def started(name: str, packed: bool, sizes: list[int], room: int, **arguments: Any) -> tuple[Any, float]:
+def started(name: str, packed: bool, **arguments: Any) -> tuple[Any, float]:
     """An engine in this process, and the seconds until it was ready."""
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1")
     from vllm import LLM
@@ -120,10 +127,14 @@ def started(name: str, packed: bool, sizes: list[int], room: int, **arguments: A
         config_of(name).save_pretrained(folder)
         llm = LLM(
             folder, load_format=LOADER, quantization="samebits" if packed else None, skip_tokenizer_init=True,
-            max_model_len=room, enable_prefix_caching=False, max_num_seqs=max(sizes),
-            compilation_config={"cudagraph_capture_sizes": sizes}, **arguments,
+            enable_prefix_caching=False, **arguments,
         )  # fmt: skip
     return llm, time.perf_counter() - start
+
+
+def captures(sizes: list[int]) -> dict[str, Any]:
+    """Arguments for graphs of so many tokens."""
+    return {"max_num_seqs": max(sizes), "compilation_config": {"cudagraph_capture_sizes": sizes}}
 
 
 def cache_tokens(llm: Any) -> int:
@@ -140,7 +151,7 @@ def run(name: str, packed: bool, batches: list[int], tokens: int) -> Engine:
     """One engine, in this process."""
     from vllm import SamplingParams
 
-    llm, load_seconds = started(name, packed, batches, ROOM)
+    llm, load_seconds = started(name, packed, max_model_len=ROOM, **captures(batches))
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     found = []
     for batch in batches:
@@ -177,7 +188,10 @@ def run_card(name: str, packed: bool, gib: float, requests: int) -> tuple[list[f
         memory["gpu_memory_utilization"] = SHARE * share
     sizes = [size for size in CARD_SIZES if size <= requests]
     try:
-        llm, _ = started(name, packed, sizes, CARD_PROMPT + CARD_TOKENS, max_num_batched_tokens=CARD_STEP, **memory)
+        llm, _ = started(
+            name, packed, max_model_len=CARD_PROMPT + CARD_TOKENS, max_num_batched_tokens=CARD_STEP, **memory,
+            **captures(sizes),
+        )  # fmt: skip
     except (RuntimeError, ValueError) as error:
         if not any(text in str(error) for text in NO_ROOM):
             raise
@@ -209,6 +223,23 @@ def card_row(name: str, gib: float, requests: int) -> dict[str, Any]:
     return row | {"speed": significant(timings["bf16"].median / timings["samebits"].median) if both else None}
 
 
+def start(name: str, packed: bool, cache: str) -> float:
+    """Seconds until an engine was ready that kept everything in a folder."""
+    os.environ |= {key: os.path.join(cache, key) for key in CACHES}
+    room = min(START_ROOM, config_of(name).max_position_embeddings)
+    return started(name, packed, max_model_len=room)[1]
+
+
+def start_row(name: str) -> dict[str, Any]:
+    row: dict[str, Any] = {"table": "starts", "model": name}
+    for key, packed in (("bf16", False), ("samebits", True)):
+        with tempfile.TemporaryDirectory() as cache:
+            for which in ("first", "again"):
+                row[f"{key}_{which}_seconds"] = significant(in_own_process(start, name, packed, cache)())
+                print(row, flush=True)
+    return row
+
+
 def rows(name: str, bf16: Engine, ours: Engine) -> Iterator[dict[str, Any]]:
     for plain, packed in zip(bf16.found, ours.found, strict=True):
         row: dict[str, Any] = {"table": "vllm", "model": name, "batch": plain.batch, "tokens": plain.tokens}
@@ -231,12 +262,16 @@ def main() -> int:
     parser.add_argument("--batches", type=lambda text: [int(each) for each in text.split(",")], default=[1, 8, 32, 128])
     parser.add_argument("--tokens", type=int, default=128, help="generated, of each sequence")
     parser.add_argument("--cards", type=lambda text: [float(each) for each in text.split(",")], help="GiB of memory")
+    parser.add_argument("--starts", action="store_true", help="how long they take")
     parser.add_argument("--requests", type=int, default=CARD_REQUESTS, help="at once, with --cards")
     options = parser.parse_args()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
     packages = (*PACKAGES, "transformers", plugin.distribution() or "vllm")
     all_same = True
     for name in options.models:
+        if options.starts:
+            print(add_results(options.name, device, [start_row(name)], START_KEYS, packages), flush=True)
+            continue
         if options.cards:
             found = [card_row(name, gib, options.requests) for gib in options.cards]
             print(add_results(options.name, device, found, CARD_KEYS, packages), flush=True)

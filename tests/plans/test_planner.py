@@ -8,14 +8,17 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+import samebits
 from samebits.errors import DeviceError, InputError
+from samebits.format.packed import PackedTensor
 from samebits.kernels.linear.launch import VARIANTS
 from samebits.kernels.linear.products import LinearPlan
-from samebits.plans import planner
-from samebits.plans.calibrate import ProbeWeights
+from samebits.plans import calibrate, planner
+from samebits.plans.calibrate import ProbeWeights, candidate_splits
 from samebits.plans.environment import Environment
 from samebits.plans.key import PlanKey
 from samebits.plans.planner import Planner
+from samebits.plans.probe import Probe
 from samebits.plans.store import GroupOutcome, Outcome, PlanStore
 from tests.plans.conftest import ENVIRONMENT, FakeGpu, new_planner
 
@@ -56,6 +59,49 @@ def test_found_once_on_a_machine(gpu: FakeGpu, calibrations: list[PlanKey]) -> N
     assert new_process().outcome(KEY) == Outcome(RIGHT, "", 3.0, 9.0)
     assert gpu.fused_calls == [RIGHT]  # tried once, not trusted
     assert calibrations == [KEY]
+
+
+def test_many_at_once(gpu: FakeGpu, calibrations: list[PlanKey], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they have compiled is compiled first, and a weight is made once."""
+    made: list[PackedTensor] = []
+    original = calibrate.encode
+    monkeypatch.setattr(calibrate, "encode", lambda weight: made.append(original(weight)) or made[-1])
+    header = samebits.encode(Probe.make(KEY.rows, KEY.columns, CPU, even=True).weight).header
+    keys = [KEY._replace(tokens=tokens) for tokens in (2, 3, 8)]
+    wanted = [(key, header) for key in keys]
+    outcomes = new_process().outcomes(wanted)
+    assert next(outcomes).plan == RIGHT
+    assert gpu.compiled[0] == {LinearPlan(split) for split in candidate_splits(KEY.columns)} | {LinearPlan(1, 1)}
+    assert [each.plan for each in outcomes] == [RIGHT] * 2
+    assert (calibrations, len(made)) == (keys, 1)
+    gpu.compiled.clear()
+    assert [each.plan for each in new_process().outcomes(wanted)] == [RIGHT] * 3
+    assert gpu.compiled == [set()]  # each is known
+    assert (calibrations, len(made)) == (keys, 2)
+
+
+@pytest.mark.parametrize("choice", ["cached", "off"])
+def test_nothing_is_compiled_for_searches_that_are_not_made(
+    gpu: FakeGpu, choice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(planner.MODE_VARIABLE, choice)
+    header = samebits.encode(Probe.make(KEY.rows, KEY.columns, CPU, even=True).weight).header
+    [outcome] = new_process().outcomes([(KEY, header)])
+    assert outcome.plan is None
+    assert not gpu.compiled
+
+
+def test_a_compiler_that_fails_is_left_to_the_search(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise DeviceError("no such compiler")
+
+    monkeypatch.setattr(calibrate, "compile_all", fail)
+    header = samebits.encode(Probe.make(KEY.rows, KEY.columns, CPU, even=True).weight).header
+    [outcome] = new_process().outcomes([(KEY, header)])
+    assert "no such compiler" in outcome.reason
+    assert len(caplog.records) == 1
 
 
 def test_that_there_is_no_plan_is_remembered_too(gpu: FakeGpu, calibrations: list[PlanKey]) -> None:

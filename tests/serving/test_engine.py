@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import OPTConfig
 
 from samebits.format.container import Checkpoint
 from samebits.jobs.compress import Compression
 from samebits.jobs.options import RunOptions
-from tests.serving.conftest import HAS_GPU, KING_JAMES, Gave, refusal, run
+from tests.serving.conftest import HAS_GPU, KING_JAMES, Gave, refusal, run, save
 
 EAGER = {"dtype": "bfloat16", "enforce_eager": True}
 COMPILED = {"dtype": "bfloat16", "enforce_eager": False}
@@ -119,11 +120,22 @@ def test_mixture_of_experts(plain: Plain, mixture: Path, tmp_path: Path, way: di
 
 
 def test_choices(plain: Plain) -> None:
-    """A fused projection of which a part is left alone is plain; embeddings go by the usual name."""
-    choices = {"quant_method": "samebits", "version": 1, "exclude": ["*.k_proj.weight", "embed_tokens.weight"]}
+    """A fused projection of which a part is left alone is plain."""
+    choices = {"quant_method": "samebits", "version": 1, "exclude": ["*.k_proj.weight", "model.embed_tokens.weight"]}
     gave = run(KING_JAMES, **EAGER, **PACKED, hf_overrides={"quantization_config": choices})
     assert gave["outputs"] == plain(KING_JAMES, **EAGER)["outputs"]
     assert {name.rsplit(".", 2)[1] for name in packed_names(gave)} == {"o_proj", "gate_up_proj", "down_proj"}
+
+
+def test_a_model_that_does_not_tell_its_embedding_anything(plain: Plain, tmp_path: Path) -> None:
+    config = OPTConfig(
+        vocab_size=512, hidden_size=256, word_embed_proj_dim=256, ffn_dim=512, num_hidden_layers=2,
+        num_attention_heads=4, max_position_embeddings=256,
+    )  # fmt: skip
+    model = save(config, tmp_path / "model")
+    gave = run(model, **EAGER, **PACKED)
+    assert gave["outputs"] == plain(model, **EAGER)["outputs"]
+    assert "model.decoder.embed_tokens.sb_packed" in packed_names(gave)
 
 
 @pytest.mark.parametrize("way", [EAGER, pytest.param(COMPILED, marks=pytest.mark.gpu)])

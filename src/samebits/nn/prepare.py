@@ -19,7 +19,7 @@ from samebits.kernels.residents import Resident, resident
 from samebits.nn.offload import streaming_device
 from samebits.nn.packed_linear import PackedLinearModule
 from samebits.nn.packed_module import check_module
-from samebits.plans.calibrate import UNSUPPORTED, ProbeWeights
+from samebits.plans.calibrate import UNSUPPORTED
 from samebits.plans.environment import blas_state
 from samebits.plans.key import PlanKey
 from samebits.plans.planner import FEW_TOKENS, Planner
@@ -27,6 +27,7 @@ from samebits.plans.store import Outcome
 from samebits.progress import Progress
 
 OTHER_LAYOUT = "its input has gaps between rows, is transposed, or has more than three dimensions"
+UNKEYED = "no plan is made while TunableOp or a changed workspace decides over cuBLAS"
 CHANGING = "routed experts get other numbers of tokens in each call"
 MAX_NUMBERS = 8  # of many tokens that a kind of weight gets, unless they change from call to call
 LEARNING_CALLS = 2  # until products of one input are made by one launch, or are known to be faster one by one
@@ -121,6 +122,32 @@ class _Weight(NamedTuple):
             kept.planned.add(tokens)
 
 
+class _Wanted(NamedTuple):
+    """A kind of product.
+
+    Attributes:
+        search: what a plan is looked for with; None: there is a reason why not.
+    """
+
+    kind: _Kind
+    users: list[_Weight]
+    tokens: int
+    search: tuple[PlanKey, Header] | None
+    reason: str
+
+    @classmethod
+    def of(cls, kind: _Kind, users: list[_Weight], tokens: int, changing: set[int], state: str | None) -> _Wanted:
+        header = next((each.header for each in users if is_supported(each.header, tokens, kind.device)), None)
+        if tokens in changing:
+            return cls(kind, users, tokens, None, CHANGING)
+        if header is None:
+            return cls(kind, users, tokens, None, UNSUPPORTED)
+        if state is None:
+            return cls(kind, users, tokens, None, UNKEYED)
+        key = PlanKey(kind.rows, kind.columns, tokens, kind.has_bias, state)
+        return cls(kind, users, tokens, (key, header), "")
+
+
 def prepare(
     model: nn.Module,
     batch_sizes: Sequence[int] | None = None,
@@ -158,21 +185,21 @@ def prepare(
     left = {module: set[int]() for module in sizes}
     if call and sizes:
         _note_tokens(call, sizes, left)
-    wanted = list(_products(kinds, sizes))
-    products = []
-    probes = dict[int, ProbeWeights]()
     changing = {kind: _changing(weights, sizes, batch_sizes) for kind, weights in kinds.items()}
-    for kind, users, tokens in wanted:
-        if tokens in changing[kind]:
-            outcome = Outcome(None, CHANGING)
-            for weight in users:
+    wanted = [_Wanted.of(*each, changing[each[0]], blas_state()) for each in _products(kinds, sizes)]
+    searches = {kind.device: list[tuple[PlanKey, Header]]() for kind in kinds}
+    for each in wanted:
+        if each.search:
+            searches[each.kind.device].append(each.search)
+    found = {device: Planner.of(device).outcomes(keys) for device, keys in searches.items()}
+    products = []
+    for kind, users, tokens, search, reason in wanted:
+        outcome = next(found[kind.device]) if search else Outcome(None, reason)
+        for weight in users:
+            if reason == CHANGING:
                 weight.expect_changes()
-        elif any(is_supported(weight.header, tokens, kind.device) for weight in users):
-            outcome = _outcome(kind, tokens, probes)
-            for weight in users if outcome.plan else ():
+            elif outcome.plan:
                 weight.expect(tokens)
-        else:
-            outcome = Outcome(None, UNSUPPORTED)
         products.append(Prepared(kind.rows, kind.columns, tokens, kind.has_bias, len(users), outcome))
         if progress:
             progress(len(products), len(wanted))
@@ -239,16 +266,3 @@ def _kinds(model: nn.Module) -> dict[_Kind, list[_Weight]]:
             kind = _Kind(device, rows, columns, module.bias is not None)
             kinds.setdefault(kind, []).append(_Weight(module, header))
     return kinds
-
-
-def _outcome(kind: _Kind, tokens: int, probes: dict[int, ProbeWeights]) -> Outcome:
-    """
-    Args:
-        probes: by device, shared by all searches.
-    """
-    state = blas_state()
-    if state is None:
-        return Outcome(None, "no plan is made while TunableOp or a changed workspace decides over cuBLAS")
-    planner = Planner.of(kind.device)
-    weights = probes.setdefault(kind.device, ProbeWeights(planner.device, keeps=True))
-    return planner.outcome(PlanKey(kind.rows, kind.columns, tokens, kind.has_bias, state), weights)

@@ -5,7 +5,7 @@ Nothing here guesses. A key without exactly one such split has no plan, and a pl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from samebits.api import decode, encode
 from samebits.bf16 import same_words
 from samebits.format.geometry import STAGE
+from samebits.format.header import Header
 from samebits.format.packed import PackedTensor
 from samebits.kernels.linear.job import Launch
 from samebits.kernels.linear.launch import VARIANTS, different, launch_of
@@ -31,7 +32,7 @@ from samebits.kernels.linear.products import (
     sources,
     variants,
 )
-from samebits.kernels.nvrtc import compile_all
+from samebits.kernels.nvrtc import Source, compile_all
 from samebits.plans.key import PlanKey
 from samebits.plans.probe import Columns, Probe
 from samebits.plans.store import GroupOutcome, Outcome
@@ -45,7 +46,9 @@ _SMALL = 1 << 20  # weights: so few suit the quad code only if they are made for
 _COLD = 3  # the copies of a weight that are timed in turn are as large as so many second-level caches
 _MAX_COPIES = 48
 _MIN_CALLS = 12
-_MIN_LONG_CALLS = 3  # of as many tokens as let the clock fall
+_LONG_BYTES = 1 << 26  # packed: products with so many take long enough for fewer calls
+_MIN_LONG_CALLS = 4
+_MIN_HOT_CALLS = 3  # of as many tokens as let the clock fall
 _COOL_TOKENS = 512  # with more, tensor cores work so hard that the clock falls
 _WARM_SECONDS = 0.3
 _LONG_US = 100.0  # calls that take longer are timed at their own clocks, if they have many tokens
@@ -95,7 +98,7 @@ class Trial:
         return is_supported(self.packed.header, self.key.tokens, self.packed.data.get_device())
 
     def plans(self, split: int) -> list[LinearPlan]:
-        return [LinearPlan(split, variant) for variant in variants(self.packed.header, self.key.tokens, split)]
+        return _plans(self.packed.header, self.key.tokens, split)
 
     def compile(self, plans: Sequence[LinearPlan]) -> None:
         device = self.packed.data.get_device()
@@ -103,9 +106,7 @@ class Trial:
 
     def first_plans(self) -> list[LinearPlan]:
         """One for each split that the kernel can do."""
-        header, tokens = self.packed.header, self.key.tokens
-        splits = ((split, first_variant(header, tokens, split)) for split in candidate_splits(self.key.columns))
-        return [LinearPlan(split, variant) for split, variant in splits if variant is not None]
+        return _first_plans(self.packed.header, self.key.tokens)
 
     def agreeing(self, plans: Sequence[LinearPlan], seed: int, *, cancelling: bool = True) -> list[LinearPlan]:
         """Those of ``plans`` that give every byte of F.linear, for one more input of two and of three dimensions."""
@@ -117,6 +118,29 @@ class Trial:
         if not same_words(F.linear(x.unsqueeze(1), weight, bias).squeeze(1), expected):
             return []
         return [plan for plan in plans if same_words(fused_linear(x, self.packed, bias, plan), expected)]
+
+
+def _plans(header: Header, tokens: int, split: int) -> list[LinearPlan]:
+    return [LinearPlan(split, variant) for variant in variants(header, tokens, split)]
+
+
+def _first_plans(header: Header, tokens: int) -> list[LinearPlan]:
+    splits = ((split, first_variant(header, tokens, split)) for split in candidate_splits(header.shape[1]))
+    return [LinearPlan(split, variant) for split, variant in splits if variant is not None]
+
+
+def compile_ahead(products: Iterable[tuple[Header, int]], device: int) -> None:
+    """Have most of what searches for these weights and numbers of tokens need compiled, all of it side by side.
+
+    Raises:
+        DeviceError: as calibrate.
+    """
+    found: set[Source] = set()
+    for header, tokens in products:
+        if is_supported(header, tokens, device):
+            plans = [*_first_plans(header, tokens), *_plans(header, tokens, 1)]
+            found.update(sources(header, tokens, plans, device))
+    compile_all(found, device)
 
 
 def candidate_splits(columns: int) -> list[int]:
@@ -300,5 +324,6 @@ def _cold_copies(weights: Sequence[PackedTensor], x: torch.Tensor) -> Iterator[S
         room = (torch.cuda.mem_get_info(device)[0] + reserve) // 4 // size
     count = max(1, min(wanted, room, _MAX_COPIES))
     copies = [weights, *([replace(packed, data=packed.data.clone()) for packed in weights] for _ in range(count - 1))]
-    for i in range(max(count, _MIN_LONG_CALLS if _lets_clock_fall(x) else _MIN_CALLS)):
+    least = _MIN_LONG_CALLS if size >= _LONG_BYTES else _MIN_CALLS
+    for i in range(max(count, _MIN_HOT_CALLS if _lets_clock_fall(x) else least)):
         yield copies[i % count]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 from functools import cache
 from threading import Lock
@@ -13,9 +13,10 @@ from threading import Lock
 import torch
 
 from samebits.errors import DeviceError, InputError
+from samebits.format.header import Header
 from samebits.kernels.linear.launch import VARIANTS
 from samebits.kernels.linear.products import Operands
-from samebits.plans.calibrate import ProbeWeights, calibrate, confirm, fastest_together
+from samebits.plans.calibrate import ProbeWeights, calibrate, compile_ahead, confirm, fastest_together
 from samebits.plans.environment import Environment
 from samebits.plans.key import PlanKey
 from samebits.plans.store import GroupOutcome, Outcome, PlanStore
@@ -74,6 +75,29 @@ class Planner:
             weights: for a search, if several share them.
         """
         return self.known.get(key) or self._resolve(key, weights or ProbeWeights(self.device))
+
+    def outcomes(self, wanted: Sequence[tuple[PlanKey, Header]]) -> Iterator[Outcome]:
+        """Of many keys in turn, each with the header of a weight of its shape; those of a shape follow each other.
+
+        Searches share what takes long: kernels are compiled side by side, and a weight is made for each shape.
+        """
+        self._compile(wanted)
+        weights = ProbeWeights(self.device, keeps=True)
+        for key, _ in wanted:
+            yield self.outcome(key, weights)
+
+    def _compile(self, wanted: Iterable[tuple[PlanKey, Header]]) -> None:
+        """What searches for these will need; of numbers of tokens that are alike, the kernels are, too."""
+        if mode() is not Mode.ON:
+            return
+        stored = self._store.read()
+        new = {(key._replace(tokens=key.tokens.bit_length()), header): key.tokens
+               for key, header in wanted if key not in self.known and key not in stored}  # fmt: skip
+        try:
+            with torch.cuda.device(self.device):
+                compile_ahead([(header, tokens) for (_, header), tokens in new.items()], self.device.index)
+        except DeviceError as error:
+            _log.debug("not compiled ahead: %s", error)  # each search says what it cannot do
 
     def _resolve(self, key: PlanKey, weights: ProbeWeights) -> Outcome:
         """Decide for a key that is not known yet. During graph capture nothing is decided: the next call will."""

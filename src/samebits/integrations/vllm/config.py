@@ -19,7 +19,7 @@ from samebits.format.folder import KEY
 from samebits.format.names import MIN_WEIGHTS, is_selected
 
 _MIN_CAPABILITY = 80
-_EMBEDDING = "embed_tokens"  # which models do not tell the name of
+_ASKED = "sb_quantization"  # of a layer: whom it has asked
 _LOAD_FORMATS = ("sharded_state", "runai_streamer_sharded", "tensorizer")
 
 
@@ -72,28 +72,31 @@ class SamebitsQuantization(QuantizationConfig):  # type: ignore[misc]
         from vllm.config import get_current_vllm_config
         from vllm.model_executor.layers.fused_moe import RoutedExperts
         from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
-        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
         from samebits.integrations.vllm import loader
         from samebits.integrations.vllm.experts import PackedExpertsMethod
-        from samebits.integrations.vllm.layers import PackedEmbeddingMethod, PackedLinearMethod
+        from samebits.integrations.vllm.layers import PackedLinearMethod
 
         vllm = get_current_vllm_config()
         _check(vllm)
         loader.register()  # before weights are loaded
-        is_lookup = isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead)
-        is_special = isinstance(layer, LinearBase) and type(layer).forward.__module__ != LinearBase.__module__
-        if is_special or not self._selects(prefix or _EMBEDDING * is_lookup) or (is_lookup and _compiles(vllm)):
-            return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
+        layer.__dict__[_ASKED] = self
         if isinstance(layer, LinearBase):
-            return PackedLinearMethod(self.min_weights)
-        if isinstance(layer, VocabParallelEmbedding):
-            return PackedEmbeddingMethod(self.min_weights)
-        if isinstance(layer, RoutedExperts) and current_platform.is_cuda() and vllm.lora_config is None:
+            is_special = type(layer).forward.__module__ != LinearBase.__module__
+            is_plain = is_special or not self.selects(prefix)
+            return UnquantizedLinearMethod() if is_plain else PackedLinearMethod(self.min_weights)
+        is_packed = isinstance(layer, RoutedExperts) and current_platform.is_cuda() and vllm.lora_config is None
+        if is_packed and self.selects(prefix):
             return PackedExpertsMethod(self.min_weights, layer.moe_config)
-        return None
+        return None  # also for embeddings, see embeddings.py
 
-    def _selects(self, prefix: str) -> bool:
+    @staticmethod
+    def of(layer: nn.Module) -> SamebitsQuantization | None:
+        """That which a layer has asked for its method."""
+        return layer.__dict__.get(_ASKED)
+
+    def selects(self, prefix: str) -> bool:
+        """Whether all weights are to be packed that vLLM fuses into the one of this name."""
         path, dot, leaf = prefix.rpartition(".")
         parts = self.packed_modules_mapping.get(leaf, [leaf])
         names = [f"{path}{dot}{part}.weight" for part in parts]
@@ -110,19 +113,6 @@ def _check(vllm: Any) -> None:
         raise InputError(f"load_format {load_format} does not know packed weights", mend="use load_format auto")
     if offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size:
         raise InputError("vLLM's offloading cannot move packed weights", mend="leave out cpu_offload_gb and offload_*")
-
-
-def _compiles(vllm: Any) -> bool:
-    """Whether Inductor compiles the model: then embeddings stay plain.
-
-    It makes one kernel of a look-up and the norm behind it; where an operator looks up, another one of the norm alone,
-    which adds up in another order. And sums of residuals it rounds where it stores them, which depends on how many
-    tensors it has read for them: two for a look-up, one for what an operator made.
-    """
-    from vllm.config import CompilationMode
-
-    mode = vllm.compilation_config.mode
-    return mode is not None and mode != CompilationMode.NONE
 
 
 def register() -> None:

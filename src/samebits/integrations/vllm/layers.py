@@ -21,7 +21,7 @@ from vllm.platforms import current_platform
 
 from samebits.errors import InputError
 from samebits.format.packed import PackedTensor
-from samebits.integrations.vllm.weights import Encoded, Multiply, encode, hold
+from samebits.integrations.vllm.weights import Encoded, Multiply, PackedWeight, encode, hold
 from samebits.kernels.ops import decode_packed
 from samebits.plans import dispatch
 
@@ -112,6 +112,11 @@ def _fused(packed: PackedTensor, x: torch.Tensor, bias: torch.Tensor | None) -> 
     return dispatch.linear(x, packed, bias) if _is_piece() else dispatch.linear_of_module(x, packed, bias)
 
 
+def is_fused(weight: PackedWeight) -> bool:
+    """Whether products with it are fused where that is faster."""
+    return weight.multiply is _fused
+
+
 def _is_piece() -> bool:
     """Whether a part of the model is captured: what would be decoded ahead for another part could not be used there."""
     if not torch.cuda.is_current_stream_capturing() or not is_forward_context_available():
@@ -136,23 +141,14 @@ class PackedLinearMethod(_Packed, UnquantizedLinearMethod):  # type: ignore[misc
 
 
 class PackedEmbeddingMethod(_Packed, UnquantizedEmbeddingMethod):  # type: ignore[misc]
-    """Of an embedding or a head. Models tie these by sharing a parameter, or read it while they load: it is plain then.
-
-    A parameter of another layer is packed if that is of this kind, too, once for both; else it stays plain.
-    """
-
-    def create_weights(self, layer: nn.Module, *args: Any, **kwargs: Any) -> None:
-        super().create_weights(layer, *args, **kwargs)
-        layer.weight.sb_is_packable = True  # type: ignore[union-attr]
-        layer.use_fused_embedding = False  # type: ignore[assignment]  # it reads the weight's memory
+    """Of an embedding or a head that is loaded (embeddings.py); a parameter that several share is packed once."""
 
     def encoded(self, layer: nn.Module) -> Encoded | None:
         weight: Any = layer.weight
         if hasattr(weight, "sb_encoded"):  # for a layer that shares it
             return weight.sb_encoded  # type: ignore[no-any-return]
-        made = super().encoded(layer) if getattr(weight, "sb_is_packable", False) else None
-        weight.sb_encoded = made
-        return made
+        weight.sb_encoded = super().encoded(layer)
+        return weight.sb_encoded  # type: ignore[no-any-return]
 
     def embedding(self, layer: nn.Module, input_: torch.Tensor) -> torch.Tensor:
         shape: Any = getattr(layer, "sb_shape", None)

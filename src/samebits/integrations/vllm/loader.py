@@ -1,4 +1,7 @@
-"""Where vLLM loads weights: compressed folders are read, their tensors decoded one by one; reloading is refused."""
+"""Where vLLM loads weights: compressed folders are read, their tensors decoded one by one; reloading is refused.
+
+Also who else is to know when that is done.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 from tqdm.auto import tqdm
+from vllm.model_executor.model_loader import base_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.model_loader.weight_utils import enable_tqdm
@@ -25,17 +29,25 @@ from samebits.format.container import Checkpoint
 from samebits.format.folder import KEY, check_published
 from samebits.format.names import original_name
 from samebits.format.safetensors_file import SUFFIX, SafetensorsFile
+from samebits.integrations.vllm.embeddings import choosing_embeddings
+from samebits.integrations.vllm.plans import finding_plans
 from samebits.integrations.vllm.weights import HELD
 
 
 @cache
 def register() -> None:
-    """Put samebits in front of what loads a model, of what iterates over its tensors, and of what loads layers anew."""
-    for place, name, wrapper in (
+    """Put samebits in front of what of vLLM loads a model, and measures its memory then."""
+    wrappers: list[tuple[Any, str, Callable[..., Any]]] = [
         (DefaultModelLoader, "load_weights", _checking_plain),
         (DefaultModelLoader, "_get_weights_iterator", _reading_packed),
         (layerwise, "restore_layer_on_meta", _refusing_packed),
-    ):
+        (base_loader, "process_weights_after_loading", choosing_embeddings),
+    ]
+    if current_platform.is_cuda():
+        from vllm.v1.worker.gpu_worker import Worker
+
+        wrappers.append((Worker, "determine_available_memory", finding_plans))
+    for place, name, wrapper in wrappers:
         setattr(place, name, wrapper(getattr(place, name)))
 
 

@@ -1,0 +1,61 @@
+"""Which of a model's embeddings and heads are packed, decided when it is loaded: they tell vLLM no name of their own,
+many not even the model's quantization, and share parameters in ways that models write themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import CompilationMode, get_current_vllm_config
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
+
+from samebits.integrations.vllm.config import SamebitsQuantization
+from samebits.integrations.vllm.layers import PackedEmbeddingMethod
+
+
+def choosing_embeddings(original: Callable[..., Any]) -> Callable[..., Any]:
+    """In front of the function that has a loaded model's layers process their weights."""
+
+    @wraps(original)
+    def process_weights_after_loading(model: nn.Module, model_config: Any, target_device: torch.device) -> None:
+        quantization = next((each for each in map(SamebitsQuantization.of, model.modules()) if each), None)
+        if quantization:
+            mode = get_current_vllm_config().compilation_config.mode
+            choose(model, quantization, is_compiled=mode is not None and mode != CompilationMode.NONE)
+        original(model, model_config, target_device)
+
+    return process_weights_after_loading
+
+
+def choose(model: nn.Module, quantization: SamebitsQuantization, *, is_compiled: bool) -> None:
+    """Give them the method for packed weights; a parameter is packed if that holds for all layers that share it.
+
+    Where Inductor compiles the model, look-ups stay plain. It makes one kernel of one and the norm behind it; where an
+    operator looks up, another one of the norm alone, which adds up in another order. And sums of residuals it rounds
+    where it stores them, which depends on how many tensors it has read for them: two for a look-up, one for what an
+    operator made.
+    """
+    names = {layer: name for name, layer in model.named_modules()}
+    users: dict[int, list[nn.Module]] = {}
+    for layer in names:
+        for parameter in layer._parameters.values():
+            users.setdefault(id(parameter), []).append(layer)
+
+    def may_be_packed(layer: nn.Module) -> bool:
+        is_plain = isinstance(layer, VocabParallelEmbedding) and type(layer.quant_method) is UnquantizedEmbeddingMethod
+        is_head = isinstance(layer, ParallelLMHead)
+        return is_plain and (is_head or not is_compiled) and quantization.selects(names[layer])
+
+    packable = {layer for layer in names if may_be_packed(layer)}
+    for layer in packable:
+        if packable.issuperset(users[id(layer.weight)]):
+            layer.quant_method = PackedEmbeddingMethod(quantization.min_weights)
+            layer.use_fused_embedding = False  # which reads the weight's memory
