@@ -25,7 +25,7 @@ from samebits.plans.environment import blas_state
 from samebits.plans.key import PlanKey
 
 SHAPES = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)]
-TOKENS = [1, 2, 8, 16, 24, 32, 37, 64, 100, 128, 256, 512]
+TOKENS = [1, 8, 32, 37, 128, 256, 512]
 KEYS = ("matrix", "tokens")
 
 

@@ -128,14 +128,26 @@ class PlanStore:
     def __init__(self, environment: Environment, where: Path | None = None) -> None:
         self.environment = environment
         self.path = (where or folder()) / f"{environment.digest}.json"
+        self._last: tuple[tuple[int, ...], Stored] | None = None
 
     def read(self) -> dict[PlanKey, Outcome]:
         """All outcomes that are stored now."""
-        return read(self.path).outcomes
+        return self._read().outcomes
 
     def groups(self) -> Groups:
         """All groups that are stored now."""
-        return read(self.path).groups
+        return self._read().groups
+
+    def _read(self) -> Stored:
+        """The file's content, as it was read last if it is the same file: each change makes another one."""
+        try:
+            found = os.stat(self.path)
+        except OSError:
+            return read(self.path)
+        same = found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
+        if self._last is None or self._last[0] != same:
+            self._last = same, read(self.path)
+        return self._last[1]
 
     def add(self, key: PlanKey, outcome: Outcome) -> None:
         """Store one more outcome, beside what other processes have stored meanwhile."""
@@ -151,7 +163,7 @@ class PlanStore:
                 raise FileNotFoundError(f"{self.path.parent}: there is no home folder")
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(self.path.with_suffix(".lock"), timeout=_LOCK_SECONDS):
-                stored = read(self.path)
+                stored = self._read()
                 every = {**stored.outcomes, **outcomes}, {**stored.groups, **groups}
                 self._replace(Stored(asdict(self.environment), *every))
         except (OSError, Timeout, NotImplementedError) as error:  # the last where files cannot be locked
