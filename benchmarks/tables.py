@@ -319,6 +319,16 @@ COLUMNS: dict[str, dict[str, Cell]] = {
         "samebits, tokens/s": that_fits("samebits", with_spread("samebits_tokens_per_s", 0)),
         "times BF16's speed": decimals("speed", 2),
     },
+    "searches.searches": {
+        "matrix": "matrix",
+        "tokens": "tokens",
+        "found": "found",
+        "first search, s": decimals("first_seconds", 2),
+        "again, s": decimals("seconds", 2),
+        "with another's weight, s": decimals("shared_seconds", 2),
+        "from disk, s": decimals("known_seconds", 4),
+        "gained by each product, µs": decimals("gained_microseconds", 1),
+    },
     "profile.steps": {
         "model": "model",
         "weights": "form",

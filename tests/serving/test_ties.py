@@ -16,6 +16,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from samebits.bf16 import same_words
 from samebits.integrations.vllm.config import SamebitsQuantization
 from samebits.integrations.vllm.embeddings import choose
+from tests.serving.conftest import HAS_GPU
 
 ROWS, COLUMNS = 256, 64
 
@@ -72,6 +73,7 @@ def test_packed_once_for_both(head_first: bool) -> None:
     assert same_words(embedding.quant_method.embedding(embedding, ids), expected[ids])
 
 
+@pytest.mark.skipif(HAS_GPU, reason="on GPUs nothing is prepared")
 def test_prepared_while_loading(prepared: list[torch.Tensor]) -> None:
     """As vLLM's own are on CPUs, where oneDNN asks the system for AMX then, which attention takes for granted."""
     model: Any = nn.ModuleDict({"head": made(ParallelLMHead)})
