@@ -111,13 +111,26 @@ def test_report_counts_what_is_on_disk(tmp_path: Path) -> None:
     assert all(entry.nbytes < entry.original_nbytes for entry in packed)
 
 
-def test_a_single_file_comes_back_byte_for_byte(tmp_path: Path) -> None:
-    source = write_file(tmp_path / "a.safetensors")
-    compress(source, tmp_path / "new" / "b.safetensors")
-    assert packed_names(tmp_path / "new" / "b.safetensors") == GAINS
-    decompress(tmp_path / "new" / "b.safetensors", tmp_path / "c.safetensors")
-    assert (tmp_path / "c.safetensors").read_bytes() == source.read_bytes()
-    assert {path.name for path in (tmp_path / "new").iterdir()} == {"b.safetensors"}
+@pytest.mark.parametrize("suffix", [".safetensors", ".sft"])
+def test_a_single_file_comes_back_byte_for_byte(suffix: str, tmp_path: Path) -> None:
+    source, packed, back = tmp_path / f"a{suffix}", tmp_path / "new" / f"b{suffix}", tmp_path / f"c{suffix}"
+    write_file(source)
+    compress(source, packed)
+    assert packed_names(packed) == GAINS
+    decompress(packed, back)
+    assert back.read_bytes() == source.read_bytes()
+    assert {path.name for path in packed.parent.iterdir()} == {packed.name}
+
+
+def test_files_of_folders_have_the_usual_names(tmp_path: Path) -> None:
+    """Loaders look for no others, whatever a file was called when it was a model alone."""
+    source = write_file(tmp_path / "a.sft")
+    compress(source, tmp_path / "b.sft")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (tmp_path / "b.sft").rename(folder / "samebits.safetensors")
+    decompress(folder, tmp_path / "plain")
+    assert (tmp_path / "plain" / "model.safetensors").read_bytes() == source.read_bytes()
 
 
 def test_packed_tensors_lie_aligned_and_the_file_is_the_same_for_any_number_of_workers(tmp_path: Path) -> None:

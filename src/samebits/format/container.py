@@ -19,7 +19,7 @@ from samebits.format.folder import KEY, VERSION, Folder, check_version, file_nam
 from samebits.format.header import STORED_DIGEST_END, Header
 from samebits.format.names import original_name
 from samebits.format.packed import PackedTensor
-from samebits.format.safetensors_file import SafetensorsFile, TensorSpec
+from samebits.format.safetensors_file import SINGLE_SUFFIXES, SafetensorsFile, TensorSpec
 
 _FIELDS = {"version", "file", "digests", "digest"}  # of a file's samebits metadata
 
@@ -55,7 +55,7 @@ class FileInfo:
         if unknown := info.keys() - _FIELDS:
             raise FormatError(f"its samebits metadata has a field {min(unknown)!r}", mend=DAMAGED)
         own = _digests(None if info.get("digest") is None else {"": info["digest"]})
-        original = None if info.get("file") is None else file_name_of(info["file"])
+        original = None if info.get("file") is None else file_name_of(info["file"], SINGLE_SUFFIXES)
         return cls(_digests(info.get("digests")), original, own[""] if own else None)
 
     def to_json(self) -> str:

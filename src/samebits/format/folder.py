@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from samebits.errors import DAMAGED, FormatError, InputError, SamebitsError, VersionError
 from samebits.format.mapping import check_regular
-from samebits.format.safetensors_file import SUFFIX, SafetensorsFile
+from samebits.format.safetensors_file import SINGLE_SUFFIXES, SUFFIX, SafetensorsFile
 
 VERSION = 1
 KEY = "samebits"  # in __metadata__, and the value of quant_method
@@ -179,9 +179,10 @@ def check_version(version: object) -> None:
         )
 
 
-def file_name_of(name: object) -> str:
+def file_name_of(name: object, suffixes: Sequence[str] = (SUFFIX,)) -> str:
     """A file name from untrusted text: it must stay in its folder."""
-    if not isinstance(name, str) or Path(name).name != name or Path(name).suffix != SUFFIX or not _can_be_named(name):
+    is_name = isinstance(name, str) and Path(name).name == name and Path(name).suffix in suffixes
+    if not isinstance(name, str) or not is_name or not _can_be_named(name):
         raise FormatError(f"{name!r} is no name for a safetensors file", mend=DAMAGED)
     return name
 
@@ -199,7 +200,7 @@ def single_file(path: Path) -> Path:
     if not path.exists():
         mend = f"check the path; a model on the hub is named {HUB_NAMES}"
         raise InputError("no such file or folder", where=str(path), mend=mend)
-    if path.suffix != SUFFIX:
+    if path.suffix not in SINGLE_SUFFIXES:
         mend = "give a model folder or a .safetensors file"
         raise InputError("not a safetensors file", where=str(path), mend=mend)
     return path

@@ -21,6 +21,7 @@ from samebits.format.header import align
 from samebits.format.mapping import changed, check_regular, map_file
 
 SUFFIX = ".safetensors"
+SINGLE_SUFFIXES = (SUFFIX, ".sft")  # of files that are a whole model each, as ComfyUI lists them
 METADATA = "__metadata__"
 FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 Stored = tuple[str, str, tuple[int, ...], int]  # name, dtype, shape, bytes

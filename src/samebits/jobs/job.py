@@ -18,7 +18,7 @@ from samebits.errors import InputError, SamebitsError
 from samebits.format.container import Checkpoint, Entry
 from samebits.format.folder import CONFIG, INDEX_SUFFIX, VERSION, index_name, is_numbered, read_json
 from samebits.format.mapping import check_regular
-from samebits.format.safetensors_file import SUFFIX, SafetensorsFile
+from samebits.format.safetensors_file import SINGLE_SUFFIXES, SUFFIX, SafetensorsFile
 from samebits.jobs.device import resolve_device
 from samebits.jobs.options import RunOptions
 from samebits.jobs.pieces import Piece, Task, work
@@ -311,9 +311,9 @@ def _check_places(source: Path, destination: Path, is_folder: bool) -> None:
     overlap = inner == outer or (is_folder and (inner in outer.parents or outer in inner.parents))
     if overlap or (is_folder and destination.is_dir() and _weights_in(source) & _weights_in(destination)):
         raise InputError("source and destination overlap", where=where, mend="choose a destination elsewhere")
-    if is_folder and destination.suffix == SUFFIX and not destination.exists():
-        mend = f"the source is a folder: give a name that does not end in {SUFFIX}"
+    if is_folder and destination.suffix in SINGLE_SUFFIXES and not destination.exists():
+        mend = f"the source is a folder: give a name that does not end in {destination.suffix}"
         raise InputError("no name for a folder", where=where, mend=mend)
-    if not is_folder and (destination.is_dir() or destination.suffix != SUFFIX):
+    if not is_folder and (destination.is_dir() or destination.suffix not in SINGLE_SUFFIXES):
         mend = f"the source is a single file: give a file name that ends in {SUFFIX}"
         raise InputError("not a safetensors file name", where=where, mend=mend)

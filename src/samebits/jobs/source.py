@@ -31,7 +31,7 @@ def plain_names(checkpoint: Checkpoint) -> list[str]:
     if not checkpoint.is_packed:
         return [file.path.name for file in files]
     known = [info.original for file in files if (info := checkpoint.infos.get(file.path)) and info.original]
-    if len(set(known)) == len(files):
+    if len(set(known)) == len(files) and all(name.endswith(SUFFIX) for name in known):
         return known
     stem = stem_of(checkpoint)
     return [shard_name(stem, number, len(files)) for number in range(1, len(files) + 1)]
