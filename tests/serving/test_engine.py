@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import OPTConfig
+from transformers import LlamaConfig, OPTConfig
 
 from samebits.format.container import Checkpoint
 from samebits.jobs.compress import Compression
@@ -125,6 +125,23 @@ def test_choices(plain: Plain) -> None:
     gave = run(KING_JAMES, **EAGER, **PACKED, hf_overrides={"quantization_config": choices})
     assert gave["outputs"] == plain(KING_JAMES, **EAGER)["outputs"]
     assert {name.rsplit(".", 2)[1] for name in packed_names(gave)} == {"o_proj", "gate_up_proj", "down_proj"}
+
+
+@pytest.mark.parametrize("choices", [{}, {"exclude": ["model.embed_tokens.weight"]}])
+def test_a_head_that_is_there_twice(plain: Plain, tmp_path: Path, choices: dict[str, Any]) -> None:
+    """vLLM ties it where it is the embedding after all; it is not packed beside one that stays plain."""
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=256, intermediate_size=384, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=True,
+    )  # fmt: skip
+    file = save(config, tmp_path / "model") / "model.safetensors"
+    tensors = load_file(file)
+    head = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+    save_file(tensors | head, file, metadata={"format": "pt"})
+    quantization = {"quant_method": "samebits", "version": 1, **choices}
+    gave = run(file.parent, **EAGER, **PACKED, hf_overrides={"quantization_config": quantization})
+    assert gave["outputs"] == plain(file.parent, **EAGER)["outputs"]
+    assert sum("embed_tokens" in name or "lm_head" in name for name in gave["weights"][0]) == 1
 
 
 def test_a_model_that_does_not_tell_its_embedding_anything(plain: Plain, tmp_path: Path) -> None:

@@ -98,6 +98,19 @@ def test_choices(choices: dict[str, Any], which: set[str], is_tied: bool) -> Non
     assert packed(pair(is_tied=is_tied), **choices) == (set() if is_tied else which)
 
 
+def test_a_layer_under_two_names() -> None:
+    model: Any = nn.ModuleDict({"embedding": made(VocabParallelEmbedding)})
+    model["head"] = model["embedding"]
+    assert packed(model, exclude=["head.*"]) == set()
+    assert packed(model) == {"embedding"}
+
+
+def test_an_embedding_that_a_kernel_reads_stays() -> None:
+    model: Any = nn.ModuleDict({"embed_tokens": made(VocabParallelEmbedding), "head": made(ParallelLMHead)})
+    model.replicated_embed = True
+    assert packed(model) == {"head"}
+
+
 def test_parts_of_other_layers_stay() -> None:
     """As of one that reads the memory of its weights."""
     model: Any = pair(is_tied=False)

@@ -19,6 +19,7 @@ from samebits.format.folder import KEY
 from samebits.format.names import MIN_WEIGHTS, is_selected
 
 _MIN_CAPABILITY = 80
+_DRAFT = "draft_model."  # which vLLM puts in front of the names of a draft's linear layers alone
 _ASKED = "sb_quantization"  # of a layer: whom it has asked
 _LOAD_FORMATS = ("sharded_state", "runai_streamer_sharded", "tensorizer")
 
@@ -97,7 +98,7 @@ class SamebitsQuantization(QuantizationConfig):  # type: ignore[misc]
 
     def selects(self, prefix: str) -> bool:
         """Whether all weights are to be packed that vLLM fuses into the one of this name."""
-        path, dot, leaf = prefix.rpartition(".")
+        path, dot, leaf = prefix.removeprefix(_DRAFT).rpartition(".")
         parts = self.packed_modules_mapping.get(leaf, [leaf])
         names = [f"{path}{dot}{part}.weight" for part in parts]
         return all(is_selected(name, self.include, self.exclude) for name in names)

@@ -17,8 +17,15 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
+try:
+    from vllm.model_executor.model_loader.weight_tying import maybe_retie_word_embeddings
+except ImportError:  # 0.26, which does not tie what a checkpoint has twice
+    maybe_retie_word_embeddings = None
+
 from samebits.integrations.vllm.config import SamebitsQuantization
 from samebits.integrations.vllm.layers import PackedEmbeddingMethod
+
+_IS_READ = "replicated_embed"  # of models of DeepSeek V3.2, GLM 5 and dots3: that they fuse a look-up and a norm
 
 
 def choosing_embeddings(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -28,6 +35,8 @@ def choosing_embeddings(original: Callable[..., Any]) -> Callable[..., Any]:
     def process_weights_after_loading(model: nn.Module, model_config: Any, target_device: torch.device) -> None:
         quantization = next((each for each in map(SamebitsQuantization.of, model.modules()) if each), None)
         if quantization:
+            if maybe_retie_word_embeddings:  # as vLLM does at first
+                maybe_retie_word_embeddings(model, model_config)
             mode = get_current_vllm_config().compilation_config.mode
             choose(model, quantization, is_compiled=mode is not None and mode != CompilationMode.NONE)
         original(model, model_config, target_device)
@@ -38,12 +47,16 @@ def choosing_embeddings(original: Callable[..., Any]) -> Callable[..., Any]:
 def choose(model: nn.Module, quantization: SamebitsQuantization, *, is_compiled: bool) -> None:
     """Give them the method for packed weights; a parameter is packed if that holds for all layers that share it.
 
+    And for all their names. An embedding stays plain whose memory the model has found that a kernel of vLLM's may read.
     Where Inductor compiles the model, look-ups stay plain. It makes one kernel of one and the norm behind it; where an
     operator looks up, another one of the norm alone, which adds up in another order. And sums of residuals it rounds
     where it stores them, which depends on how many tensors it has read for them: two for a look-up, one for what an
     operator made.
     """
-    names = {layer: name for name, layer in model.named_modules()}
+    names: dict[nn.Module, list[str]] = {}
+    for name, layer in model.named_modules(remove_duplicate=False):
+        names.setdefault(layer, []).append(name)
+    read = {getattr(layer, "embed_tokens", None) for layer in names if getattr(layer, _IS_READ, False)}
     users: dict[int, list[nn.Module]] = {}
     for layer in names:
         for parameter in layer._parameters.values():
@@ -51,11 +64,11 @@ def choose(model: nn.Module, quantization: SamebitsQuantization, *, is_compiled:
 
     def may_be_packed(layer: nn.Module) -> bool:
         is_plain = isinstance(layer, VocabParallelEmbedding) and type(layer.quant_method) is UnquantizedEmbeddingMethod
-        is_head = isinstance(layer, ParallelLMHead)
-        return is_plain and (is_head or not is_compiled) and quantization.selects(names[layer])
+        is_free = isinstance(layer, ParallelLMHead) or not (is_compiled or layer in read)
+        return is_plain and is_free and all(map(quantization.selects, names[layer]))
 
     packable = {layer for layer in names if may_be_packed(layer)}
     for layer in packable:
         if packable.issuperset(users[id(layer.weight)]):
             layer.quant_method = PackedEmbeddingMethod(quantization.min_weights)
-            layer.use_fused_embedding = False  # which reads the weight's memory
+            layer.use_fused_embedding = False  # type: ignore[assignment]  # which reads the weight's memory
