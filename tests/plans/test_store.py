@@ -47,6 +47,21 @@ def test_there_and_back(tmp_path: Path) -> None:
     assert [path.suffix for path in tmp_path.iterdir() if path.suffix != ".lock"] == [".json"]
 
 
+def test_a_file_is_read_again_where_it_is_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, other = OUTCOMES[KEY], KEY._replace(tokens=2)
+    files: list[Path] = []
+    original = store.read
+    monkeypatch.setattr(store, "read", lambda path: files.append(path) or original(path))
+    here, elsewhere = PlanStore(ENVIRONMENT, tmp_path), PlanStore(ENVIRONMENT, tmp_path)
+    assert here.read() == {}
+    here.add(KEY, found)
+    files.clear()
+    assert [here.read() for _ in range(3)] == [{KEY: found}] * 3
+    assert len(files) == 1
+    elsewhere.add(other, found)
+    assert here.read() == {KEY: found, other: found}
+
+
 def test_a_later_outcome_replaces_an_earlier_one(tmp_path: Path) -> None:
     plans = filled(tmp_path)
     plans.add(KEY, Outcome(None, "later"))
