@@ -52,6 +52,7 @@ def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         def elapsed_time(self, other: Event) -> float:
             return (other.at - self.at) / 1e3
 
+    monkeypatch.setattr(timing, "_host", timing._Host())
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(timing.time, "perf_counter", lambda: made.host / 1e6)
     monkeypatch.setattr(torch.cuda, "_sleep", made.sleep)
@@ -79,6 +80,17 @@ def test_only_those_that_may_win_are_timed_again(machine: Machine) -> None:
     every = [20.0, 12.4, 10.0, 12.6]
     assert timing.microseconds([[call(lasting)] * 12 for lasting in every]) == pytest.approx(every)
     assert [made.count(lasting) // 12 - 1 for lasting in every] == [2, timing.ROUNDS, timing.ROUNDS, 2]
+
+
+@pytest.mark.parametrize("machine", [90.0], indirect=True)
+def test_a_slow_host_is_found_out_once(machine: Machine) -> None:
+    for _ in range(8):
+        assert timing.microseconds([[machine.call(5.0)] * 12]) == pytest.approx([5.0])
+    late = len(machine.sleeps) - 8 * timing.ROUNDS
+    assert late <= 4  # it takes two doublings, which each measurement would else make
+    for _ in range(20):
+        timing.microseconds([[machine.call(5000.0)] * 12])  # which no host is too slow for
+    assert timing._host.cycles == timing._CYCLES_PER_CALL
 
 
 @pytest.mark.parametrize("machine", [5000.0], indirect=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -14,13 +15,25 @@ _OWN_ROUNDS = 3
 _OWN_SECONDS = 0.08
 _CYCLES_PER_CALL = 50_000  # of the device, about 25 us: longer than a fast host takes to launch a call
 _MAX_CYCLES_PER_CALL = 64 * _CYCLES_PER_CALL
+_DECAY = 0.9  # of the start, from one measurement to the next: a host may have been slow once
+_SURE_US = 20.0  # more than it takes the host to see that the device is done
 _HEATS = 2  # rounds with every candidate
 _BEATEN = 1.25  # one that takes so many times as long as the fastest is timed no more then
 
 Calls = Sequence[Callable[[], object]]
 
 
-_SURE_US = 20.0  # more than it takes the host to see that the device is done
+@dataclass
+class _Host:
+    """
+    Attributes:
+        cycles: of the device, for each call that the host is to launch: its start.
+    """
+
+    cycles: int = _CYCLES_PER_CALL
+
+
+_host = _Host()
 
 
 class _Round(NamedTuple):
@@ -31,8 +44,8 @@ class _Round(NamedTuple):
 def microseconds(candidates: Sequence[Calls], *, warm_seconds: float = 0.0) -> list[float]:
     """Of one call of each candidate, on the current stream: medians over rounds, in which the candidates alternate.
 
-    Those that are beaten clearly are timed in the first rounds alone. The host gets as long a start as it needs; on the
-    slowest of hosts the longest counts.
+    Those that are beaten clearly are timed in the first rounds alone. The host gets as long a start as it needs, and at
+    first as long a one as it needed before; on the slowest of hosts the longest counts.
 
     Args:
         warm_seconds: for so long they run before they are timed, and longer than it takes to run each once: a device
@@ -46,18 +59,18 @@ def microseconds(candidates: Sequence[Calls], *, warm_seconds: float = 0.0) -> l
         if not warm_seconds or time.monotonic() - start >= warm_seconds:
             break
         torch.cuda.synchronize()
-    cycles, racing = _CYCLES_PER_CALL, list(range(len(candidates)))
-    times: list[list[float]] = [[] for _ in candidates]
+    racing, times = list(range(len(candidates))), list[list[float]]([] for _ in candidates)
     while len(times[racing[0]]) < ROUNDS:
-        found = {number: _round(candidates[number], cycles) for number in racing}
-        if any(each.is_late for each in found.values()) and cycles < _MAX_CYCLES_PER_CALL:
-            cycles *= 2
+        found = {number: _round(candidates[number], _host.cycles) for number in racing}
+        if any(each.is_late for each in found.values()) and _host.cycles < _MAX_CYCLES_PER_CALL:
+            _host.cycles *= 2
             continue
         for number, each in found.items():
             times[number].append(each.microseconds)
         if len(times[racing[0]]) == _HEATS:
             limit = _BEATEN * min(map(min, times))
             racing = [number for number in racing if min(times[number]) <= limit]
+    _host.cycles = max(_CYCLES_PER_CALL, int(_DECAY * _host.cycles))
     return [statistics.median(each) for each in times]
 
 
