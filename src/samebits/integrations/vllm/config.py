@@ -20,7 +20,6 @@ from samebits.format.names import MIN_WEIGHTS, is_selected
 
 _MIN_CAPABILITY = 80
 _DRAFT = "draft_model."  # which vLLM puts in front of the names of a draft's linear layers alone
-_ASKED = "sb_quantization"  # of a layer: whom it has asked
 _LOAD_FORMATS = ("sharded_state", "runai_streamer_sharded", "tensorizer")
 
 
@@ -74,14 +73,14 @@ class SamebitsQuantization(QuantizationConfig):  # type: ignore[misc]
         from vllm.model_executor.layers.fused_moe import RoutedExperts
         from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 
-        from samebits.integrations.vllm import loader
+        from samebits.integrations.vllm import embeddings, loader
         from samebits.integrations.vllm.experts import PackedExpertsMethod
         from samebits.integrations.vllm.layers import PackedLinearMethod
 
         vllm = get_current_vllm_config()
         _check(vllm)
         loader.register()  # before weights are loaded
-        layer.__dict__[_ASKED] = self
+        embeddings.note(layer, self)
         if isinstance(layer, LinearBase):
             is_special = type(layer).forward.__module__ != LinearBase.__module__
             is_plain = is_special or not self.selects(prefix)
@@ -90,11 +89,6 @@ class SamebitsQuantization(QuantizationConfig):  # type: ignore[misc]
         if is_packed and self.selects(prefix):
             return PackedExpertsMethod(self.min_weights, layer.moe_config)
         return None  # also for embeddings, see embeddings.py
-
-    @staticmethod
-    def of(layer: nn.Module) -> SamebitsQuantization | None:
-        """That which a layer has asked for its method."""
-        return layer.__dict__.get(_ASKED)
 
     def selects(self, prefix: str) -> bool:
         """Whether all weights are to be packed that vLLM fuses into the one of this name."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -22,10 +22,23 @@ try:
 except ImportError:  # 0.26, which does not tie what a checkpoint has twice
     maybe_retie_word_embeddings = None
 
-from samebits.integrations.vllm.config import SamebitsQuantization
 from samebits.integrations.vllm.layers import PackedEmbeddingMethod
 
+_ASKED = "sb_quantization"  # of a layer: whom it has asked
 _IS_READ = "replicated_embed"  # of models of DeepSeek V3.2, GLM 5 and dots3: that they fuse a look-up and a norm
+
+
+class Quantization(Protocol):
+    """What of a model is packed; see config.py."""
+
+    min_weights: int
+
+    def selects(self, prefix: str) -> bool: ...
+
+
+def note(layer: nn.Module, quantization: Quantization) -> None:
+    """That a layer has asked for its method: only by its layers can be told which model is quantized."""
+    layer.__dict__[_ASKED] = quantization
 
 
 def choosing_embeddings(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -33,7 +46,7 @@ def choosing_embeddings(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     def process_weights_after_loading(model: nn.Module, model_config: Any, target_device: torch.device) -> None:
-        quantization = next((each for each in map(SamebitsQuantization.of, model.modules()) if each), None)
+        quantization = next((each.__dict__[_ASKED] for each in model.modules() if _ASKED in each.__dict__), None)
         if quantization:
             if maybe_retie_word_embeddings:  # as vLLM does at first
                 maybe_retie_word_embeddings(model, model_config)
@@ -44,7 +57,7 @@ def choosing_embeddings(original: Callable[..., Any]) -> Callable[..., Any]:
     return process_weights_after_loading
 
 
-def choose(model: nn.Module, quantization: SamebitsQuantization, *, is_compiled: bool) -> None:
+def choose(model: nn.Module, quantization: Quantization, *, is_compiled: bool) -> None:
     """Give them the method for packed weights; a parameter is packed if that holds for all layers that share it.
 
     And for all their names. An embedding stays plain whose memory the model has found that a kernel of vLLM's may read.
