@@ -71,11 +71,11 @@ def test_all_that_is_captured(asked: list[tuple[PlanKey, Header]]) -> None:
     keys = [key for key, _ in asked]
     assert keys == [
         PlanKey(rows, columns, tokens, has_bias, "state")
-        for rows, columns, has_bias, numbers in (
-            (64, 128, True, CAPTURED), (64, 128, False, CAPTURED), (128, 64, True, CAPTURED),
-            (128, 64, False, CAPTURED), (256, 64, False, [1, 2, 3]),
+        for rows, columns, biases, numbers in (
+            (64, 128, (False, True), CAPTURED), (128, 64, (False, True), CAPTURED), (256, 64, (False,), [1, 2, 3]),
         )
         for tokens in numbers
+        for has_bias in biases
     ]  # fmt: skip
     assert all(header.shape == (key.rows, key.columns) for key, header in asked)
     assert [planned(each) for each in (first, again, left, *summed)] == [{256}] * 5

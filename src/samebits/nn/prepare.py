@@ -186,11 +186,12 @@ def prepare(
     if call and sizes:
         _note_tokens(call, sizes, left)
     changing = {kind: _changing(weights, sizes, batch_sizes) for kind, weights in kinds.items()}
-    wanted = [_Wanted.of(*each, changing[each[0]], blas_state()) for each in _products(kinds, sizes)]
-    searches = {kind.device: list[tuple[PlanKey, Header]]() for kind in kinds}
+    state = blas_state()
+    wanted = [_Wanted.of(*each, changing[each[0]], state) for each in _products(kinds, sizes)]
+    searches: dict[int, list[tuple[PlanKey, Header]]] = {}
     for each in wanted:
         if each.search:
-            searches[each.kind.device].append(each.search)
+            searches.setdefault(each.kind.device, []).append(each.search)
     found = {device: Planner.of(device).outcomes(keys) for device, keys in searches.items()}
     products = []
     for kind, users, tokens, search, reason in wanted:

@@ -104,10 +104,6 @@ class Trial:
         device = self.packed.data.get_device()
         compile_all(sources(self.packed.header, self.key.tokens, plans, device), device)
 
-    def first_plans(self) -> list[LinearPlan]:
-        """One for each split that the kernel can do."""
-        return _first_plans(self.packed.header, self.key.tokens)
-
     def agreeing(self, plans: Sequence[LinearPlan], seed: int, *, cancelling: bool = True) -> list[LinearPlan]:
         """Those of ``plans`` that give every byte of F.linear, for one more input of two and of three dimensions."""
         make = self.probe.cancelling if cancelling else self.probe.plain
@@ -125,6 +121,7 @@ def _plans(header: Header, tokens: int, split: int) -> list[LinearPlan]:
 
 
 def _first_plans(header: Header, tokens: int) -> list[LinearPlan]:
+    """One for each split that the kernel can do."""
     splits = ((split, first_variant(header, tokens, split)) for split in candidate_splits(header.shape[1]))
     return [LinearPlan(split, variant) for split, variant in splits if variant is not None]
 
@@ -162,7 +159,7 @@ def calibrate(key: PlanKey, weights: ProbeWeights) -> Outcome:
     trial = Trial(key, weights)
     if not trial.is_supported:
         return Outcome(None, UNSUPPORTED)
-    plans = trial.first_plans()
+    plans = _first_plans(trial.packed.header, key.tokens)
     trial.compile([*plans, *trial.plans(1)])  # most are not split
     plans = _right_ones(trial, plans)
     if len(plans) > 1:

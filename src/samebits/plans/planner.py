@@ -91,11 +91,11 @@ class Planner:
         if mode() is not Mode.ON:
             return
         stored = self._store.read()
-        new = {(key._replace(tokens=key.tokens.bit_length()), header): key.tokens
+        new = {key._replace(tokens=key.tokens.bit_length()): (header, key.tokens)
                for key, header in wanted if key not in self.known and key not in stored}  # fmt: skip
         try:
             with torch.cuda.device(self.device):
-                compile_ahead([(header, tokens) for (_, header), tokens in new.items()], self.device.index)
+                compile_ahead(new.values(), self.device.index)
         except DeviceError as error:
             _log.debug("not compiled ahead: %s", error)  # each search says what it cannot do
 

@@ -63,7 +63,7 @@ def microseconds(candidates: Sequence[Calls], *, warm_seconds: float = 0.0) -> l
     while len(times[racing[0]]) < ROUNDS:
         found = {number: _round(candidates[number], _host.cycles) for number in racing}
         if any(each.is_late for each in found.values()) and _host.cycles < _MAX_CYCLES_PER_CALL:
-            _host.cycles *= 2
+            _host.cycles = min(2 * _host.cycles, _MAX_CYCLES_PER_CALL)
             continue
         for number, each in found.items():
             times[number].append(each.microseconds)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 from tqdm.auto import tqdm
@@ -16,29 +16,14 @@ from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.weight_utils import enable_tqdm
 
-from samebits.format.header import Header
+from samebits.format.packed import PackedTensor
 from samebits.integrations.vllm.layers import is_fused
 from samebits.integrations.vllm.weights import HELD
 from samebits.kernels.linear.products import is_supported
-from samebits.kernels.residents import Resident, resident
+from samebits.kernels.residents import resident
 from samebits.plans.environment import blas_state
 from samebits.plans.key import PlanKey
 from samebits.plans.planner import FEW_TOKENS, Planner
-
-
-class _Kind(NamedTuple):
-    device: int
-    rows: int
-    columns: int
-    has_bias: bool
-
-
-class _Weights(NamedTuple):
-    """Of a kind: the header of one, the numbers of tokens that they get, and what is known of their bytes."""
-
-    header: Header
-    tokens: set[int]
-    kept: list[Resident]
 
 
 def finding_plans(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,37 +47,36 @@ def find(model: nn.Module, captured: Iterable[int], requests: int, shows_progres
             their plans are found when they are.
         requests: that run at once, at most.
     """
-    kinds, state = _kinds(model, set(captured), requests), blas_state()
-    wanted = [(kind, tokens) for kind, found in kinds.items() for tokens in sorted(found.tokens)]
-    if state is None or not wanted:
+    weights = _weights(model, set(captured), requests)
+    if not weights:
         return
-    [device] = {kind.device for kind in kinds}  # of this rank
-    keys = [PlanKey(kind.rows, kind.columns, tokens, kind.has_bias, state) for kind, tokens in wanted]
-    headers = [kinds[kind].header for kind, _ in wanted]
-    outcomes = Planner.of(device).outcomes(list(zip(keys, headers, strict=True)))
-    shown = tqdm(outcomes, "Finding plans", len(wanted), disable=not shows_progress)
-    for (kind, tokens), outcome in zip(wanted, shown, strict=True):
-        if outcome.plan and tokens > FEW_TOKENS:
-            for kept in kinds[kind].kept:
-                kept.planned.add(tokens)
+    keys = sorted(weights)  # those of a shape follow each other
+    planner = Planner.of(weights[keys[0]][0].data.get_device())  # a rank has one
+    outcomes = planner.outcomes([(key, weights[key][0].header) for key in keys])
+    for key, outcome in zip(keys, tqdm(outcomes, "Finding plans", len(keys), disable=not shows_progress), strict=True):
+        for packed in weights[key] if outcome.plan and key.tokens > FEW_TOKENS else ():
+            if kept := resident(packed.data):
+                kept.planned.add(key.tokens)
 
 
-def _kinds(model: nn.Module, captured: set[int], requests: int) -> dict[_Kind, _Weights]:
-    kinds: dict[_Kind, _Weights] = {}
-    for layer in model.modules() if captured else ():
+def _weights(model: nn.Module, captured: set[int], requests: int) -> dict[PlanKey, list[PackedTensor]]:
+    """Those that products are fused with, by what these are."""
+    found: dict[PlanKey, list[PackedTensor]] = {}
+    state = blas_state()
+    if state is None or not captured:
+        return found
+    for layer in model.modules():
         weight = layer.__dict__.get(HELD, {}).get("weight")
         if weight is None or not is_fused(weight):
             continue
-        packed = weight.packed
-        tokens = captured
-        if isinstance(layer, VocabParallelEmbedding):
-            tokens = set(range(1, min(requests, FEW_TOKENS) + 1))
-        device, (rows, columns) = packed.data.get_device(), packed.shape
-        found = kinds.setdefault(_Kind(device, rows, columns, _adds_bias(layer)), _Weights(packed.header, set(), []))
-        found.tokens.update(each for each in tokens if is_supported(packed.header, each, device))
-        if kept := resident(packed.data):
-            found.kept.append(kept)
-    return kinds
+        packed, has_bias = weight.packed, _adds_bias(layer)
+        rows, columns = packed.shape
+        is_head = isinstance(layer, VocabParallelEmbedding)
+        for tokens in range(1, min(requests, FEW_TOKENS) + 1) if is_head else captured:
+            key = PlanKey(rows, columns, tokens, has_bias, state)
+            if key in found or is_supported(packed.header, tokens, packed.data.get_device()):
+                found.setdefault(key, []).append(packed)
+    return found
 
 
 def _adds_bias(layer: Any) -> bool:
