@@ -7,11 +7,13 @@
 
 Real configurations, synthetic weights (models.py), which vLLM loads tensor by tensor from a loader of this file; no
 tokenizer. Each form is one engine with vLLM's defaults but for the batch sizes that it captures CUDA graphs of, those
-measured, and for its cache of prefixes, which would skip the prompts.
+measured, for its cache of prefixes, which would skip the prompts, and for Inductor: it is told how to make and round
+sums (FIXED), which it otherwise decides by timing, anew with each compilation. ``default`` is BF16 without that.
 
 ``tokens_per_s`` is of all sequences together behind the first token: the time of a whole call less the median time of
-calls for one token, median, slowest and fastest of RUNS calls. ``same`` says whether tokens and log-probabilities of
-the last calls are the same, these compared as the numbers they are; ``repeats`` whether BF16's own two are.
+calls for one token, median, slowest and fastest of RUNS calls; ``speed`` is beside ``default``. ``same`` says whether
+tokens and log-probabilities of the last calls are the same, these compared as the numbers they are; ``repeats`` whether
+a form's own two are.
 ``load_seconds`` is until the engine is ready: loading, compiling, finding plans, capturing. ``weight_bytes`` is what
 vLLM says the model takes, and ``cache_tokens`` how many fit into its key-value cache.
 
@@ -46,6 +48,9 @@ RUNS = 5
 PROMPT = 128
 ROOM = 512  # tokens of a sequence
 LOADER = "synthetic"
+FIXED = {"combo_kernels": True, "benchmark_combo_kernel": False, "deterministic": True, "emulate_precision_casts": True}
+FORMS = {"default": (False, {}), "bf16": (False, FIXED), "samebits": (True, FIXED)}  # packed or not; Inductor's options
+BATCHES = [1, 8, 32, 128, 256]
 KEYS = ("model", "batch", "tokens")
 CARD_KEYS = ("model", "card_gib", "requests")
 START_KEYS = ("model",)
@@ -57,6 +62,7 @@ CARD_SIZES = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256]  # th
 CARD_STEP = 4096  # tokens at most
 CARD_RUNS = 3
 SHARE = 0.92  # of a card that vLLM takes, by default
+HOST_SHARE = 0.5  # of a node's memory, on CPUs
 NO_ROOM = ("No available memory for the cache", "KV cache is needed", "less than desired GPU memory", "out of memory")
 
 
@@ -120,6 +126,8 @@ def started(name: str, packed: bool, **arguments: Any) -> tuple[Any, float]:
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1")
     from vllm import LLM
 
+    if not torch.cuda.is_available():
+        arguments.setdefault("gpu_memory_utilization", HOST_SHARE)
     plugin.register()  # as vLLM does where samebits is installed
     register_loader()
     start = time.perf_counter()
@@ -132,9 +140,10 @@ def started(name: str, packed: bool, **arguments: Any) -> tuple[Any, float]:
     return llm, time.perf_counter() - start
 
 
-def captures(sizes: list[int]) -> dict[str, Any]:
-    """Arguments for graphs of so many tokens."""
-    return {"max_num_seqs": max(sizes), "compilation_config": {"cudagraph_capture_sizes": sizes}}
+def captures(sizes: list[int], **options: Any) -> dict[str, Any]:
+    """Arguments for graphs of so many tokens, compiled with options of Inductor's."""
+    config = {"cudagraph_capture_sizes": sizes, "inductor_compile_config": options}
+    return {"max_num_seqs": max(sizes), "compilation_config": config}
 
 
 def cache_tokens(llm: Any) -> int:
@@ -147,11 +156,12 @@ def prompts_of(name: str, count: int, length: int) -> list[dict[str, list[int]]]
     return [{"prompt_token_ids": row} for row in ids.tolist()]
 
 
-def run(name: str, packed: bool, batches: list[int], tokens: int) -> Engine:
+def run(name: str, form: str, batches: list[int], tokens: int) -> Engine:
     """One engine, in this process."""
     from vllm import SamplingParams
 
-    llm, load_seconds = started(name, packed, max_model_len=ROOM, **captures(batches))
+    packed, inductor = FORMS[form]
+    llm, load_seconds = started(name, packed, max_model_len=ROOM, **captures(batches, **inductor))
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     found = []
     for batch in batches:
@@ -172,7 +182,7 @@ def run(name: str, packed: bool, batches: list[int], tokens: int) -> Engine:
         first = [generate(1)[0] for _ in range(RUNS)]
         runs = [generate(tokens) for _ in range(RUNS)]
         found.append(Found(batch, tokens, [seconds for seconds, _ in runs], first, (runs[-2][1], runs[-1][1])))
-        print(f"{name}, {'samebits' if packed else 'BF16'}: {found[-1]}", flush=True)
+        print(f"{name}, {form}: {found[-1]}", flush=True)
     memory = getattr(worker.model_runner, "model_memory_usage", None)  # on GPUs
     return Engine(load_seconds, memory, cache_tokens(llm), found)
 
@@ -240,10 +250,12 @@ def start_row(name: str) -> dict[str, Any]:
     return row
 
 
-def rows(name: str, bf16: Engine, ours: Engine) -> Iterator[dict[str, Any]]:
-    for plain, packed in zip(bf16.found, ours.found, strict=True):
-        row: dict[str, Any] = {"table": "vllm", "model": name, "batch": plain.batch, "tokens": plain.tokens}
-        for key, engine, found in (("bf16", bf16, plain), ("samebits", ours, packed)):
+def rows(name: str, engines: dict[str, Engine]) -> Iterator[dict[str, Any]]:
+    for each in zip(*(engine.found for engine in engines.values()), strict=True):
+        by_form = dict(zip(engines, each, strict=True))
+        row: dict[str, Any] = {"table": "vllm", "model": name, "batch": each[0].batch, "tokens": each[0].tokens}
+        for key, found in by_form.items():
+            engine = engines[key]
             row |= found.step.rates(f"{key}_tokens_per_s", found.batch)
             row |= Timing.of(found.first).columns(f"{key}_first_token_seconds")
             row |= {
@@ -251,15 +263,16 @@ def rows(name: str, bf16: Engine, ours: Engine) -> Iterator[dict[str, Any]]:
                 f"{key}_weight_bytes": engine.weight_bytes, f"{key}_cache_tokens": engine.cache_tokens,
                 f"{key}_load_seconds": significant(engine.load_seconds),
             }  # fmt: skip
-        speed = plain.step.median / packed.step.median
-        yield row | {"speed": significant(speed), "same": plain.outputs[1] == packed.outputs[1]}
+        speed = by_form["default"].step.median / by_form["samebits"].step.median
+        same = by_form["bf16"].outputs[1] == by_form["samebits"].outputs[1]
+        yield row | {"speed": significant(speed), "same": same}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--name", default="vllm_generate")
     parser.add_argument("--models", type=lambda text: text.split(","), default=["Llama 3.1 8B"], help=", ".join(MODELS))
-    parser.add_argument("--batches", type=lambda text: [int(each) for each in text.split(",")], default=[1, 8, 32, 128])
+    parser.add_argument("--batches", type=lambda text: [int(each) for each in text.split(",")], default=BATCHES)
     parser.add_argument("--tokens", type=int, default=128, help="generated, of each sequence")
     parser.add_argument("--cards", type=lambda text: [float(each) for each in text.split(",")], help="GiB of memory")
     parser.add_argument("--starts", action="store_true", help="how long they take")
@@ -276,8 +289,8 @@ def main() -> int:
             found = [card_row(name, gib, options.requests) for gib in options.cards]
             print(add_results(options.name, device, found, CARD_KEYS, packages), flush=True)
             continue
-        bf16, ours = (in_own_process(run, name, packed, options.batches, options.tokens)() for packed in (False, True))
-        found = list(rows(name, bf16, ours))
+        engines = {form: in_own_process(run, name, form, options.batches, options.tokens)() for form in FORMS}
+        found = list(rows(name, engines))
         all_same &= all(row["same"] for row in found)
         print(add_results(options.name, device, found, KEYS, packages), flush=True)
     return int(not all_same)

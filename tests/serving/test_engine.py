@@ -20,6 +20,10 @@ from tests.serving.conftest import HAS_GPU, KING_JAMES, Gave, refusal, run, save
 
 EAGER = {"dtype": "bfloat16", "enforce_eager": True}
 COMPILED = {"dtype": "bfloat16", "enforce_eager": False}
+INDUCTOR = {"deterministic": True, "emulate_precision_casts": True}
+if HAS_GPU:
+    INDUCTOR |= {"combo_kernels": True, "benchmark_combo_kernel": False}  # docs/vllm.md
+FIXED = COMPILED | {"compilation_config": {"inductor_compile_config": INDUCTOR}}
 PACKED = {"quantization": "samebits"}
 Plain = Callable[..., Gave]
 DF11 = KING_JAMES.parents[2] / "tests" / "vectors" / "df11" / "tiny-llama"
@@ -77,6 +81,14 @@ def test_compiled(plain: Plain) -> None:
     assert gave["outputs"] == expected["outputs"]
     assert "model.layers.0.mlp.down_proj.sb_packed" in packed_names(gave)
     assert "model.embed_tokens.weight" in gave["weights"][0]
+
+
+def test_compiled_with_fixed_sums(plain: Plain) -> None:
+    """All is packed where Inductor is told how to add up and round."""
+    gave = run(KING_JAMES, **FIXED, **PACKED)
+    assert gave["outputs"] == plain(KING_JAMES, **FIXED)["outputs"]
+    assert "model.embed_tokens.sb_packed" in packed_names(gave)
+    assert_smaller(gave)
 
 
 @needs_two

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from vllm.config import CompilationMode, get_current_vllm_config
+from vllm.config import CompilationConfig, CompilationMode, get_current_vllm_config
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     UnquantizedEmbeddingMethod,
@@ -25,6 +25,7 @@ except ImportError:  # 0.26, which does not tie what a checkpoint has twice
 from samebits.integrations.vllm.layers import PackedEmbeddingMethod
 
 _ASKED = "sb_quantization"  # of a layer: whom it has asked
+_FIXED = ("deterministic", "emulate_precision_casts")  # options of Inductor's
 _IS_READ = "replicated_embed"  # of models of DeepSeek V3.2, GLM 5 and dots3: that they fuse a look-up and a norm
 
 
@@ -50,21 +51,19 @@ def choosing_embeddings(original: Callable[..., Any]) -> Callable[..., Any]:
         if quantization:
             if maybe_retie_word_embeddings:  # as vLLM does at first
                 maybe_retie_word_embeddings(model, model_config)
-            mode = get_current_vllm_config().compilation_config.mode
-            choose(model, quantization, is_compiled=mode is not None and mode != CompilationMode.NONE)
+            choose(model, quantization, fuses_lookups=_fuses_lookups(get_current_vllm_config().compilation_config))
         original(model, model_config, target_device)
 
     return process_weights_after_loading
 
 
-def choose(model: nn.Module, quantization: Quantization, *, is_compiled: bool) -> None:
+def choose(model: nn.Module, quantization: Quantization, *, fuses_lookups: bool) -> None:
     """Give them the method for packed weights; a parameter is packed if that holds for all layers that share it.
 
     And for all their names. An embedding stays plain whose memory the model has found that a kernel of vLLM's may read.
-    Where Inductor compiles the model, look-ups stay plain. It makes one kernel of one and the norm behind it; where an
-    operator looks up, another one of the norm alone, which adds up in another order. And sums of residuals it rounds
-    where it stores them, which depends on how many tensors it has read for them: two for a look-up, one for what an
-    operator made.
+    Look-ups stay plain where Inductor makes one kernel of one and the norm behind it. Where an operator looks up, it
+    makes another one of the norm alone, which adds up in another order; and sums of residuals it rounds where it stores
+    them, which depends on how many tensors it has read for them: two for a look-up, one for what an operator made.
     """
     names: dict[nn.Module, list[str]] = {}
     for name, layer in model.named_modules(remove_duplicate=False):
@@ -77,7 +76,7 @@ def choose(model: nn.Module, quantization: Quantization, *, is_compiled: bool) -
 
     def may_be_packed(layer: nn.Module) -> bool:
         is_plain = isinstance(layer, VocabParallelEmbedding) and type(layer.quant_method) is UnquantizedEmbeddingMethod
-        is_free = isinstance(layer, ParallelLMHead) or not (is_compiled or layer in read)
+        is_free = isinstance(layer, ParallelLMHead) or not (fuses_lookups or layer in read)
         return is_plain and is_free and all(map(quantization.selects, names[layer]))
 
     packable = {layer for layer in names if may_be_packed(layer)}
@@ -85,3 +84,9 @@ def choose(model: nn.Module, quantization: Quantization, *, is_compiled: bool) -
         if packable.issuperset(users[id(layer.weight)]):
             layer.quant_method = PackedEmbeddingMethod(quantization.min_weights)
             layer.use_fused_embedding = False  # type: ignore[assignment]  # which reads the weight's memory
+
+
+def _fuses_lookups(config: CompilationConfig) -> bool:
+    """Whether a look-up decides how sums behind it are made: not where Inductor is told how to make and round them."""
+    is_compiled = config.mode is not None and config.mode != CompilationMode.NONE
+    return is_compiled and not all(config.inductor_compile_config.get(option) for option in _FIXED)
