@@ -22,8 +22,8 @@ its memory is emulated (torch's limit, and vLLM's share of it), its speed is thi
 depends on what the weights leave for the cache, so products have other numbers of tokens in either form, and what they
 write may differ: it is not compared. ``cache_tokens`` is None where vLLM does not start for lack of memory.
 
-Rows of the table "starts" are of engines with all of vLLM's defaults: seconds until they are ready, ``first`` with
-empty caches of vLLM's, torch's and samebits', ``again`` with what that has left there.
+Rows of the table "starts" are of engines with all of vLLM's defaults: seconds until they are ready, the first with
+empty caches of vLLM's, torch's and samebits', the second with what that has left there.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ FORMS = {"default": (False, {}), "bf16": (False, FIXED), "samebits": (True, FIXE
 BATCHES = [1, 8, 32, 128, 256]
 KEYS = ("model", "batch", "tokens")
 CARD_KEYS = ("model", "card_gib", "requests")
-START_KEYS = ("model",)
+START_KEYS = ("model", "start")
 START_ROOM = 8192
 CACHES = ("SAMEBITS_CACHE", "VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH")
 CARD_REQUESTS = 128
@@ -121,8 +121,8 @@ def register_loader() -> None:
             return tensors(model_config.hf_config, current_platform.device_type)
 
 
-def started(name: str, packed: bool, **arguments: Any) -> tuple[Any, float]:
-    """An engine in this process, and the seconds until it was ready."""
+def started(name: str, packed: bool, folder: str, **arguments: Any) -> tuple[Any, float]:
+    """An engine in this process, and the seconds until it was ready; ``folder``: for the model's configuration."""
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1")
     from vllm import LLM
 
@@ -130,13 +130,12 @@ def started(name: str, packed: bool, **arguments: Any) -> tuple[Any, float]:
         arguments.setdefault("gpu_memory_utilization", HOST_SHARE)
     plugin.register()  # as vLLM does where samebits is installed
     register_loader()
+    config_of(name).save_pretrained(folder)
     start = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        config_of(name).save_pretrained(folder)
-        llm = LLM(
-            folder, load_format=LOADER, quantization="samebits" if packed else None, skip_tokenizer_init=True,
-            enable_prefix_caching=False, **arguments,
-        )  # fmt: skip
+    llm = LLM(
+        folder, load_format=LOADER, quantization="samebits" if packed else None, skip_tokenizer_init=True,
+        enable_prefix_caching=False, **arguments,
+    )  # fmt: skip
     return llm, time.perf_counter() - start
 
 
@@ -161,7 +160,8 @@ def run(name: str, form: str, batches: list[int], tokens: int) -> Engine:
     from vllm import SamplingParams
 
     packed, inductor = FORMS[form]
-    llm, load_seconds = started(name, packed, max_model_len=ROOM, **captures(batches, **inductor))
+    with tempfile.TemporaryDirectory() as folder:
+        llm, load_seconds = started(name, packed, folder, max_model_len=ROOM, **captures(batches, **inductor))
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     found = []
     for batch in batches:
@@ -198,10 +198,11 @@ def run_card(name: str, packed: bool, gib: float, requests: int) -> tuple[list[f
         memory["gpu_memory_utilization"] = SHARE * share
     sizes = [size for size in CARD_SIZES if size <= requests]
     try:
-        llm, _ = started(
-            name, packed, max_model_len=CARD_PROMPT + CARD_TOKENS, max_num_batched_tokens=CARD_STEP, **memory,
-            **captures(sizes),
-        )  # fmt: skip
+        with tempfile.TemporaryDirectory() as folder:
+            llm, _ = started(
+                name, packed, folder, max_model_len=CARD_PROMPT + CARD_TOKENS, max_num_batched_tokens=CARD_STEP,
+                **memory, **captures(sizes),
+            )  # fmt: skip
     except (RuntimeError, ValueError) as error:
         if not any(text in str(error) for text in NO_ROOM):
             raise
@@ -237,17 +238,15 @@ def start(name: str, packed: bool, cache: str) -> float:
     """Seconds until an engine was ready that kept everything in a folder."""
     os.environ |= {key: os.path.join(cache, key) for key in CACHES}
     room = min(START_ROOM, config_of(name).max_position_embeddings)
-    return started(name, packed, max_model_len=room)[1]
+    return started(name, packed, os.path.join(cache, "model"), max_model_len=room)[1]  # the place tells caches apart
 
 
-def start_row(name: str) -> dict[str, Any]:
-    row: dict[str, Any] = {"table": "starts", "model": name}
-    for key, packed in (("bf16", False), ("samebits", True)):
-        with tempfile.TemporaryDirectory() as cache:
-            for which in ("first", "again"):
-                row[f"{key}_{which}_seconds"] = significant(in_own_process(start, name, packed, cache)())
-                print(row, flush=True)
-    return row
+def start_rows(name: str) -> Iterator[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as bf16, tempfile.TemporaryDirectory() as ours:
+        for number in (1, 2):
+            seconds = [in_own_process(start, name, packed, cache)() for packed, cache in ((False, bf16), (True, ours))]
+            named = zip(("bf16_seconds", "samebits_seconds"), map(significant, seconds), strict=True)
+            yield {"table": "starts", "model": name, "start": number} | dict(named)
 
 
 def rows(name: str, engines: dict[str, Engine]) -> Iterator[dict[str, Any]]:
@@ -283,7 +282,8 @@ def main() -> int:
     all_same = True
     for name in options.models:
         if options.starts:
-            print(add_results(options.name, device, [start_row(name)], START_KEYS, packages), flush=True)
+            for row in start_rows(name):
+                print(add_results(options.name, device, [row], START_KEYS, packages), row, flush=True)
             continue
         if options.cards:
             found = [card_row(name, gib, options.requests) for gib in options.cards]
