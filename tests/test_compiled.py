@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -74,21 +75,36 @@ def test_processes_that_compile_at_one_time(run) -> None:
     assert run(text).communicate()[0].split() == ["1", "1.0"]
 
 
-def test_other_sources_are_compiled_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what a loop calls in other files, too, at which numba does not look."""
+@pytest.fixture
+def hits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Loads the loop as if for the first time and runs it; returns how often it was found on disk."""
     monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path / "cache"))
     (tmp_path / "loop.py").write_text(LOOP)
 
-    def hits() -> int:
+    def load() -> int:
         module = ModuleType("loop")
         module.__file__ = str(tmp_path / "loop.py")
         exec(compile(LOOP, module.__file__, "exec"), vars(module))
         assert module.first(np.ones(1)) == 1
         return sum(module.first.stats.cache_hits.values())
 
+    return load
+
+
+def test_other_sources_are_compiled_anew(hits: Callable[[], int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what a loop calls in other files, too, at which numba does not look."""
     assert [hits(), hits()] == [0, 1]
     monkeypatch.setattr(compiled, "sources", lambda: ((1, 2),))
     assert [hits(), hits()] == [0, 1]
+
+
+def test_versions_of_numba_keep_their_own(hits: Callable[[], int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Environments may share a source tree."""
+    assert hits() == 0
+    with monkeypatch.context() as other:
+        other.setattr("numba.__version__", "0.1")
+        assert [hits(), hits()] == [0, 1]
+    assert hits() == 1
 
 
 def test_all_files_with_loops_are_among_the_sources() -> None:

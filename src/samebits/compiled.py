@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import numba
 from filelock import FileLock
 from numba import njit, types
 from numba.core.caching import FunctionCache, IndexDataCacheFile
@@ -74,7 +75,8 @@ class _Cache(FunctionCache):  # type: ignore[misc]  # numba has no types
         super().__init__(function)
         implementation: Any = self._impl
         stamp = implementation.locator.get_source_stamp(), sources()
-        self._cache_file: Any = _CacheFile(self.cache_path, implementation.filename_base, stamp)
+        name = f"{implementation.filename_base}-numba-{numba.__version__}"  # else versions overwrite each other's
+        self._cache_file: Any = _CacheFile(self.cache_path, name, stamp)
 
 
 class _CacheFile(IndexDataCacheFile):  # type: ignore[misc]
