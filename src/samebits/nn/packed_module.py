@@ -19,7 +19,8 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.fx import Tracer, _symbolic_trace
+from torch.fx import Tracer
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.nn import functional as F
 from torch.nn.utils._named_member_accessor import swap_tensor
 
@@ -92,7 +93,7 @@ class PackedModule(nn.Module):
             return type(self).forward(self, *args, **kwargs)
         if torch.compiler.is_compiling():  # a graph keeps no more than it needs
             return super().forward(*args, **kwargs)
-        if _symbolic_trace._is_fx_tracing_flag and _is_traced():
+        if is_fx_symbolic_tracing() and _is_traced():
             what = "torch.fx.symbolic_trace would keep decoded weights, whatever these are later"
             raise InputError(what, where=self.sb_base.__name__, mend="use torch.export, or samebits.decompress first")
         running, key, decoded = _running.of_module, id(self), _Decoded(args)
