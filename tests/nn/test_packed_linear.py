@@ -32,6 +32,8 @@ from samebits.nn.packed_module import PackedModule
 from samebits.plans import dispatch
 from tests.nn.modules import INPUT, products_of, same_bits
 
+torch_version = Version(torch.__version__)
+
 
 class Subclass(nn.Linear):
     """Another name, the same forward."""
@@ -290,7 +292,8 @@ def test_guards_of_what_is_compiled(products: list[torch.Tensor], monkeypatch: p
         return {name.partition("['layer']")[2] for name in names if "['layer']" in name}
 
     own, found = guarded(dense), guarded(packed)
-    assert {name.replace("weight", "sb_packed") for name in own} | {".sb_operands"} == found
+    of_class = {").__dict__)"} if torch_version >= Version("2.15") else set()  # which has another one's forward
+    assert {name.replace("weight", "sb_packed") for name in own} | {".sb_operands"} | of_class == found
 
 
 def test_compiled_again_for_another_header(products: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -376,8 +379,8 @@ def test_torch_multiplies_as_with_the_plain_weight(
         assert seen.data_ptr() == x.data_ptr()
     with mode():
         ways = {tuple(products_of(partial(F.linear, x, make(requires_grad=each)[1].weight))) for each in (False, True)}
-    has_one_way = gaps in NO_GAPS or Version(torch.__version__) >= Version("2.14")
-    assert len(ways) == (1 if has_one_way else 2)
+    is_one_matrix = torch_version >= Version("2.14") and gaps in ("the last of each sequence", *OF_ONE)
+    assert len(ways) == (1 if is_one_matrix or gaps in NO_GAPS else 2)
 
 
 @pytest.mark.parametrize("gaps", ["two dimensions", "transposed token", *EVERY])
