@@ -49,12 +49,13 @@ def attempt(
     adapter: Path | None = None,
     sleep: bool = False,
     reload: bool = False,
+    prompts: Sequence[Sequence[int]] = PROMPTS,
     prompt_logprobs: int | None = 3,
     **arguments: Any,
 ) -> Gave | str:
     """What an engine gave; or, where it ended otherwise, all that it said."""
     options = {
-        "model": str(model), "arguments": MEMORY | arguments, "prompts": PROMPTS, "prompt_logprobs": prompt_logprobs,
+        "model": str(model), "arguments": MEMORY | arguments, "prompts": prompts, "prompt_logprobs": prompt_logprobs,
         "adapter": adapter and str(adapter), "sleep": sleep, "reload": reload,
     }  # fmt: skip
     environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1" if rank_cores else "0"}
@@ -91,8 +92,7 @@ def save(config: Any, folder: Path) -> Path:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     for parameter in model.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.06)
+        torch.nn.init.normal_(parameter, *((0, 0.06) if parameter.dim() > 1 else (1, 0.2)))
     model.save_pretrained(folder)
     return folder
 
@@ -108,6 +108,18 @@ def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
         attention_bias=True,
     )  # fmt: skip
     return save(config, tmp_path_factory.mktemp("untied"))
+
+
+@pytest.fixture(scope="session")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model with enough layers for Inductor to store a sum of residuals in one of them."""
+    from transformers import Qwen3Config
+
+    config = Qwen3Config(
+        vocab_size=512, hidden_size=256, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, max_position_embeddings=256, tie_word_embeddings=False,
+    )  # fmt: skip
+    return save(config, tmp_path_factory.mktemp("deep"))
 
 
 @pytest.fixture(scope="session")

@@ -61,9 +61,9 @@ def choose(model: nn.Module, quantization: Quantization, *, fuses_lookups: bool)
     """Give them the method for packed weights; a parameter is packed if that holds for all layers that share it.
 
     And for all their names. An embedding stays plain whose memory the model has found that a kernel of vLLM's may read.
-    Look-ups stay plain where Inductor makes one kernel of one and the norm behind it. Where an operator looks up, it
-    makes another one of the norm alone, which adds up in another order; and sums of residuals it rounds where it stores
-    them, which depends on how many tensors it has read for them: two for a look-up, one for what an operator made.
+    Look-ups of compiled models stay plain unless Inductor is told how to make and round sums: it has to make the same
+    kernels of a look-up and what is behind it. It stores a sum of residuals once that has read so many tensors, two of
+    them for a look-up, and adds up a norm of what is stored in another order than one of what it has in registers.
     """
     names: dict[nn.Module, list[str]] = {}
     for name, layer in model.named_modules(remove_duplicate=False):
@@ -87,6 +87,6 @@ def choose(model: nn.Module, quantization: Quantization, *, fuses_lookups: bool)
 
 
 def _fuses_lookups(config: CompilationConfig) -> bool:
-    """Whether a look-up decides how sums behind it are made: not where Inductor is told how to make and round them."""
+    """Whether a look-up may decide how sums behind it are made: not where Inductor is told how to."""
     is_compiled = config.mode is not None and config.mode != CompilationMode.NONE
     return is_compiled and not all(config.inductor_compile_config.get(option) for option in _FIXED)

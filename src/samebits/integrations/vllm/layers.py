@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from vllm import envs
 from vllm.config import CUDAGraphMode, get_current_vllm_config
 from vllm.forward_context import get_forward_context, is_forward_context_available
@@ -154,4 +155,5 @@ class PackedEmbeddingMethod(_Packed, UnquantizedEmbeddingMethod):  # type: ignor
         shape: Any = getattr(layer, "sb_shape", None)
         if shape is None:
             return super().embedding(layer, input_)  # type: ignore[no-any-return]
-        return torch.ops.samebits.vllm_rows(layer.sb_handle, input_, shape[1])  # type: ignore[no-any-return]
+        rows, places = torch.ops.samebits.vllm_rows(layer.sb_handle, input_, shape[1])
+        return F.embedding(places.long(), rows)  # seen by Inductor, which else makes other sums behind it
