@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from types import FrameType
 from typing import Any, ClassVar, cast
 
@@ -368,14 +368,22 @@ class _EmbeddingRows(nn.Embedding):
     """Stands behind an embedding's own class, in the place of nn.Embedding, where the others' forwards end too."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        module = cast(PackedModule, self)
-        if not torch.compiler.is_compiling():
-            return module.sb_rows("weight", input)
-        # To Inductor it is an embedding as ever, which reads its ids and rows: what it makes one kernel of behind it,
-        # and so how norms are summed, depends on what an operation reads.
-        rows = module.sb_rows("weight", input.reshape(-1))
-        places = torch.arange(input.numel(), device=input.device).view(input.shape) + (input ^ input)
-        return F.embedding(places, rows)
+        return look_up(partial(cast(PackedModule, self).sb_rows, "weight"), input)
+
+
+def look_up(rows: Callable[[torch.Tensor], torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
+    """``rows(ids)``; to Inductor an embedding as ever, which reads its ids and rows.
+
+    What Inductor makes one kernel of behind it, which sums of residuals it stores, and so how norms are summed, depends
+    on what an operation reads.
+
+    Args:
+        rows: decodes those of a packed embedding.
+    """
+    if not torch.compiler.is_compiling():
+        return rows(ids)
+    places = torch.arange(ids.numel(), device=ids.device).view(ids.shape) + (ids ^ ids)
+    return F.embedding(places, rows(ids.reshape(-1)))
 
 
 ACCELERATE = "_hf_hook"  # an attribute of modules whose parameters accelerate moves

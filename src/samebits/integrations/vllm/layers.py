@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 from vllm import envs
 from vllm.config import CUDAGraphMode, get_current_vllm_config
 from vllm.forward_context import get_forward_context, is_forward_context_available
@@ -24,6 +23,7 @@ from samebits.errors import InputError
 from samebits.format.packed import PackedTensor
 from samebits.integrations.vllm.weights import Encoded, Multiply, PackedWeight, encode, hold
 from samebits.kernels.ops import decode_packed
+from samebits.nn.packed_module import look_up
 from samebits.plans import dispatch
 
 _DONE = "_already_called_process_weights_after_loading"  # as in vLLM, which deletes it to load a layer anew
@@ -155,5 +155,5 @@ class PackedEmbeddingMethod(_Packed, UnquantizedEmbeddingMethod):  # type: ignor
         shape: Any = getattr(layer, "sb_shape", None)
         if shape is None:
             return super().embedding(layer, input_)  # type: ignore[no-any-return]
-        rows, places = torch.ops.samebits.vllm_rows(layer.sb_handle, input_, shape[1])
-        return F.embedding(places.long(), rows)  # seen by Inductor, which else makes other sums behind it
+        handle: Any = layer.sb_handle
+        return look_up(lambda ids: torch.ops.samebits.vllm_rows(handle, ids, shape[1]), input_)

@@ -109,22 +109,19 @@ def _product_fake(x: torch.Tensor, handle: torch.Tensor, bias: torch.Tensor | No
     return x.new_empty((*x.shape[:-1], rows))
 
 
-def _rows(handle: torch.Tensor, ids: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A small embedding, and where in it are those that are looked up: for each its own row."""
-    rows = decode_rows(_weight_of(handle).packed, ids.flatten())
-    return rows, torch.arange(ids.numel(), dtype=torch.int32, device=ids.device).view(ids.shape)
+def _rows(handle: torch.Tensor, ids: torch.Tensor, columns: int) -> torch.Tensor:
+    return decode_rows(_weight_of(handle).packed, ids)
 
 
-def _rows_fake(handle: torch.Tensor, ids: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    places = torch.empty(ids.shape, dtype=torch.int32, device=ids.device)
-    return handle.new_empty((ids.numel(), columns), dtype=torch.bfloat16), places
+def _rows_fake(handle: torch.Tensor, ids: torch.Tensor, columns: int) -> torch.Tensor:
+    return handle.new_empty((*ids.shape, columns), dtype=torch.bfloat16)
 
 
 _LIBRARY.define(
     "vllm_product(Tensor x, Tensor handle, Tensor? bias, int rows) -> Tensor",
     tags=(torch.Tag.flexible_layout,),  # as samebits::linear
 )
-_LIBRARY.define("vllm_rows(Tensor handle, Tensor ids, int columns) -> (Tensor, Tensor)")
+_LIBRARY.define("vllm_rows(Tensor handle, Tensor ids, int columns) -> Tensor")
 for _name, _implementation, _fake in (
     ("vllm_product", _product, _product_fake),
     ("vllm_rows", _rows, _rows_fake),
