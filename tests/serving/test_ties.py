@@ -48,9 +48,9 @@ def pair(*, is_tied: bool) -> nn.Module:
     return model
 
 
-def packed(model: nn.Module, *, fuses_lookups: bool = False, head_first: bool = False, **choices: Any) -> set[str]:
+def packed(model: nn.Module, *, keeps_lookups: bool = False, head_first: bool = False, **choices: Any) -> set[str]:
     """Names of the layers that are packed, when all process their weights."""
-    choose(model, SamebitsQuantization(1, **choices), fuses_lookups=fuses_lookups)
+    choose(model, SamebitsQuantization(1, **choices), keeps_lookups=keeps_lookups)
     named = list(model.named_children())
     for _, layer in reversed(named) if head_first else named:
         layer.quant_method.process_weights_after_loading(layer)
@@ -86,7 +86,7 @@ def test_prepared_while_loading(prepared: list[torch.Tensor]) -> None:
 @pytest.mark.parametrize(("is_tied", "which"), [(False, {"head"}), (True, set())])
 def test_look_ups_of_compiled_models_stay(is_tied: bool, which: set[str]) -> None:
     """And what is tied to them."""
-    assert packed(pair(is_tied=is_tied), fuses_lookups=True) == which
+    assert packed(pair(is_tied=is_tied), keeps_lookups=True) == which
 
 
 @pytest.mark.parametrize("is_tied", [False, True])

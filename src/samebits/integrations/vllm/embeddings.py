@@ -51,13 +51,13 @@ def choosing_embeddings(original: Callable[..., Any]) -> Callable[..., Any]:
         if quantization:
             if maybe_retie_word_embeddings:  # as vLLM does at first
                 maybe_retie_word_embeddings(model, model_config)
-            choose(model, quantization, fuses_lookups=_fuses_lookups(get_current_vllm_config().compilation_config))
+            choose(model, quantization, keeps_lookups=_keeps_lookups(get_current_vllm_config().compilation_config))
         original(model, model_config, target_device)
 
     return process_weights_after_loading
 
 
-def choose(model: nn.Module, quantization: Quantization, *, fuses_lookups: bool) -> None:
+def choose(model: nn.Module, quantization: Quantization, *, keeps_lookups: bool) -> None:
     """Give them the method for packed weights; a parameter is packed if that holds for all layers that share it.
 
     And for all their names. An embedding stays plain whose memory the model has found that a kernel of vLLM's may read.
@@ -76,7 +76,7 @@ def choose(model: nn.Module, quantization: Quantization, *, fuses_lookups: bool)
 
     def may_be_packed(layer: nn.Module) -> bool:
         is_plain = isinstance(layer, VocabParallelEmbedding) and type(layer.quant_method) is UnquantizedEmbeddingMethod
-        is_free = isinstance(layer, ParallelLMHead) or not (fuses_lookups or layer in read)
+        is_free = isinstance(layer, ParallelLMHead) or not (keeps_lookups or layer in read)
         return is_plain and is_free and all(map(quantization.selects, names[layer]))
 
     packable = {layer for layer in names if may_be_packed(layer)}
@@ -86,7 +86,7 @@ def choose(model: nn.Module, quantization: Quantization, *, fuses_lookups: bool)
             layer.use_fused_embedding = False  # type: ignore[assignment]  # which reads the weight's memory
 
 
-def _fuses_lookups(config: CompilationConfig) -> bool:
-    """Whether a look-up may decide how sums behind it are made: not where Inductor is told how to."""
+def _keeps_lookups(config: CompilationConfig) -> bool:
+    """Whether look-ups stay plain: where Inductor decides for itself how sums behind them are made."""
     is_compiled = config.mode is not None and config.mode != CompilationMode.NONE
     return is_compiled and not all(config.inductor_compile_config.get(option) for option in _FIXED)
