@@ -43,6 +43,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 131072, "max_position_embeddings": 32768,
         "sliding_window": None,
     }),
+    "Qwen3 30B-A3B": ("qwen3_moe", {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32,
+        "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960,
+        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
+        "decoder_sparse_step": 1, "mlp_only_layers": [],
+    }),
+    "tiny mixture": ("qwen3_moe", {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "hidden_size": 640, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 512, "max_position_embeddings": 4096,
+        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 640, "norm_topk_prob": True,
+        "decoder_sparse_step": 1, "mlp_only_layers": [],
+    }),
     "tiny": ("llama", LLAMA | {
         "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 4096,
@@ -80,9 +94,9 @@ def build(name: str, device: str, packed: bool, *, tight: bool = False) -> Any:
 
 
 def synthetic(shape: torch.Size, seed: int, device: str) -> torch.Tensor:
-    """Matrices are random; what has one dimension belongs to norms."""
-    if len(shape) == 2:
-        return synthetic_matrix(*shape, seed=seed, device=device)
+    """Matrices, and stacks of them, are random; what has one dimension belongs to norms."""
+    if len(shape) > 1:
+        return synthetic_matrix(shape[:-1].numel(), shape[-1], seed=seed, device=device).view(shape)
     return torch.ones(shape, dtype=torch.bfloat16, device=device)
 
 

@@ -98,13 +98,25 @@ class Engine:
 
 
 def tensors(config: Any, device: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """A checkpoint's, by the names that transformers gives them; the same each time."""
+    """A checkpoint's, by name; the same each time."""
     import transformers
 
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     for seed, (name, parameter) in enumerate(model.named_parameters()):
-        yield name, synthetic(parameter.shape, seed, device)
+        yield from named(name, synthetic(parameter.shape, seed, device))
+
+
+def named(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """As checkpoints have it: there each expert has matrices of its own."""
+    place, experts, leaf = name.partition(".experts.")
+    parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+    if not experts:
+        yield name, tensor
+        return
+    for number, matrix in enumerate(tensor):
+        for part, rows in zip(parts[leaf], matrix.chunk(len(parts[leaf])), strict=True):
+            yield f"{place}{experts}{number}.{part}.weight", rows
 
 
 def register_loader() -> None:

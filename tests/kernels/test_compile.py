@@ -44,6 +44,7 @@ INSTANCES = {
         for variant in ("whole", "clipped")
     ],
     **{file: [name + end for end in ("", "_together") for name in names] for file, names in LINEAR.items()},
+    "linear_experts.cu": [f"linear_experts_{pairs}_{kind}" for pairs in (8, 16) for kind in ("shared", "global")],
     "linear_warpgroups.cu": [f"linear_warpgroups_{tokens}" for tokens in (64, 128, 256)],
 }
 WHOLE = {
@@ -59,7 +60,11 @@ WHOLE = {
     "replay.cu": ["before_replay"],
     "tables.cu": ["make_table_quad", "make_table_single"],
 }  # fmt: skip
-EVERYWHERE = ("linear_ahead.cu", "linear_chains.cu")  # of the fused layer's kernels; the others are Hopper's
+EVERYWHERE = (
+    "linear_ahead.cu",
+    "linear_chains.cu",
+    "linear_experts.cu",
+)  # of the fused layer's kernels; the others are Hopper's
 
 
 def capabilities(file: str) -> list[tuple[int, int]]:

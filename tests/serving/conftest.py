@@ -124,11 +124,11 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small mixture of experts."""
+    """A small mixture of experts, large enough for fused products, also of each of two ranks."""
     from transformers import Qwen3MoeConfig
 
     config = Qwen3MoeConfig(
-        vocab_size=512, hidden_size=256, intermediate_size=256, moe_intermediate_size=128, num_experts=8,
+        vocab_size=512, hidden_size=640, intermediate_size=256, moe_intermediate_size=1280, num_experts=8,
         num_experts_per_tok=2, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
         max_position_embeddings=256,
     )  # fmt: skip

@@ -24,7 +24,7 @@ def values(places: Any) -> list[Any] | None:
 
 
 def main() -> None:
-    from inspected import MARK, read_weights, weights
+    from inspected import MARK, fused_experts, read_weights, weights
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
@@ -46,7 +46,8 @@ def main() -> None:
             for each in llm.generate(prompts, sampling, use_tqdm=False, lora_request=adapter)
         ]
 
-    gave = {"outputs": generate(), "weights": llm.apply_model(weights), "read": llm.apply_model(read_weights)}
+    gave = {"outputs": generate()}
+    gave |= {each.__name__: llm.apply_model(each) for each in (weights, read_weights, fused_experts)}
     if options["sleep"]:
         llm.sleep(level=1)
         llm.wake_up()

@@ -37,7 +37,7 @@ def compress(source: Path, folder: Path) -> Path:
 
 def assert_smaller(gave: Gave) -> None:
     """All that is packed can be read as BF16, and takes less than seven tenths of that, on each rank."""
-    for weights, read in zip(gave["weights"], gave["read"], strict=True):
+    for weights, read in zip(gave["weights"], gave["read_weights"], strict=True):
         packed = {
             name.removesuffix(".sb_packed"): size for name, (dtype, size) in weights.items() if dtype == "torch.uint8"
         }
@@ -120,6 +120,7 @@ def test_experts_of_two_ranks(plain: Plain, mixture: Path, is_by_expert: bool) -
     expected, gave = plain(mixture, **two), run(mixture, **two, **PACKED)
     assert gave["outputs"] == expected["outputs"]
     assert all(any("experts" in name for name in packed_names(gave, rank)) for rank in range(2))
+    assert all(bool(tokens) != is_by_expert for tokens in gave["fused_experts"])
 
 
 @pytest.mark.parametrize("way", [EAGER, pytest.param(COMPILED, marks=pytest.mark.gpu)])
@@ -130,6 +131,7 @@ def test_mixture_of_experts(plain: Plain, mixture: Path, tmp_path: Path, way: di
         assert gave["outputs"] == expected
         assert "model.layers.0.self_attn.o_proj.sb_packed" in packed_names(gave)
         assert any("experts" in name for name in packed_names(gave)) == HAS_GPU
+        assert any(gave["fused_experts"]) == HAS_GPU
 
 
 def test_choices(plain: Plain) -> None:

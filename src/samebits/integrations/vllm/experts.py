@@ -1,21 +1,30 @@
-"""Mixtures of experts on CUDA devices: the experts that tokens are routed to are decoded for vLLM's own kernels."""
+"""Mixtures of experts on CUDA devices: fused with few tokens (routed.py), else decoded for vLLM's own kernels."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
+from tqdm.auto import tqdm
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
+from vllm.platforms import current_platform
 
+from samebits.format.packed import PackedTensor
 from samebits.integrations.vllm.layers import Decoded, check_loaded, is_new
+from samebits.integrations.vllm.routed import Choices, Routing, are_supported, fit, weights
 from samebits.integrations.vllm.weights import HELD, encode, hold
 from samebits.kernels.ops import decode_experts, decode_packed
 
 _NAMES = ("w13_weight", "w2_weight")
 _EVERY = 4  # with so many choices for each expert, nearly all are chosen
+_CHOICES = "sb_choices"  # of a layer
+_known: WeakValueDictionary[tuple[Any, ...], Choices] = WeakValueDictionary()  # of layers that are alike
 
 
 class PackedExpertsMethod(UnquantizedFusedMoEMethod):  # type: ignore[misc]
@@ -43,29 +52,79 @@ class PackedExpertsMethod(UnquantizedFusedMoEMethod):  # type: ignore[misc]
             encoded = encode(layer, name, self.min_weights)
             if encoded is not None:
                 hold(layer, name, encoded)
+        layer.__dict__[_CHOICES] = self._choices(layer)
 
     def apply(self, layer: nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        routed = kwargs["topk_ids"] if "topk_ids" in kwargs else args[1]
-        return super().apply(self._decoded(layer, routed), x, *args, **kwargs)  # type: ignore[no-any-return]
+        scales, routed = (kwargs.get(name, *args[i : i + 1]) for i, name in enumerate(("topk_weights", "topk_ids")))
+        return super().apply(self._prepared(layer, x, scales, routed), x, *args, **kwargs)  # type: ignore[no-any-return]
 
     def apply_monolithic(self, layer: nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return super().apply_monolithic(self._decoded(layer, None), x, *args, **kwargs)  # type: ignore[no-any-return]
+        plain = Decoded(layer, **self._plain(layer, None))
+        return super().apply_monolithic(plain, x, *args, **kwargs)  # type: ignore[no-any-return]
 
-    def _decoded(self, layer: Any, routed: torch.Tensor | None) -> Decoded:
-        """The layer with plain weights.
+    def _prepared(self, layer: Any, x: torch.Tensor, scales: torch.Tensor, routed: torch.Tensor) -> Decoded:
+        """The layer with weights as vLLM's kernels are to get them."""
+        choices: Choices | None = layer.__dict__[_CHOICES]
+        chosen = choices.of(len(x)) if choices and _suit(x, scales, routed) else None
+        packed = list(_packed(layer).values())
+        if chosen and fit(packed, routed.numel(), routed.shape[1], chosen):
+            return Decoded(layer, **dict(zip(_NAMES, weights(packed, routed, chosen), strict=True)))
+        return Decoded(layer, **self._plain(layer, routed))
+
+    def _plain(self, layer: Any, routed: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        """Weights by name.
 
         Args:
             routed: numbers of the experts that are used, of all experts there are; None: not known yet.
         """
         reads_routed = self.unquantized_backend is UnquantizedMoeBackend.TRITON and _has_all_tokens(layer)
         plain = {}
-        for name, weight in getattr(layer, HELD, {}).items():
-            packed = weight.packed
+        for name, packed in _packed(layer).items():
             if routed is None or not reads_routed or routed.numel() >= packed.shape[0] * _EVERY:
                 plain[name] = decode_packed(packed)
             else:
                 plain[name] = decode_experts(packed, routed.clamp(0, packed.shape[0] - 1))  # -1: of no token
-        return Decoded(layer, **plain)
+        return plain
+
+    def _choices(self, layer: Any) -> Choices | None:
+        """None: its experts are always decoded."""
+        packed = list(_packed(layer).values())
+        is_triton = self.unquantized_backend is UnquantizedMoeBackend.TRITON and current_platform.is_cuda()
+        if not is_triton or self.moe.has_bias or not _has_all_tokens(layer) or not are_supported(packed):
+            return None
+        key = (
+            *(tuple(each.shape) for each in packed), packed[0].device, layer.top_k, str(layer.activation),
+            layer.apply_router_weight_on_input,
+        )  # fmt: skip
+        return _known.setdefault(key, Choices(packed, layer.top_k, partial(self._run, layer), partial(self._of, layer)))
+
+    def _run(self, layer: Any, x: torch.Tensor, routing: Routing, weights: Iterable[Any]) -> torch.Tensor:
+        """vLLM's own products."""
+        given = Decoded(layer, **dict(zip(_NAMES, weights, strict=True)))
+        return super().apply(given, x, routing.scales, routing.ids, None, None)  # type: ignore[no-any-return]
+
+    def _of(self, layer: Any, routing: Routing) -> list[torch.Tensor]:
+        return list(self._plain(layer, routing.ids).values())
+
+
+def find(model: nn.Module, captured: Iterable[int], shows_progress: bool) -> None:
+    """How routed experts are multiplied with numbers of tokens that graphs are captured of, few of them first."""
+    found = {each for layer in model.modules() if (each := layer.__dict__.get(_CHOICES))}
+    for choices in found:
+        for tokens in tqdm(sorted(captured), "Finding plans for experts", disable=not shows_progress):
+            choices.of(tokens, ahead=True)
+
+
+def _packed(layer: nn.Module) -> Mapping[str, PackedTensor]:
+    """A layer's weights that are packed, by name."""
+    return {name: weight.packed for name, weight in layer.__dict__.get(HELD, {}).items()}
+
+
+def _suit(x: torch.Tensor, scales: torch.Tensor, routed: torch.Tensor) -> bool:
+    """Whether these are operands as the fused kernel takes them."""
+    are_whole = x.is_contiguous() and scales.is_contiguous() and routed.is_contiguous()
+    dtypes = scales.dtype is torch.float32 and routed.dtype in (torch.int32, torch.int64)
+    return are_whole and dtypes and x.dim() == 2 and len(x) > 0 and x.data_ptr() % 16 == 0
 
 
 def _has_all_tokens(layer: Any) -> bool:

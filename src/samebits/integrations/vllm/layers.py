@@ -32,7 +32,7 @@ _DONE = "_already_called_process_weights_after_loading"  # as in vLLM, which del
 class Decoded:
     """A layer as vLLM's methods are to see it, with plain weights; what they put into it does not stay."""
 
-    def __init__(self, layer: nn.Module, **weights: torch.Tensor) -> None:
+    def __init__(self, layer: nn.Module, **weights: Any) -> None:
         self.__dict__.update(weights)
         self._layer = layer
 
@@ -96,7 +96,7 @@ class _Packed:
         if current_platform.is_cuda() and gemm is default_unquantized_gemm and not envs.VLLM_BATCH_INVARIANT:
             return _fused
         prepare, multiply = super().process_weights_after_loading, super().apply  # type: ignore[misc]
-        prepare(Decoded(layer, weight=layer.weight))  # type: ignore[arg-type]  # oneDNN asks for AMX, which attention uses
+        prepare(Decoded(layer, weight=layer.weight))  # oneDNN asks for AMX, which attention uses
 
         def decode_first(packed: PackedTensor, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
             plain = Decoded(layer, weight=nn.Parameter(decode_packed(packed), requires_grad=False))

@@ -31,6 +31,7 @@ from samebits.format.names import original_name
 from samebits.format.safetensors_file import SUFFIX, SafetensorsFile
 from samebits.integrations.vllm.embeddings import choosing_embeddings
 from samebits.integrations.vllm.plans import finding_plans
+from samebits.integrations.vllm.routed import multiplying_routed
 from samebits.integrations.vllm.weights import HELD
 
 
@@ -44,9 +45,11 @@ def register() -> None:
         (base_loader, "process_weights_after_loading", choosing_embeddings),
     ]
     if current_platform.is_cuda():
+        from vllm.model_executor.layers.fused_moe.experts import triton_moe
         from vllm.v1.worker.gpu_worker import Worker
 
         wrappers.append((Worker, "determine_available_memory", finding_plans))
+        wrappers.append((triton_moe, "invoke_fused_moe_triton_kernel", multiplying_routed))
     for place, name, wrapper in wrappers:
         setattr(place, name, wrapper(getattr(place, name)))
 

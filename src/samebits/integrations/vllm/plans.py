@@ -17,6 +17,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.weight_utils import enable_tqdm
 
 from samebits.format.packed import PackedTensor
+from samebits.integrations.vllm import experts
 from samebits.integrations.vllm.layers import is_fused
 from samebits.integrations.vllm.weights import HELD
 from samebits.kernels.linear.products import is_supported
@@ -33,7 +34,9 @@ def finding_plans(original: Callable[..., Any]) -> Callable[..., Any]:
     def determine_available_memory(self: Any) -> Any:
         shows_progress = enable_tqdm(self.load_config.use_tqdm_on_load)
         captured = self.vllm_config.compilation_config.cudagraph_capture_sizes or ()
-        find(self.get_model(), captured, self.scheduler_config.max_num_seqs, shows_progress)
+        model = self.get_model()
+        find(model, captured, self.scheduler_config.max_num_seqs, shows_progress)
+        experts.find(model, captured, shows_progress)
         return original(self)
 
     return determine_available_memory

@@ -12,7 +12,7 @@ constexpr int kMaxWarps = kWalks, kFewWarps = 16;   // for 8 tokens, and for 16
 
 template <Kind kind, int octets>
 struct Chains {
-    static constexpr bool has_all_of_x = kind == shared;
+    static constexpr bool has_all_of_x = kind == shared, copies_table = false, has_short_turns = false;
     static constexpr int kSums = 2 * octets;
     const Geometry& geometry;
     const Job& job;

@@ -73,6 +73,7 @@ struct TurnColumns<2> : LeftColumns {
 
 template <int octets>
 struct Rounds {
+    static constexpr bool copies_table = false, has_short_turns = false;
     static constexpr bool has_all_of_x = true;    // a turn's stages behind it are anything, and no sum keeps them
     const Geometry& geometry;
     const Job& job;

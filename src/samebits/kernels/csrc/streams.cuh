@@ -101,9 +101,9 @@ struct Table {
     const CodeSection section;
 
     // Starts copies, which belong to the next group that is committed.
-    __device__ __forceinline__ Table(const Packed& packed, u32* table, u32* entries)
+    __device__ __forceinline__ Table(const Packed& packed, u32* table, u32* entries, bool copies = true)
         : packed(packed), table(table), entries(entries), section(packed.data + packed.code, packed.table ? 0 : packed.symbols) {
-        if (packed.table) copy_table(packed, u32(__cvta_generic_to_shared(table)), threadIdx.x, blockDim.x);
+        if (copies && packed.table) copy_table(packed, u32(__cvta_generic_to_shared(table)), threadIdx.x, blockDim.x);
     }
     // Where there is nothing to copy. The entries' memory is free from here on.
     __device__ __forceinline__ void build() const {

@@ -7,7 +7,8 @@
 #include "columns.cuh"
 
 constexpr int kRing = 4;                        // slabs: of the one at hand and those on their way
-constexpr int kTurn = 2 * kRing;                // stages of the loop's body
+constexpr int kTurn = 2 * kRing, kShort = kRing;   // stages of the loop's body, and of a short turn, in which a chunk ends
+template <int stages> struct Turn { static constexpr int length = stages; };
 constexpr int kListed = 16;                     // pieces in a warp's list
 static_assert(kChunkStages == 2 * kTurn, "a chunk has two turns");
 
@@ -83,6 +84,8 @@ __device__ __forceinline__ WalkMemory walk_memory(const Job& job, u32* words, in
 }
 
 // A whole walk of a warp, whose Way says
+//   copies_table             whether that is on its way already
+//   has_short_turns          whether chunks end with turns of kShort stages where that is enough; they all begin with whole ones
 //   count, at, group_of      what its pieces are, and which row group a place is of
 //   fetch_x                  starts copies of x, where that is each warp's work
 //   await_turn, end_turn     around each turn that multiplies, while columns has its x; skip_turn for one that does not
@@ -120,6 +123,7 @@ __device__ __forceinline__ void walk(const Geometry& geometry, const Packed& pac
         return packed.data + packed.planes + u64(way.group_of(place)) * group_bytes + u64(place & 0xffff) * (kChunkStages / 2 * kSlabBytes);
     };
     // A piece's first turn may count for nothing, where a walk, or a part of it, begins in the chunk's second half. Then it is looked up alone, and its slabs are not brought.
+    auto is_short = [](u32 stages) { return stages >> kShort == 0; };   // of those from a turn's first one on
     auto has_idle_turn = [](u32 stages) { return (stages & kTurnMask) == 0; };
     auto first_slab = [&](const Vec2& piece) { return slab_of(piece.x) + (has_idle_turn(piece.y) ? kRing * kSlabBytes : 0); };
     auto stages_of = [&](u32 place) { return min(kChunkStages, geometry.stages - int(place & 0xffff) * kChunkStages); };
@@ -136,7 +140,7 @@ __device__ __forceinline__ void walk(const Geometry& geometry, const Packed& pac
         ring.fetch(0);
         copy_commit();
     }
-    const Table<true> table(packed, at.words, at.words + job.table_words);
+    const Table<true> table(packed, at.words, at.words + job.table_words, !Way::copies_table);
     copy_commit();
     auto fetch_x = [&] {                // to where the table's entries were
         table.build();
@@ -219,10 +223,14 @@ __device__ __forceinline__ void walk(const Geometry& geometry, const Packed& pac
             if (last) ring.point_to(first_slab(behind), lane);
             if (borders == kBetweenTurns && (opening & 1)) sums = {};
             Sums<octets> ended;
-            auto turn = [&](bool whole) {
+            const u32 active_behind = last ? behind.y & kTurnMask : active >> kTurn;
+            const int slabs_behind = Way::has_short_turns && is_short(active_behind) ? kShort / 2 : kRing;   // of the next turn
+            auto turn = [&](auto kind, bool whole) {
+                constexpr int kLength = decltype(kind)::length;
                 if (whole || (active & 1)) way.columns.load(at_hand.x, 0, 0);
 #pragma unroll
-                for (int stage = 0; stage < kTurn; ++stage) {
+                for (int stage = 0; stage < kLength; ++stage) {
+                    const int stage_behind = (stage + 1) % kLength;
                     const bool any = whole || (active >> stage & 1);
                     const auto now = at_hand;
                     const int half = 4 * (stage & 1);
@@ -233,10 +241,10 @@ __device__ __forceinline__ void walk(const Geometry& geometry, const Packed& pac
                     next = chunk.go_on(begun, base, byte_mask);
                     if (stage % 2 == 1) {
                         ring.await_next();
-                        at_hand.signs = ring.pair_signs((stage + 1) % kTurn);
+                        at_hand.signs = ring.pair_signs(stage_behind);
                     }
-                    at_hand.bytes = ring.stage_bytes((stage + 1) % kTurn);
-                    if (stage + 1 < kTurn && (whole || (active >> (stage + 1) & 1))) way.columns.load(at_hand.x, stage + 1, 0);
+                    at_hand.bytes = ring.stage_bytes(stage_behind);
+                    if (stage + 1 < kLength && (whole || (active >> (stage + 1) & 1))) way.columns.load(at_hand.x, stage + 1, 0);
                     if (borders == kInsideTurns) {   // by selection: branches would keep loads from moving
 #pragma unroll
                         for (int i = 0; i < kSums; ++i) {
@@ -249,7 +257,8 @@ __device__ __forceinline__ void walk(const Geometry& geometry, const Packed& pac
                         step(half + 1, now.bytes.y, tops.y, now.signs, now.x);
                     }
                     chunk.complete(next, common);
-                    if (stage == kTurn - 2) {        // the streams may go on with another chunk
+                    if (stage == kLength - 2) {      // the streams may go on with another chunk
+                        if (kLength < kTurn) copy_wait<1>();   // which may have been staged a short turn ago
                         chunk.mend(next, stage + 1, lane);
                         if (last && more) open_staged(behind.x, index + 2);
                         else chunk.pass(kTurn);
@@ -260,10 +269,16 @@ __device__ __forceinline__ void walk(const Geometry& geometry, const Packed& pac
                         step(half + 3, now.bytes.w, tops.w, now.signs, x);
                     }
                     if (stage % 2 == 0) {            // what is copied is waited for: nothing may be on its way when the block ends
-                        if (!last || more) ring.fetch(stage >> 1);
+                        if ((!last || more) && stage >> 1 < slabs_behind) ring.fetch(stage >> 1);
                         copy_commit();               // with what was staged
+                        if (kLength < kTurn && stage == kLength - 2)   // those of the second half, in whose places nothing is
+#pragma unroll
+                            for (int i = kLength / 2; i < kRing; ++i) {
+                                if (more && i < slabs_behind) ring.fetch(i);
+                                copy_commit();
+                            }
                     }
-                    if (stage != kTurn - 2) chunk.mend(next, (stage + 1) % kTurn, lane);
+                    if (stage != kLength - 2) chunk.mend(next, stage_behind, lane);
                     if (borders == kInsideTurns)
 #pragma unroll
                         for (int i = 0; i < kSums; ++i) {
@@ -284,8 +299,9 @@ __device__ __forceinline__ void walk(const Geometry& geometry, const Packed& pac
                 way.skip_turn();
             } else {
                 way.await_turn();
-                if ((borders != kNowhere && Way::has_all_of_x) || (active & kTurnMask) == kTurnMask) turn(true);
-                else turn(false);
+                if ((borders != kNowhere && Way::has_all_of_x) || (active & kTurnMask) == kTurnMask) turn(Turn<kTurn>(), true);
+                else if (Way::has_short_turns && is_short(active)) turn(Turn<kShort>(), false);
+                else turn(Turn<kTurn>(), false);
                 ring.go_on();
                 way.end_turn();
             }

@@ -68,10 +68,15 @@ def is_supported(header: Header, m: int, device: int) -> bool:
         and geometry.stages >= CHUNK_STAGES
         and geometry.rows % ROW_GROUP == 0
         and geometry.columns % STAGE == 0
-        and 4 * header.stream_words >= CHUNK_STAGES // 2 * SLAB_BYTES  # loads ahead may pass the planes' end by a chunk
+        and has_room_behind_planes(header)
         and geometry.columns <= _MAX_COLUMNS
         and geometry.rows * geometry.columns < 1 << 40
     )
+
+
+def has_room_behind_planes(header: Header) -> bool:
+    """Whether kernels may load ahead beyond the planes' end by a chunk."""
+    return 4 * header.stream_words >= CHUNK_STAGES // 2 * SLAB_BYTES
 
 
 def variants(header: Header, m: int, split: int) -> list[int]:

@@ -1,0 +1,263 @@
+"""Products with routed experts: fused where that gives the bits of vLLM's own Triton kernel, and takes less time.
+
+vLLM's code is left as it is, but for that kernel: it is handed what stands for a packed weight, and multiplies with it.
+So sorting, activations, sums over experts and shared experts are its own. Which variant of the kernel is right and
+fastest is found for each number of tokens, by comparing bytes first, as for linear layers (samebits.plans).
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial, wraps
+from typing import Any, NamedTuple
+
+import torch
+
+from samebits.api import encode
+from samebits.bf16 import same_words
+from samebits.errors import DeviceError
+from samebits.format.packed import PackedTensor
+from samebits.kernels.linear.experts import VARIANTS, experts_product, is_supported, launch_of
+from samebits.kernels.nvrtc import compile_all
+from samebits.plans.calibrate import SMALL
+from samebits.plans.planner import Mode, mode
+from samebits.plans.probe import Probe
+from samebits.plans.timing import microseconds
+
+FEW_TOKENS = 64  # more are looked for only ahead
+_PROBES = 4  # the first one plain, the others of sums that cancel
+_ROUTINGS = 12  # that are timed in turn: experts that a cache does not have
+_HOPELESS = 1.5  # times as long as decoding first: with more tokens it takes longer still
+_log = logging.getLogger(__name__)
+
+Run = Callable[["torch.Tensor", "Routing", "Sequence[Any]"], torch.Tensor]  # x, its routing, and both weights
+
+
+class Routing(NamedTuple):
+    """What a router says of tokens.
+
+    Attributes:
+        scales: float32 [tokens, experts of a token].
+        ids: int32, the same shape.
+    """
+
+    scales: torch.Tensor
+    ids: torch.Tensor
+
+    @classmethod
+    def random(cls, tokens: int, experts: int, each: int, device: torch.device, seed: int) -> Routing:
+        generator = torch.Generator(device).manual_seed(seed)
+        scores, ids = torch.rand(tokens, experts, device=device, generator=generator).topk(each)
+        return cls(torch.softmax(scores, -1), ids.to(torch.int32))
+
+
+class RoutedWeight:
+    """A packed weight [experts, rows, columns], as vLLM's Triton kernel is handed it, which asks for its shape first.
+
+    Args:
+        ids: which expert each pair of a token and an expert has.
+        variant: of the kernel.
+    """
+
+    def __init__(self, packed: PackedTensor, ids: torch.Tensor, variant: int) -> None:
+        self.packed, self.ids, self.variant = packed, ids, variant
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.packed.shape)
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def stride(self, dim: int) -> int:
+        return (self.shape[1] * self.shape[2], self.shape[2], 1)[dim]
+
+    def multiply(self, original: Callable[..., None], given: dict[str, Any]) -> None:
+        """What ``original`` would do, given its arguments by name, with the plain weight as B."""
+        scales = given["topk_weights"] if given["mul_routed_weight"] else None
+        experts_product(given["A"], self.packed, self.ids, scales, given["C"], self.variant)
+
+
+class _Compared(RoutedWeight):
+    """Makes ``original`` multiply with a weight of one expert, to find which variants give the same bytes.
+
+    That expert stands for all of them: what one adds up does not depend on the others, nor on who has been chosen.
+
+    Attributes:
+        right: variants.
+    """
+
+    def __init__(self, packed: PackedTensor, probe: Probe, encoded: PackedTensor, right: Sequence[int]) -> None:
+        super().__init__(packed, torch.empty(0), 0)
+        self._probe, self._encoded, self.right = probe, encoded, list(right)
+
+    def multiply(self, original: Callable[..., None], given: dict[str, Any]) -> None:
+        x, y, pairs = given["A"], given["C"], given["C"].numel() // self.shape[1]
+        weight = self._probe.weight.view(1, *self.shape[1:]).expand(self.shape)
+        ids = torch.zeros(pairs, dtype=torch.int32, device=x.device)
+        scales = given["topk_weights"] if given["mul_routed_weight"] else None
+        for seed in range(_PROBES):
+            made = self._probe.cancelling(len(x), seed) if seed else self._probe.plain(len(x), seed)
+            expected = torch.empty_like(y)
+            original(**{**given, "A": made, "B": weight, "C": expected})
+            for variant in tuple(self.right):
+                found = torch.full_like(y, torch.nan)
+                experts_product(made, self._encoded, ids, scales, found, variant)
+                if not same_words(found, expected):
+                    self.right.remove(variant)
+        y.copy_(expected)
+
+
+def multiplying_routed(original: Callable[..., None]) -> Callable[..., None]:
+    """In front of the function that launches vLLM's Triton kernel."""
+    signature = inspect.signature(original)
+
+    @wraps(original)
+    def invoke_fused_moe_triton_kernel(*args: Any, **kwargs: Any) -> None:
+        weight = args[1] if len(args) > 1 else kwargs["B"]
+        if isinstance(weight, RoutedWeight):
+            weight.multiply(original, signature.bind(*args, **kwargs).arguments)
+        else:
+            original(*args, **kwargs)
+
+    return invoke_fused_moe_triton_kernel
+
+
+class Chosen(NamedTuple):
+    """The variants for the first and the second product of a layer's experts."""
+
+    first: int
+    second: int
+
+
+class Choices:
+    """How the experts of layers that are alike are multiplied, by numbers of tokens.
+
+    Args:
+        packed: of one of these layers, the first and the second weight.
+        each: experts of a token.
+        run: vLLM's own products of such a layer, with weights as it gets them.
+        decoded: of a routing, the plain weights for ``run``.
+
+    Attributes:
+        known: what was found, by numbers of tokens.
+    """
+
+    def __init__(
+        self, packed: Sequence[PackedTensor], each: int, run: Run, decoded: Callable[[Routing], Sequence[torch.Tensor]]
+    ) -> None:
+        self._packed, self._each, self._run, self._decoded = packed, each, run, decoded
+        self.known: dict[int, Chosen | None] = {}
+        self._hopeless: float = torch.inf  # tokens
+
+    def of(self, tokens: int, *, ahead: bool = False) -> Chosen | None:
+        """None: the experts are decoded first. While a graph is captured nothing is found.
+
+        Args:
+            ahead: it is asked before there is anything to do.
+        """
+        if tokens in self.known or mode() is not Mode.ON or torch.cuda.is_current_stream_capturing():
+            return self.known.get(tokens)
+        if tokens > FEW_TOKENS and not ahead:
+            return None
+        try:
+            found = None if tokens >= self._hopeless else self._found(tokens)
+        except (torch.OutOfMemoryError, DeviceError) as error:
+            _log.warning("%d tokens with routed experts: %s; these are decoded first", tokens, error)
+            found = None
+        self.known[tokens] = found
+        return found
+
+    @cached_property
+    def _probes(self) -> list[tuple[Probe, PackedTensor]]:
+        """Of each weight's experts one made for it."""
+        found = []
+        for packed in self._packed:
+            rows, columns = packed.shape[1:]
+            probe = Probe.make(rows, columns, packed.device, even=rows * columns < SMALL)
+            found.append((probe, encode(probe.weight.unsqueeze(0))))
+        return found
+
+    @torch.inference_mode(False)  # whose tensors have no decode tables, and take longer
+    @torch.no_grad()
+    def _found(self, tokens: int) -> Chosen | None:
+        first, second = self._packed
+        device, pairs = first.device, tokens * self._each
+        possible = [_variants(first, pairs, self._each), _variants(second, pairs, 1)]
+        if not all(possible):
+            return None
+        routings = [Routing.random(tokens, first.shape[0], self._each, device, seed) for seed in range(_ROUTINGS)]
+        generator = torch.Generator(device).manual_seed(0)
+        x = torch.randn(tokens, first.shape[2], device=device, generator=generator).to(torch.bfloat16)
+        compared = [
+            _Compared(packed, *probe, right)
+            for packed, probe, right in zip(self._packed, self._probes, possible, strict=True)
+        ]
+        self._run(x, routings[0], compared)
+        if not all(each.right for each in compared):
+            _log.warning("%d tokens with routed experts: no variant gives vLLM's bits; these are decoded first", tokens)
+            return None
+        chosen = Chosen(*(self._fastest(each, routings) for each in compared))
+        fused = [partial(self._fused, x, routing, chosen) for routing in routings]
+        decoded = [partial(self._decode_and_run, x, routing) for routing in routings[:2]]
+        if not all(same_words(calls[0](), calls[1]()) for calls in zip(fused, decoded, strict=False)):
+            _log.warning("%d tokens with routed experts: other bits than vLLM's; these are decoded first", tokens)
+            return None
+        fused_us, decoded_us = microseconds([fused, decoded])
+        if fused_us > _HOPELESS * decoded_us:
+            self._hopeless = tokens
+        how = ", ".join(str(VARIANTS[variant]) for variant in chosen) if fused_us < decoded_us else "decoded first"
+        _log.info("%d tokens with %s experts: %s, %.0f us, decoding first %.0f us", tokens, first.shape, how, fused_us,
+                  decoded_us)  # fmt: skip
+        return chosen if fused_us < decoded_us else None
+
+    def _fastest(self, compared: _Compared, routings: Sequence[Routing]) -> int:
+        packed, pairs, device = compared.packed, routings[0].ids.numel(), compared.packed.device
+        if len(compared.right) == 1:
+            return compared.right[0]
+        rows = len(routings[0].ids) if packed is self._packed[0] else pairs
+        x = torch.ones(rows, packed.shape[2], dtype=torch.bfloat16, device=device)
+        y = torch.empty(pairs, packed.shape[1], dtype=torch.bfloat16, device=device)
+        calls = [
+            [partial(experts_product, x, packed, routing.ids, None, y, variant) for routing in routings]
+            for variant in compared.right
+        ]
+        times = microseconds(calls)
+        return compared.right[times.index(min(times))]
+
+    def _fused(self, x: torch.Tensor, routing: Routing, chosen: Chosen) -> torch.Tensor:
+        return self._run(x, routing, weights(self._packed, routing.ids, chosen))
+
+    def _decode_and_run(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+        return self._run(x, routing, self._decoded(routing))
+
+
+def weights(packed: Sequence[PackedTensor], ids: torch.Tensor, chosen: Chosen) -> list[RoutedWeight]:
+    """As vLLM is to get them."""
+    return [RoutedWeight(each, ids, variant) for each, variant in zip(packed, chosen, strict=True)]
+
+
+def are_supported(packed: Sequence[PackedTensor]) -> bool:
+    return len(packed) == len(Chosen._fields) and all(is_supported(each.header) for each in packed)
+
+
+def fit(packed: Sequence[PackedTensor], pairs: int, each: int, chosen: Chosen) -> bool:
+    """Whether variants that were found for a layer do for another that is like it: their chunks differ in size."""
+    return all(
+        launch_of(weight.header, pairs, sharing, variant, weight.data.get_device()) is not None
+        for weight, sharing, variant in zip(packed, (each, 1), chosen, strict=True)
+    )
+
+
+def _variants(packed: PackedTensor, pairs: int, sharing: int) -> list[int]:
+    """Those that fit, compiled."""
+    device = packed.data.get_device()
+    found = {
+        number: launch
+        for number in range(len(VARIANTS))
+        if (launch := launch_of(packed.header, pairs, sharing, number, device))
+    }
+    compile_all({launch.source for launch in found.values()}, device)
+    return list(found)

@@ -1,0 +1,180 @@
+"""Products of tokens with the experts that a router has chosen for them: csrc/linear_experts.cuh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from samebits.errors import DeviceError
+from samebits.format.geometry import LANES, ROW_GROUP, STAGE, Code, Layout
+from samebits.format.header import Header
+from samebits.format.packed import PackedTensor
+from samebits.kernels import nvrtc
+from samebits.kernels.linear.job import CHUNK_STAGES, OCTET, magic
+from samebits.kernels.linear.products import has_room_behind_planes
+from samebits.kernels.linear.walk import WalkPlanner
+from samebits.kernels.structures import GeometryStructure, JobStructure, PackedStructure, RoutingStructure
+from samebits.kernels.tables import decode_table
+
+_FILE = "linear_experts.cu"
+_MAX_WARPS = {1: 20, 2: 16}  # kMaxWarps, kFewWarps: by OCTETs of pairs that a unit has
+_UNIT_WORDS = {1: 10, 2: 18}  # csrc: Unit
+_MAX_PAIRS = 1 << 13
+_MAX_EXPERTS = (1 << 16) - 1  # kNoExpert
+_MAX_DIVIDED = 1 << 32  # csrc: divide
+_SCHEDULERS = 4  # of a multiprocessor
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertsLaunch:
+    """For one packed tensor, number of pairs and device.
+
+    Attributes:
+        job, routing: without addresses, to be copied.
+    """
+
+    name: str
+    grid: int
+    warps: int
+    shared_bytes: int
+    job: JobStructure
+    routing: RoutingStructure
+
+    @property
+    def threads(self) -> int:
+        return LANES * self.warps
+
+    @property
+    def source(self) -> nvrtc.Source:
+        return nvrtc.Source(_FILE, self.name)
+
+
+@lru_cache(maxsize=8192)
+def is_supported(header: Header) -> bool:
+    """Whether there is a kernel for [experts, rows, columns]: quad code, matrix layout, chunks of one row group."""
+    if header.code is not Code.QUAD or header.layout is not Layout.MATRIX or len(header.shape) != 3:
+        return False
+    geometry = header.geometry
+    return (
+        header.chunk_stages == CHUNK_STAGES
+        and geometry.row_groups_per_chunk == 1
+        and header.shape[1] % ROW_GROUP == 0
+        and geometry.columns % STAGE == 0
+        and has_room_behind_planes(header)
+    )
+
+
+class Variant(NamedTuple):
+    """One way to run it; changes the speed and never the bits.
+
+    Attributes:
+        octets: of pairs that a unit has.
+        shared_x: keep x in shared memory.
+    """
+
+    octets: int
+    shared_x: bool
+
+    def __str__(self) -> str:
+        return f"units of {OCTET * self.octets}{'' if self.shared_x else ', x in global memory'}"
+
+
+VARIANTS = tuple(Variant(octets, shared_x) for octets in (1, 2) for shared_x in (True, False))
+
+
+@lru_cache(maxsize=8192)
+def launch_of(header: Header, pairs: int, sharing: int, variant: int, device: int) -> ExpertsLaunch | None:
+    """For a supported tensor; None if it does not fit, or is of no use.
+
+    Args:
+        pairs: of tokens and experts.
+        sharing: pairs behind each other that have one row of x.
+        variant: an index into VARIANTS.
+    """
+    kind = VARIANTS[variant]
+    planner = _Planner(header, pairs, sharing, kind, device)
+    is_too_large = pairs > _MAX_PAIRS or planner.experts > _MAX_EXPERTS or planner.most_divided > _MAX_DIVIDED
+    if is_too_large or (kind.octets > 1 and planner.tokens <= OCTET):
+        return None
+    most = planner.most_warps
+    return planner.launch(planner.even_warps(most)) if most >= min(_SCHEDULERS, planner.items) else None
+
+
+class _Planner(WalkPlanner):
+    """Memory in 32-bit words."""
+
+    def __init__(self, header: Header, pairs: int, sharing: int, variant: Variant, device: int) -> None:
+        super().__init__(header, OCTET * variant.octets, 1, device, 1)
+        self.pairs, self.sharing, self.variant = pairs, sharing, variant
+        self.experts, rows, self.columns = header.shape
+        self.groups, self.grid = rows // ROW_GROUP, nvrtc.multiprocessors(device)
+        self.tokens = pairs // sharing
+        self.unit_pairs = min(self.m, self.tokens)
+        units = min(pairs, self.experts + pairs // self.unit_pairs)  # of all blocks, at most
+        self.all_items = units * self.groups
+        self.items = -(-self.all_items // self.grid)  # of a block
+        self.units = max(self.items - 2, 0) // self.groups + 2
+        x = self.units * self.unit_pairs * self.columns // 2
+        self.x = max(x if variant.shared_x else 0, self.entries)
+        unit_words = self.units * _UNIT_WORDS[variant.octets]
+        self.fixed = self.table + self.x + unit_words + self.experts + pairs
+
+    @property
+    def most_divided(self) -> int:
+        """Times the divisor."""
+        return max(self.all_items * self.groups, self.items * self.chunks**2, self.pairs * max(self.sharing, self.m))
+
+    @property
+    def most_warps(self) -> int:
+        return min(_MAX_WARPS[self.variant.octets], (self.room - self.fixed) // self.walker)
+
+    def even_warps(self, most: int) -> int:
+        """As few as have no more items each than with as many as fit."""
+        each = -(-self.items // most)
+        return -(-self.items // each)
+
+    def launch(self, warps: int) -> ExpertsLaunch:
+        name = f"linear_experts_{self.m}_{'shared' if self.variant.shared_x else 'global'}"
+        routing = RoutingStructure(None, None, 0, self.pairs, self.experts, self.groups, self.sharing, self.units,
+                                   self.unit_pairs, magic(self.groups), magic(self.sharing),
+                                   magic(self.unit_pairs))  # fmt: skip
+        job = JobStructure(None, None, None, None, None, *self.job_fields(1, 1, warps, x=self.x, first_block=0))
+        return ExpertsLaunch(name, self.grid, warps, 4 * (self.fixed + warps * self.walker), job, routing)
+
+
+def experts_product(
+    x: torch.Tensor, packed: PackedTensor, ids: torch.Tensor, scales: torch.Tensor | None, y: torch.Tensor, variant: int
+) -> None:
+    """``y[p] = x[p // sharing] @ W[ids[p]].T * scales[p]``, decoding what that takes, on torch's current stream.
+
+    The sums are those of ``fused_linear`` with one range of K, times the scale, and then rounded. A pair whose index is
+    out of range gets zeros. Neither waits for the indices' values: a graph can be replayed with others.
+
+    Args:
+        x: bfloat16 [tokens, K], contiguous, 16-byte aligned; pairs that share a token are behind each other.
+        packed: W, [experts, N, K], on x's device; is_supported(packed.header).
+        ids: int32 or int64, one for each pair, contiguous.
+        scales: float32, as many, contiguous, or None.
+        y: bfloat16, N for each pair, contiguous, 4-byte aligned; written.
+        variant: an index into VARIANTS.
+
+    Raises:
+        DeviceError: it does not fit, or the kernel cannot be built or launched.
+    """
+    pairs, device = ids.numel(), x.get_device()
+    launch = launch_of(packed.header, pairs, pairs // len(x), variant, device)
+    if launch is None:
+        raise DeviceError(f"{VARIANTS[variant]} does not fit on this device", mend="ask launch_of first")
+    with nvrtc.on_device(device):
+        job, routing = JobStructure.from_buffer_copy(launch.job), RoutingStructure.from_buffer_copy(launch.routing)
+        job.x, job.y, routing.ids, routing.wide = x.data_ptr(), y.data_ptr(), ids.data_ptr(), ids.dtype == torch.int64
+        if scales is not None:
+            routing.scales = scales.data_ptr()
+        geometry, table = GeometryStructure.of(packed.header.geometry), decode_table(packed)
+        nvrtc.launch(
+            nvrtc.kernel(_FILE, launch.name, device), launch.grid, launch.threads, launch.shared_bytes, geometry,
+            PackedStructure.of(packed, table), job, routing, early=True,
+        )  # fmt: skip

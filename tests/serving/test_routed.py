@@ -1,0 +1,182 @@
+"""Which variants fuse products of routed experts, as far as that needs no GPU: vLLM's kernel and ours are played."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+import samebits
+from samebits.errors import DeviceError
+from samebits.format.packed import PackedTensor
+from samebits.integrations.vllm import routed
+from samebits.integrations.vllm.routed import Choices, Chosen, RoutedWeight, Routing, multiplying_routed, weights
+from samebits.plans.planner import Mode
+
+EXPERTS, EACH, HIDDEN, INNER = 4, 2, 256, 192
+VARIANTS = range(3)
+
+
+def products(x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+    pairs = ids.numel()
+    x = x.repeat_interleave(pairs // len(x), 0).double()
+    made = torch.einsum("pk,prk->pr", x, weight[ids.reshape(-1).long()].double())
+    return (made if scales is None else made * scales.reshape(-1, 1)).to(torch.bfloat16)
+
+
+def vllm_kernel(
+    A: torch.Tensor,  # noqa: N803
+    B: torch.Tensor,  # noqa: N803
+    C: torch.Tensor,  # noqa: N803
+    topk_weights: torch.Tensor | None,
+    ids: torch.Tensor,
+    mul_routed_weight: bool,
+) -> None:
+    """With the arguments of vLLM's that are looked at, and the others' routes."""
+    C.copy_(products(A, B, ids, topk_weights if mul_routed_weight else None).view_as(C))
+
+
+@dataclass
+class Played:
+    """What plays the GPU's part, and what is asked of it.
+
+    Attributes:
+        wrong: variants whose bytes are others, of weights with so many rows.
+        times: of fused products and of decoding first, in microseconds.
+    """
+
+    wrong: set[tuple[int, int]] = field(default_factory=set)
+    times: tuple[float, float] = (1.0, 3.0)
+    searches: int = 0
+    capturing: bool = False
+
+    def product(
+        self, x: torch.Tensor, packed: PackedTensor, ids: torch.Tensor, scales: Any, y: torch.Tensor, variant: int
+    ) -> None:
+        made = products(x, samebits.decode(packed), ids, scales)
+        y.copy_((-made if (packed.shape[1], variant) in self.wrong else made).view_as(y))
+
+    def microseconds(self, calls: Sequence[Any]) -> list[float]:
+        """Of variants the last one is the fastest."""
+        if len(calls) == 2 and len(calls[0]) != len(calls[1]):
+            self.searches += 1
+            return list(self.times)
+        return [float(len(calls) - i) for i in range(len(calls))]
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> Played:
+    made = Played()
+    monkeypatch.setattr(routed, "experts_product", made.product)
+    monkeypatch.setattr(routed, "_variants", lambda packed, pairs, sharing: list(VARIANTS))
+    monkeypatch.setattr(routed, "microseconds", made.microseconds)
+    monkeypatch.setattr(routed, "mode", lambda: Mode.ON)
+    monkeypatch.setattr(routed, "_ROUTINGS", 5)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: made.capturing)
+    return made
+
+
+@pytest.fixture
+def layer() -> list[torch.Tensor]:
+    shapes = (EXPERTS, 2 * INNER, HIDDEN), (EXPERTS, HIDDEN, INNER)
+    return [(0.02 * torch.randn(shape)).to(torch.bfloat16) for shape in shapes]
+
+
+def choices_of(layer: list[torch.Tensor]) -> Choices:
+    multiply: Callable[..., None] = multiplying_routed(vllm_kernel)
+
+    def run(x: torch.Tensor, routing: Routing, given: Sequence[Any]) -> torch.Tensor:
+        first = x.new_empty(len(x), EACH, 2 * INNER)
+        multiply(x, given[0], first, None, routing.ids, False)
+        gate, up = first.view(-1, 2 * INNER).chunk(2, -1)
+        second = x.new_empty(len(x), EACH, HIDDEN)
+        multiply((gate * up).contiguous(), B=given[1], C=second, topk_weights=routing.scales, ids=routing.ids,
+                 mul_routed_weight=True)  # fmt: skip
+        return second.sum(1)
+
+    return Choices([samebits.encode(each) for each in layer], EACH, run, lambda routing: layer)
+
+
+def test_the_fastest_that_is_right(played: Played, layer: list[torch.Tensor]) -> None:
+    choices = choices_of(layer)
+    assert choices.of(3) == Chosen(2, 2)
+    played.wrong |= {(2 * INNER, 2), (HIDDEN, 1)}
+    assert choices.of(3) == Chosen(2, 2)  # known
+    assert choices.of(4) == Chosen(1, 2)
+    played.wrong |= {(2 * INNER, 0), (2 * INNER, 1)}
+    assert choices.of(5) is None
+    assert choices.known == {3: Chosen(2, 2), 4: Chosen(1, 2), 5: None}
+
+
+def test_the_same_bits_as_vllm(played: Played, layer: list[torch.Tensor]) -> None:
+    choices, routing = choices_of(layer), Routing.random(6, EXPERTS, EACH, torch.device("cpu"), 1)
+    x = torch.randn(6, HIDDEN).to(torch.bfloat16)
+    chosen = choices.of(6)
+    assert chosen
+    expected = choices._run(x, routing, layer)
+    assert torch.equal(choices._run(x, routing, weights(choices._packed, routing.ids, chosen)), expected)
+    assert expected.isfinite().all()
+
+
+def test_only_what_is_faster(played: Played, layer: list[torch.Tensor]) -> None:
+    """Much slower once: not looked for with more tokens."""
+    played.times = 3.0, 2.5
+    choices = choices_of(layer)
+    assert choices.of(3) is None
+    played.times = 1.0, 2.0
+    assert choices.of(5)
+    played.times = 4.0, 2.0
+    assert choices.of(8) is None
+    played.times = 1.0, 2.0
+    assert choices.of(9) is None
+    assert played.searches == 3
+    assert choices.of(7)
+
+
+def test_more_tokens_are_looked_for_ahead_alone(played: Played, layer: list[torch.Tensor]) -> None:
+    choices = choices_of(layer)
+    assert choices.of(65) is None
+    assert choices.of(65, ahead=True)
+    assert choices.of(65)
+
+
+def test_nothing_is_looked_for_during_a_capture(played: Played, layer: list[torch.Tensor]) -> None:
+    choices = choices_of(layer)
+    assert choices.of(2)
+    played.capturing = True
+    assert choices.of(2)
+    assert choices.of(3) is None
+    played.capturing = False
+    assert choices.of(3)
+
+
+@pytest.mark.parametrize("setting", [Mode.OFF, Mode.CACHED])
+def test_nothing_is_looked_for_where_that_is_off(
+    setting: Mode, played: Played, layer: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routed, "mode", lambda: setting)
+    assert choices_of(layer).of(3) is None
+    assert not played.searches
+
+
+@pytest.mark.parametrize("error", [DeviceError("no compiler", mend="install one"), torch.OutOfMemoryError()])
+def test_what_cannot_be_tried_is_decoded_first(
+    error: Exception, played: Played, layer: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    def fail(*args: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(routed, "experts_product", fail)
+    assert choices_of(layer).of(3) is None
+    assert "decoded first" in caplog.text
+
+
+def test_what_vllm_asks_of_a_weight(layer: list[torch.Tensor]) -> None:
+    packed = samebits.encode(layer[0])
+    weight = RoutedWeight(packed, torch.zeros(1), 0)
+    assert (weight.shape, weight.size(), weight.size(2)) == (layer[0].shape, layer[0].shape, HIDDEN)
+    assert [weight.stride(dim) for dim in (0, 1, 2, -1)] == [*layer[0].stride(), 1]
