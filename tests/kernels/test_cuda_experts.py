@@ -13,13 +13,14 @@ from samebits.errors import DeviceError
 from samebits.format.packed import PackedTensor
 from samebits.kernels.linear.experts import VARIANTS, experts_product, is_supported, launch_of
 from samebits.kernels.linear.products import LinearPlan, fused_linear
+from samebits.kernels.linear.products import is_supported as supports_fused
 from tests.codecs.tensors import always_quad
 from tests.kernels.weights import KINDS, weight_of
 
 pytestmark = pytest.mark.gpu
 SHAPES = (
     (1, 64, 1024),
-    (8, 24, 704),
+    (8, 24, 768),
     (5, 136, 1088),
     (128, 16, 640),
     (3, 520, 4096),
@@ -48,25 +49,25 @@ def routed(pairs: int, experts: int, seed: int) -> torch.Tensor:
 
 
 def expected_of(x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """As the fused layer of each expert gives it, which plain_linear.cu is the reference of (test_cuda_linear.py)."""
-    pairs, rows = len(ids), weight.shape[1]
-    inputs, expected = x.repeat_interleave(pairs // len(x), 0), torch.zeros(pairs, rows, dtype=x.dtype, device="cuda")
-    for expert in range(len(weight)):
-        own = (ids == expert).nonzero()[:, 0]
-        wide = torch.zeros(rows, 1024, dtype=x.dtype, device="cuda")  # as many columns as that layer needs
-        wide[:, : weight.shape[2]] = weight[expert, :, :1024]
-        packed = samebits.encode(weight[expert] if weight.shape[2] >= 1024 else wide)
-        for some in own.split(8) if len(own) else ():
-            given = inputs[some]
-            if weight.shape[2] < 1024:
-                given = torch.cat([given, given.new_zeros(len(given), 1024 - given.shape[1])], 1)
-            expected[some] = fused_linear(given.contiguous(), packed, None, LinearPlan(1))
+    """As the fused layer of each expert gives it, whose reference is plain_linear.cu (test_cuda_linear.py)."""
+    pairs, (experts, rows, columns) = len(ids), weight.shape
+    missing = max(1024 - columns, 0)  # which that layer needs: with tokens of zeros they add nothing
+    wide = torch.cat([weight, 0.02 * torch.randn(experts, rows, missing, device="cuda").bfloat16()], 2)
+    inputs = torch.cat([x, x.new_zeros(len(x), missing)], 1).repeat_interleave(pairs // len(x), 0)
+    expected = torch.zeros(pairs, rows, dtype=x.dtype, device="cuda")
+    for expert in range(experts):
+        packed = samebits.encode(wide[expert])
+        assert supports_fused(packed.header, 8, 0)
+        for some in (ids == expert).nonzero()[:, 0].split(8):
+            if len(some):
+                expected[some] = fused_linear(inputs[some], packed, None, LinearPlan(1))
     return expected
 
 
 def found_by(
     x: torch.Tensor, packed: PackedTensor, ids: torch.Tensor, scales: torch.Tensor | None, variant: int
 ) -> torch.Tensor:
+    assert is_supported(packed.header)
     y = torch.full((len(ids), packed.shape[1]), torch.nan, dtype=torch.bfloat16, device="cuda")
     experts_product(x, packed, ids, scales, y, variant)
     return y

@@ -8,7 +8,6 @@
 
 constexpr int kRing = 4;                        // slabs: of the one at hand and those on their way
 constexpr int kTurn = 2 * kRing, kShort = kRing;   // stages of the loop's body, and of a short turn, in which a chunk ends
-template <int stages> struct Turn { static constexpr int length = stages; };
 constexpr int kListed = 16;                     // pieces in a warp's list
 static_assert(kChunkStages == 2 * kTurn, "a chunk has two turns");
 
@@ -225,12 +224,11 @@ __device__ __forceinline__ void walk(const Geometry& geometry, const Packed& pac
             Sums<octets> ended;
             const u32 active_behind = last ? behind.y & kTurnMask : active >> kTurn;
             const int slabs_behind = Way::has_short_turns && is_short(active_behind) ? kShort / 2 : kRing;   // of the next turn
-            auto turn = [&](auto kind, bool whole) {
-                constexpr int kLength = decltype(kind)::length;
+            auto turn = [&](int length, bool whole) {
                 if (whole || (active & 1)) way.columns.load(at_hand.x, 0, 0);
 #pragma unroll
-                for (int stage = 0; stage < kLength; ++stage) {
-                    const int stage_behind = (stage + 1) % kLength;
+                for (int stage = 0; stage < length; ++stage) {
+                    const int stage_behind = (stage + 1) % length;
                     const bool any = whole || (active >> stage & 1);
                     const auto now = at_hand;
                     const int half = 4 * (stage & 1);
@@ -244,7 +242,7 @@ __device__ __forceinline__ void walk(const Geometry& geometry, const Packed& pac
                         at_hand.signs = ring.pair_signs(stage_behind);
                     }
                     at_hand.bytes = ring.stage_bytes(stage_behind);
-                    if (stage + 1 < kLength && (whole || (active >> (stage + 1) & 1))) way.columns.load(at_hand.x, stage + 1, 0);
+                    if (stage + 1 < length && (whole || (active >> (stage + 1) & 1))) way.columns.load(at_hand.x, stage + 1, 0);
                     if (borders == kInsideTurns) {   // by selection: branches would keep loads from moving
 #pragma unroll
                         for (int i = 0; i < kSums; ++i) {
@@ -257,8 +255,8 @@ __device__ __forceinline__ void walk(const Geometry& geometry, const Packed& pac
                         step(half + 1, now.bytes.y, tops.y, now.signs, now.x);
                     }
                     chunk.complete(next, common);
-                    if (stage == kLength - 2) {      // the streams may go on with another chunk
-                        if (kLength < kTurn) copy_wait<1>();   // which may have been staged a short turn ago
+                    if (stage == length - 2) {      // the streams may go on with another chunk
+                        if (length < kTurn) copy_wait<1>();   // which may have been staged a short turn ago
                         chunk.mend(next, stage + 1, lane);
                         if (last && more) open_staged(behind.x, index + 2);
                         else chunk.pass(kTurn);
@@ -271,14 +269,14 @@ __device__ __forceinline__ void walk(const Geometry& geometry, const Packed& pac
                     if (stage % 2 == 0) {            // what is copied is waited for: nothing may be on its way when the block ends
                         if ((!last || more) && stage >> 1 < slabs_behind) ring.fetch(stage >> 1);
                         copy_commit();               // with what was staged
-                        if (kLength < kTurn && stage == kLength - 2)   // those of the second half, in whose places nothing is
+                        if (length < kTurn && stage == length - 2)   // those of the second half, in whose places nothing is
 #pragma unroll
-                            for (int i = kLength / 2; i < kRing; ++i) {
+                            for (int i = length / 2; i < kRing; ++i) {
                                 if (more && i < slabs_behind) ring.fetch(i);
                                 copy_commit();
                             }
                     }
-                    if (stage != kLength - 2) chunk.mend(next, stage_behind, lane);
+                    if (stage != length - 2) chunk.mend(next, stage_behind, lane);
                     if (borders == kInsideTurns)
 #pragma unroll
                         for (int i = 0; i < kSums; ++i) {
@@ -299,9 +297,9 @@ __device__ __forceinline__ void walk(const Geometry& geometry, const Packed& pac
                 way.skip_turn();
             } else {
                 way.await_turn();
-                if ((borders != kNowhere && Way::has_all_of_x) || (active & kTurnMask) == kTurnMask) turn(Turn<kTurn>(), true);
-                else if (Way::has_short_turns && is_short(active)) turn(Turn<kShort>(), false);
-                else turn(Turn<kTurn>(), false);
+                if ((borders != kNowhere && Way::has_all_of_x) || (active & kTurnMask) == kTurnMask) turn(kTurn, true);
+                else if (Way::has_short_turns && is_short(active)) turn(kShort, false);
+                else turn(kTurn, false);
                 ring.go_on();
                 way.end_turn();
             }
