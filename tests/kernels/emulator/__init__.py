@@ -39,6 +39,8 @@ PTX = {  # by how a template begins; $0, $1 are its operands, those that are wri
     "ld.global.nc.L1::no_allocate.v4.u32": "emu::read<4>($4, {&$0, &$1, &$2, &$3});",
     "ld.global.nc.L1::no_allocate.v2.u32": "emu::read<2>($2, {&$0, &$1});",
     "ld.global.nc.L1::no_allocate.u32": "emu::read<1>($1, {&$0});",
+    "ld.global.L1::no_allocate.v4.u32": "emu::read<4>($4, {&$0, &$1, &$2, &$3});",
+    "ld.global.L1::no_allocate.u32": "emu::read<1>($1, {&$0});",
     "ld.global.nc.u32": "emu::read<1>($1, {&$0});",
     "ld.global.nc.u16": "$0 = emu::read_u16($1);",
     "ld.shared.u32": "emu::load<1>($1, {&$0});",

@@ -255,6 +255,14 @@ inline bool go_on(int warp) {
     return !failed();
 }
 
+// Of a block's lanes, which have all met, or have ended.
+inline void release() {
+    Word any = 0;
+    for (const Lane& lane : lanes)
+        if (!lane.ended) any |= lane.given[0];
+    for (Lane& lane : lanes) lane.got = any, lane.meeting = Meeting::none;
+}
+
 inline void run_block(int warps) {
     for (Word i = 0; i < shared_bytes / 4; ++i) shared_memory[i] = 0xdeadbeef ^ i * 2654435761u;
     for (Lane& lane : lanes) start(lane);
@@ -271,9 +279,10 @@ inline void run_block(int warps) {
         for (int warp = 0; warp < warps; ++warp)
             if (!has_ended(warp)) (all_wait(warp) ? waiting : able).push_back(warp);
         if (able.empty() && waiting.empty()) break;
-        if (able.empty())
-            for (int i = 0; i < kLanes * warps; ++i) lanes[i].meeting = Meeting::none;
-        if (able.empty()) continue;
+        if (able.empty()) {
+            release();
+            continue;
+        }
         const int warp = able[random_below(int(able.size()))];
         if (go_on(warp) && !leader(warp).ended && leader(warp).meeting != Meeting::block) complete(&leader(warp));
         if (turns == kMostTurns) snprintf(message, message_bytes, "block %u: it does not end", block.x);
@@ -330,7 +339,8 @@ static unsigned long long __cvta_generic_to_shared(const void* pointer) {
 }
 static void __syncwarp() { emu::meet(emu::Meeting::warp); }
 static void __nanosleep(int) { emu::pause(); }
-static void __syncthreads() { emu::meet(emu::Meeting::block); }
+static void __syncthreads() { emu::meet(emu::Meeting::block, 0); }
+static bool __syncthreads_or(bool v) { return emu::meet(emu::Meeting::block, v); }
 static unsigned __ballot_sync(unsigned, bool v) { return emu::meet(emu::Meeting::ballot, v); }
 static bool __any_sync(unsigned, bool v) { return emu::meet(emu::Meeting::ballot, v) != 0; }
 static bool __all_sync(unsigned, bool v) { return emu::meet(emu::Meeting::ballot, !v) == 0; }
@@ -345,6 +355,8 @@ template <class T> static T atomicAdd(T* pointer, int v) { return std::exchange(
 template <class T> static T atomicExch(T* pointer, int v) { return std::exchange(*pointer, T(v)); }
 template <class A, class B> static auto min(A a, B b) -> decltype(a + b) { return a < b ? a : b; }
 template <class A, class B> static auto max(A a, B b) -> decltype(a + b) { return a > b ? a : b; }
+
+extern "C" void __assertfail(const char* what, const char*, unsigned, const char*, size_t) { emu::fail(what); }
 
 #define EMULATED_KERNEL(kernel)                                                                                     \
     static void kernel_body() { emu::call(kernel); }                                                                \
