@@ -32,7 +32,7 @@ _HEADER = Path(__file__).with_name("emulator.h")
 _MESSAGE_BYTES = 256
 _STEP = 16  # columns of a tensor core's sum
 _ASM = re.compile(r"\basm\s*(?:volatile)?\s*\(")
-_EXTERN = re.compile(r"extern __shared__ __align__\(\d+\) (\w+) (\w+)\[\];")
+_EXTERN = re.compile(r"extern __shared__(?: __align__\(\d+\))? (\w+) (\w+)\[\];")
 _OPERAND = re.compile(r'"[=+]?\w"\s*\(')
 _PORTABLE = re.compile(r"#if __CUDA_ARCH__ >= 900\n.*?(?:#else\n(.*?))?#endif\n", re.DOTALL)
 PTX = {  # by how a template begins; $0, $1 are its operands, those that are written first
@@ -70,6 +70,9 @@ PTX = {  # by how a template begins; $0, $1 are its operands, those that are wri
     "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32":
         "emu::multiply({&$0, &$1, &$2, &$3}, {$4, $5, $6, $7}, {$8, $9});",
     "{ .reg .pred inside; .reg .s32 other;\nshfl.sync.up": "$0 = emu::plus_below($0, $1);",
+    "mov.u32 %0, %0": ";",
+    "{ .reg .pred whole;\nsetp.ne.u32 whole, %4, 0;\n@whole st.shared.u32":
+        "if ($4) emu::store<1>($1, {$2}), $1 += $5, $0 = $3; else $0 = $2;",
     "{ .reg .pred crossed;\nsetp.ne.u32 crossed, %5, 0;":
         "if ($5) { $0 = $1; $1 = $2; emu::load<1>($3, {&$2}); $3 += 4; }",
     "{ .reg .pred hit;\nsetp.eq.u32 hit, %1, %2;\n@hit xor.b32 %0, %0, %3;": "if ($1 == $2) $0 ^= $3;",

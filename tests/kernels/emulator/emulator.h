@@ -14,6 +14,7 @@
 #define __device__
 #define __global__
 #define __forceinline__ inline
+#define __noinline__
 #define __grid_constant__
 #define __shared__ static
 #define __launch_bounds__(...)
@@ -33,7 +34,7 @@ constexpr Byte kFencePost = 0xa5;
 struct Dim { Word x; };
 struct Copy { Word to; const void* from; int bytes; };
 struct Range { Long begin, size; };
-enum class Meeting { none, pause, warp, block, shuffle, exchange, ballot, match, any_bits, plus_below, multiply };
+enum class Meeting { none, pause, warp, block, shuffle, exchange, ballot, match, any_bits, most, sum, from_below, plus_below, multiply };
 
 struct Lane {
     ucontext_t context;
@@ -193,12 +194,15 @@ inline void complete(Lane* warp) {
         Lane& lane = warp[number];
         if (meeting == Meeting::shuffle) lane.got = warp[lane.with % kLanes].given[0];
         if (meeting == Meeting::exchange) lane.got = warp[(number ^ lane.with) % kLanes].given[0];
+        if (meeting == Meeting::from_below) lane.got = warp[number >= int(lane.with) ? number - lane.with : number].given[0];
         if (meeting == Meeting::plus_below) lane.got = lane.given[0] + (number >= int(lane.with) ? warp[number - lane.with].given[0] : 0);
-        if (meeting != Meeting::ballot && meeting != Meeting::match && meeting != Meeting::any_bits) continue;
+        if (meeting < Meeting::ballot || meeting > Meeting::sum) continue;
         lane.got = 0;
         for (int other = 0; other < kLanes; ++other) {
             const Word given = warp[other].given[0];
             if (meeting == Meeting::any_bits) lane.got |= given;
+            else if (meeting == Meeting::most) lane.got = given > lane.got ? given : lane.got;
+            else if (meeting == Meeting::sum) lane.got += given;
             else if (meeting == Meeting::ballot ? given != 0 : given == lane.given[0]) lane.got |= 1u << other;
         }
     }
@@ -323,6 +327,7 @@ static unsigned __brev(unsigned v) {
 }
 static unsigned __umulhi(unsigned a, unsigned b) { return (unsigned long long)a * b >> 32; }
 static unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) { return ((unsigned long long)high << 32 | low) >> (by & 31); }
+static unsigned __funnelshift_l(unsigned low, unsigned high, unsigned by) { return ((unsigned long long)high << 32 | low) << (by & 31) >> 32; }
 static unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
     const unsigned long long both = (unsigned long long)b << 32 | a;
     unsigned result = 0;
@@ -346,12 +351,30 @@ static bool __any_sync(unsigned, bool v) { return emu::meet(emu::Meeting::ballot
 static bool __all_sync(unsigned, bool v) { return emu::meet(emu::Meeting::ballot, !v) == 0; }
 static unsigned __match_any_sync(unsigned, unsigned v) { return emu::meet(emu::Meeting::match, v); }
 static unsigned __reduce_or_sync(unsigned, unsigned v) { return emu::meet(emu::Meeting::any_bits, v); }
-template <class T> static T __shfl_sync(unsigned, T v, int from) { return T(emu::meet(emu::Meeting::shuffle, unsigned(v), from)); }
-template <class T> static T __shfl_xor_sync(unsigned, T v, int with) { return T(emu::meet(emu::Meeting::exchange, unsigned(v), with)); }
+// Of numbers of one word or two, whatever they are.
+template <class T> static T moved(emu::Meeting meeting, T v, int with) {
+    unsigned words[sizeof(T) / 4];
+    memcpy(words, &v, sizeof v);
+    for (unsigned& word : words) word = emu::meet(meeting, word, with);
+    memcpy(&v, words, sizeof v);
+    return v;
+}
+template <class T> static T __shfl_sync(unsigned, T v, int from) { return moved(emu::Meeting::shuffle, v, from); }
+template <class T> static T __shfl_xor_sync(unsigned, T v, int with) { return moved(emu::Meeting::exchange, v, with); }
+template <class T> static T __shfl_up_sync(unsigned, T v, int by) { return moved(emu::Meeting::from_below, v, by); }
+// Of signed numbers as of unsigned ones, in the same order.
+constexpr unsigned kSign = 1u << 31;
+template <class T> static T __reduce_max_sync(unsigned, T v) {
+    const unsigned flip = T(-1) < T(0) ? kSign : 0;
+    return T(emu::meet(emu::Meeting::most, unsigned(v) ^ flip) ^ flip);
+}
+template <class T> static T __reduce_min_sync(unsigned mask, T v) { return T(~unsigned(__reduce_max_sync(mask, T(~unsigned(v))))); }
+template <class T> static T __reduce_add_sync(unsigned, T v) { return T(emu::meet(emu::Meeting::sum, unsigned(v))); }
 static void __threadfence() {}
 template <class T> static T __ldcg(const T* pointer) { return *pointer; }
 template <class T> static void __stcg(T* pointer, T v) { *pointer = v; }
-template <class T> static T atomicAdd(T* pointer, int v) { return std::exchange(*pointer, *pointer + v); }
+template <class T, class U> static T atomicAdd(T* pointer, U v) { return std::exchange(*pointer, T(*pointer + v)); }
+template <class T, class U> static T atomicOr(T* pointer, U v) { return std::exchange(*pointer, T(*pointer | v)); }
 template <class T> static T atomicExch(T* pointer, int v) { return std::exchange(*pointer, T(v)); }
 template <class A, class B> static auto min(A a, B b) -> decltype(a + b) { return a < b ? a : b; }
 template <class A, class B> static auto max(A a, B b) -> decltype(a + b) { return a > b ? a : b; }
