@@ -14,6 +14,7 @@ from samebits.errors import DeviceError
 from samebits.format.packed import PackedTensor
 from samebits.integrations.vllm import routed
 from samebits.integrations.vllm.routed import Choices, Chosen, RoutedWeight, Routing, multiplying_routed, weights
+from samebits.kernels.linear.experts import is_supported
 from samebits.plans.planner import Mode
 
 EXPERTS, EACH, HIDDEN, INNER = 4, 2, 256, 192
@@ -45,6 +46,7 @@ class Played:
 
     Attributes:
         wrong: variants whose bytes are others, of weights with so many rows.
+        misfit: a variant that does not fit the weight that it is compared with.
         times: of fused products and of decoding first, in microseconds.
     """
 
@@ -52,6 +54,10 @@ class Played:
     times: tuple[float, float] = (1.0, 3.0)
     searches: int = 0
     capturing: bool = False
+    misfit: int | None = None
+
+    def fits(self, variant: int) -> bool:
+        return variant != self.misfit
 
     def product(
         self, x: torch.Tensor, packed: PackedTensor, ids: torch.Tensor, scales: Any, y: torch.Tensor, variant: int
@@ -72,6 +78,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Played:
     made = Played()
     monkeypatch.setattr(routed, "experts_product", made.product)
     monkeypatch.setattr(routed, "_variants", lambda packed, pairs, sharing: list(VARIANTS))
+    monkeypatch.setattr(routed, "launch_of", lambda header, pairs, sharing, variant, device: made.fits(variant))
     monkeypatch.setattr(routed, "microseconds", made.microseconds)
     monkeypatch.setattr(routed, "mode", lambda: Mode.ON)
     monkeypatch.setattr(routed, "_ROUTINGS", 5)
@@ -111,6 +118,29 @@ def test_the_fastest_that_is_right(played: Played, layer: list[torch.Tensor]) ->
     assert choices.known == {3: Chosen(2, 2), 4: Chosen(1, 2), 5: None}
 
 
+def test_a_variant_that_cannot_be_compared(played: Played, layer: list[torch.Tensor]) -> None:
+    played.misfit = 2
+    assert choices_of(layer).of(3) == Chosen(1, 1)
+
+
+@pytest.mark.parametrize("shape", [(4, 2048, 768), (4, 1536, 2048), (8, 640, 640), (8, 1280, 640)], ids=str)
+def test_weights_and_what_they_are_compared_with_suit_the_kernel(shape: tuple[int, ...]) -> None:
+    packed = samebits.encode((0.02 * torch.randn(shape)).to(torch.bfloat16))
+    assert is_supported(packed.header)
+    probe, encoded = routed._probe(packed)
+    assert is_supported(encoded.header)
+    assert probe.weight.shape == shape[1:]
+
+
+def test_what_is_compared_is_forgotten(played: Played, layer: list[torch.Tensor]) -> None:
+    choices = choices_of(layer)
+    assert choices.of(2)
+    assert "_probes" in vars(choices)
+    choices.forget_probes()
+    assert "_probes" not in vars(choices)
+    assert choices.of(3)
+
+
 def test_the_same_bits_as_vllm(played: Played, layer: list[torch.Tensor]) -> None:
     choices, routing = choices_of(layer), Routing.random(6, EXPERTS, EACH, torch.device("cpu"), 1)
     x = torch.randn(6, HIDDEN).to(torch.bfloat16)
@@ -122,17 +152,19 @@ def test_the_same_bits_as_vllm(played: Played, layer: list[torch.Tensor]) -> Non
 
 
 def test_only_what_is_faster(played: Played, layer: list[torch.Tensor]) -> None:
-    """Much slower once: not looked for with more tokens."""
+    """Much slower once, ahead: not looked for with more tokens."""
     played.times = 3.0, 2.5
     choices = choices_of(layer)
-    assert choices.of(3) is None
+    assert choices.of(3, ahead=True) is None
+    played.times = 4.0, 2.0
+    assert choices.of(4) is None
     played.times = 1.0, 2.0
     assert choices.of(5)
     played.times = 4.0, 2.0
-    assert choices.of(8) is None
+    assert choices.of(8, ahead=True) is None
     played.times = 1.0, 2.0
     assert choices.of(9) is None
-    assert played.searches == 3
+    assert played.searches == 4
     assert choices.of(7)
 
 

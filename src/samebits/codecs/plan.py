@@ -30,6 +30,7 @@ CHUNK_STAGES = 16
 STREAM_BITS = 5.4  # what a stream's length costs: a nibble, and the rounding to its unit
 CHUNK_BITS = 80  # a chunk's first word, its offset and the rounding to whole words
 CLASSES = 8
+EXPERTS_DIMENSIONS = 3
 SAMPLE_WORDS = 1 << 22  # words whose quads are counted
 OUTSIDE_BITS = 44  # what a word outside the window is charged while the target is sought
 QUAD_PREMIUM, QUAD_OVERHEAD = 0.10, 0.195  # bits per weight a quad code may cost beyond the single code, and beyond
@@ -89,7 +90,7 @@ def make_plan(shape: tuple[int, ...], counter: Counter) -> Plan | None:
     layout, geometry = Geometry.of_shape(shape, CHUNK_STAGES)
     stride = max(1, geometry.words // SAMPLE_WORDS) | 1
     statistics = counter.rows(stride)
-    best = _best_candidate(statistics, counter, geometry, stride)
+    best = _best_candidate(statistics, counter, geometry, stride, may_be_fused=_may_be_fused(shape, geometry))
     if best.code is Code.SINGLE and statistics.words < geometry.words:
         statistics = counter.rows(1)  # every exponent that occurs needs a codeword
         best = _single(statistics, geometry)
@@ -117,10 +118,17 @@ def wants_compact(words: int, plan: Plan | None) -> bool:
     return words <= MAX_COMPACT_WORDS and others_are_long
 
 
-def _best_candidate(statistics: RowStatistics, counter: Counter, geometry: Geometry, stride: int) -> _Candidate:
+def _may_be_fused(shape: tuple[int, ...], geometry: Geometry) -> bool:
+    """Whether rows are long enough for fused kernels; of stacks of matrices, experts, shorter ones are."""
+    is_stack = len(shape) == EXPERTS_DIMENSIONS and geometry.row_groups_per_chunk == 1
+    return geometry.stages >= CHUNK_STAGES or is_stack
+
+
+def _best_candidate(
+    statistics: RowStatistics, counter: Counter, geometry: Geometry, stride: int, *, may_be_fused: bool
+) -> _Candidate:
     """The quad code, unless it is much longer than the single code or misses its bound."""
     single = _single(statistics, geometry)
-    may_be_fused = geometry.stages >= CHUNK_STAGES
     premium, overhead = (FUSED_PREMIUM, FUSED_OVERHEAD) if may_be_fused else (QUAD_PREMIUM, QUAD_OVERHEAD)
     if single.bits >= 16 + premium:
         return single

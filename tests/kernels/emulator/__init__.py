@@ -3,8 +3,9 @@
 Their sources are compiled as C++, with the PTX in them translated instruction by instruction (``PTX``). Lanes are
 coroutines that run until their warp meets, warps go on in an order that a seed decides (emulator.h). What a GPU may do
 late is done as late as it may be: an asynchronous copy when it is waited for. What may not be is an EmulationError:
-an address outside of shared memory or of ``allowed`` global memory, one that is not aligned, lanes that part where
-their warp meets, warps that wait for ever.
+in PTX an address outside of shared memory or of ``allowed`` global memory, or one that is not aligned (pointers of C++
+are not looked at, but for what is just behind shared memory); lanes that part where their warp meets, warps that wait
+for ever. Blocks run one after the other.
 
 A tensor core's sum is that of its 17 terms in double precision, rounded once. Where terms are so few powers of two
 apart that this is exact, bits depend on the order of these sums, and on nothing else, as on a GPU (``chains``).

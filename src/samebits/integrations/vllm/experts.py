@@ -10,6 +10,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 from tqdm.auto import tqdm
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
@@ -24,7 +25,7 @@ from samebits.kernels.ops import decode_experts, decode_packed
 _NAMES = ("w13_weight", "w2_weight")
 _EVERY = 4  # with so many choices for each expert, nearly all are chosen
 _CHOICES = "sb_choices"  # of a layer
-_known: WeakValueDictionary[tuple[Any, ...], Choices] = WeakValueDictionary()  # of layers that are alike
+_known: WeakValueDictionary[tuple[Any, ...], Choices] = WeakValueDictionary()  # of an engine's layers that are alike
 
 
 class PackedExpertsMethod(UnquantizedFusedMoEMethod):  # type: ignore[misc]
@@ -65,7 +66,8 @@ class PackedExpertsMethod(UnquantizedFusedMoEMethod):  # type: ignore[misc]
     def _prepared(self, layer: Any, x: torch.Tensor, scales: torch.Tensor, routed: torch.Tensor) -> Decoded:
         """The layer with weights as vLLM's kernels are to get them."""
         choices: Choices | None = layer.__dict__[_CHOICES]
-        chosen = choices.of(len(x)) if choices and _suit(x, scales, routed) else None
+        suit = choices and routed.shape[1:] == (choices.each,) and _suit(x, scales, routed)
+        chosen = choices.of(len(x)) if choices and suit else None
         packed = list(_packed(layer).values())
         if chosen and fit(packed, routed.numel(), routed.shape[1], chosen):
             return Decoded(layer, **dict(zip(_NAMES, weights(packed, routed, chosen), strict=True)))
@@ -92,10 +94,9 @@ class PackedExpertsMethod(UnquantizedFusedMoEMethod):  # type: ignore[misc]
         is_triton = self.unquantized_backend is UnquantizedMoeBackend.TRITON and current_platform.is_cuda()
         if not is_triton or self.moe.has_bias or not _has_all_tokens(layer) or not are_supported(packed):
             return None
-        key = (
-            *(tuple(each.shape) for each in packed), packed[0].device, layer.top_k, str(layer.activation),
-            layer.apply_router_weight_on_input,
-        )  # fmt: skip
+        shapes = tuple(tuple(each.shape) for each in packed)
+        kind = str(layer.activation), layer.apply_router_weight_on_input
+        key = id(get_current_vllm_config()), shapes, packed[0].device, layer.top_k, kind
         return _known.setdefault(key, Choices(packed, layer.top_k, partial(self._run, layer), partial(self._of, layer)))
 
     def _run(self, layer: Any, x: torch.Tensor, routing: Routing, weights: Iterable[Any]) -> torch.Tensor:
@@ -113,6 +114,7 @@ def find(model: nn.Module, captured: Iterable[int], shows_progress: bool) -> Non
     for choices in found:
         for tokens in tqdm(sorted(captured), "Finding plans for experts", disable=not shows_progress):
             choices.of(tokens, ahead=True)
+        choices.forget_probes()  # before what is left is given to the cache
 
 
 def _packed(layer: nn.Module) -> Mapping[str, PackedTensor]:

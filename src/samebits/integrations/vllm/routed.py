@@ -29,6 +29,7 @@ from samebits.plans.timing import microseconds
 FEW_TOKENS = 64  # more are looked for only ahead
 _PROBES = 4  # the first one plain, the others of sums that cancel
 _ROUTINGS = 12  # that are timed in turn: experts that a cache does not have
+_DECODED = 4  # of these, with which decoding first is timed: it writes far more than the cache has
 _HOPELESS = 1.5  # times as long as decoding first: with more tokens it takes longer still
 _log = logging.getLogger(__name__)
 
@@ -98,16 +99,16 @@ class _Compared(RoutedWeight):
         weight = self._probe.weight.view(1, *self.shape[1:]).expand(self.shape)
         ids = torch.zeros(pairs, dtype=torch.int32, device=x.device)
         scales = given["topk_weights"] if given["mul_routed_weight"] else None
+        sharing, device = pairs // len(x), x.get_device()
+        self.right = [each for each in self.right if launch_of(self._encoded.header, pairs, sharing, each, device)]
         for seed in range(_PROBES):
             made = self._probe.cancelling(len(x), seed) if seed else self._probe.plain(len(x), seed)
-            expected = torch.empty_like(y)
-            original(**{**given, "A": made, "B": weight, "C": expected})
+            original(**{**given, "A": made, "B": weight})
             for variant in tuple(self.right):
                 found = torch.full_like(y, torch.nan)
                 experts_product(made, self._encoded, ids, scales, found, variant)
-                if not same_words(found, expected):
+                if not same_words(found, y):
                     self.right.remove(variant)
-        y.copy_(expected)
 
 
 def multiplying_routed(original: Callable[..., None]) -> Callable[..., None]:
@@ -142,13 +143,14 @@ class Choices:
         decoded: of a routing, the plain weights for ``run``.
 
     Attributes:
+        each: as it was given.
         known: what was found, by numbers of tokens.
     """
 
     def __init__(
         self, packed: Sequence[PackedTensor], each: int, run: Run, decoded: Callable[[Routing], Sequence[torch.Tensor]]
     ) -> None:
-        self._packed, self._each, self._run, self._decoded = packed, each, run, decoded
+        self._packed, self.each, self._run, self._decoded = packed, each, run, decoded
         self.known: dict[int, Chosen | None] = {}
         self._hopeless: float = torch.inf  # tokens
 
@@ -163,32 +165,31 @@ class Choices:
         if tokens > FEW_TOKENS and not ahead:
             return None
         try:
-            found = None if tokens >= self._hopeless else self._found(tokens)
+            found = None if tokens >= self._hopeless else self._found(tokens, ahead=ahead)
         except (torch.OutOfMemoryError, DeviceError) as error:
             _log.warning("%d tokens with routed experts: %s; these are decoded first", tokens, error)
             found = None
         self.known[tokens] = found
         return found
 
+    def forget_probes(self) -> None:
+        """Which take memory; they are made again if they are needed."""
+        self.__dict__.pop("_probes", None)
+
     @cached_property
     def _probes(self) -> list[tuple[Probe, PackedTensor]]:
         """Of each weight's experts one made for it."""
-        found = []
-        for packed in self._packed:
-            rows, columns = packed.shape[1:]
-            probe = Probe.make(rows, columns, packed.device, even=rows * columns < SMALL)
-            found.append((probe, encode(probe.weight.unsqueeze(0))))
-        return found
+        return [_probe(packed) for packed in self._packed]
 
     @torch.inference_mode(False)  # whose tensors have no decode tables, and take longer
     @torch.no_grad()
-    def _found(self, tokens: int) -> Chosen | None:
+    def _found(self, tokens: int, *, ahead: bool) -> Chosen | None:
         first, second = self._packed
-        device, pairs = first.device, tokens * self._each
-        possible = [_variants(first, pairs, self._each), _variants(second, pairs, 1)]
+        device, pairs = first.device, tokens * self.each
+        possible = [_variants(first, pairs, self.each), _variants(second, pairs, 1)]
         if not all(possible):
             return None
-        routings = [Routing.random(tokens, first.shape[0], self._each, device, seed) for seed in range(_ROUTINGS)]
+        routings = [Routing.random(tokens, first.shape[0], self.each, device, seed) for seed in range(_ROUTINGS)]
         generator = torch.Generator(device).manual_seed(0)
         x = torch.randn(tokens, first.shape[2], device=device, generator=generator).to(torch.bfloat16)
         compared = [
@@ -201,12 +202,12 @@ class Choices:
             return None
         chosen = Chosen(*(self._fastest(each, routings) for each in compared))
         fused = [partial(self._fused, x, routing, chosen) for routing in routings]
-        decoded = [partial(self._decode_and_run, x, routing) for routing in routings[:2]]
+        decoded = [partial(self._decode_and_run, x, routing) for routing in routings[:_DECODED]]
         if not all(same_words(calls[0](), calls[1]()) for calls in zip(fused, decoded, strict=False)):
             _log.warning("%d tokens with routed experts: other bits than vLLM's; these are decoded first", tokens)
             return None
         fused_us, decoded_us = microseconds([fused, decoded])
-        if fused_us > _HOPELESS * decoded_us:
+        if ahead and fused_us > _HOPELESS * decoded_us:
             self._hopeless = tokens
         how = ", ".join(str(VARIANTS[variant]) for variant in chosen) if fused_us < decoded_us else "decoded first"
         _log.info("%d tokens with %s experts: %s, %.0f us, decoding first %.0f us", tokens, first.shape, how, fused_us,
@@ -232,6 +233,17 @@ class Choices:
 
     def _decode_and_run(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         return self._run(x, routing, self._decoded(routing))
+
+
+def _probe(of: PackedTensor) -> tuple[Probe, PackedTensor]:
+    """Of one expert, for the kernel: as trained weights are, if these take the quad code."""
+    rows, columns = of.shape[1:]
+    for even in (True,) if rows * columns < SMALL else (False, True):
+        probe = Probe.make(rows, columns, of.device, even=even)
+        packed = encode(probe.weight.unsqueeze(0))
+        if is_supported(packed.header):
+            break
+    return probe, packed
 
 
 def weights(packed: Sequence[PackedTensor], ids: torch.Tensor, chosen: Chosen) -> list[RoutedWeight]:

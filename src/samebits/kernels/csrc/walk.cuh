@@ -84,7 +84,7 @@ __device__ __forceinline__ WalkMemory walk_memory(const Job& job, u32* words, in
 
 // A whole walk of a warp, whose Way says
 //   copies_table             whether that is on its way already
-//   has_short_turns          whether chunks end with turns of kShort stages where that is enough; they all begin with whole ones
+//   has_short_turns          whether chunks end with turns of kShort stages where that is enough; a walk's first chunk has more than that many
 //   count, at, group_of      what its pieces are, and which row group a place is of
 //   fetch_x                  starts copies of x, where that is each warp's work
 //   await_turn, end_turn     around each turn that multiplies, while columns has its x; skip_turn for one that does not

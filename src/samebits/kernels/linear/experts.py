@@ -24,6 +24,7 @@ _MAX_WARPS = {1: 20, 2: 16}  # kMaxWarps, kFewWarps: by OCTETs of pairs that a u
 _UNIT_WORDS = {1: 10, 2: 18}  # csrc: Unit
 _MAX_PAIRS = 1 << 13
 _MAX_EXPERTS = (1 << 16) - 1  # kNoExpert
+_MAX_ITEMS = 1 << 16  # csrc: Piece::place
 _MAX_DIVIDED = 1 << 32  # csrc: divide
 _SCHEDULERS = 4  # of a multiprocessor
 
@@ -87,7 +88,7 @@ VARIANTS = tuple(Variant(octets, shared_x) for octets in (1, 2) for shared_x in 
 
 @lru_cache(maxsize=8192)
 def launch_of(header: Header, pairs: int, sharing: int, variant: int, device: int) -> ExpertsLaunch | None:
-    """For a supported tensor; None if it does not fit, or is of no use.
+    """None if the tensor is not supported, or it does not fit, or is of no use.
 
     Args:
         pairs: of tokens and experts.
@@ -95,8 +96,15 @@ def launch_of(header: Header, pairs: int, sharing: int, variant: int, device: in
         variant: an index into VARIANTS.
     """
     kind = VARIANTS[variant]
+    if not is_supported(header):
+        return None
     planner = _Planner(header, pairs, sharing, kind, device)
-    is_too_large = pairs > _MAX_PAIRS or planner.experts > _MAX_EXPERTS or planner.most_divided > _MAX_DIVIDED
+    is_too_large = (
+        pairs > _MAX_PAIRS
+        or planner.experts > _MAX_EXPERTS
+        or planner.items > _MAX_ITEMS
+        or planner.most_divided > _MAX_DIVIDED
+    )
     if is_too_large or (kind.octets > 1 and planner.tokens <= OCTET):
         return None
     most = planner.most_warps
