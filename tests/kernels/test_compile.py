@@ -72,9 +72,9 @@ def capabilities(file: str) -> list[tuple[int, int]]:
 
 
 def pairs(file: str) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Each kernel with Hopper, newer architectures, and one of the older ones, which have the same instructions."""
+    """Each kernel with Hopper, and in turn with one of the newer architectures and one of the older ones."""
     for number, name in enumerate(INSTANCES[file]):
-        chosen = {HOPPER, *NEWER, OLDER[number % len(OLDER)]}
+        chosen = {HOPPER, NEWER[number % len(NEWER)], OLDER[number % len(OLDER)]}
         yield from ((name, each) for each in capabilities(file) if each in chosen)
 
 
