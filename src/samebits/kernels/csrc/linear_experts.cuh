@@ -5,8 +5,8 @@
 //   unit       up to eight or sixteen pairs of one expert, no more than there are tokens: what one mma multiplies a row group with
 //   item       a row group of a unit: all of K, one chain (walk.cuh)
 //
-// Units are numbered, items unit by unit; each block has as many items as any other, each of its warps as many as any other warp. All blocks have to
-// number pairs and units alike. See linear.cuh; linear/experts.py.
+// Units are numbered, items unit by unit; each block has as many items as any other. All blocks have to number pairs and units alike. x is in shared memory,
+// or in global memory (Experts), or comes turn by turn for warps that walk in step (InStep), where it is large. See linear.cuh; linear/experts.py.
 #pragma once
 #include "walk.cuh"
 
@@ -32,8 +32,9 @@ static_assert(sizeof(Unit<1>) == 40 && sizeof(Unit<2>) == 72, "linear/experts.py
 constexpr int kIdBits = 16;              // of a pair in shared memory: its expert, and above how many pairs of that there are in front of it
 constexpr u32 kNoExpert = (1u << kIdBits) - 1;
 
-template <Kind kind, int octets>
-struct Experts {
+// A block's units and items, and the warp at hand.
+template <int octets>
+struct Routes {
     static constexpr bool has_all_of_x = false, copies_table = true, has_short_turns = true;
     using Unit = ::Unit<octets>;
     const Geometry& geometry;
@@ -42,18 +43,16 @@ struct Experts {
     const int lane;
     const u32 x;                         // shared address
     Unit* const units;                   // in shared memory: the block's
-    int first_unit, own_units, first_item, end_item;   // of this block; of this warp
-    Columns<kind, octets> columns;
+    int first_unit, own_units, first_item, end_item;   // of the block
 
-    __device__ __forceinline__ Experts(const Geometry& geometry, const Job& job, const Routing& routing, const WalkMemory& at, int lane)
-        : geometry(geometry), job(job), routing(routing), lane(lane), x(at.x), units(reinterpret_cast<Unit*>(at.words + at.behind)),
-          columns(job.x, at.x, 1, geometry.columns, lane, 0) {}
+    __device__ __forceinline__ Routes(const Geometry& geometry, const Job& job, const Routing& routing, const WalkMemory& at, int lane)
+        : geometry(geometry), job(job), routing(routing), lane(lane), x(at.x), units(reinterpret_cast<Unit*>(at.words + at.behind)) {}
 
     __device__ __forceinline__ u32 expert_of(int pair) const {
         const u64 id = routing.wide ? static_cast<const u64*>(routing.ids)[pair] : static_cast<const u32*>(routing.ids)[pair];
         return id < u64(routing.experts) ? u32(id) : kNoExpert;
     }
-    // Finds the block's units and the warp's items. By the whole block; returns before all of the units are there for other warps.
+    // Finds the block's units and items. By the whole block; returns before all of the units are there for other warps.
     __device__ __forceinline__ void route() {
         await_kernel_before();
         if (routing.pairs <= kLanes) route_few();
@@ -123,11 +122,9 @@ struct Experts {
     }
     __device__ __forceinline__ void take_share(int all_units) {
         const u64 items = u64(all_units) * u32(routing.groups);
-        const int begin = int(items * blockIdx.x / gridDim.x), own = int(items * (blockIdx.x + 1) / gridDim.x) - begin, warps = blockDim.x >> 5, warp = own_warp();
-        first_unit = divide(begin, routing.by_groups);
-        own_units = own > 0 ? min(divide(begin + own - 1, routing.by_groups) - first_unit + 1, routing.units) : 0;
-        first_item = begin + int(uniform(u32(own * warp / warps)));
-        end_item = begin + int(uniform(u32(own * (warp + 1) / warps)));
+        first_item = int(items * blockIdx.x / gridDim.x), end_item = int(items * (blockIdx.x + 1) / gridDim.x);
+        first_unit = divide(first_item, routing.by_groups);
+        own_units = end_item > first_item ? min(divide(end_item - 1, routing.by_groups) - first_unit + 1, routing.units) : 0;
     }
     // Of pairs without an expert, block by block.
     __device__ __forceinline__ void clear_rows() const {
@@ -138,17 +135,50 @@ struct Experts {
     __device__ __forceinline__ int in_unit(int rank) const { return rank - divide(rank, routing.by_unit_pairs) * routing.unit_pairs; }
     __device__ __forceinline__ int unit_of(int item) const { return divide(item, routing.by_groups) - first_unit; }
     __device__ __forceinline__ int group_in_expert(int item) const { return item - divide(item, routing.by_groups) * routing.groups; }
-    __device__ __forceinline__ u32 x_of(int unit) const { return x + unit * routing.unit_pairs * (geometry.columns * 2); }
     __device__ __forceinline__ const u16* row_of(u32 pair) const { return job.x + size_t(divide(int(pair), routing.by_sharing)) * geometry.columns; }
 
-    __device__ __forceinline__ int count() const { return (end_item - first_item) * geometry.chunks_per_row_group; }
+    __device__ __forceinline__ u32 group_of_item(int item) const { return units[unit_of(item)].expert * u32(routing.groups) + u32(group_in_expert(item)); }
+    // A chunk of what is at a slot of a warp's.
     __device__ __forceinline__ Vec2 at(int index) const {
         const int slot = divide(index, job.by_chunks), chunk = index - slot * geometry.chunks_per_row_group;
         return describe_piece(geometry, job, slot, chunk, 0, min(geometry.stages - chunk * kChunkStages, kChunkStages), false, false);
     }
-    __device__ __forceinline__ u32 group_of(u32 place) const {
-        const int item = min(first_item + int(place >> 16), end_item - 1);   // of the place behind the last one that is asked, too
-        return units[unit_of(item)].expert * u32(routing.groups) + u32(group_in_expert(item));
+    __device__ __forceinline__ void hand_on(const Sums<octets>&) const {}
+    __device__ __forceinline__ void store(const Sums<octets>& sums, int item) const {
+        const int g = lane >> 2, t = lane & 3, row = 8 * group_in_expert(item);
+        const Unit& unit = units[unit_of(item)];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int own = octets == 1 ? 2 * t + i : g + 8 * i;
+            if (own >= int(unit.count)) continue;
+            const u32 pair = unit.pairs[own];
+            u16* const y = job.y + size_t(pair) * u32(8 * routing.groups) + row;
+            auto scaled = [&](float sum) { return routing.scales ? sum * routing.scales[pair] : sum; };
+            if constexpr (octets == 1) y[g] = u16(to_bf16x2(scaled(sums.of[i]), 0.0f));
+            else *reinterpret_cast<u32*>(y + 2 * t) = to_bf16x2(scaled(sums.of[2 * i]), scaled(sums.of[2 * i + 1]));
+        }
+    }
+};
+
+// Each warp has items that lie behind each other, x is in shared memory, that of all units, or is read from global memory.
+template <Kind kind, int octets>
+struct Experts : Routes<octets> {
+    using Base = Routes<octets>;
+    using Base::geometry, Base::job, Base::lane, Base::units, Base::unit_of, Base::row_of, Base::own_units;
+    int begin_item, behind_item;         // of this warp
+    Columns<kind, octets> columns;
+
+    __device__ __forceinline__ Experts(const Geometry& geometry, const Job& job, const Routing& routing, const WalkMemory& at, int lane)
+        : Base(geometry, job, routing, at, lane), columns(job.x, at.x, 1, geometry.columns, lane, 0) {
+        Base::route();
+        const int warps = blockDim.x >> 5, warp = own_warp(), own = Base::end_item - Base::first_item;
+        begin_item = Base::first_item + int(uniform(u32(own * warp / warps)));
+        behind_item = Base::first_item + int(uniform(u32(own * (warp + 1) / warps)));
+    }
+    __device__ __forceinline__ u32 x_of(int unit) const { return Base::x + unit * Base::routing.unit_pairs * (geometry.columns * 2); }
+    __device__ __forceinline__ int count() const { return (behind_item - begin_item) * geometry.chunks_per_row_group; }
+    __device__ __forceinline__ u32 group_of(u32 place) const {   // of the place behind the last one that is asked, too
+        return Base::group_of_item(min(begin_item + int(place >> 16), behind_item - 1));
     }
     __device__ __forceinline__ void fetch_x() const {
         if (kind == global) return;
@@ -168,30 +198,167 @@ struct Experts {
     __device__ __forceinline__ void skip_turn() { columns.advance(kTurn); }
     __device__ __forceinline__ void pass() const {}
     __device__ __forceinline__ void begin(const Vec2& piece, Sums<octets>& sums) {
-        const int number = unit_of(first_item + int(piece.x >> 16));
-        const Unit& unit = units[number];
-        const int count = int(unit.count);
+        const int number = unit_of(begin_item + int(piece.x >> 16)), count = int(units[number].count);
         columns.move_to(job.x, x_of(number), count, geometry.columns, lane, 0);
 #pragma unroll
-        for (int octet = 0; octet < octets; ++octet) columns.source[octet] = row_of(unit.pairs[min((lane >> 2) + 8 * octet, count - 1)]) + 4 * (lane & 3);
+        for (int octet = 0; octet < octets; ++octet)
+            columns.source[octet] = row_of(units[number].pairs[min((lane >> 2) + 8 * octet, count - 1)]) + 4 * (lane & 3);
         sums = {};
     }
-    __device__ __forceinline__ void hand_on(const Sums<octets>&) const {}
-    __device__ __forceinline__ void close(const Sums<octets>& sums, int slot, int) const {
-        const int item = first_item + slot, g = lane >> 2, t = lane & 3, row = 8 * group_in_expert(item);
-        const Unit& unit = units[unit_of(item)];
+    __device__ __forceinline__ void close(const Sums<octets>& sums, int slot, int) const { Base::store(sums, begin_item + slot); }
+};
+
+// All warps have items of one unit at a time, a round, and go through K in step: another warp brings x turn by turn into a ring for all of them.
+constexpr int kColumnBytes = kTurn * 128;                          // of a pair in a turn of x
+template <int octets> constexpr int kPlaces = octets == 1 ? 4 : 3; // turns that are in the ring, or on their way
+static_assert(kColumnBytes == 1024 && kPlaces<1> == 4 && kPlaces<2> == 3, "linear/experts.py: _COLUMN_WORDS, _PLACES");
+
+template <int octets>
+struct InStep : Routes<octets> {
+    using Base = Routes<octets>;
+    using Base::geometry, Base::job, Base::lane, Base::units, Base::unit_of;
+    struct Found { int item, round; };
+    const int warp, warps;               // warps: that walk
+    const u32 come, taken;               // shared addresses of flags: turns that have come; [warps] turns that a warp does not need any more
+    int turn = 0;                        // that comes next
+    struct TurnColumns {
+        u32 steps[octets][4];            // of the turn at hand: for each token and stage 128 bytes, those of step q where 32 (q ^ (token & 3)) says
+        bool any[octets];                // as Columns
+
+        __device__ __forceinline__ void load(Vec4 (&x)[octets], int stage, int half) const {
+            Vec4 own[octets];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int own = octets == 1 ? 2 * t + i : g + 8 * i;
-            if (own >= int(unit.count)) continue;
-            const u32 pair = unit.pairs[own];
-            u16* const y = job.y + size_t(pair) * u32(8 * routing.groups) + row;
-            auto scaled = [&](float sum) { return routing.scales ? sum * routing.scales[pair] : sum; };
-            if constexpr (octets == 1) y[g] = u16(to_bf16x2(scaled(sums.of[i]), 0.0f));
-            else *reinterpret_cast<u32*>(y + 2 * t) = to_bf16x2(scaled(sums.of[2 * i]), scaled(sums.of[2 * i + 1]));
+            for (int octet = 0; octet < octets; ++octet) {
+                const Vec2 first = load_shared_vec2_if(any[octet], steps[octet][2 * half] + stage * 128);
+                const Vec2 second = load_shared_vec2_if(any[octet], steps[octet][2 * half + 1] + stage * 128);
+                own[octet] = {first.x, first.y, second.x, second.y};
+            }
+            operands_of(own, x);
+        }
+    } columns;
+    int rows = 1;                        // of the unit at hand
+
+    __device__ __forceinline__ InStep(const Geometry& geometry, const Job& job, const Routing& routing, const WalkMemory& at, int warps, int lane)
+        : Base(geometry, job, routing, at, lane), warp(own_warp()), warps(warps), come(flags_of(Base::units, routing)), taken(come + 4) {
+        Base::route();
+    }
+    static __device__ __forceinline__ u32 flags_of(const typename Base::Unit* units, const Routing& routing) {
+        return u32(__cvta_generic_to_shared(units + routing.units)) + 4 * (routing.experts + routing.pairs);
+    }
+    __device__ __forceinline__ int turns() const { return (geometry.stages + kTurn - 1) / kTurn; }   // of a round
+    __device__ __forceinline__ int begin_of(int unit) const { return max(Base::first_item, (Base::first_unit + unit) * Base::routing.groups); }
+    __device__ __forceinline__ int items_of(int unit) const { return min(Base::end_item, (Base::first_unit + unit + 1) * Base::routing.groups) - begin_of(unit); }
+    __device__ __forceinline__ int rounds_of(int unit) const { return divide(items_of(unit) + warps - 1, job.by_slots); }
+    __device__ __forceinline__ int own_of(int unit) const { return divide(items_of(unit) + warps - 1 - warp, job.by_slots); }   // of this warp
+    __device__ __forceinline__ int own() const {
+        int sum = 0;
+        for (int unit = 0; unit < Base::own_units; ++unit) sum += own_of(unit);
+        return sum;
+    }
+    // A slot's item, and in which of the block's rounds it is.
+    __device__ __forceinline__ Found find(int slot) const {
+        int unit = 0, rounds = 0;
+        for (; unit + 1 < Base::own_units && slot >= own_of(unit); ++unit) slot -= own_of(unit), rounds += rounds_of(unit);
+        return {begin_of(unit) + slot * warps + warp, rounds + slot};
+    }
+    __device__ __forceinline__ int count() const { return own() * geometry.chunks_per_row_group; }
+    __device__ __forceinline__ u32 group_of(u32 place) const { return Base::group_of_item(find(min(int(place >> 16), own() - 1)).item); }
+
+    __device__ __forceinline__ void fetch_x() const {}
+    __device__ __forceinline__ void clear_flags() const {
+        for (int i = threadIdx.x; i < 1 + warps; i += kLanes * warps) store_shared(come + 4 * i, 0u);
+    }
+    // Goes on with a turn, whatever is in front of it.
+    __device__ __forceinline__ void move_to(int next) {
+        turn = next;
+        __syncwarp();
+        if (lane == 0) set_flag(taken + 4 * warp, u32(turn));
+        const u32 place = Base::x + (turn - divide(turn, job.by_ring) * kPlaces<octets>) * (Base::routing.unit_pairs * kColumnBytes);
+#pragma unroll
+        for (int octet = 0; octet < octets; ++octet) {
+            const int row = (lane >> 2) + 8 * octet, own = min(row, rows - 1);
+            columns.any[octet] = row < rows;
+#pragma unroll
+            for (int q = 0; q < 4; ++q) columns.steps[octet][q] = place + own * kColumnBytes + 32 * (q ^ (own & 3)) + 8 * (lane & 3);
         }
     }
+    __device__ __forceinline__ void begin(const Vec2& piece, Sums<octets>& sums) {
+        const Found found = find(int(piece.x >> 16));
+        rows = int(units[unit_of(found.item)].count);
+        move_to(found.round * turns());
+        sums = {};
+    }
+    __device__ __forceinline__ void await_turn() const { wait_until(come, u32(turn) + 1); }
+    __device__ __forceinline__ void end_turn() { move_to(turn + 1); }
+    __device__ __forceinline__ void skip_turn() { move_to(turn + 1); }
+    __device__ __forceinline__ void pass() const {
+        __syncwarp();
+        if (lane == 0) set_flag(taken + 4 * warp, ~0u >> 1);
+    }
+    __device__ __forceinline__ void close(const Sums<octets>& sums, int slot, int) const { Base::store(sums, find(slot).item); }
+
+    // What the warp does that brings x.
+    __device__ __forceinline__ void bring(const Packed& packed, const WalkMemory& at) const {
+        let_kernel_behind_start();
+        const Table<true> table(packed, at.words, at.words + job.table_words, false);
+        table.build();
+        copy_wait<0>();                  // its part of the table
+        __syncthreads();
+        auto publish = [&](int turns) {
+            __syncwarp();
+            if (lane == 0) set_flag(come, u32(turns));
+        };
+        auto is_needed = [&](int turn) { return __any_sync(kFull, lane < warps && int(read_flag(taken + 4 * min(lane, warps - 1))) <= turn); };
+        const int stage = lane >> 3, part = lane & 7, count = turns();   // of a turn's 64 units of 16 bytes each lane brings two, four stages apart
+        int turn = 0;
+        for (int unit = 0; unit < Base::own_units; ++unit)
+            for (int round = rounds_of(unit); round > 0; --round)
+#pragma unroll 1
+                for (int own = 0; own < count; ++own, ++turn) {
+                    const int before = turn - kPlaces<octets>;           // that was in its place
+                    if (before >= 0 && is_needed(before)) {
+                        copy_wait<0>();
+                        publish(turn);
+                        while (is_needed(before)) __nanosleep(40);
+                    }
+                    const int first = own * kTurn + stage, number = turn - divide(turn, job.by_ring) * kPlaces<octets>;
+                    const u32 place = Base::x + number * (Base::routing.unit_pairs * kColumnBytes) + stage * 128;
+#pragma unroll 4
+                    for (int row = 0; row < int(units[unit].count); ++row) {
+                        const u16* from = Base::row_of(units[unit].pairs[row]) + 64 * first + 8 * part;
+                        const u32 to = place + row * kColumnBytes + 16 * (part ^ 2 * (row & 3));
+                        if (first < geometry.stages) copy_async(to, from);
+                        if (first + 4 < geometry.stages) copy_async(to + 512, from + 256);
+                    }
+                    copy_commit();
+                    constexpr int kFlying = kPlaces<octets> - 1;
+                    copy_wait<kFlying - 1>();
+                    if (turn >= kFlying - 1) publish(turn - kFlying + 2);
+                }
+        copy_wait<0>();
+        publish(turn);
+    }
 };
+
+// Starts copying the decode table, while the kernel in front ends.
+__device__ __forceinline__ void copy_table_early(const Packed& packed, u32* memory) {
+    if (packed.table) copy_table(packed, u32(__cvta_generic_to_shared(memory)), threadIdx.x, blockDim.x);
+    copy_commit();
+}
+
+template <int octets>
+__device__ __forceinline__ void linear_in_step(const Geometry& geometry, const Packed& packed, const Job& job, const Routing& routing) {
+    extern __shared__ __align__(128) u32 memory[];
+    int lane = threadIdx.x & 31;
+    keep(lane);
+    const int warps = (blockDim.x >> 5) - 1;
+    const WalkMemory at = walk_memory(job, memory, own_warp(), warps);
+    copy_table_early(packed, memory);
+    InStep<octets> way(geometry, job, routing, at, warps, lane);
+    __syncwarp();
+    if (own_warp() == warps) return way.bring(packed, at);
+    walk<InStep<octets>, octets, kNowhere>(geometry, packed, job, at, way, lane);
+}
 
 template <Kind kind, int octets>
 __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& packed, const Job& job, const Routing& routing) {
@@ -199,10 +366,8 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
     int lane = threadIdx.x & 31;
     keep(lane);
     const WalkMemory at = walk_memory(job, memory, own_warp(), blockDim.x >> 5);
-    if (packed.table) copy_table(packed, u32(__cvta_generic_to_shared(memory)), threadIdx.x, blockDim.x);   // while the kernel in front ends
-    copy_commit();
+    copy_table_early(packed, memory);
     Experts<kind, octets> way(geometry, job, routing, at, lane);
-    way.route();
     __syncwarp();
     walk<Experts<kind, octets>, octets, kNowhere>(geometry, packed, job, at, way, lane);
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -22,6 +23,8 @@ from samebits.kernels.tables import decode_table
 _FILE = "linear_experts.cu"
 _MAX_WARPS = {1: 20, 2: 16}  # kMaxWarps, kFewWarps: by OCTETs of pairs that a unit has
 _UNIT_WORDS = {1: 10, 2: 18}  # csrc: Unit
+_COLUMN_WORDS = 256  # kColumnBytes
+_PLACES = {1: 4, 2: 3}  # kPlaces
 _MAX_PAIRS = 1 << 13
 _MAX_EXPERTS = (1 << 16) - 1  # kNoExpert
 _MAX_ITEMS = 1 << 16  # csrc: Piece::place
@@ -68,22 +71,29 @@ def is_supported(header: Header) -> bool:
     )
 
 
+class Input(Enum):
+    """Where x is."""
+
+    SHARED = "x in shared memory"
+    GLOBAL = "x in global memory"
+    IN_STEP = "x brought turn by turn"
+
+
 class Variant(NamedTuple):
     """One way to run it; changes the speed and never the bits.
 
     Attributes:
         octets: of pairs that a unit has.
-        shared_x: keep x in shared memory.
     """
 
     octets: int
-    shared_x: bool
+    input: Input
 
     def __str__(self) -> str:
-        return f"units of {OCTET * self.octets}{'' if self.shared_x else ', x in global memory'}"
+        return f"units of {OCTET * self.octets}, {self.input.value}"
 
 
-VARIANTS = tuple(Variant(octets, shared_x) for octets in (1, 2) for shared_x in (True, False))
+VARIANTS = tuple(Variant(octets, kind) for octets in (1, 2) for kind in Input)
 
 
 @lru_cache(maxsize=8192)
@@ -125,10 +135,16 @@ class _Planner(WalkPlanner):
         self.all_items = units * self.groups
         self.items = -(-self.all_items // self.grid)  # of a block
         self.units = max(self.items - 2, 0) // self.groups + 2
-        x = self.units * self.unit_pairs * self.columns // 2
-        self.x = max(x if variant.shared_x else 0, self.entries)
+        self.others = 1 if variant.input is Input.IN_STEP else 0  # warps that bring x
+        x = {
+            Input.SHARED: self.units * self.unit_pairs * self.columns // 2,
+            Input.GLOBAL: 0,
+            Input.IN_STEP: _PLACES[variant.octets] * self.unit_pairs * _COLUMN_WORDS,
+        }
+        self.x = max(x[variant.input], self.entries)
+        flags = (1 + _MAX_WARPS[variant.octets]) * self.others
         unit_words = self.units * _UNIT_WORDS[variant.octets]
-        self.fixed = self.table + self.x + unit_words + self.experts + pairs
+        self.fixed = self.table + self.x + unit_words + self.experts + pairs + flags
 
     @property
     def most_divided(self) -> int:
@@ -137,7 +153,8 @@ class _Planner(WalkPlanner):
 
     @property
     def most_warps(self) -> int:
-        return min(_MAX_WARPS[self.variant.octets], (self.room - self.fixed) // self.walker)
+        """That walk."""
+        return min(_MAX_WARPS[self.variant.octets] - self.others, (self.room - self.fixed) // self.walker)
 
     def even_warps(self, most: int) -> int:
         """As few as have no more items each than with as many as fit."""
@@ -145,12 +162,14 @@ class _Planner(WalkPlanner):
         return -(-self.items // each)
 
     def launch(self, warps: int) -> ExpertsLaunch:
-        name = f"linear_experts_{self.m}_{'shared' if self.variant.shared_x else 'global'}"
+        name = f"linear_experts_{self.m}_{self.variant.input.name.lower()}"
         routing = RoutingStructure(None, None, 0, self.pairs, self.experts, self.groups, self.sharing, self.units,
                                    self.unit_pairs, magic(self.groups), magic(self.sharing),
                                    magic(self.unit_pairs))  # fmt: skip
-        job = JobStructure(None, None, None, None, None, *self.job_fields(1, 1, warps, x=self.x, first_block=0))
-        return ExpertsLaunch(name, self.grid, warps, 4 * (self.fixed + warps * self.walker), job, routing)
+        job = JobStructure(None, None, None, None, None, *self.job_fields(
+            warps, 1, warps, x=self.x, first_block=0, ring=_PLACES[self.variant.octets]
+        ))  # fmt: skip
+        return ExpertsLaunch(name, self.grid, warps + self.others, 4 * (self.fixed + warps * self.walker), job, routing)
 
 
 def experts_product(
