@@ -91,7 +91,7 @@ class _Compared(RoutedWeight):
     """
 
     def __init__(self, packed: PackedTensor, probe: Probe, encoded: PackedTensor, right: Sequence[int]) -> None:
-        super().__init__(packed, torch.empty(0), 0)
+        super().__init__(packed, torch.empty(0, device=packed.device), 0)
         self._probe, self._encoded, self.right = probe, encoded, list(right)
 
     def multiply(self, original: Callable[..., None], given: dict[str, Any]) -> None:
