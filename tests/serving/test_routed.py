@@ -134,11 +134,12 @@ def test_weights_and_what_they_are_compared_with_suit_the_kernel(shape: tuple[in
 
 def test_what_is_compared_is_forgotten(played: Played, layer: list[torch.Tensor]) -> None:
     choices = choices_of(layer)
-    assert choices.of(2)
+    assert choices.of(2, ahead=True)
     assert "_probes" in vars(choices)
     choices.forget_probes()
     assert "_probes" not in vars(choices)
     assert choices.of(3)
+    assert "_probes" not in vars(choices)
 
 
 def test_the_same_bits_as_vllm(played: Played, layer: list[torch.Tensor]) -> None:

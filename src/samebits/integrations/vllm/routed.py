@@ -158,7 +158,7 @@ class Choices:
         """None: the experts are decoded first. While a graph is captured nothing is found.
 
         Args:
-            ahead: it is asked before there is anything to do.
+            ahead: it is asked before there is anything to do; call ``forget_probes`` behind the last number.
         """
         if tokens in self.known or mode() is not Mode.ON or torch.cuda.is_current_stream_capturing():
             return self.known.get(tokens)
@@ -169,6 +169,8 @@ class Choices:
         except (torch.OutOfMemoryError, DeviceError) as error:
             _log.warning("%d tokens with routed experts: %s; these are decoded first", tokens, error)
             found = None
+        if not ahead:
+            self.forget_probes()  # what is left of the memory is the cache's
         self.known[tokens] = found
         return found
 
