@@ -22,9 +22,8 @@ from common import PACKAGES, add_results, encode_checked, significant, synthetic
 from gpu import time_graphs
 from samebits.bf16 import same_words
 from samebits.integrations.vllm import plugin
-from samebits.integrations.vllm.routed import Choices, Routing, multiplying_routed, weights
+from samebits.integrations.vllm.routed import Choices, Routing, decoded, multiplying_routed, weights
 from samebits.kernels.linear.experts import VARIANTS
-from samebits.kernels.ops import decode_experts, decode_packed
 
 TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 ROUTES, FEW_ROUTES, MANY = 12, 4, 16  # calls in a graph; of more than so many tokens
@@ -92,9 +91,7 @@ class Layer:
         return y
 
     def decoded(self, routing: Routing) -> list[torch.Tensor]:
-        """As samebits.integrations.vllm.experts."""
-        are_many = routing.ids.numel() >= 4 * self.shape.experts
-        return [decode_packed(each) if are_many else decode_experts(each, routing.ids) for each in self.packed]
+        return [decoded(each, routing.ids) for each in self.packed]
 
     def decode_first(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         return self.run(x, routing, self.decoded(routing))

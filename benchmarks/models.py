@@ -16,6 +16,9 @@ import samebits
 from common import synthetic_matrix
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
+MIXTURE = {
+    "architectures": ["Qwen3MoeForCausalLM"], "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
 # model_type, and what its config says besides.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama 3.1 8B": ("llama", LLAMA | {
@@ -43,19 +46,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 131072, "max_position_embeddings": 32768,
         "sliding_window": None,
     }),
-    "Qwen3 30B-A3B": ("qwen3_moe", {
-        "architectures": ["Qwen3MoeForCausalLM"],
+    "Qwen3 30B-A3B": ("qwen3_moe", MIXTURE | {
         "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32,
         "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960,
-        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
-        "decoder_sparse_step": 1, "mlp_only_layers": [],
+        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
     }),
-    "tiny mixture": ("qwen3_moe", {
-        "architectures": ["Qwen3MoeForCausalLM"],
+    "tiny mixture": ("qwen3_moe", MIXTURE | {
         "hidden_size": 640, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 512, "max_position_embeddings": 4096,
-        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 640, "norm_topk_prob": True,
-        "decoder_sparse_step": 1, "mlp_only_layers": [],
+        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 640,
     }),
     "tiny": ("llama", LLAMA | {
         "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -12,7 +12,7 @@ from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedM
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
 from samebits.bf16 import same_words
-from samebits.integrations.vllm import experts
+from samebits.integrations.vllm import experts, routed
 from samebits.integrations.vllm.experts import PackedExpertsMethod
 
 EXPERTS, ROWS, COLUMNS = 8, 64, 128
@@ -75,7 +75,7 @@ def test_routed_experts_are_plain(method: Any, backend: UnquantizedMoeBackend, b
 @pytest.mark.parametrize("case", ["many tokens", "expert parallel", "data parallel", "monolithic"])
 def test_all_experts_are_plain(method: Any, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nearly all are used, or tokens of other ranks come, too, or their numbers are not known."""
-    monkeypatch.setattr(experts, "decode_experts", None)
+    monkeypatch.setattr(routed, "decode_experts", None)
     layer, plain = packed(method)
     ids = torch.zeros(64 if case == "many tokens" else 1, 2, dtype=torch.int32)
     layer.expert_map = torch.arange(EXPERTS) if case == "expert parallel" else None

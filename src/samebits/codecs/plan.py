@@ -20,7 +20,7 @@ from samebits.codecs.book import quad_book
 from samebits.codecs.huffman import CanonicalCode, code_lengths
 from samebits.codecs.row_statistics import FRACTIONS, RowStatistics, shift_histogram
 from samebits.compiled import compiled
-from samebits.format.geometry import STREAMS, Code, Geometry, Layout
+from samebits.format.geometry import EXPERTS_DIMENSIONS, STREAMS, Code, Geometry, Layout
 from samebits.format.header import MAX_COMPACT_WORDS, MAX_DIMENSIONS, MAX_SINGLE_CODE_LENGTH, MAX_WINDOW
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ CHUNK_STAGES = 16
 STREAM_BITS = 5.4  # what a stream's length costs: a nibble, and the rounding to its unit
 CHUNK_BITS = 80  # a chunk's first word, its offset and the rounding to whole words
 CLASSES = 8
-EXPERTS_DIMENSIONS = 3
 SAMPLE_WORDS = 1 << 22  # words whose quads are counted
 OUTSIDE_BITS = 44  # what a word outside the window is charged while the target is sought
 QUAD_PREMIUM, QUAD_OVERHEAD = 0.10, 0.195  # bits per weight a quad code may cost beyond the single code, and beyond

@@ -19,6 +19,7 @@ SLAB_BYTES = SIGN_BYTES + 2 * STAGE_WORDS
 FLAT_COLUMNS = 128
 MAX_CHUNK_STAGES = 64
 RUN_WORDS = 256  # words of a run, the compact code's unit; it has no other geometry
+EXPERTS_DIMENSIONS = 3  # of a tensor that has a matrix for each expert
 MATRIX_PADDING_LIMIT = 0.005  # share of padding up to which the matrix layout is chosen
 
 

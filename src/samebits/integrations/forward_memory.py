@@ -25,11 +25,11 @@ from torch.utils._pytree import tree_leaves
 from transformers.cache_utils import Cache
 from transformers.integrations import moe
 
+from samebits.format.geometry import EXPERTS_DIMENSIONS
 from samebits.integrations.transformers.cache import states_of
 from samebits.plans.planner import FEW_TOKENS
 
 _EXPERTS = "samebits_meta"  # as an implementation of transformers' experts
-_EXPERT_DIMENSIONS = 3  # of the weights that hold all experts of a layer
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class ForwardMemory:
             given = next(each for each in (*inputs, *options.values()) if isinstance(each, torch.Tensor))
             made = output.nbytes if isinstance(output, torch.Tensor) else 0
             has_many = given.numel() > FEW_TOKENS * given.shape[-1]
-            decoded = [each for each in self._packed[module] if has_many or each.dim() >= _EXPERT_DIMENSIONS]
+            decoded = [each for each in self._packed[module] if has_many or each.dim() >= EXPERTS_DIMENSIONS]
             seen.append(_Seen(given, sum(2 * each.numel() for each in decoded), made if has_many else 0))
 
         cache = self._run(before, batch, None) if before else None

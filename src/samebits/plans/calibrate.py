@@ -42,7 +42,6 @@ MAX_SPLIT = 16
 CANCELLING_PROBES = 2  # beside a plain one
 MORE_PROBES = 6  # at most, while several splits agree with all so far
 UNSUPPORTED = "the fused kernel does not take it"
-SMALL = 1 << 20  # weights: so few suit the quad code only if they are made for it
 _COLD = 3  # the copies of a weight that are timed in turn are as large as so many second-level caches
 _MAX_COPIES = 48
 _MIN_CALLS = 12
@@ -88,7 +87,7 @@ class Trial:
 
     def __init__(self, key: PlanKey, weights: ProbeWeights) -> None:
         self.key = key
-        for even in (True,) if key.rows * key.columns < SMALL else (False, True):
+        for even in Probe.kinds(key.rows, key.columns):
             self.probe, self.packed = weights.made(key.rows, key.columns, even=even)
             if self.is_supported:
                 break

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+_SMALL = 1 << 20  # weights: so few suit the quad code only if they are made for it
 _SIGMA = 0.02  # of weights that are as trained ones
 _ROW_SPREAD = 0.2  # of the logarithms of rows' scales
 _LARGEST = -6  # even weights are below 2^-5
@@ -37,6 +38,11 @@ class Probe:
 
     weight: torch.Tensor
     paired: Columns
+
+    @staticmethod
+    def kinds(rows: int, columns: int) -> tuple[bool, ...]:
+        """Whether to make it even, in the order in which that is tried: as trained ones are, if these can be fused."""
+        return (True,) if rows * columns < _SMALL else (False, True)
 
     @classmethod
     def make(cls, rows: int, columns: int, device: torch.device, seed: int = 0, *, even: bool = False) -> Probe:

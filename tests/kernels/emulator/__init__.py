@@ -105,7 +105,7 @@ def run(
     Raises:
         EmulationError
     """
-    ranges = [Memory(*each) for each in allowed]
+    ranges = list(allowed)
     words = (ctypes.c_uint64 * (2 * len(ranges)))(*(word for each in ranges for word in each))
     message = ctypes.create_string_buffer(_MESSAGE_BYTES)
     _program(file, name).run_kernel(

@@ -18,12 +18,10 @@ from vllm.platforms import current_platform
 
 from samebits.format.packed import PackedTensor
 from samebits.integrations.vllm.layers import Decoded, check_loaded, is_new
-from samebits.integrations.vllm.routed import Choices, Routing, are_supported, fit, weights
+from samebits.integrations.vllm.routed import Choices, Routing, are_supported, decoded, fit, weights
 from samebits.integrations.vllm.weights import HELD, encode, hold
-from samebits.kernels.ops import decode_experts, decode_packed
 
 _NAMES = ("w13_weight", "w2_weight")
-_EVERY = 4  # with so many choices for each expert, nearly all are chosen
 _CHOICES = "sb_choices"  # of a layer
 _known: WeakValueDictionary[tuple[Any, ...], Choices] = WeakValueDictionary()  # of an engine's layers that are alike
 
@@ -66,11 +64,10 @@ class PackedExpertsMethod(UnquantizedFusedMoEMethod):  # type: ignore[misc]
     def _prepared(self, layer: Any, x: torch.Tensor, scales: torch.Tensor, routed: torch.Tensor) -> Decoded:
         """The layer with weights as vLLM's kernels are to get them."""
         choices: Choices | None = layer.__dict__[_CHOICES]
-        suit = choices and routed.shape[1:] == (choices.each,) and _suit(x, scales, routed)
-        chosen = choices.of(len(x)) if choices and suit else None
-        packed = list(_packed(layer).values())
-        if chosen and fit(packed, routed.numel(), routed.shape[1], chosen):
-            return Decoded(layer, **dict(zip(_NAMES, weights(packed, routed, chosen), strict=True)))
+        if choices and routed.shape[1:] == (choices.each,) and _suit(x, scales, routed):
+            chosen, packed = choices.of(len(x)), list(_packed(layer).values())
+            if chosen and fit(packed, routed.numel(), choices.each, chosen):
+                return Decoded(layer, **dict(zip(_NAMES, weights(packed, routed, chosen), strict=True)))
         return Decoded(layer, **self._plain(layer, routed))
 
     def _plain(self, layer: Any, routed: torch.Tensor | None) -> dict[str, torch.Tensor]:
@@ -80,13 +77,7 @@ class PackedExpertsMethod(UnquantizedFusedMoEMethod):  # type: ignore[misc]
             routed: numbers of the experts that are used, of all experts there are; None: not known yet.
         """
         reads_routed = self.unquantized_backend is UnquantizedMoeBackend.TRITON and _has_all_tokens(layer)
-        plain = {}
-        for name, packed in _packed(layer).items():
-            if routed is None or not reads_routed or routed.numel() >= packed.shape[0] * _EVERY:
-                plain[name] = decode_packed(packed)
-            else:
-                plain[name] = decode_experts(packed, routed.clamp(0, packed.shape[0] - 1))  # -1: of no token
-        return plain
+        return {name: decoded(packed, routed if reads_routed else None) for name, packed in _packed(layer).items()}
 
     def _choices(self, layer: Any) -> Choices | None:
         """None: its experts are always decoded."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial, wraps
 from typing import Any, NamedTuple
@@ -21,12 +22,13 @@ from samebits.errors import DeviceError
 from samebits.format.packed import PackedTensor
 from samebits.kernels.linear.experts import VARIANTS, experts_product, is_supported, launch_of
 from samebits.kernels.nvrtc import compile_all
-from samebits.plans.calibrate import SMALL
+from samebits.kernels.ops import decode_experts, decode_packed
 from samebits.plans.planner import Mode, mode
 from samebits.plans.probe import Probe
 from samebits.plans.timing import microseconds
 
 FEW_TOKENS = 64  # more are looked for only ahead
+_EVERY = 4  # with so many choices for each expert, nearly all are chosen
 _PROBES = 4  # the first one plain, the others of sums that cancel
 _ROUTINGS = 12  # that are timed in turn: experts that a cache does not have
 _DECODED = 4  # of these, with which decoding first is timed: it writes far more than the cache has
@@ -54,20 +56,15 @@ class Routing(NamedTuple):
         return cls(torch.softmax(scores, -1), ids.to(torch.int32))
 
 
-class RoutedWeight:
-    """A packed weight [experts, rows, columns], as vLLM's Triton kernel is handed it, which asks for its shape first.
+class StandIn(ABC):
+    """For a packed weight [experts, rows, columns]: vLLM's Triton kernel is handed it, and asks for its shape first."""
 
-    Args:
-        ids: which expert each pair of a token and an expert has.
-        variant: of the kernel.
-    """
-
-    def __init__(self, packed: PackedTensor, ids: torch.Tensor, variant: int) -> None:
-        self.packed, self.ids, self.variant = packed, ids, variant
+    def __init__(self, packed: PackedTensor) -> None:
+        self.packed = packed
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size(self.packed.shape)
+        return self.packed.shape
 
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
@@ -75,13 +72,32 @@ class RoutedWeight:
     def stride(self, dim: int) -> int:
         return (self.shape[1] * self.shape[2], self.shape[2], 1)[dim]
 
+    @abstractmethod
     def multiply(self, original: Callable[..., None], given: dict[str, Any]) -> None:
         """What ``original`` would do, given its arguments by name, with the plain weight as B."""
-        scales = given["topk_weights"] if given["mul_routed_weight"] else None
-        experts_product(given["A"], self.packed, self.ids, scales, given["C"], self.variant)
 
 
-class _Compared(RoutedWeight):
+def _scales(given: dict[str, Any]) -> torch.Tensor | None:
+    return given["topk_weights"] if given["mul_routed_weight"] else None
+
+
+class RoutedWeight(StandIn):
+    """Multiplies with the packed weight.
+
+    Args:
+        ids: which expert each pair of a token and an expert has.
+        variant: of the kernel.
+    """
+
+    def __init__(self, packed: PackedTensor, ids: torch.Tensor, variant: int) -> None:
+        super().__init__(packed)
+        self.ids, self.variant = ids, variant
+
+    def multiply(self, original: Callable[..., None], given: dict[str, Any]) -> None:
+        experts_product(given["A"], self.packed, self.ids, _scales(given), given["C"], self.variant)
+
+
+class _Compared(StandIn):
     """Makes ``original`` multiply with a weight of one expert, to find which variants give the same bytes.
 
     That expert stands for all of them: what one adds up does not depend on the others, nor on who has been chosen.
@@ -91,14 +107,13 @@ class _Compared(RoutedWeight):
     """
 
     def __init__(self, packed: PackedTensor, probe: Probe, encoded: PackedTensor, right: Sequence[int]) -> None:
-        super().__init__(packed, torch.empty(0, device=packed.device), 0)
+        super().__init__(packed)
         self._probe, self._encoded, self.right = probe, encoded, list(right)
 
     def multiply(self, original: Callable[..., None], given: dict[str, Any]) -> None:
-        x, y, pairs = given["A"], given["C"], given["C"].numel() // self.shape[1]
-        weight = self._probe.weight.view(1, *self.shape[1:]).expand(self.shape)
+        x, y, scales = given["A"], given["C"], _scales(given)
+        pairs, weight = y.numel() // self.shape[1], self._probe.weight.expand(self.shape)
         ids = torch.zeros(pairs, dtype=torch.int32, device=x.device)
-        scales = given["topk_weights"] if given["mul_routed_weight"] else None
         sharing, device = pairs // len(x), x.get_device()
         self.right = [each for each in self.right if launch_of(self._encoded.header, pairs, sharing, each, device)]
         for seed in range(_PROBES):
@@ -118,7 +133,7 @@ def multiplying_routed(original: Callable[..., None]) -> Callable[..., None]:
     @wraps(original)
     def invoke_fused_moe_triton_kernel(*args: Any, **kwargs: Any) -> None:
         weight = args[1] if len(args) > 1 else kwargs["B"]
-        if isinstance(weight, RoutedWeight):
+        if isinstance(weight, StandIn):
             weight.multiply(original, signature.bind(*args, **kwargs).arguments)
         else:
             original(*args, **kwargs)
@@ -240,12 +255,19 @@ class Choices:
 def _probe(of: PackedTensor) -> tuple[Probe, PackedTensor]:
     """Of one expert, for the kernel: as trained weights are, if these take the quad code."""
     rows, columns = of.shape[1:]
-    for even in (True,) if rows * columns < SMALL else (False, True):
+    for even in Probe.kinds(rows, columns):
         probe = Probe.make(rows, columns, of.device, even=even)
         packed = encode(probe.weight.unsqueeze(0))
         if is_supported(packed.header):
             break
     return probe, packed
+
+
+def decoded(packed: PackedTensor, ids: torch.Tensor | None) -> torch.Tensor:
+    """The plain weight, at least of the experts ``ids``; None: all of them."""
+    if ids is None or ids.numel() >= packed.shape[0] * _EVERY:
+        return decode_packed(packed)
+    return decode_experts(packed, ids.clamp(0, packed.shape[0] - 1))  # -1: of no token
 
 
 def weights(packed: Sequence[PackedTensor], ids: torch.Tensor, chosen: Chosen) -> list[RoutedWeight]:

@@ -236,11 +236,13 @@ struct InStep : Routes<octets> {
             operands_of(own, x);
         }
     } columns;
+    int own = 0;                         // items of this warp
     int rows = 1;                        // of the unit at hand
 
     __device__ __forceinline__ InStep(const Geometry& geometry, const Job& job, const Routing& routing, const WalkMemory& at, int warps, int lane)
         : Base(geometry, job, routing, at, lane), warp(own_warp()), warps(warps), come(flags_of(Base::units, routing)), taken(come + 4) {
         Base::route();
+        for (int unit = 0; unit < Base::own_units; ++unit) own += own_of(unit);
     }
     static __device__ __forceinline__ u32 flags_of(const typename Base::Unit* units, const Routing& routing) {
         return u32(__cvta_generic_to_shared(units + routing.units)) + 4 * (routing.experts + routing.pairs);
@@ -250,19 +252,14 @@ struct InStep : Routes<octets> {
     __device__ __forceinline__ int items_of(int unit) const { return min(Base::end_item, (Base::first_unit + unit + 1) * Base::routing.groups) - begin_of(unit); }
     __device__ __forceinline__ int rounds_of(int unit) const { return divide(items_of(unit) + warps - 1, job.by_slots); }
     __device__ __forceinline__ int own_of(int unit) const { return divide(items_of(unit) + warps - 1 - warp, job.by_slots); }   // of this warp
-    __device__ __forceinline__ int own() const {
-        int sum = 0;
-        for (int unit = 0; unit < Base::own_units; ++unit) sum += own_of(unit);
-        return sum;
-    }
     // A slot's item, and in which of the block's rounds it is.
     __device__ __forceinline__ Found find(int slot) const {
         int unit = 0, rounds = 0;
         for (; unit + 1 < Base::own_units && slot >= own_of(unit); ++unit) slot -= own_of(unit), rounds += rounds_of(unit);
         return {begin_of(unit) + slot * warps + warp, rounds + slot};
     }
-    __device__ __forceinline__ int count() const { return own() * geometry.chunks_per_row_group; }
-    __device__ __forceinline__ u32 group_of(u32 place) const { return Base::group_of_item(find(min(int(place >> 16), own() - 1)).item); }
+    __device__ __forceinline__ int count() const { return own * geometry.chunks_per_row_group; }
+    __device__ __forceinline__ u32 group_of(u32 place) const { return Base::group_of_item(find(min(int(place >> 16), own - 1)).item); }
 
     __device__ __forceinline__ void fetch_x() const {}
     __device__ __forceinline__ void clear_flags() const {

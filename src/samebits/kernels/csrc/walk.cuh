@@ -121,8 +121,8 @@ __device__ __forceinline__ void walk(const Geometry& geometry, const Packed& pac
         const u32 group_bytes = u32(geometry.stages >> 1) * kSlabBytes + (geometry.stages & 1) * (kSignBytes + kStageBytes);
         return packed.data + packed.planes + u64(way.group_of(place)) * group_bytes + u64(place & 0xffff) * (kChunkStages / 2 * kSlabBytes);
     };
-    // A piece's first turn may count for nothing, where a walk, or a part of it, begins in the chunk's second half. Then it is looked up alone, and its slabs are not brought.
     auto is_short = [](u32 stages) { return stages >> kShort == 0; };   // of those from a turn's first one on
+    // A piece's first turn may count for nothing, where a walk, or a part of it, begins in the chunk's second half. Then it is looked up alone, and its slabs are not brought.
     auto has_idle_turn = [](u32 stages) { return (stages & kTurnMask) == 0; };
     auto first_slab = [&](const Vec2& piece) { return slab_of(piece.x) + (has_idle_turn(piece.y) ? kRing * kSlabBytes : 0); };
     auto stages_of = [&](u32 place) { return min(kChunkStages, geometry.stages - int(place & 0xffff) * kChunkStages); };

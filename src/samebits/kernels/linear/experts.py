@@ -10,12 +10,12 @@ from typing import NamedTuple
 import torch
 
 from samebits.errors import DeviceError
-from samebits.format.geometry import LANES, ROW_GROUP, STAGE, Code, Layout
+from samebits.format.geometry import EXPERTS_DIMENSIONS, LANES, ROW_GROUP
 from samebits.format.header import Header
 from samebits.format.packed import PackedTensor
 from samebits.kernels import nvrtc
-from samebits.kernels.linear.job import CHUNK_STAGES, OCTET, magic
-from samebits.kernels.linear.products import has_room_behind_planes
+from samebits.kernels.linear.job import OCTET, magic
+from samebits.kernels.linear.products import can_be_multiplied
 from samebits.kernels.linear.walk import WalkPlanner
 from samebits.kernels.structures import GeometryStructure, JobStructure, PackedStructure, RoutingStructure
 from samebits.kernels.tables import decode_table
@@ -58,17 +58,9 @@ class ExpertsLaunch:
 
 @lru_cache(maxsize=8192)
 def is_supported(header: Header) -> bool:
-    """Whether there is a kernel for [experts, rows, columns]: quad code, matrix layout, chunks of one row group."""
-    if header.code is not Code.QUAD or header.layout is not Layout.MATRIX or len(header.shape) != 3:
-        return False
-    geometry = header.geometry
-    return (
-        header.chunk_stages == CHUNK_STAGES
-        and geometry.row_groups_per_chunk == 1
-        and header.shape[1] % ROW_GROUP == 0
-        and geometry.columns % STAGE == 0
-        and has_room_behind_planes(header)
-    )
+    """Whether there is a kernel for a tensor: experts' matrices of whole row groups, each in chunks of its own."""
+    is_stack = len(header.shape) == EXPERTS_DIMENSIONS and header.shape[1] % ROW_GROUP == 0
+    return is_stack and header.geometry.row_groups_per_chunk == 1 and can_be_multiplied(header)
 
 
 class Input(Enum):

@@ -60,23 +60,23 @@ class LinearPlan:
 @lru_cache(maxsize=8192)
 def is_supported(header: Header, m: int, device: int) -> bool:
     """Whether there is a fused kernel for ``m`` tokens: quad code, matrix layout, whole row groups and stages."""
-    if header.code is not Code.QUAD or header.layout is not Layout.MATRIX or not 1 <= m <= max_tokens(device):
+    geometry = header.geometry
+    return 1 <= m <= max_tokens(device) and geometry.stages >= CHUNK_STAGES and can_be_multiplied(header)
+
+
+def can_be_multiplied(header: Header) -> bool:
+    """What the kernels that multiply ask of any tensor: quad code, matrix layout, whole row groups and stages."""
+    if header.code is not Code.QUAD or header.layout is not Layout.MATRIX:
         return False
     geometry = header.geometry
     return (
         header.chunk_stages == CHUNK_STAGES
-        and geometry.stages >= CHUNK_STAGES
         and geometry.rows % ROW_GROUP == 0
         and geometry.columns % STAGE == 0
-        and has_room_behind_planes(header)
+        and 4 * header.stream_words >= CHUNK_STAGES // 2 * SLAB_BYTES  # loads ahead may pass the planes' end by a chunk
         and geometry.columns <= _MAX_COLUMNS
         and geometry.rows * geometry.columns < 1 << 40
     )
-
-
-def has_room_behind_planes(header: Header) -> bool:
-    """Whether kernels may load ahead beyond the planes' end by a chunk."""
-    return 4 * header.stream_words >= CHUNK_STAGES // 2 * SLAB_BYTES
 
 
 def variants(header: Header, m: int, split: int) -> list[int]:
