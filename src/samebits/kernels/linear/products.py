@@ -60,8 +60,8 @@ class LinearPlan:
 @lru_cache(maxsize=8192)
 def is_supported(header: Header, m: int, device: int) -> bool:
     """Whether there is a fused kernel for ``m`` tokens: quad code, matrix layout, whole row groups and stages."""
-    geometry = header.geometry
-    return 1 <= m <= max_tokens(device) and geometry.stages >= CHUNK_STAGES and can_be_multiplied(header)
+    has_long_rows = can_be_multiplied(header) and header.geometry.stages >= CHUNK_STAGES
+    return has_long_rows and 1 <= m <= max_tokens(device)
 
 
 def can_be_multiplied(header: Header) -> bool:
