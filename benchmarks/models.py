@@ -86,7 +86,7 @@ def build(name: str, device: str, packed: bool, *, tight: bool = False) -> Any:
             if parameter is not None:
                 module._parameters[leaf] = torch.nn.Parameter(synthetic(parameter.shape, seed, device))
                 give_back()
-        if packed and module._parameters and not module._modules:
+        if packed and module._parameters and len(list(module.parameters())) == len(module._parameters):  # all its own
             samebits.compress(module)  # which gives back, too
     model.generation_config.eos_token_id = None
     return model.eval()

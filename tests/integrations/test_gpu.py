@@ -10,6 +10,7 @@ import torch
 
 import samebits
 from samebits.nn.packed_module import PackedModule
+from samebits.plans import experts
 from tests.integrations.models import (
     Reference,
     assert_same_bits,
@@ -53,14 +54,46 @@ def test_compressed_folder_loaded_to_the_gpu(references, name: str, decodes: lis
     plain.assert_same(model.to("cpu"))
 
 
-@pytest.mark.parametrize("experts", ["eager", "batched_mm", "grouped_mm"])
-def test_experts_implementations(references, experts: str, tmp_path: Path) -> None:
-    plain = open_reference("mixtral", references("mixtral").folder, experts_implementation=experts)
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+def test_experts_implementations(references, implementation: str, tmp_path: Path) -> None:
+    plain = open_reference("mixtral", references("mixtral").folder, experts_implementation=implementation)
     folder = compress_folder(plain.folder, tmp_path)
-    model = plain.load(folder, device_map="cuda", experts_implementation=experts)
-    expected = plain.load(device_map="cuda", experts_implementation=experts)
+    model = plain.load(folder, device_map="cuda", experts_implementation=implementation)
+    expected = plain.load(device_map="cuda", experts_implementation=implementation)
     tokens = plain.tokens.to("cuda")
     assert_same_bits(outputs(model, tokens)[0], outputs(expected, tokens)[0])
+
+
+FUSED_SIZES = {
+    "hidden_size": 640, "moe_intermediate_size": 640, "num_experts": 16, "num_experts_per_tok": 4, "head_dim": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
+def test_fused_experts(config, implementation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each product's bytes, and tokens in graphs and compiled."""
+    plain = make("qwen3-moe", tmp_path / "plain", **FUSED_SIZES)
+    options = {"device_map": "cuda", "experts_implementation": implementation}
+    expected, model = plain.load(**options), plain.load(quantization_config=config, **options)
+    fused, original = [], experts.experts_product
+    monkeypatch.setattr(experts, "experts_product", lambda *arguments: (fused.append(1), original(*arguments)))
+    tokens = plain.tokens.to("cuda")
+    assert_same_bits(outputs(model, tokens)[0], outputs(expected, tokens)[0])
+    assert fused
+    with torch.inference_mode():
+        assert_same_bits(model(tokens[:, :3]).logits, expected(tokens[:, :3]).logits)
+    static = {"max_new_tokens": 12, "do_sample": False, "cache_implementation": "static", "pad_token_id": 0}
+    with samebits.cuda_graphs(expected):
+        wanted = expected.generate(tokens, **static).tolist()
+    with samebits.cuda_graphs(model):
+        assert model.generate(tokens, **static).tolist() == wanted
+    for each in (expected, model):
+        compiled = torch.compile(each, options={"emulate_precision_casts": True, "deterministic": True})
+        with torch.no_grad():
+            logits = compiled(tokens).logits
+        if each is expected:
+            compiled_logits = logits
+    assert_same_bits(logits, compiled_logits)
 
 
 @pytest.mark.parametrize("pieces", [False, True])

@@ -232,7 +232,7 @@ def test_says_what_took_long(
     monkeypatch.setattr(planner.time, "monotonic", lambda: next(now))
     monkeypatch.setattr(planner, "calibrate", lambda key, weights: Outcome(RIGHT, "", 3.0, 9.0))
     with caplog.at_level(logging.INFO):
-        Planner(CPU, ENVIRONMENT)._found(KEY, ProbeWeights(CPU))
+        new_process().outcome(KEY)
     (record,) = caplog.records
     assert record.levelno == level
     assert f"2 x 1024 times 64 x 1024: {RIGHT}, found in" in record.getMessage()

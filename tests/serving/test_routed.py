@@ -77,7 +77,7 @@ class Played:
 def played(monkeypatch: pytest.MonkeyPatch) -> Played:
     made = Played()
     monkeypatch.setattr(routed, "experts_product", made.product)
-    monkeypatch.setattr(routed, "_variants", lambda packed, pairs, sharing: list(VARIANTS))
+    monkeypatch.setattr(routed, "fitting_variants", lambda packed, pairs, sharing: list(VARIANTS))
     monkeypatch.setattr(routed, "launch_of", lambda header, pairs, sharing, variant, device: made.fits(variant))
     monkeypatch.setattr(routed, "microseconds", made.microseconds)
     monkeypatch.setattr(routed, "mode", lambda: Mode.ON)
@@ -127,7 +127,7 @@ def test_a_variant_that_cannot_be_compared(played: Played, layer: list[torch.Ten
 def test_weights_and_what_they_are_compared_with_suit_the_kernel(shape: tuple[int, ...]) -> None:
     packed = samebits.encode((0.02 * torch.randn(shape)).to(torch.bfloat16))
     assert is_supported(packed.header)
-    probe, encoded = routed._probe(packed)
+    probe, encoded = routed.probe_of(packed.shape[1:], packed.device)
     assert is_supported(encoded.header)
     assert probe.weight.shape == shape[1:]
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from samebits.cli.console import print_json, print_lines, print_table
+from samebits.kernels.linear.experts import VARIANTS as EXPERTS_VARIANTS
 from samebits.kernels.linear.launch import VARIANTS
 from samebits.plans import store
 from samebits.plans.environment import kernels_digest
-from samebits.plans.key import PlanKey
-from samebits.plans.store import GroupOutcome, Outcome
+from samebits.plans.key import ExpertsKey, PlanKey
+from samebits.plans.store import ExpertsOutcome, GroupOutcome, Outcome
 
 
 def show_plans(as_json: bool) -> None:
@@ -23,16 +24,20 @@ def show_plans(as_json: bool) -> None:
             }
         )
         return
-    print_lines(f"plans in {store.folder()}: {sum(len(stored.outcomes) for _, stored in files)}")
-    for path, (environment, outcomes, groups) in files:
+    count = sum(len(stored.outcomes) + len(stored.experts) for _, stored in files)
+    print_lines(f"plans in {store.folder()}: {count}")
+    for path, (environment, outcomes, groups, experts) in files:
         print_lines("", str(path), *(f"  {name}: {value}" for name, value in environment.items()))
         is_ours = environment.get("kernels") == kernels_digest()  # with others, a variant's number says something else
-        for state in sorted({key.state for key in outcomes}):
+        for state in sorted({key.state for key in outcomes} | {key.state for key in experts}):
             rows = [_row(key, outcome, is_ours) for key, outcome in sorted(outcomes.items()) if key.state == state]
             print_table(state, _COLUMNS, rows)
             together = [_group_row(keys, groups[keys], is_ours) for keys in sorted(groups) if keys[0].state == state]
             if together:
                 print_table("products of one input", _GROUP_COLUMNS, together)
+            routed = [_experts_row(key, experts[key], is_ours) for key in sorted(experts) if key.state == state]
+            if routed:
+                print_table("routed experts", _EXPERTS_COLUMNS, routed)
 
 
 def clear_plans(as_json: bool) -> None:
@@ -46,6 +51,7 @@ def clear_plans(as_json: bool) -> None:
 
 _COLUMNS = ("weight", "tokens", "bias", "plan", "fused, us", "decode first, us", "others' weights, us a million")
 _GROUP_COLUMNS = ("weights", "tokens", "made")
+_EXPERTS_COLUMNS = ("experts", "pairs", "in place of", "plan", "fused, us", "decode first, us")
 
 
 def _variant(number: int, is_ours: bool) -> str:
@@ -59,10 +65,23 @@ def _group_row(keys: Sequence[PlanKey], group: GroupOutcome, is_ours: bool) -> l
     return [f"{rows} x {keys[0].columns}", str(keys[0].tokens), launch]
 
 
+def _experts_row(key: ExpertsKey, outcome: ExpertsOutcome, is_ours: bool) -> list[str]:
+    plan, number = outcome.reason, outcome.fused
+    if number is not None:
+        is_known = is_ours and number < len(EXPERTS_VARIANTS)
+        plan = str(EXPERTS_VARIANTS[number]) if is_known else f"variant {number}"
+    experts = f"{key.experts} of {key.rows} x {key.columns}"
+    return [experts, str(key.pairs), key.operation, plan, *map(_time, (outcome.fused_us, outcome.decode_us))]
+
+
+def _time(microseconds: float | None) -> str:
+    return "" if microseconds is None else f"{microseconds:.1f}"
+
+
 def _row(key: PlanKey, outcome: Outcome, is_ours: bool) -> list[str]:
     plan = outcome.reason
     if outcome.fused:
         plan = f"split {outcome.fused.split}, {_variant(outcome.fused.variant, is_ours)}"
-    times = ["" if time is None else f"{time:.1f}" for time in (outcome.fused_us, outcome.decode_us)]
+    times = map(_time, (outcome.fused_us, outcome.decode_us))
     carried = "" if outcome.carried_us is None else f"{1e6 * outcome.carried_us:.2f}"
     return [f"{key.rows} x {key.columns}", str(key.tokens), "yes" if key.has_bias else "", plan, *times, carried]

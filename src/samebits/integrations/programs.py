@@ -3,4 +3,5 @@
 from __future__ import annotations
 
 import samebits.df11.operator
-import samebits.plans.dispatch  # noqa: F401
+import samebits.plans.dispatch
+import samebits.plans.experts  # noqa: F401

@@ -43,7 +43,8 @@ class Recipe:
         dtype: what the model computes with; float32 where it asks for more than the stored bfloat16.
         requires_grad: of the parameter that was packed.
         stride: of the parameter, in elements; empty: contiguous. torch chooses by strides how it computes.
-        matrix: the header, if the weight is one packed matrix and nothing else.
+        whole: the header, if the weight is one packed tensor and nothing else.
+        matrix: the same of a matrix.
         operands: for traces, its rows, columns, requires_grad and fields_of(matrix) then, else nothing. As text, since
             torch.compile guards each number of a tuple by itself, at every call, and a text as one.
     """
@@ -53,14 +54,17 @@ class Recipe:
     dtype: torch.dtype = torch.bfloat16
     requires_grad: bool = True
     stride: tuple[int, ...] = ()
+    whole: Header | None = field(init=False, repr=False, compare=False)
     matrix: Header | None = field(init=False, repr=False, compare=False)
     operands: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         piece = self.pieces[0]
-        is_matrix = not (piece.index or self.stride) and len(self.shape) == 2 and self.dtype is torch.bfloat16
-        matrix = piece.header if is_matrix else None
+        is_whole = not (piece.index or self.stride) and self.dtype is torch.bfloat16
+        whole = piece.header if is_whole else None
+        matrix = whole if len(self.shape) == 2 else None
         numbers = (*matrix.shape, self.requires_grad, *fields_of(matrix)) if matrix else ()
+        object.__setattr__(self, "whole", whole)
         object.__setattr__(self, "matrix", matrix)
         object.__setattr__(self, "operands", " ".join(str(int(number)) for number in numbers))
 

@@ -31,7 +31,7 @@ _VARIABLES = re.compile(
 _WORKSPACES = ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE")
 _TUNABLE = "_cuda_tunableop_is_enabled"
 # Routines of products in whose place others may have put their own, as batch-invariant modes do.
-_ROUTINES = ("linear", "matmul", "mm", "addmm")
+_ROUTINES = ("linear", "matmul", "mm", "addmm", "bmm", "_grouped_mm")
 _BACKENDS = ("", "CUDA", "CompositeImplicitAutograd", "CompositeExplicitAutograd", "AutogradCUDA", "Autograd")
 _last: tuple[tuple[Any, ...], str | None] = ((), None)  # what blas_state found, and said
 # Names in torch._C; not every version and build of torch has all of them.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import StrEnum
 from typing import NamedTuple
 
 import torch
@@ -28,6 +29,30 @@ class PlanKey(NamedTuple):
     columns: int
     tokens: int
     has_bias: bool
+    state: str
+
+
+class Operation(StrEnum):
+    """What torch would make a product of rows with the experts that they are routed to by."""
+
+    BATCHED = "bmm"  # of the experts' matrices gathered, one for each row
+    GROUPED = "grouped_mm"  # of rows in the order of their experts
+
+
+class ExpertsKey(NamedTuple):
+    """One product with routed experts, within one Environment.
+
+    Attributes:
+        experts, rows, columns: of the weight, a matrix [N, K] for each expert.
+        pairs: of a token and one of its experts: rows of the activations.
+        state: as PlanKey's.
+    """
+
+    operation: Operation
+    experts: int
+    rows: int
+    columns: int
+    pairs: int
     state: str
 
 

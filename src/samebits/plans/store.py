@@ -19,10 +19,10 @@ from filelock import FileLock, Timeout
 
 from samebits.kernels.linear.products import LinearPlan
 from samebits.plans.environment import Environment
-from samebits.plans.key import PlanKey
+from samebits.plans.key import ExpertsKey, Operation, PlanKey
 
 CACHE_VARIABLE = "SAMEBITS_CACHE"
-_VERSION = 4
+_VERSION = 5
 _LOCK_SECONDS = 10.0
 # What a file may cause: the disk; other content than ours, too deep, with too large a number, or too large for memory.
 _UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError, MemoryError)
@@ -90,7 +90,35 @@ class GroupOutcome:
         return cls(None if variant is None else _count(variant, 0), *times)
 
 
+@dataclass(frozen=True)
+class ExpertsOutcome:
+    """What was found for a product with routed experts.
+
+    Attributes:
+        variant: the fastest with the bits of torch's operation; None if there is none.
+        reason, fused_us, decode_us: as Outcome's.
+    """
+
+    variant: int | None
+    reason: str = ""
+    fused_us: float | None = None
+    decode_us: float | None = None
+
+    @property
+    def fused(self) -> int | None:
+        """The variant to use; None: decode first."""
+        return None if self.reason else self.variant
+
+    @classmethod
+    def from_json(cls, entry: Mapping[str, Any]) -> ExpertsOutcome:
+        """Raises as Outcome's."""
+        variant = entry["variant"]
+        times = (_microseconds(entry[name]) for name in ("fused_us", "decode_us"))
+        return cls(None if variant is None else _count(variant, 0), str(entry["reason"]), *times)
+
+
 Groups = dict[tuple[PlanKey, ...], GroupOutcome]
+Experts = dict[ExpertsKey, ExpertsOutcome]
 
 
 class Stored(NamedTuple):
@@ -99,18 +127,21 @@ class Stored(NamedTuple):
     Attributes:
         environment: that it is for.
         groups: of products of one input.
+        experts: of products with routed experts.
     """
 
     environment: dict[str, Any]
     outcomes: dict[PlanKey, Outcome]
     groups: Groups
+    experts: Experts
 
     def to_json(self) -> dict[str, Any]:
         plans = [{**key._asdict(), **asdict(self.outcomes[key])} for key in sorted(self.outcomes)]
         groups = [
             {"products": [key._asdict() for key in keys], **asdict(self.groups[keys])} for keys in sorted(self.groups)
         ]
-        return {"environment": self.environment, "plans": plans, "groups": groups}
+        experts = [{**key._asdict(), **asdict(self.experts[key])} for key in sorted(self.experts)]
+        return {"environment": self.environment, "plans": plans, "groups": groups, "experts": experts}
 
 
 def folder() -> Path:
@@ -138,6 +169,10 @@ class PlanStore:
         """All groups that are stored now."""
         return self._read().groups
 
+    def experts(self) -> Experts:
+        """All products with routed experts that are stored now."""
+        return self._read().experts
+
     def _read(self) -> Stored:
         """The file's content, as it was read last if it is the same file: each change makes another one."""
         try:
@@ -151,21 +186,25 @@ class PlanStore:
 
     def add(self, key: PlanKey, outcome: Outcome) -> None:
         """Store one more outcome, beside what other processes have stored meanwhile."""
-        self._add({key: outcome}, {})
+        self._add(outcomes={key: outcome})
 
     def add_group(self, keys: tuple[PlanKey, ...], group: GroupOutcome) -> None:
         """Store one more group, likewise."""
-        self._add({}, {keys: group})
+        self._add(groups={keys: group})
 
-    def _add(self, outcomes: Mapping[PlanKey, Outcome], groups: Groups) -> None:
+    def add_experts(self, key: ExpertsKey, outcome: ExpertsOutcome) -> None:
+        """Store one more product with routed experts, likewise."""
+        self._add(experts={key: outcome})
+
+    def _add(self, **found: Mapping[Any, Any]) -> None:
         try:
             if not self.path.is_absolute():
                 raise FileNotFoundError(f"{self.path.parent}: there is no home folder")
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(self.path.with_suffix(".lock"), timeout=_LOCK_SECONDS):
                 stored = self._read()
-                every = {**stored.outcomes, **outcomes}, {**stored.groups, **groups}
-                self._replace(Stored(asdict(self.environment), *every))
+                every = {name: {**getattr(stored, name), **more} for name, more in found.items()}
+                self._replace(stored._replace(environment=asdict(self.environment), **every))
         except (OSError, Timeout, NotImplementedError) as error:  # the last where files cannot be locked
             _log.warning("plans are not kept on disk: %s; set %s to a writable folder", error, CACHE_VARIABLE)
 
@@ -182,7 +221,7 @@ class PlanStore:
 
 def read(path: Path) -> Stored:
     """A file's content; nothing, with a warning, if it cannot be used."""
-    nothing = Stored({}, {}, {})
+    nothing = Stored({}, {}, {}, {})
     try:
         content = json.loads(path.read_text(encoding="utf-8"), parse_float=_finite, parse_constant=_finite)
         if content["version"] != _VERSION:
@@ -190,7 +229,8 @@ def read(path: Path) -> Stored:
             return nothing
         outcomes = {_key(entry): Outcome.from_json(entry) for entry in content["plans"]}
         groups = {_keys(entry["products"]): GroupOutcome.from_json(entry) for entry in content["groups"]}
-        return Stored(dict(content["environment"]), outcomes, groups)
+        experts = {_experts_key(entry): ExpertsOutcome.from_json(entry) for entry in content["experts"]}
+        return Stored(dict(content["environment"]), outcomes, groups, experts)
     except FileNotFoundError:
         return nothing
     except _UNREADABLE as error:
@@ -223,6 +263,13 @@ def _keys(entries: Sequence[Mapping[str, Any]]) -> tuple[PlanKey, ...]:
     if len(entries) < 2:
         raise ValueError("a group of fewer than two products")
     return tuple(map(_key, entries))
+
+
+def _experts_key(entry: Mapping[str, Any]) -> ExpertsKey:
+    if not isinstance(entry["state"], str):
+        raise TypeError("state")
+    experts, rows, columns, pairs = (_count(entry[name], 1) for name in ("experts", "rows", "columns", "pairs"))
+    return ExpertsKey(Operation(entry["operation"]), experts, rows, columns, pairs, entry["state"])
 
 
 def _finite(text: str) -> float:

@@ -1,4 +1,4 @@
-"""Mixtures of experts in transformers: a forward decodes the experts that its tokens are routed to.
+"""Mixtures of experts in transformers: a forward reads no more than the experts that its tokens are routed to.
 
 transformers has an experts module's forward (use_experts_implementation in transformers.integrations.moe) call one of
 several functions, by ``config._experts_implementation``, with the indices of each token's experts:
@@ -7,20 +7,29 @@ several functions, by ``config._experts_implementation``, with the indices of ea
     batched_mm   one product for each token and expert: reads weight[ids]
     grouped_mm   one product for each expert, of all its tokens: takes the whole weight, reads the experts with tokens
 
-For any other, such as kernels of third parties, weights are decoded whole.
+The last two make their products by a function of transformers' own each, which is handed what stands for the weight:
+on a GPU the product may be fused (samebits.plans.experts), else what it reads is decoded. For any other function, such
+as kernels of third parties, weights are decoded whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from types import FunctionType
 from typing import Any, cast
 
 import torch
 from torch import nn
 from transformers.integrations import moe
 
+from samebits.format.geometry import EXPERTS_DIMENSIONS
+from samebits.format.packed import PackedTensor
+from samebits.kernels.linear.experts import is_supported
+from samebits.kernels.ops import fields_of
 from samebits.nn.lazy import LazyWeight
 from samebits.nn.packed_module import PackedModule, register_kind
+from samebits.nn.product import is_fusible
+from samebits.plans.experts import multiply_experts
 
 
 class PackedExperts(PackedModule):
@@ -29,10 +38,11 @@ class PackedExperts(PackedModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, PackedModule):  # see PackedModule.forward
             return type(self).forward(self, *args, **kwargs)
-        read = self._sb_reader(args, kwargs)
-        if read is None:
+        name = None if torch.is_grad_enabled() else self._sb_implementation()
+        routed = args[1] if len(args) > 1 else kwargs.get("top_k_index")
+        if routed is None or name not in _FORWARDS:  # plain tensors, which autograd needs too
             return super().forward(*args, **kwargs)
-        return self.sb_base.forward(_Reading(self, read), *args, **kwargs)
+        return _FORWARDS[name](_Reading(self, _STAND_INS[name], routed), *args, **kwargs)
 
     def sb_weight(self, name: str) -> torch.Tensor:
         if self.sb_decoded is not None and self._sb_implementation() == "eager" and not torch.is_grad_enabled():
@@ -49,41 +59,114 @@ class PackedExperts(PackedModule):
         known = name == "eager" or _KNOWN.get(name) is moe.ALL_EXPERTS_FUNCTIONS.get(name, moe)
         return name if known else None
 
-    def _sb_reader(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[str], Any] | None:
-        """What to give the function as the weight of a name; None: plain tensors, which autograd needs too."""
-        name = None if torch.is_grad_enabled() else self._sb_implementation()
-        if name == "batched_mm":
-            return lambda weight: _Entries(self, weight)
-        routed = args[1] if len(args) > 1 else kwargs.get("top_k_index")
-        if name == "grouped_mm" and routed is not None:
-            return lambda weight: self.sb_routed(weight, routed)
-        return None
+
+class _Reading:
+    """An experts module as one of transformers' functions is to see it: with what stands for its weights."""
+
+    def __init__(self, module: PackedExperts, stand_in: type[_Entries | _Routed], routed: torch.Tensor) -> None:
+        self.module, self.stand_in, self.routed = module, stand_in, routed
+
+    def __getattr__(self, name: str) -> Any:
+        is_packed = name in self.module.sb_recipes
+        return self.stand_in(self.module, name, self.routed).seen() if is_packed else getattr(self.module, name)
+
+
+class _StandIn(ABC):
+    """For a packed parameter.
+
+    Attributes:
+        ids: the experts that are read.
+    """
+
+    def __init__(self, module: PackedExperts, name: str, ids: torch.Tensor) -> None:
+        self.module, self.name, self.ids = module, name, ids
+
+    def seen(self) -> Any:
+        """What a function is given: this, for a weight [experts, N, K], else a plain tensor."""
+        return self if len(self.module.sb_recipes[self.name].shape) == EXPERTS_DIMENSIONS else self.decoded()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.decoded(), name)  # whatever else a function asks of a weight
+
+    @abstractmethod
+    def decoded(self) -> torch.Tensor:
+        """A plain tensor in its place."""
+
+    def product(self, x: torch.Tensor, offsets: torch.Tensor | None = None) -> torch.Tensor | None:
+        """See multiply_decoded, of x on a GPU; None: of the tensor decoded it is to be made by transformers."""
+        header = self.module.sb_recipes[self.name].whole
+        if header is None or not is_supported(header) or not is_fusible(x, None):
+            return None
+        [data], ids = self.module.sb_data(self.name), self.ids
+        if offsets is not None:
+            rows = torch.arange(x.shape[0], dtype=offsets.dtype, device=x.device)
+            ids = torch.searchsorted(offsets, rows, right=True, out_int32=True)
+        if torch.compiler.is_compiling():
+            return torch.ops.samebits.experts(x, data, header.shape, fields_of(header), ids, offsets)  # type: ignore[no-any-return]
+        return multiply_experts(x, PackedTensor(header, data), ids, offsets)
+
+
+class _Entries(_StandIn):
+    """A parameter of which only entries are read, in the order in which they are to be multiplied or added."""
+
+    def seen(self) -> Any:
+        return self
+
+    def __getitem__(self, ids: torch.Tensor) -> Any:
+        return _Gathered(self.module, self.name, ids).seen()
+
+    def decoded(self) -> torch.Tensor:
+        return self.module.sb_decode(self.name)
+
+
+class _Gathered(_StandIn):
+    """The matrix of each of ``ids``."""
+
+    def decoded(self) -> torch.Tensor:
+        return self.module.sb_rows(self.name, self.ids)
+
+
+class _Routed(_StandIn):
+    """A weight that is read at the indices of a router."""
+
+    def decoded(self) -> torch.Tensor:
+        return self.module.sb_routed(self.name, self.ids)
+
+
+def _batched_linear(
+    input: torch.Tensor, weight: Any, bias: torch.Tensor | None = None, is_transposed: bool = False
+) -> torch.Tensor:
+    """In place of transformers' own."""
+    made = weight.product(input) if isinstance(weight, _StandIn) and not is_transposed else None
+    if made is None:
+        plain = weight.decoded() if isinstance(weight, _StandIn) else weight
+        return moe._batched_linear(input, plain, bias, is_transposed)  # type: ignore[no-any-return]
+    return made if bias is None else made.add_(bias)
+
+
+def _grouped_linear(
+    input: torch.Tensor, weight: Any, offs: torch.Tensor, bias: torch.Tensor | None = None, is_transposed: bool = False
+) -> torch.Tensor:
+    """In place of transformers' own."""
+    made = weight.product(input, offs) if isinstance(weight, _StandIn) and not is_transposed else None
+    if made is None:
+        plain = weight.decoded() if isinstance(weight, _StandIn) else weight
+        return moe._grouped_linear(input, plain, offs, bias, is_transposed)  # type: ignore[no-any-return]
+    return made if bias is None else made.add_(bias)
+
+
+def _calling(function: FunctionType, own: FunctionType) -> FunctionType:
+    """The same function, which calls ``own`` instead of what has that name where it is defined."""
+    names = {name: value for name, value in vars(moe).items() if name != "__name__"}  # by which a tracer looks them up
+    made = FunctionType(function.__code__, names | {own.__name__: own}, function.__name__, function.__defaults__)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
 
 
 _KNOWN = {"batched_mm": moe.batched_mm_experts_forward, "grouped_mm": moe.grouped_mm_experts_forward}
-
-
-class _Reading:
-    """An experts module as one of transformers' functions is to see it: with other weights."""
-
-    def __init__(self, module: PackedExperts, read: Callable[[str], Any]) -> None:
-        self.module, self.read = module, read
-
-    def __getattr__(self, name: str) -> Any:
-        return self.read(name) if name in self.module.sb_recipes else getattr(self.module, name)
-
-
-class _Entries:
-    """A packed weight of which only entries are read; anything else decodes it whole."""
-
-    def __init__(self, module: PackedExperts, name: str) -> None:
-        self.module, self.name = module, name
-
-    def __getitem__(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.module.sb_rows(self.name, ids)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.module.sb_decode(self.name), name)
+_STAND_INS: dict[str, type[_Entries | _Routed]] = {"batched_mm": _Entries, "grouped_mm": _Routed}
+_LINEARS: tuple[Any, ...] = (_batched_linear, _grouped_linear)
+_FORWARDS = {name: _calling(function, own) for (name, function), own in zip(_KNOWN.items(), _LINEARS, strict=True)}
 
 
 def is_experts(base: type[nn.Module]) -> bool:

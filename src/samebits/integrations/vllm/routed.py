@@ -16,20 +16,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from samebits.api import encode
 from samebits.bf16 import same_words
 from samebits.errors import DeviceError
 from samebits.format.packed import PackedTensor
 from samebits.kernels.linear.experts import VARIANTS, experts_product, is_supported, launch_of
-from samebits.kernels.nvrtc import compile_all
 from samebits.kernels.ops import decode_experts, decode_packed
+from samebits.plans.calibrate_experts import PROBES, fitting_variants, probe_of
 from samebits.plans.planner import Mode, mode
 from samebits.plans.probe import Probe
 from samebits.plans.timing import microseconds
 
 FEW_TOKENS = 64  # more are looked for only ahead
 _EVERY = 4  # with so many choices for each expert, nearly all are chosen
-_PROBES = 4  # the first one plain, the others of sums that cancel
 _ROUTINGS = 12  # that are timed in turn: experts that a cache does not have
 _DECODED = 4  # of these, with which decoding first is timed: it writes far more than the cache has
 _HOPELESS = 1.5  # times as long as decoding first: with more tokens it takes longer still
@@ -116,7 +114,7 @@ class _Compared(StandIn):
         ids = torch.zeros(pairs, dtype=torch.int32, device=x.device)
         sharing, device = pairs // len(x), x.get_device()
         self.right = [each for each in self.right if launch_of(self._encoded.header, pairs, sharing, each, device)]
-        for seed in range(_PROBES):
+        for seed in range(PROBES):
             made = self._probe.cancelling(len(x), seed) if seed else self._probe.plain(len(x), seed)
             original(**{**given, "A": made, "B": weight})
             for variant in tuple(self.right):
@@ -196,14 +194,14 @@ class Choices:
     @cached_property
     def _probes(self) -> list[tuple[Probe, PackedTensor]]:
         """Of each weight's experts one made for it."""
-        return [_probe(packed) for packed in self._packed]
+        return [probe_of((packed.shape[1], packed.shape[2]), packed.device) for packed in self._packed]
 
     @torch.inference_mode(False)  # whose tensors have no decode tables, and take longer
     @torch.no_grad()
     def _found(self, tokens: int, *, ahead: bool) -> Chosen | None:
         first, second = self._packed
         device, pairs = first.device, tokens * self.each
-        possible = [_variants(first, pairs, self.each), _variants(second, pairs, 1)]
+        possible = [fitting_variants(first, pairs, self.each), fitting_variants(second, pairs, 1)]
         if not all(possible):
             return None
         routings = [Routing.random(tokens, first.shape[0], self.each, device, seed) for seed in range(_ROUTINGS)]
@@ -252,17 +250,6 @@ class Choices:
         return self._run(x, routing, self._decoded(routing))
 
 
-def _probe(of: PackedTensor) -> tuple[Probe, PackedTensor]:
-    """Of one expert, for the kernel: as trained weights are, if these take the quad code."""
-    rows, columns = of.shape[1:]
-    for even in Probe.kinds(rows, columns):
-        probe = Probe.make(rows, columns, of.device, even=even)
-        packed = encode(probe.weight.unsqueeze(0))
-        if is_supported(packed.header):
-            break
-    return probe, packed
-
-
 def decoded(packed: PackedTensor, ids: torch.Tensor | None) -> torch.Tensor:
     """The plain weight, at least of the experts ``ids``; None: all of them."""
     if ids is None or ids.numel() >= packed.shape[0] * _EVERY:
@@ -285,15 +272,3 @@ def fit(packed: Sequence[PackedTensor], pairs: int, each: int, chosen: Chosen) -
         launch_of(weight.header, pairs, sharing, variant, weight.data.get_device()) is not None
         for weight, sharing, variant in zip(packed, (each, 1), chosen, strict=True)
     )
-
-
-def _variants(packed: PackedTensor, pairs: int, sharing: int) -> list[int]:
-    """Those that fit, compiled."""
-    device = packed.data.get_device()
-    found = {
-        number: launch
-        for number in range(len(VARIANTS))
-        if (launch := launch_of(packed.header, pairs, sharing, number, device))
-    }
-    compile_all({launch.source for launch in found.values()}, device)
-    return list(found)

@@ -1,0 +1,92 @@
+"""The operator samebits::experts: rows times the experts that they are routed to, fused or decoded first.
+
+    experts(x, data, shape, fields, ids, offsets)     of x [pairs, K] and matrices [experts, N, K]: [pairs, N]
+
+Without offsets it is ``torch.bmm(decode(...)[ids], x.unsqueeze(-1)).squeeze(-1)``, with them
+``F.grouped_mm(x, decode(...).transpose(-2, -1), offs=offsets)``, where ids says which expert a row has; bit for bit.
+The host never waits for ids, and what is launched depends on their number alone. No gradients.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from samebits.format.geometry import EXPERTS_DIMENSIONS
+from samebits.format.packed import PackedTensor
+from samebits.kernels import nvrtc
+from samebits.kernels.linear.experts import experts_product, is_supported, launch_of
+from samebits.kernels.ops import packed_of
+from samebits.plans.calibrate_experts import multiply_decoded
+from samebits.plans.environment import blas_state
+from samebits.plans.key import ALIGNMENT, ExpertsKey, Operation
+from samebits.plans.planner import Planner
+
+MAX_PAIRS = 1024  # with more, decoding first is as fast if rows are grouped, and what is gathered takes much memory
+
+_LIBRARY = torch.library.Library("samebits", "FRAGMENT")
+_LIBRARY.define(
+    "experts(Tensor x, Tensor data, int[] shape, int[] fields, Tensor ids, Tensor? offsets) -> Tensor",
+    tags=(torch.Tag.flexible_layout,),  # as samebits::linear
+)
+
+
+def multiply_experts(
+    x: torch.Tensor, packed: PackedTensor, ids: torch.Tensor, offsets: torch.Tensor | None
+) -> torch.Tensor:
+    """What the operator does, on a CUDA device; arguments as those of multiply_decoded."""
+    device, variant = x.get_device(), None
+    with nvrtc.on_device(device):
+        key = _key_of(x, packed, ids, offsets)
+        if key:
+            variant = Planner.of(device).experts(key, packed).fused
+        if variant is None or launch_of(packed.header, len(x), 1, variant, device) is None:  # of chunks that are larger
+            return multiply_decoded(x, packed, ids, offsets)
+        y = torch.empty(len(x), packed.shape[1], dtype=torch.bfloat16, device=x.device)
+        experts_product(x, packed, ids, None, y, variant)
+    return y
+
+
+def _key_of(
+    x: torch.Tensor, packed: PackedTensor, ids: torch.Tensor, offsets: torch.Tensor | None
+) -> ExpertsKey | None:
+    """None where no plan is made."""
+    if not (is_supported(packed.header) and 0 < len(x) <= MAX_PAIRS and x.dtype is torch.bfloat16):
+        return None
+    if not (x.is_contiguous() and ids.is_contiguous()) or x.data_ptr() % ALIGNMENT:
+        return None
+    state = blas_state()
+    if state is None:
+        return None
+    experts, rows, columns = packed.shape
+    return ExpertsKey(
+        Operation.BATCHED if offsets is None else Operation.GROUPED, experts, rows, columns, len(x), state
+    )
+
+
+def _on_cpu(
+    x: torch.Tensor, data: torch.Tensor, shape: list[int], fields: list[int], ids: torch.Tensor,
+    offsets: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    return multiply_decoded(x, packed_of(data, shape, fields), ids, offsets)
+
+
+def _on_cuda(
+    x: torch.Tensor, data: torch.Tensor, shape: list[int], fields: list[int], ids: torch.Tensor,
+    offsets: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    return multiply_experts(x, packed_of(data, shape, fields), ids, offsets)
+
+
+def _fake(
+    x: torch.Tensor, data: torch.Tensor, shape: list[int], fields: list[int], ids: torch.Tensor,
+    offsets: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    are_experts = len(shape) == EXPERTS_DIMENSIONS and x.dim() == 2
+    torch._check(are_experts and x.shape[1] == shape[-1], lambda: f"an input {list(x.shape)} for experts {shape}")
+    torch._check(ids.shape == x.shape[:1], lambda: f"{list(ids.shape)} indices for an input {list(x.shape)}")
+    return x.new_empty((x.shape[0], shape[1]))
+
+
+_LIBRARY.impl("experts", _on_cpu, "CPU")
+_LIBRARY.impl("experts", _on_cuda, "CUDA")
+torch.library.register_fake("samebits::experts", _fake, lib=_LIBRARY)
