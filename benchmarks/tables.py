@@ -310,6 +310,12 @@ COLUMNS: dict[str, dict[str, Cell]] = {
         "weights, samebits": gigabytes("samebits_weight_bytes"),
         "tokens and log-probabilities": verdict("same"),
     },
+    "experts.experts": {
+        "a layer of": "model",
+        **{f"{tokens} token{'s' * (tokens > 1)}": speed_at(tokens) for tokens in (1, 2, 4, 8, 16, 32, 64, 128, 256)},
+        "decoded first": lambda row: "{:.2f} to {:.2f}".format(row["decoded"][0], row["decoded"][-1]),
+        "bytes": verdict("same"),
+    },
     "vllm_generate.starts": {
         "model": "model",
         "start": lambda row: {1: "the first, caches empty", 2: "the second"}[row["start"]],
@@ -459,6 +465,9 @@ with guidance; the memory is that of the transformer or UNet alone, with its act
     "training.steps": """\
 A training step of LoRA (PEFT, rank 16, all layers but the head, AdamW) on Llama 3.1 8B's configuration with synthetic
 weights, with torch told to compute deterministically:""",
+    "experts.experts": """\
+Routed experts of one layer, from the router's choice to their sum, as vLLM makes them, uniform routes: times BF16's
+speed by number of tokens, in CUDA graphs with other experts in each call:""",
     "linear.prefill": """\
 All seven products of a decoder layer of Llama 3.1 8B's shapes, in a row; those of one input are made by one launch
 where that is faster:""",
@@ -466,6 +475,7 @@ where that is faster:""",
 Layers of a model that share an input, behind small kernels like a norm's, which are not counted. One launch makes all
 their products where that is faster, in a model as here:""",
 }
+JOINED = {"many": "matrix", "experts": "model"}  # tables whose rows of several numbers of tokens are one
 PLOTS = {
     "speed-by-tokens": "Speed of a linear layer beside BF16, by number of tokens",
     "bytes-by-matrix": "Bytes moved a second, beside what the memory allows",
@@ -473,11 +483,17 @@ PLOTS = {
 }
 
 
-def joined(rows: list[Row]) -> list[Row]:
-    """Of rows of a matrix and a number of tokens: one for each matrix, with ``speed_at_<tokens>``."""
+def joined(rows: list[Row], key: str) -> list[Row]:
+    """Of rows of a matrix or model and a number of tokens: one for each of ``key``, with ``speed_at_<tokens>``.
+
+    ``decoded`` has the least and the largest speed of decoding first, ``same`` whether all were.
+    """
     found: dict[str, Row] = {}
     for row in rows:
-        found.setdefault(row["matrix"], {"matrix": row["matrix"]})[f"speed_at_{row['tokens']}"] = row["speed"]
+        one = found.setdefault(row[key], {key: row[key], "same": True, "decoded": []})
+        one[f"speed_at_{row['tokens']}"] = row["speed"]
+        one["same"] &= row.get("same", True)
+        one["decoded"] = sorted([*one["decoded"], row.get("decoded_speed", 0.0)])
     return list(found.values())
 
 
@@ -500,8 +516,8 @@ def table_text(name: str, table: str, root: str = "") -> str:
     if not rows:
         return ""
     dates = [row["date"] for row in rows]
-    if table == "many":
-        rows = joined(rows)
+    if table in JOINED:
+        rows = joined(rows, JOINED[table])
     if {"model", "batch", "prompt"} <= rows[0].keys():  # in the order in which they were measured till here
         places = list(dict.fromkeys(row["model"] for row in rows))
         rows = sorted(rows, key=lambda row: (places.index(row["model"]), row["prompt"], row["batch"]))

@@ -18,7 +18,7 @@ from samebits.plans.planner import Planner
 from samebits.plans.probe import Probe
 
 pytestmark = pytest.mark.gpu
-SHAPES = [(128, 1536, 2048), (128, 2048, 768), (8, 1024, 4096), (40, 512, 1088)]
+SHAPES = [(128, 1536, 2048), (128, 2048, 768), (8, 1024, 4096), (40, 512, 1280)]
 
 
 @pytest.fixture(autouse=True)

@@ -16,6 +16,7 @@ from samebits.errors import InputError
 from samebits.format.header import Header
 from samebits.kernels.linear.products import is_supported
 from samebits.kernels.residents import Resident, resident
+from samebits.nn.join import join_stacks
 from samebits.nn.offload import streaming_device
 from samebits.nn.packed_linear import PackedLinearModule
 from samebits.nn.packed_module import check_module
@@ -158,7 +159,8 @@ def prepare(
     """Find the plans of every packed linear layer on a GPU, with torch's settings as they are now.
 
     Without this they are found at the first call of each kind, which takes a moment then, and not at all while a CUDA
-    graph is captured.
+    graph is captured. Those of routed experts are found where ``call`` runs them. Experts that are packed one by one,
+    as folders have them, become one tensor for each weight.
 
     Args:
         model: or any module of one, packed and on its GPU; on a CPU there is nothing to find.
@@ -177,6 +179,7 @@ def prepare(
     if batch_sizes is None:
         batch_sizes = () if call else (1,)
     batch_sizes = _whole_numbers(batch_sizes)
+    join_stacks(model)
     kinds = _kinds(model)
     for weights in kinds.values():
         for weight in weights:

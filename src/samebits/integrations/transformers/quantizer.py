@@ -43,6 +43,7 @@ from samebits.integrations.transformers.load import (
     place_packed,
 )
 from samebits.nn.convert import Report, decompress, encode_parameter, report
+from samebits.nn.join import join_stacks
 from samebits.nn.packed_module import pack, packed_parameters, whole
 from samebits.nn.selection import Selection
 from samebits.nn.spared import spare
@@ -256,6 +257,7 @@ class SamebitsQuantizer(HfQuantizer):  # type: ignore[misc]
         if not self.pre_quantized:
             self.report.warn()
         align_packed(model)
+        join_stacks(model)
         return model
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor] | None, dict[str, str]]:
