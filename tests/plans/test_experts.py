@@ -74,7 +74,6 @@ def played(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Played:
     monkeypatch.setattr(calibrate_experts, "fitting_variants", lambda packed, pairs, sharing: [0, 1, 2])
     monkeypatch.setattr(calibrate_experts, "microseconds", made.microseconds)
     monkeypatch.setattr(calibrate_experts, "F", F_of_rows())
-    monkeypatch.setattr(experts, "is_supported", lambda header: len(header.shape) == 3)
     monkeypatch.setattr(experts, "blas_state", lambda: STATE)
     monkeypatch.setattr(experts.nvrtc, "on_device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())

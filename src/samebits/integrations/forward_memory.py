@@ -3,7 +3,8 @@
 The model runs there, and each operator's outputs are counted while they live: activations, and the cache as it grows.
 Weights that are decoded are counted while their products are made. In a pass over many tokens that is every packed
 one, those of products of one input at once, as one launch makes them (plans/together.py); with few tokens products are
-fused and decode nothing, but for experts. Attention is counted as kernels have it that keep no scores.
+fused and decode nothing. Of routed experts a stack is decoded at a time. Attention is counted as kernels have it that
+keep no scores.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from transformers.integrations import moe
 
 from samebits.format.geometry import EXPERTS_DIMENSIONS
 from samebits.integrations.transformers.cache import states_of
+from samebits.kernels.linear.experts import may_be_fused
+from samebits.plans.experts import MAX_PAIRS
 from samebits.plans.planner import FEW_TOKENS
 
 _EXPERTS = "samebits_meta"  # as an implementation of transformers' experts
@@ -127,11 +130,11 @@ class ForwardMemory:
         seen: list[_Seen] = []
 
         def note(module: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
-            given = next(each for each in (*inputs, *options.values()) if isinstance(each, torch.Tensor))
+            given, *others = (each for each in (*inputs, *options.values()) if isinstance(each, torch.Tensor))
             made = output.nbytes if isinstance(output, torch.Tensor) else 0
             has_many = given.numel() > FEW_TOKENS * given.shape[-1]
-            decoded = [each for each in self._packed[module] if has_many or each.dim() >= EXPERTS_DIMENSIONS]
-            seen.append(_Seen(given, sum(2 * each.numel() for each in decoded), made if has_many else 0))
+            decoded = _decoded(self._packed[module], has_many, others[0].numel() if others else 0)
+            seen.append(_Seen(given, decoded, made if has_many else 0))
 
         cache = self._run(before, batch, None) if before else None
         with ExitStack() as stack:
@@ -139,6 +142,19 @@ class ForwardMemory:
                 stack.callback(module.register_forward_hook(note, with_kwargs=True).remove)
             self._run(tokens, batch, cache)
         return [call for _, group in groupby(seen, key=lambda each: id(each.given)) for call in _together([*group])]
+
+
+def _decoded(weights: Sequence[torch.Tensor], has_many: bool, pairs: int) -> int:
+    """Bytes of what a module decodes at once.
+
+    Args:
+        has_many: of the tokens.
+        pairs: of a token and an expert, if it has experts, whose matrices are multiplied with one stack after another.
+    """
+    stacks = [each for each in weights if each.dim() >= EXPERTS_DIMENSIONS]
+    others = sum(2 * each.numel() for each in weights if each.dim() < EXPERTS_DIMENSIONS) if has_many else 0
+    decoded = (2 * each.numel() for each in stacks if pairs > MAX_PAIRS or not may_be_fused(tuple(each.shape)))
+    return others + max(decoded, default=0)
 
 
 class _Seen(NamedTuple):

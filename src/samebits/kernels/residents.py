@@ -106,6 +106,7 @@ class Resident(Recalled):
         followers: what is asked for behind a product of theirs; see samebits.plans.together.
         at_once: what is asked for with one; see samebits.plans.at_once.
         carriers: launches of theirs that decode what comes next, by the input's shape; see samebits.plans.prefetch.
+        experts: products of rows with experts whose matrices they are; see samebits.kernels.linear.experts.
     """
 
     __slots__ = (
@@ -113,6 +114,7 @@ class Resident(Recalled):
         "calls",
         "carriers",
         "decoders",
+        "experts",
         "first_table",
         "followers",
         "has_changed",
@@ -130,6 +132,7 @@ class Resident(Recalled):
         self.lengths = deque[int](maxlen=_RECENT)
         self.calls: dict[Hashable, Any] = {}
         self.decoders: dict[Hashable, Any] = {}
+        self.experts: dict[Hashable, Any] = {}
         self.followers: Any = None
         self.at_once: Any = None
         self.carriers: dict[Hashable, Any] = {}

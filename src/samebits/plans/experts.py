@@ -14,7 +14,7 @@ import torch
 from samebits.format.geometry import EXPERTS_DIMENSIONS
 from samebits.format.packed import PackedTensor
 from samebits.kernels import nvrtc
-from samebits.kernels.linear.experts import experts_product, is_supported, launch_of
+from samebits.kernels.linear.experts import experts_product, launch_of
 from samebits.kernels.ops import packed_of
 from samebits.plans.calibrate_experts import multiply_decoded
 from samebits.plans.environment import blas_state
@@ -50,7 +50,8 @@ def _key_of(
     x: torch.Tensor, packed: PackedTensor, ids: torch.Tensor, offsets: torch.Tensor | None
 ) -> ExpertsKey | None:
     """None where no plan is made."""
-    if not (is_supported(packed.header) and 0 < len(x) <= MAX_PAIRS and x.dtype is torch.bfloat16):
+    are_few = len(packed.shape) == EXPERTS_DIMENSIONS and 0 < len(x) <= MAX_PAIRS
+    if not are_few or x.dtype is not torch.bfloat16:
         return None
     if not (x.is_contiguous() and ids.is_contiguous()) or x.data_ptr() % ALIGNMENT:
         return None

@@ -64,11 +64,12 @@ class _Reading:
     """An experts module as one of transformers' functions is to see it: with what stands for its weights."""
 
     def __init__(self, module: PackedExperts, stand_in: type[_Entries | _Routed], routed: torch.Tensor) -> None:
-        self.module, self.stand_in, self.routed = module, stand_in, routed
+        self._sb_module = module
+        for name in module.sb_recipes:
+            setattr(self, name, stand_in(module, name, routed).seen())
 
     def __getattr__(self, name: str) -> Any:
-        is_packed = name in self.module.sb_recipes
-        return self.stand_in(self.module, name, self.routed).seen() if is_packed else getattr(self.module, name)
+        return getattr(self._sb_module, name)
 
 
 class _StandIn(ABC):

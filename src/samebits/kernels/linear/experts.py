@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -17,7 +20,14 @@ from samebits.kernels import nvrtc
 from samebits.kernels.linear.job import OCTET, magic
 from samebits.kernels.linear.products import can_be_multiplied
 from samebits.kernels.linear.walk import WalkPlanner
-from samebits.kernels.structures import GeometryStructure, JobStructure, PackedStructure, RoutingStructure
+from samebits.kernels.residents import Resident, make_room, resident
+from samebits.kernels.structures import (
+    ExpertsStructure,
+    GeometryStructure,
+    JobStructure,
+    PackedStructure,
+    RoutingStructure,
+)
 from samebits.kernels.tables import decode_table
 
 _FILE = "linear_experts.cu"
@@ -30,6 +40,7 @@ _MAX_EXPERTS = (1 << 16) - 1  # kNoExpert
 _MAX_ITEMS = 1 << 16  # csrc: Piece::place
 _MAX_DIVIDED = 1 << 32  # csrc: divide
 _SCHEDULERS = 4  # of a multiprocessor
+_COLUMNS, _LEAST = 128, 640  # pairs of stages, and as many as such weights get the quad code with (codecs/plan.py)
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +48,7 @@ class ExpertsLaunch:
     """For one packed tensor, number of pairs and device.
 
     Attributes:
-        job, routing: without addresses, to be copied.
+        job, routing: without addresses.
     """
 
     name: str
@@ -61,6 +72,11 @@ def is_supported(header: Header) -> bool:
     """Whether there is a kernel for a tensor: experts' matrices of whole row groups, each in chunks of its own."""
     is_stack = len(header.shape) == EXPERTS_DIMENSIONS and header.shape[1] % ROW_GROUP == 0
     return is_stack and header.geometry.row_groups_per_chunk == 1 and can_be_multiplied(header)
+
+
+def may_be_fused(shape: Sequence[int]) -> bool:
+    """What is_supported says of a stack of that shape, if its weights are as trained ones."""
+    return len(shape) == EXPERTS_DIMENSIONS and not (shape[1] % ROW_GROUP or shape[2] % _COLUMNS) and shape[2] >= _LEAST
 
 
 class Input(Enum):
@@ -183,17 +199,62 @@ def experts_product(
     Raises:
         DeviceError: it does not fit, or the kernel cannot be built or launched.
     """
-    pairs, device = ids.numel(), x.get_device()
-    launch = launch_of(packed.header, pairs, pairs // len(x), variant, device)
-    if launch is None:
-        raise DeviceError(f"{VARIANTS[variant]} does not fit on this device", mend="ask launch_of first")
+    pairs, device, kept, arguments = ids.numel(), x.get_device(), resident(packed.data), _arguments
     with nvrtc.on_device(device):
-        job, routing = JobStructure.from_buffer_copy(launch.job), RoutingStructure.from_buffer_copy(launch.routing)
-        job.x, job.y, routing.ids, routing.wide = x.data_ptr(), y.data_ptr(), ids.data_ptr(), ids.dtype == torch.int64
+        stream = nvrtc.current_stream(device)
+        kind = pairs, len(x), variant, stream
+        told = (kept.experts.get(kind) if kept else None) or _tell(packed, kept, kind, device)
+        arguments.bytes[:] = told.without_addresses
+        job, routing = arguments.job, arguments.routing
+        job.x, job.y, routing.ids, routing.wide = x.data_ptr(), y.data_ptr(), ids.data_ptr(), ids.dtype is torch.int64
         if scales is not None:
             routing.scales = scales.data_ptr()
-        geometry, table = GeometryStructure.of(packed.header.geometry), decode_table(packed)
-        nvrtc.launch(
-            nvrtc.kernel(_FILE, launch.name, device), launch.grid, launch.threads, launch.shared_bytes, geometry,
-            PackedStructure.of(packed, table), job, routing, early=True,
-        )  # fmt: skip
+        told.launch(arguments.pointers)
+
+
+class _Arguments(threading.local):
+    """Room for the arguments of a thread's next launch.
+
+    Attributes:
+        pointers: as the driver takes them.
+    """
+
+    def __init__(self) -> None:
+        self._structure = ExpertsStructure()
+        start = ctypes.addressof(self._structure)
+        places = [start + getattr(ExpertsStructure, name).offset for name, _ in ExpertsStructure._fields_]
+        self._addresses = (ctypes.c_void_p * len(places))(*places)
+        self.pointers = ctypes.addressof(self._addresses)
+        self.bytes = memoryview(self._structure).cast("B")
+        self.job, self.routing = self._structure.job, self._structure.routing
+
+
+_arguments = _Arguments()
+
+
+class _Told(NamedTuple):
+    """What holds for each product of a kind with one packed tensor's bytes, on a stream.
+
+    Attributes:
+        without_addresses: the arguments, but for those of x, y, ids and scales.
+        launch: as nvrtc.launcher gives it.
+    """
+
+    without_addresses: bytes
+    launch: Callable[[int], None]
+
+
+def _tell(packed: PackedTensor, kept: Resident | None, kind: tuple[int, int, int, int], device: int) -> _Told:
+    pairs, tokens, variant, stream = kind
+    launch = launch_of(packed.header, pairs, pairs // tokens, variant, device)
+    if launch is None:
+        raise DeviceError(f"{VARIANTS[variant]} does not fit on this device", mend="ask launch_of first")
+    geometry, table = GeometryStructure.of(packed.header.geometry), decode_table(packed)
+    arguments = bytes(ExpertsStructure(geometry, PackedStructure.of(packed, table), launch.job, launch.routing))
+    kernel = nvrtc.kernel(_FILE, launch.name, device)
+    told = _Told(arguments, nvrtc.launcher(kernel, launch.grid, launch.threads, launch.shared_bytes, stream, True,
+                                           device))  # fmt: skip
+    if kept and kept.has_table:  # or it will have one
+        make_room(kept.experts, kind)
+        kept.experts[kind] = told
+    return told
