@@ -25,7 +25,7 @@ from samebits.integrations.vllm import plugin
 from samebits.integrations.vllm.routed import Choices, Routing, decoded, multiplying_routed, weights
 from samebits.kernels.linear.experts import VARIANTS
 
-TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 256]
+TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 ROUTES, FEW_ROUTES, MANY = 12, 4, 16  # calls in a graph; of more than so many tokens
 KEYS = ("model", "tokens")
 

@@ -312,7 +312,10 @@ COLUMNS: dict[str, dict[str, Cell]] = {
     },
     "experts.experts": {
         "a layer of": "model",
-        **{f"{tokens} token{'s' * (tokens > 1)}": speed_at(tokens) for tokens in (1, 2, 4, 8, 16, 32, 64, 128, 256)},
+        **{
+            f"{tokens} token{'s' * (tokens > 1)}": speed_at(tokens)
+            for tokens in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+        },
         "decoded first": lambda row: "{:.2f} to {:.2f}".format(row["decoded"][0], row["decoded"][-1]),
         "bytes": verdict("same"),
     },

@@ -11,7 +11,7 @@ import samebits
 from samebits.bf16 import same_words
 from samebits.format.packed import PackedTensor
 from samebits.kernels.linear import experts
-from samebits.kernels.linear.experts import VARIANTS, experts_product, is_supported, launch_of
+from samebits.kernels.linear.experts import VARIANTS, Input, Variant, experts_product, is_supported, launch_of
 from tests.codecs.tensors import always_quad
 from tests.kernels import emulator
 from tests.kernels.emulator import EmulationError
@@ -87,7 +87,8 @@ def test_each_pair_is_multiplied_with_its_expert(device: EmulatedDevice, shape: 
                 if found is not None:
                     tried.add(variant)
                     assert same_words(found, products.expected(scales))
-    assert tried == set(range(len(VARIANTS)))
+    too_large = {VARIANTS.index(Variant(4, Input.SHARED))} if shape[2] > 2048 else set()  # x of two units
+    assert tried == set(range(len(VARIANTS))) - too_large
 
 
 @pytest.mark.parametrize("kind", ["patches", "row shifts", "raw chunks"])
@@ -100,16 +101,16 @@ def test_every_kind_of_chunk(device: EmulatedDevice, kind: str) -> None:
         weight *= torch.exp2(torch.randint(-60, 60, (3, 16, 1), generator=generator))
     else:
         weight[1, :8] = torch.exp2(torch.randint(-100, 100, (8, 2112), generator=generator).float())
-    products = Products(weight.bfloat16(), 12, 2, 0)
+    products = Products(weight.bfloat16(), 20, 2, 0)
     if kind == "raw chunks":  # each token is a column, of which a sum has one term
-        products.x[:] = torch.eye(2112)[torch.randint(2112, (12,), generator=generator)]
+        products.x[:] = torch.eye(2112)[torch.randint(2112, (20,), generator=generator)]
     assert products.packed.header.has_row_shifts == (kind == "row shifts")
     for variant in range(len(VARIANTS)):
         found = products.found(device, variant, None)
         if found is not None:
             tried += 1
             assert same_words(found, products.expected(None))
-    assert tried >= 2
+    assert tried >= 5
 
 
 def test_a_table_in_memory(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,13 +127,13 @@ def test_a_table_in_memory(device: EmulatedDevice, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("section", ["code", "offsets", "streams"])
 def test_hostile_contents_do_no_harm(device: EmulatedDevice, section: str, fill: int | None) -> None:
     """Sections that change after they were validated: nothing is touched out of bounds, and the launch ends."""
-    products = Products(experts_of((3, 16, 2112)), 12, 2, 0)
+    products = Products(experts_of((3, 16, 2112)), 20, 2, 0)
     packed = PackedTensor(products.packed.header, products.packed.data.clone())
     generator = torch.Generator().manual_seed(1)
     part = packed.section(section)
     part.random_(0, 256, generator=generator) if fill is None else part.fill_(fill)
-    for variant in range(len(VARIANTS)):
-        assert products.found(device, variant, None, packed) is not None
+    made = [products.found(device, variant, None, packed) is not None for variant in range(len(VARIANTS))]
+    assert sum(made) >= len(VARIANTS) - 2  # x of larger units does not fit into shared memory
 
 
 def test_what_the_emulator_finds(device: EmulatedDevice) -> None:

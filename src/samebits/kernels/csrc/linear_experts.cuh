@@ -2,7 +2,7 @@
 // chosen the host does not know, so each block finds for itself what is its own: the launch is the same whatever the router says, and graphs can have it.
 //
 //   pair       a token and one of its experts; y has a row for each, in the order in which the router gives them
-//   unit       up to eight or sixteen pairs of one expert, no more than there are tokens: what one mma multiplies a row group with
+//   unit       up to eight, sixteen or 32 pairs of one expert, no more than there are tokens: what is multiplied with a row group as it is decoded
 //   item       a row group of a unit: all of K, one chain (walk.cuh)
 //
 // Units are numbered, items unit by unit; each block has as many items as any other. All blocks have to number pairs and units alike. x is in shared memory,
@@ -10,7 +10,7 @@
 #pragma once
 #include "walk.cuh"
 
-constexpr int kMaxWarps = 20, kFewWarps = 16;   // for units of eight pairs, and of sixteen
+constexpr int kMaxWarps = 20, kFewWarps = 16, kFewestWarps = 12;   // for units of eight pairs, of sixteen, and of 32
 
 struct Routing {
     const void* ids;       // [pairs], i64 each if `wide`, else i32: which experts
@@ -28,7 +28,7 @@ template <int octets>
 struct Unit {
     u32 expert, count, pairs[8 * octets];
 };
-static_assert(sizeof(Unit<1>) == 40 && sizeof(Unit<2>) == 72, "linear/experts.py: _UNIT_WORDS");
+static_assert(sizeof(Unit<1>) == 40 && sizeof(Unit<2>) == 72 && sizeof(Unit<4>) == 136, "linear/experts.py: _UNIT_WORDS");
 constexpr int kIdBits = 16;              // of a pair in shared memory: its expert, and above how many pairs of that there are in front of it
 constexpr u32 kNoExpert = (1u << kIdBits) - 1;
 
@@ -148,7 +148,7 @@ struct Routes {
         const int g = lane >> 2, t = lane & 3, row = 8 * group_in_expert(item);
         const Unit& unit = units[unit_of(item)];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
+        for (int i = 0; i < (octets < 4 ? 2 : octets); ++i) {
             const int own = octets == 1 ? 2 * t + i : g + 8 * i;
             if (own >= int(unit.count)) continue;
             const u32 pair = unit.pairs[own];
@@ -211,7 +211,7 @@ struct Experts : Routes<octets> {
 // All warps have items of one unit at a time, a round, and go through K in step: another warp brings x turn by turn into a ring for all of them.
 constexpr int kColumnBytes = kTurn * 128;                          // of a pair in a turn of x
 template <int octets> constexpr int kPlaces = octets == 1 ? 4 : 3; // turns that are in the ring, or on their way
-static_assert(kColumnBytes == 1024 && kPlaces<1> == 4 && kPlaces<2> == 3, "linear/experts.py: _COLUMN_WORDS, _PLACES");
+static_assert(kColumnBytes == 1024 && kPlaces<1> == 4 && kPlaces<2> == 3 && kPlaces<4> == 3, "linear/experts.py: _COLUMN_WORDS, _PLACES");
 
 template <int octets>
 struct InStep : Routes<octets> {
@@ -222,18 +222,18 @@ struct InStep : Routes<octets> {
     const u32 come, taken;               // shared addresses of flags: turns that have come; [warps] turns that a warp does not need any more
     int turn = 0;                        // that comes next
     struct TurnColumns {
-        u32 steps[octets][4];            // of the turn at hand: for each token and stage 128 bytes, those of step q where 32 (q ^ (token & 3)) says
+        u32 steps[4];                    // of the turn at hand and token g: for each token and stage 128 bytes, those of step q where 32 (q ^ (token & 3)) says
         bool any[octets];                // as Columns
 
         __device__ __forceinline__ void load(Vec4 (&x)[octets], int stage, int half) const {
-            Vec4 own[octets];
+            Vec4 words[octets];
 #pragma unroll
             for (int octet = 0; octet < octets; ++octet) {
-                const Vec2 first = load_shared_vec2_if(any[octet], steps[octet][2 * half] + stage * 128);
-                const Vec2 second = load_shared_vec2_if(any[octet], steps[octet][2 * half + 1] + stage * 128);
-                own[octet] = {first.x, first.y, second.x, second.y};
+                const u32 own = 8 * octet * kColumnBytes + stage * 128;
+                const Vec2 first = load_shared_vec2_if(any[octet], steps[2 * half] + own), second = load_shared_vec2_if(any[octet], steps[2 * half + 1] + own);
+                words[octet] = {first.x, first.y, second.x, second.y};
             }
-            operands_of(own, x);
+            operands_of(words, x);
         }
     } columns;
     int own = 0;                         // items of this warp
@@ -271,13 +271,11 @@ struct InStep : Routes<octets> {
         __syncwarp();
         if (lane == 0) set_flag(taken + 4 * warp, u32(turn));
         const u32 place = Base::x + (turn - divide(turn, job.by_ring) * kPlaces<octets>) * (Base::routing.unit_pairs * kColumnBytes);
+        const int g = lane >> 2;
 #pragma unroll
-        for (int octet = 0; octet < octets; ++octet) {
-            const int row = (lane >> 2) + 8 * octet, own = min(row, rows - 1);
-            columns.any[octet] = row < rows;
+        for (int octet = 0; octet < octets; ++octet) columns.any[octet] = g + 8 * octet < rows;
 #pragma unroll
-            for (int q = 0; q < 4; ++q) columns.steps[octet][q] = place + own * kColumnBytes + 32 * (q ^ (own & 3)) + 8 * (lane & 3);
-        }
+        for (int q = 0; q < 4; ++q) columns.steps[q] = place + g * kColumnBytes + 32 * (q ^ (g & 3)) + 8 * (lane & 3);
     }
     __device__ __forceinline__ void begin(const Vec2& piece, Sums<octets>& sums) {
         const Found found = find(int(piece.x >> 16));

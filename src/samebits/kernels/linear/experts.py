@@ -31,10 +31,10 @@ from samebits.kernels.structures import (
 from samebits.kernels.tables import decode_table
 
 _FILE = "linear_experts.cu"
-_MAX_WARPS = {1: 20, 2: 16}  # kMaxWarps, kFewWarps: by OCTETs of pairs that a unit has
-_UNIT_WORDS = {1: 10, 2: 18}  # csrc: Unit
+_MAX_WARPS = {1: 20, 2: 16, 4: 12}  # kMaxWarps, kFewWarps, kFewestWarps: by OCTETs of pairs that a unit has
+_UNIT_WORDS = {1: 10, 2: 18, 4: 34}  # csrc: Unit
 _COLUMN_WORDS = 256  # kColumnBytes
-_PLACES = {1: 4, 2: 3}  # kPlaces
+_PLACES = {1: 4, 2: 3, 4: 3}  # kPlaces
 _MAX_PAIRS = 1 << 13
 _MAX_EXPERTS = (1 << 16) - 1  # kNoExpert
 _MAX_ITEMS = 1 << 16  # csrc: Piece::place
@@ -101,7 +101,12 @@ class Variant(NamedTuple):
         return f"units of {OCTET * self.octets}, {self.input.value}"
 
 
-VARIANTS = tuple(Variant(octets, kind) for octets in (1, 2) for kind in Input)
+# Units of 32 that read x from global memory would wait for nothing else.
+VARIANTS = (
+    *(Variant(octets, kind) for octets in (1, 2) for kind in Input),
+    Variant(4, Input.SHARED),
+    Variant(4, Input.IN_STEP),
+)
 
 
 @lru_cache(maxsize=8192)
@@ -123,7 +128,7 @@ def launch_of(header: Header, pairs: int, sharing: int, variant: int, device: in
         or planner.items > _MAX_ITEMS
         or planner.most_divided > _MAX_DIVIDED
     )
-    if is_too_large or (kind.octets > 1 and planner.tokens <= OCTET):
+    if is_too_large or (kind.octets > 1 and planner.tokens <= OCTET * kind.octets // 2):
         return None
     most = planner.most_warps
     return planner.launch(planner.even_warps(most)) if most >= min(_SCHEDULERS, planner.items) else None
