@@ -19,7 +19,7 @@ from samebits.errors import DeviceError, InputError
 from samebits.kernels.ops import fields_of
 from samebits.plans import calibrate_experts, experts, planner
 from samebits.plans.calibrate_experts import multiply_decoded
-from samebits.plans.experts import MAX_PAIRS, multiply_experts
+from samebits.plans.experts import FEW_PAIRS, multiply_experts
 from samebits.plans.key import ExpertsKey, Operation
 from samebits.plans.store import ExpertsOutcome, PlanStore
 from tests.plans.conftest import ENVIRONMENT, new_planner
@@ -228,11 +228,22 @@ def test_a_weight_whose_chunks_are_larger_is_decoded_first(played: Played, packe
     assert not played.made
 
 
+def test_many_pairs_that_come_back(played: Played, packed: samebits.PackedTensor) -> None:
+    for pairs in (FEW_PAIRS + 1, FEW_PAIRS + 2, FEW_PAIRS + 1):  # prompts
+        multiplied(packed, pairs, Operation.GROUPED)
+    assert not played.made
+    for _ in range(8):
+        multiplied(packed, FEW_PAIRS + 1, Operation.GROUPED)
+    assert played.searches == 1
+    multiplied(packed, FEW_PAIRS + 1, Operation.GROUPED)
+    assert (played.searches, played.made[-2:]) == (1, [1, 1])
+
+
 @pytest.mark.parametrize("case", ["many", "none", "strided", "misaligned", "state", "float32"])
 def test_operands_without_plans(
     played: Played, packed: samebits.PackedTensor, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    x, ids, _ = operands({"many": MAX_PAIRS + 1, "none": 0}.get(case, 4), Operation.BATCHED)
+    x, ids, _ = operands({"many": FEW_PAIRS + 1, "none": 0}.get(case, 4), Operation.BATCHED)
     if case == "strided":
         x = torch.cat([x, x], 1)[:, : SHAPE[2]]
     elif case == "misaligned":

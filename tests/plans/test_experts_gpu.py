@@ -12,7 +12,7 @@ import samebits
 from samebits.kernels.ops import fields_of
 from samebits.plans import experts, planner
 from samebits.plans.calibrate_experts import multiply_decoded, probe_of
-from samebits.plans.experts import MAX_PAIRS, multiply_experts
+from samebits.plans.experts import FEW_PAIRS, multiply_experts
 from samebits.plans.key import Operation
 from samebits.plans.planner import Planner
 from samebits.plans.probe import Probe
@@ -87,7 +87,7 @@ def test_each_number_of_pairs(shape: tuple[int, int, int], operation: Operation,
 
 def test_more_pairs_than_have_plans(fused: list[int]) -> None:
     packed = samebits.encode(0.02 * torch.randn(8, 256, 1024, device="cuda").bfloat16())
-    x = torch.randn(MAX_PAIRS + 1, 1024, device="cuda").bfloat16()
+    x = torch.randn(FEW_PAIRS + 1, 1024, device="cuda").bfloat16()
     ids = torch.randint(8, (len(x),), device="cuda")
     assert_same(multiply_experts(x, packed, ids, None), multiply_decoded(x, packed, ids, None))
     assert not fused

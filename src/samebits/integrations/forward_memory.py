@@ -29,7 +29,7 @@ from transformers.integrations import moe
 from samebits.format.geometry import EXPERTS_DIMENSIONS
 from samebits.integrations.transformers.cache import states_of
 from samebits.kernels.linear.experts import may_be_fused
-from samebits.plans.experts import MAX_PAIRS
+from samebits.plans.experts import FEW_PAIRS
 from samebits.plans.planner import FEW_TOKENS
 
 _EXPERTS = "samebits_meta"  # as an implementation of transformers' experts
@@ -153,7 +153,7 @@ def _decoded(weights: Sequence[torch.Tensor], has_many: bool, pairs: int) -> int
     """
     stacks = [each for each in weights if each.dim() >= EXPERTS_DIMENSIONS]
     others = sum(2 * each.numel() for each in weights if each.dim() < EXPERTS_DIMENSIONS) if has_many else 0
-    decoded = (2 * each.numel() for each in stacks if pairs > MAX_PAIRS or not may_be_fused(tuple(each.shape)))
+    decoded = (2 * each.numel() for each in stacks if pairs > FEW_PAIRS or not may_be_fused(tuple(each.shape)))
     return others + max(decoded, default=0)
 
 

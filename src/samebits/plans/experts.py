@@ -16,12 +16,17 @@ from samebits.format.packed import PackedTensor
 from samebits.kernels import nvrtc
 from samebits.kernels.linear.experts import experts_product, launch_of
 from samebits.kernels.ops import packed_of
+from samebits.kernels.residents import resident
 from samebits.plans.calibrate_experts import multiply_decoded
 from samebits.plans.environment import blas_state
 from samebits.plans.key import ALIGNMENT, ExpertsKey, Operation
 from samebits.plans.planner import Planner
 
-MAX_PAIRS = 1024  # with more, decoding first is as fast if rows are grouped, and what is gathered takes much memory
+FEW_PAIRS = 1024  # with more, a search waits until their number comes back
+_MOST = {
+    Operation.BATCHED: FEW_PAIRS,
+    Operation.GROUPED: 4096,
+}  # gathered they take much memory; else experts have many
 
 _LIBRARY = torch.library.Library("samebits", "FRAGMENT")
 _LIBRARY.define(
@@ -38,7 +43,7 @@ def multiply_experts(
     with nvrtc.on_device(device):
         key = _key_of(x, packed, ids, offsets)
         if key:
-            variant = Planner.of(device).experts(key, packed).fused
+            variant = _variant(key, packed, device)
         if variant is None or launch_of(packed.header, len(x), 1, variant, device) is None:  # of chunks that are larger
             return multiply_decoded(x, packed, ids, offsets)
         y = torch.empty(len(x), packed.shape[1], dtype=torch.bfloat16, device=x.device)
@@ -46,12 +51,22 @@ def multiply_experts(
     return y
 
 
+def _variant(key: ExpertsKey, packed: PackedTensor, device: int) -> int | None:
+    planner = Planner.of(device)
+    if key.pairs > FEW_PAIRS and not planner.knows(key):
+        kept = resident(packed.data)
+        if kept is None or not kept.comes_often(key.pairs):
+            return None
+    return planner.experts(key, packed).fused
+
+
 def _key_of(
     x: torch.Tensor, packed: PackedTensor, ids: torch.Tensor, offsets: torch.Tensor | None
 ) -> ExpertsKey | None:
     """None where no plan is made."""
-    are_few = len(packed.shape) == EXPERTS_DIMENSIONS and 0 < len(x) <= MAX_PAIRS
-    if not are_few or x.dtype is not torch.bfloat16:
+    operation = Operation.BATCHED if offsets is None else Operation.GROUPED
+    is_usual = len(packed.shape) == EXPERTS_DIMENSIONS and x.dtype is torch.bfloat16
+    if not is_usual or not 0 < len(x) <= _MOST[operation]:
         return None
     if not (x.is_contiguous() and ids.is_contiguous()) or x.data_ptr() % ALIGNMENT:
         return None
@@ -59,9 +74,7 @@ def _key_of(
     if state is None:
         return None
     experts, rows, columns = packed.shape
-    return ExpertsKey(
-        Operation.BATCHED if offsets is None else Operation.GROUPED, experts, rows, columns, len(x), state
-    )
+    return ExpertsKey(operation, experts, rows, columns, len(x), state)
 
 
 def _on_cpu(

@@ -111,6 +111,10 @@ class Planner:
             partial(Outcome, None),
         ))  # fmt: skip
 
+    def knows(self, key: ExpertsKey) -> bool:
+        """Whether this process has decided for it."""
+        return key in self._experts
+
     def experts(self, key: ExpertsKey, packed: PackedTensor) -> ExpertsOutcome:
         """The same of routed experts.
 

@@ -10,7 +10,7 @@
 #pragma once
 #include "walk.cuh"
 
-constexpr int kMaxWarps = 20, kFewWarps = 16, kFewestWarps = 12;   // for units of eight pairs, of sixteen, and of 32
+constexpr int kMaxWarps = 20, kFewWarps = 16;   // for units of eight pairs, and of more
 
 struct Routing {
     const void* ids;       // [pairs], i64 each if `wide`, else i32: which experts
@@ -210,8 +210,8 @@ struct Experts : Routes<octets> {
 
 // All warps have items of one unit at a time, a round, and go through K in step: another warp brings x turn by turn into a ring for all of them.
 constexpr int kColumnBytes = kTurn * 128;                          // of a pair in a turn of x
-template <int octets> constexpr int kPlaces = octets == 1 ? 4 : 3; // turns that are in the ring, or on their way
-static_assert(kColumnBytes == 1024 && kPlaces<1> == 4 && kPlaces<2> == 3 && kPlaces<4> == 3, "linear/experts.py: _COLUMN_WORDS, _PLACES");
+template <int octets> constexpr int kPlaces = octets == 1 ? 4 : octets == 2 ? 3 : 2;   // turns that are in the ring, or on their way
+static_assert(kColumnBytes == 1024 && kPlaces<1> == 4 && kPlaces<2> == 3 && kPlaces<4> == 2, "linear/experts.py: _COLUMN_WORDS, _PLACES");
 
 template <int octets>
 struct InStep : Routes<octets> {
