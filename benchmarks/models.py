@@ -86,7 +86,8 @@ def build(name: str, device: str, packed: bool, *, tight: bool = False) -> Any:
             if parameter is not None:
                 module._parameters[leaf] = torch.nn.Parameter(synthetic(parameter.shape, seed, device))
                 give_back()
-        if packed and module._parameters and len(list(module.parameters())) == len(module._parameters):  # all its own
+        own = sum(parameter is not None for parameter in module._parameters.values())
+        if packed and own and own == len(list(module.parameters())):
             samebits.compress(module)  # which gives back, too
     model.generation_config.eos_token_id = None
     return model.eval()
