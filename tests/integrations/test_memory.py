@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import samebits
+from samebits.integrations.transformers.experts import PackedExperts
 from samebits.nn import recipe
 from samebits.nn.packed_module import PackedModule
 from tests.integrations.models import Reference, compress_folder, packed_parameters
@@ -108,4 +109,6 @@ def test_gradients_of_inputs(llama: Reference, config: samebits.SamebitsConfig) 
 
 
 def _decoded_bytes(module: PackedModule) -> int:
-    return sum(2 * prod(weight.shape) for weight in module.sb_recipes.values())
+    """At once: of experts one stack."""
+    sizes = [2 * prod(weight.shape) for weight in module.sb_recipes.values()]
+    return max(sizes) if isinstance(module, PackedExperts) else sum(sizes)

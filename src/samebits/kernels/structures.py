@@ -207,15 +207,6 @@ class RoutingStructure(ctypes.Structure):
     )  # fmt: skip
 
 
-class ExpertsStructure(ctypes.Structure):
-    """The arguments of the kernels in csrc/linear_experts.cu, which get each by itself."""
-
-    _fields_ = (
-        ("geometry", GeometryStructure), ("packed", PackedStructure), ("job", JobStructure),
-        ("routing", RoutingStructure),
-    )  # fmt: skip
-
-
 class ArrangementStructure(ctypes.Structure):
     """csrc/arrange.cu: Arrangement."""
 

@@ -21,13 +21,7 @@ from samebits.kernels.linear.job import OCTET, magic
 from samebits.kernels.linear.products import can_be_multiplied
 from samebits.kernels.linear.walk import WalkPlanner
 from samebits.kernels.residents import Resident, make_room, resident
-from samebits.kernels.structures import (
-    ExpertsStructure,
-    GeometryStructure,
-    JobStructure,
-    PackedStructure,
-    RoutingStructure,
-)
+from samebits.kernels.structures import GeometryStructure, JobStructure, PackedStructure, RoutingStructure
 from samebits.kernels.tables import decode_table
 
 _FILE = "linear_experts.cu"
@@ -213,6 +207,15 @@ def experts_product(
         told.launch(arguments.pointers)
 
 
+class _Parameters(ctypes.Structure):
+    """The kernel's, one behind the other."""
+
+    _fields_ = (
+        ("geometry", GeometryStructure), ("packed", PackedStructure), ("job", JobStructure),
+        ("routing", RoutingStructure),
+    )  # fmt: skip
+
+
 class _Arguments(threading.local):
     """Room for the arguments of a thread's next launch.
 
@@ -221,9 +224,9 @@ class _Arguments(threading.local):
     """
 
     def __init__(self) -> None:
-        self._structure = ExpertsStructure()
+        self._structure = _Parameters()
         start = ctypes.addressof(self._structure)
-        places = [start + getattr(ExpertsStructure, name).offset for name, _ in ExpertsStructure._fields_]
+        places = [start + getattr(_Parameters, name).offset for name, _ in _Parameters._fields_]
         self._addresses = (ctypes.c_void_p * len(places))(*places)
         self.pointers = ctypes.addressof(self._addresses)
         self.bytes = memoryview(self._structure).cast("B")
@@ -251,7 +254,7 @@ def _tell(packed: PackedTensor, kept: Resident | None, kind: tuple[int, int, int
     if launch is None:
         raise DeviceError(f"{VARIANTS[variant]} does not fit on this device", mend="ask launch_of first")
     geometry, table = GeometryStructure.of(packed.header.geometry), decode_table(packed)
-    arguments = bytes(ExpertsStructure(geometry, PackedStructure.of(packed, table), launch.job, launch.routing))
+    arguments = bytes(_Parameters(geometry, PackedStructure.of(packed, table), launch.job, launch.routing))
     kernel = nvrtc.kernel(_FILE, launch.name, device)
     told = _Told(arguments, nvrtc.launcher(kernel, launch.grid, launch.threads, launch.shared_bytes, stream, True,
                                            device))  # fmt: skip
