@@ -25,6 +25,7 @@ from samebits.plans.store import ExpertsOutcome, PlanStore
 from tests.plans.conftest import ENVIRONMENT, new_planner
 
 SHAPE = (4, 16, 640)
+OPERATIONS = (Operation.BATCHED, Operation.GROUPED)
 STATE = "state"
 
 
@@ -124,7 +125,7 @@ def key_of(packed: samebits.PackedTensor, pairs: int = 5, operation: Operation =
     return ExpertsKey(operation, *packed.shape, pairs, STATE)
 
 
-@pytest.mark.parametrize("operation", Operation)
+@pytest.mark.parametrize("operation", OPERATIONS)
 def test_the_fastest_that_is_right(played: Played, packed: samebits.PackedTensor, operation: Operation) -> None:
     multiplied(packed, operation=operation)
     assert played.made[-1] == 1
@@ -259,7 +260,7 @@ def test_operands_without_plans(
     assert not played.made
 
 
-@pytest.mark.parametrize("operation", Operation)
+@pytest.mark.parametrize("operation", OPERATIONS)
 def test_the_operator(packed: samebits.PackedTensor, operation: Operation) -> None:
     x, ids, offsets = operands(5, operation)
     arguments = x, packed.data, list(packed.shape), fields_of(packed.header), ids, offsets

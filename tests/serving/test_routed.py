@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from samebits.integrations.vllm import routed
 from samebits.integrations.vllm.routed import Choices, Chosen, RoutedWeight, Routing, multiplying_routed, weights
 from samebits.kernels.linear.experts import is_supported
 from samebits.plans.planner import Mode
+from samebits.plans.store import PlanStore
+from tests.plans.conftest import ENVIRONMENT
 
 EXPERTS, EACH, HIDDEN, INNER = 4, 2, 256, 192
 VARIANTS = range(3)
@@ -92,7 +95,7 @@ def layer() -> list[torch.Tensor]:
     return [(0.02 * torch.randn(shape)).to(torch.bfloat16) for shape in shapes]
 
 
-def choices_of(layer: list[torch.Tensor]) -> Choices:
+def choices_of(layer: list[torch.Tensor], store: PlanStore | None = None) -> Choices:
     multiply: Callable[..., None] = multiplying_routed(vllm_kernel)
 
     def run(x: torch.Tensor, routing: Routing, given: Sequence[Any]) -> torch.Tensor:
@@ -104,7 +107,8 @@ def choices_of(layer: list[torch.Tensor]) -> Choices:
                  mul_routed_weight=True)  # fmt: skip
         return second.sum(1)
 
-    return Choices([samebits.encode(each) for each in layer], EACH, run, lambda routing: layer)
+    packed = [samebits.encode(each) for each in layer]
+    return Choices(packed, EACH, run, lambda routing: layer, store, "state")
 
 
 def test_the_fastest_that_is_right(played: Played, layer: list[torch.Tensor]) -> None:
@@ -167,6 +171,40 @@ def test_only_what_is_faster(played: Played, layer: list[torch.Tensor]) -> None:
     assert choices.of(9) is None
     assert played.searches == 4
     assert choices.of(7)
+
+
+def test_kept_for_other_processes(
+    played: Played, layer: list[torch.Tensor], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Tried once, not trusted; also that decoding first is faster, and from how many tokens on nothing is worth it."""
+    store = PlanStore(ENVIRONMENT, tmp_path)
+    assert choices_of(layer, store).of(3) == Chosen(2, 2)
+    played.times = 4.0, 2.0
+    assert choices_of(layer, store).of(4, ahead=True) is None
+    assert played.searches == 2
+    again = choices_of(layer, store)
+    assert (again.of(3), again.of(4, ahead=True), again.of(5)) == (Chosen(2, 2), None, None)
+    assert played.searches == 2
+    kept = {(key.operation, key.pairs, outcome.variant, outcome.reason) for key, outcome in store.experts().items()}
+    assert kept == {("vLLM", 6, 2, ""), ("vLLM", 8, 2, "decoding first is faster")}
+    played.wrong |= {(2 * INNER, 2), (HIDDEN, 0)}  # another vLLM, and nobody noticed
+    played.times = 1.0, 3.0
+    assert choices_of(layer, store).of(3) == Chosen(1, 2)
+    assert "not right here and is replaced" in caplog.text
+    assert played.searches == 3
+    assert choices_of(layer, store).of(3) == Chosen(1, 2)
+    assert played.searches == 3
+
+
+def test_only_what_is_on_disk(
+    played: Played, layer: list[torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = PlanStore(ENVIRONMENT, tmp_path)
+    choices_of(layer, store).of(3)
+    monkeypatch.setattr(routed, "mode", lambda: Mode.CACHED)
+    choices = choices_of(layer, store)
+    assert (choices.of(3), choices.of(4)) == (Chosen(2, 2), None)
+    assert played.searches == 1
 
 
 def test_more_tokens_are_looked_for_ahead_alone(played: Played, layer: list[torch.Tensor]) -> None:

@@ -37,6 +37,7 @@ class Operation(StrEnum):
 
     BATCHED = "bmm"  # of the experts' matrices gathered, one for each row
     GROUPED = "grouped_mm"  # of rows in the order of their experts
+    VLLM = "vLLM"  # both products of a layer, by vLLM's kernel; see samebits.integrations.vllm.routed
 
 
 class ExpertsKey(NamedTuple):

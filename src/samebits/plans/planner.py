@@ -80,6 +80,7 @@ class Planner:
 
     Attributes:
         known: what was decided in this process.
+        store: what is on disk.
     """
 
     def __init__(self, device: torch.device, environment: Environment) -> None:
@@ -87,7 +88,7 @@ class Planner:
         self.known: dict[PlanKey, Outcome] = {}
         self._experts: dict[ExpertsKey, ExpertsOutcome] = {}
         self._together: dict[tuple[PlanKey, ...], GroupOutcome] = {}
-        self._store = PlanStore(environment)
+        self.store = PlanStore(environment)
         self._lock = Lock()
 
     @classmethod
@@ -105,7 +106,7 @@ class Planner:
         known = self.known.get(key)
         if known:
             return known
-        weights, store = weights or ProbeWeights(self.device), self._store
+        weights, store = weights or ProbeWeights(self.device), self.store
         return self._resolve(key, _Search(
             self.known, store.read, partial(_is_right, weights), lambda key: calibrate(key, weights), store.add,
             partial(Outcome, None),
@@ -124,7 +125,7 @@ class Planner:
         known = self._experts.get(key)
         if known:
             return known
-        store = self._store
+        store = self.store
         return self._resolve(key, _Search(
             self._experts, store.experts, partial(_are_right, packed), lambda key: calibrate_experts(key, packed),
             store.add_experts, partial(ExpertsOutcome, None),
@@ -144,7 +145,7 @@ class Planner:
         """What searches for these will need; of numbers of tokens that are alike, the kernels are, too."""
         if mode() is not Mode.ON:
             return
-        stored = self._store.read()
+        stored = self.store.read()
         new = {key._replace(tokens=key.tokens.bit_length()): (header, key.tokens)
                for key, header in wanted if key not in self.known and key not in stored}  # fmt: skip
         try:
@@ -179,7 +180,7 @@ class Planner:
         self, keys: tuple[PlanKey, ...], x: torch.Tensor, operands: Sequence[Operands], are_fused: Sequence[bool]
     ) -> GroupOutcome:
         """As stored by any process, for whoever uses it compares bytes the first time; else found now."""
-        stored = self._store.groups().get(keys)
+        stored = self.store.groups().get(keys)
         is_damaged = stored is not None and stored.variant is not None and stored.variant >= len(VARIANTS)
         if stored is not None and not is_damaged:
             return stored
@@ -192,7 +193,7 @@ class Planner:
             return GroupOutcome(None)
         how = "one by one" if found.variant is None else f"one launch: {VARIANTS[found.variant]}"
         _log.info("%s: %s", " and ".join(map(_words, keys)), how)
-        self._store.add_group(keys, found)
+        self.store.add_group(keys, found)
         return found
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
+import vllm
 from torch import nn
 from tqdm.auto import tqdm
 from vllm.config import get_current_vllm_config
@@ -20,6 +21,7 @@ from samebits.format.packed import PackedTensor
 from samebits.integrations.vllm.layers import Decoded, check_loaded, is_new
 from samebits.integrations.vllm.routed import Choices, Routing, are_supported, decoded, fit, weights
 from samebits.integrations.vllm.weights import HELD, encode, hold
+from samebits.plans.planner import Planner
 
 _NAMES = ("w13_weight", "w2_weight")
 _CHOICES = "sb_choices"  # of a layer
@@ -85,10 +87,13 @@ class PackedExpertsMethod(UnquantizedFusedMoEMethod):  # type: ignore[misc]
         is_triton = self.unquantized_backend is UnquantizedMoeBackend.TRITON and current_platform.is_cuda()
         if not is_triton or self.moe.has_bias or not _has_all_tokens(layer) or not are_supported(packed):
             return None
-        shapes = tuple(tuple(each.shape) for each in packed)
-        kind = str(layer.activation), layer.apply_router_weight_on_input
-        key = id(get_current_vllm_config()), shapes, packed[0].device, layer.top_k, kind
-        return _known.setdefault(key, Choices(packed, layer.top_k, partial(self._run, layer), partial(self._of, layer)))
+        device, shapes = packed[0].device, tuple(tuple(each.shape) for each in packed)
+        kind = f"{layer.activation} {layer.apply_router_weight_on_input}"
+        key = id(get_current_vllm_config()), shapes, device, layer.top_k, kind
+        state = f"vllm={vllm.__version__} experts_of_a_token={layer.top_k} layer={kind}"
+        made = Choices(packed, layer.top_k, partial(self._run, layer), partial(self._of, layer),
+                       Planner.of(device.index or 0).store, state)  # fmt: skip
+        return _known.setdefault(key, made)
 
     def _run(self, layer: Any, x: torch.Tensor, routing: Routing, weights: Iterable[Any]) -> torch.Tensor:
         """vLLM's own products."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial, wraps
 from typing import Any, NamedTuple
 
@@ -21,9 +21,12 @@ from samebits.errors import DeviceError
 from samebits.format.packed import PackedTensor
 from samebits.kernels.linear.experts import VARIANTS, experts_product, is_supported, launch_of
 from samebits.kernels.ops import decode_experts, decode_packed
+from samebits.plans.calibrate import UNSUPPORTED
 from samebits.plans.calibrate_experts import PROBES, fitting_variants, probe_of
+from samebits.plans.key import ExpertsKey, Operation
 from samebits.plans.planner import Mode, mode
 from samebits.plans.probe import Probe
+from samebits.plans.store import ExpertsOutcome, PlanStore
 from samebits.plans.timing import microseconds
 
 FEW_TOKENS = 64  # more are looked for only ahead
@@ -154,6 +157,8 @@ class Choices:
         each: experts of a token.
         run: vLLM's own products of such a layer, with weights as it gets them.
         decoded: of a routing, the plain weights for ``run``.
+        store: where what is found is kept, for other processes; None: nowhere.
+        state: what else it depends on.
 
     Attributes:
         each: as it was given.
@@ -161,9 +166,11 @@ class Choices:
     """
 
     def __init__(
-        self, packed: Sequence[PackedTensor], each: int, run: Run, decoded: Callable[[Routing], Sequence[torch.Tensor]]
-    ) -> None:
+        self, packed: Sequence[PackedTensor], each: int, run: Run, decoded: Callable[[Routing], Sequence[torch.Tensor]],
+        store: PlanStore | None = None, state: str = "",
+    ) -> None:  # fmt: skip
         self._packed, self.each, self._run, self._decoded = packed, each, run, decoded
+        self._store, self._state = store, state
         self.known: dict[int, Chosen | None] = {}
         self._hopeless: float = torch.inf  # tokens
 
@@ -173,12 +180,12 @@ class Choices:
         Args:
             ahead: it is asked before there is anything to do; call ``forget_probes`` behind the last number.
         """
-        if tokens in self.known or mode() is not Mode.ON or torch.cuda.is_current_stream_capturing():
+        if tokens in self.known or mode() is Mode.OFF or torch.cuda.is_current_stream_capturing():
             return self.known.get(tokens)
         if tokens > FEW_TOKENS and not ahead:
             return None
         try:
-            found = None if tokens >= self._hopeless else self._found(tokens, ahead=ahead)
+            found = None if tokens >= self._hopeless else self._resolved(tokens, ahead=ahead)
         except (torch.OutOfMemoryError, DeviceError) as error:
             _log.warning("%d tokens with routed experts: %s; these are decoded first", tokens, error)
             found = None
@@ -196,58 +203,147 @@ class Choices:
         """Of each weight's experts one made for it."""
         return [probe_of((packed.shape[1], packed.shape[2]), packed.device) for packed in self._packed]
 
+    def _resolved(self, tokens: int, *, ahead: bool) -> Chosen | None:
+        """As kept by any process, if it is right here, too, else found now."""
+        keys = [self._key(packed, tokens) for packed in self._packed]
+        kept = self._store.experts() if self._store else {}
+        outcome = _joint([kept[key] for key in keys]) if kept.keys() >= {*keys} else None
+        if outcome and outcome.chosen and not self._is_right(tokens, outcome.chosen):
+            _log.warning("%d tokens with routed experts: what is on disk is not right here and is replaced", tokens)
+            outcome = None
+        if outcome is None and mode() is Mode.ON:
+            outcome = self._found(tokens)
+            for key, variant in zip(keys, outcome.variants, strict=True):
+                if self._store:
+                    self._store.add_experts(
+                        key, ExpertsOutcome(variant, outcome.reason, outcome.us, outcome.decoded_us)
+                    )
+        if outcome is None:
+            return None
+        if ahead and outcome.is_hopeless:
+            self._hopeless = tokens
+        return outcome.chosen
+
+    def _key(self, packed: PackedTensor, tokens: int) -> ExpertsKey:
+        experts, rows, columns = packed.shape
+        return ExpertsKey(Operation.VLLM, experts, rows, columns, tokens * self.each, self._state)
+
     @torch.inference_mode(False)  # whose tensors have no decode tables, and take longer
     @torch.no_grad()
-    def _found(self, tokens: int, *, ahead: bool) -> Chosen | None:
+    def _is_right(self, tokens: int, chosen: Chosen) -> bool:
+        trial = self._trial(tokens)
+        if any(variant not in fitting for variant, fitting in zip(chosen, trial.fitting, strict=True)):
+            return False
+        return self._agreeing(trial, [[variant] for variant in chosen]) == [[each] for each in chosen] and all(
+            self._are_same(trial, chosen)
+        )
+
+    @torch.inference_mode(False)  # as for _is_right
+    @torch.no_grad()
+    def _found(self, tokens: int) -> _Outcome:
+        trial = self._trial(tokens)
+        if not all(trial.fitting):
+            return _Outcome((None, None), UNSUPPORTED)
+        right = self._agreeing(trial, trial.fitting)
+        if not all(right):
+            _log.warning("%d tokens with routed experts: no variant gives vLLM's bits; these are decoded first", tokens)
+            return _Outcome((None, None), "no variant gives vLLM's bits")
+        chosen = Chosen(*(self._fastest(trial, *each) for each in zip(self._packed, right, strict=True)))
+        if not all(self._are_same(trial, chosen)):
+            _log.warning("%d tokens with routed experts: other bits than vLLM's; these are decoded first", tokens)
+            return _Outcome((None, None), "a layer's bits are not vLLM's")
+        fused = [partial(self._fused, trial.x, routing, chosen) for routing in trial.routings]
+        decoded = [partial(self._decode_and_run, trial.x, routing) for routing in trial.routings[:_DECODED]]
+        fused_us, decoded_us = microseconds([fused, decoded])
+        how = ", ".join(str(VARIANTS[variant]) for variant in chosen) if fused_us < decoded_us else "decoded first"
+        _log.info("%d tokens with %s experts: %s, %.0f us, decoding first %.0f us", tokens, self._packed[0].shape, how,
+                  fused_us, decoded_us)  # fmt: skip
+        return _Outcome(chosen, "" if fused_us < decoded_us else "decoding first is faster", fused_us, decoded_us)
+
+    def _trial(self, tokens: int) -> _Trial:
         first, second = self._packed
         device, pairs = first.device, tokens * self.each
-        possible = [fitting_variants(first, pairs, self.each), fitting_variants(second, pairs, 1)]
-        if not all(possible):
-            return None
         routings = [Routing.random(tokens, first.shape[0], self.each, device, seed) for seed in range(_ROUTINGS)]
         generator = torch.Generator(device).manual_seed(0)
         x = torch.randn(tokens, first.shape[2], device=device, generator=generator).to(torch.bfloat16)
-        compared = [
-            _Compared(packed, *probe, right)
-            for packed, probe, right in zip(self._packed, self._probes, possible, strict=True)
-        ]
-        self._run(x, routings[0], compared)
-        if not all(each.right for each in compared):
-            _log.warning("%d tokens with routed experts: no variant gives vLLM's bits; these are decoded first", tokens)
-            return None
-        chosen = Chosen(*(self._fastest(each, routings) for each in compared))
-        fused = [partial(self._fused, x, routing, chosen) for routing in routings]
-        decoded = [partial(self._decode_and_run, x, routing) for routing in routings[:_DECODED]]
-        if not all(same_words(calls[0](), calls[1]()) for calls in zip(fused, decoded, strict=False)):
-            _log.warning("%d tokens with routed experts: other bits than vLLM's; these are decoded first", tokens)
-            return None
-        fused_us, decoded_us = microseconds([fused, decoded])
-        if ahead and fused_us > _HOPELESS * decoded_us:
-            self._hopeless = tokens
-        how = ", ".join(str(VARIANTS[variant]) for variant in chosen) if fused_us < decoded_us else "decoded first"
-        _log.info("%d tokens with %s experts: %s, %.0f us, decoding first %.0f us", tokens, first.shape, how, fused_us,
-                  decoded_us)  # fmt: skip
-        return chosen if fused_us < decoded_us else None
+        return _Trial(x, routings, [fitting_variants(first, pairs, self.each), fitting_variants(second, pairs, 1)])
 
-    def _fastest(self, compared: _Compared, routings: Sequence[Routing]) -> int:
-        packed, pairs, device = compared.packed, routings[0].ids.numel(), compared.packed.device
-        if len(compared.right) == 1:
-            return compared.right[0]
-        rows = len(routings[0].ids) if packed is self._packed[0] else pairs
+    def _agreeing(self, trial: _Trial, variants: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Of these of either weight those with the bytes of vLLM's kernel."""
+        compared = [
+            _Compared(packed, *probe, own)
+            for packed, probe, own in zip(self._packed, self._probes, variants, strict=True)
+        ]
+        self._run(trial.x, trial.routings[0], compared)
+        return [each.right for each in compared]
+
+    def _are_same(self, trial: _Trial, chosen: Chosen) -> Iterator[bool]:
+        """Whether whole layers have vLLM's bytes."""
+        for routing in trial.routings[:_DECODED]:
+            yield same_words(self._fused(trial.x, routing, chosen), self._decode_and_run(trial.x, routing))
+
+    def _fastest(self, trial: _Trial, packed: PackedTensor, right: Sequence[int]) -> int:
+        if len(right) == 1:
+            return right[0]
+        pairs, device = trial.routings[0].ids.numel(), packed.device
+        rows = len(trial.x) if packed is self._packed[0] else pairs
         x = torch.ones(rows, packed.shape[2], dtype=torch.bfloat16, device=device)
         y = torch.empty(pairs, packed.shape[1], dtype=torch.bfloat16, device=device)
         calls = [
-            [partial(experts_product, x, packed, routing.ids, None, y, variant) for routing in routings]
-            for variant in compared.right
+            [partial(experts_product, x, packed, routing.ids, None, y, variant) for routing in trial.routings]
+            for variant in right
         ]
         times = microseconds(calls)
-        return compared.right[times.index(min(times))]
+        return right[times.index(min(times))]
 
     def _fused(self, x: torch.Tensor, routing: Routing, chosen: Chosen) -> torch.Tensor:
         return self._run(x, routing, weights(self._packed, routing.ids, chosen))
 
     def _decode_and_run(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         return self._run(x, routing, self._decoded(routing))
+
+
+class _Trial(NamedTuple):
+    """What a number of tokens is tried with.
+
+    Attributes:
+        x: of the layer.
+        fitting: variants, of either weight.
+    """
+
+    x: torch.Tensor
+    routings: list[Routing]
+    fitting: list[list[int]]
+
+
+class _Outcome(NamedTuple):
+    """Of both products of a layer.
+
+    Attributes:
+        variants: the fastest of each that is right; None if there is none.
+        reason: why experts are decoded first; empty where they are not.
+        us, decoded_us: microseconds of the layer, fused and decoded first.
+    """
+
+    variants: tuple[int | None, int | None]
+    reason: str = ""
+    us: float | None = None
+    decoded_us: float | None = None
+
+    @property
+    def chosen(self) -> Chosen | None:
+        first, second = self.variants
+        return None if self.reason or first is None or second is None else Chosen(first, second)
+
+    @property
+    def is_hopeless(self) -> bool:
+        return bool(self.us and self.decoded_us and self.us > _HOPELESS * self.decoded_us)
+
+
+def _joint(kept: Sequence[ExpertsOutcome]) -> _Outcome:
+    """Of what is kept of either product."""
+    first, second = kept
+    return _Outcome((first.variant, second.variant), first.reason or second.reason, first.fused_us, first.decode_us)
 
 
 def decoded(packed: PackedTensor, ids: torch.Tensor | None) -> torch.Tensor:
