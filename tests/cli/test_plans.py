@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from samebits.kernels.linear.experts import VARIANTS as EXPERTS_VARIANTS
 from samebits.kernels.linear.launch import VARIANTS
 from samebits.kernels.linear.products import LinearPlan
 from samebits.plans.environment import kernels_digest
-from samebits.plans.key import PlanKey
-from samebits.plans.store import GroupOutcome, Outcome, PlanStore, folder
+from samebits.plans.key import ExpertsKey, Operation, PlanKey
+from samebits.plans.store import ExpertsOutcome, GroupOutcome, Outcome, PlanStore, folder
 from tests.cli.conftest import Command
 from tests.plans.conftest import ENVIRONMENT
 
@@ -68,6 +69,25 @@ def test_groups_by_name(samebits: Command) -> None:
     for words in (f"{VARIANTS[2]} ", "one by one", "variant 99", "split 3, variant 99"):
         assert words in text
     assert f"{VARIANTS[3]}, if it decodes others " in text
+
+
+def test_routed_experts(samebits: Command) -> None:
+    plans = PlanStore(replace(ENVIRONMENT, kernels=kernels_digest()))
+    key = ExpertsKey(Operation.BATCHED, 128, 1536, 2048, 8, "blas=Cublas")
+    plans.add_experts(key, ExpertsOutcome(0, "", 12.34, 30.0))
+    plans.add_experts(key._replace(pairs=16), ExpertsOutcome(99))  # of no kernel: a damaged file
+    plans.add_experts(key._replace(operation=Operation.VLLM, state="vllm=0.26"), ExpertsOutcome(None, "too slow"))
+    text = samebits("doctor", "--plans").out
+    assert f"plans in {folder()}: 3\n" in text
+    rows = [[cell.strip() for cell in line.strip("│\n").split("│")] for line in text.splitlines() if "1536" in line]
+    experts = "128 of 1536 x 2048"
+    assert rows == [
+        [experts, "8", "bmm", str(EXPERTS_VARIANTS[0]), "12.3", "30.0"],
+        [experts, "16", "bmm", "variant 99", "", ""],
+        [experts, "8", "vLLM", "too slow", "", ""],
+    ]
+    (file,) = samebits("doctor", "--plans", "--json").json["files"]
+    assert file["experts"][0] == {**key._asdict(), "variant": 0, "reason": "", "fused_us": 12.34, "decode_us": 30.0}
 
 
 def test_list_as_json(samebits: Command, stored: PlanStore) -> None:

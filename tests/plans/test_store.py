@@ -16,11 +16,12 @@ from filelock import FileLock
 from samebits.kernels.linear.products import LinearPlan
 from samebits.plans import store
 from samebits.plans.environment import Environment
-from samebits.plans.key import PlanKey
-from samebits.plans.store import GroupOutcome, Outcome, PlanStore
+from samebits.plans.key import ExpertsKey, Operation, PlanKey
+from samebits.plans.store import ExpertsOutcome, GroupOutcome, Outcome, PlanStore
 from tests.fresh import context
 from tests.plans.conftest import ENVIRONMENT
 
+VERSION = 5
 KEY = PlanKey(4096, 1024, 1, False, "blas=Cublas reduction=(True,True)")
 OUTCOMES = {
     KEY: Outcome(LinearPlan(3, 1), "", 12.25, 30.5, 0.25e-6),
@@ -30,6 +31,12 @@ OUTCOMES = {
 
 
 GROUPS = {(KEY, KEY._replace(rows=8)): GroupOutcome(4, 2.5, 0.5e-6), (KEY, KEY): GroupOutcome(None)}
+EXPERTS_KEY = ExpertsKey(Operation.GROUPED, 128, 1536, 2048, 64, KEY.state)
+EXPERTS = {
+    EXPERTS_KEY: ExpertsOutcome(0, "", 12.25, 30.5),
+    EXPERTS_KEY._replace(operation=Operation.BATCHED): ExpertsOutcome(2, "decoding first is faster", 31.0, 30.5),
+    EXPERTS_KEY._replace(pairs=8): ExpertsOutcome(None, "no variant gives the bits of grouped_mm"),
+}
 
 
 def filled(folder: Path) -> PlanStore:
@@ -38,12 +45,16 @@ def filled(folder: Path) -> PlanStore:
         plans.add_group(keys, group)
     for key, outcome in OUTCOMES.items():
         plans.add(key, outcome)
+    for experts, found in EXPERTS.items():
+        plans.add_experts(experts, found)
     return plans
 
 
 def test_there_and_back(tmp_path: Path) -> None:
     assert filled(tmp_path).read() == PlanStore(ENVIRONMENT, tmp_path).read() == OUTCOMES
     assert PlanStore(ENVIRONMENT, tmp_path).groups() == GROUPS
+    assert PlanStore(ENVIRONMENT, tmp_path).experts() == EXPERTS
+    assert [each.fused for each in EXPERTS.values()] == [0, None, None]
     assert [path.suffix for path in tmp_path.iterdir() if path.suffix != ".lock"] == [".json"]
 
 
@@ -66,6 +77,8 @@ def test_a_later_outcome_replaces_an_earlier_one(tmp_path: Path) -> None:
     plans = filled(tmp_path)
     plans.add(KEY, Outcome(None, "later"))
     plans.add_group((KEY, KEY), GroupOutcome(2, 1.0))
+    plans.add_experts(EXPERTS_KEY, ExpertsOutcome(3))
+    assert plans.experts() == {**EXPERTS, EXPERTS_KEY: ExpertsOutcome(3)}
     assert plans.read() == {**OUTCOMES, KEY: Outcome(None, "later")}
     assert plans.groups() == {**GROUPS, (KEY, KEY): GroupOutcome(2, 1.0)}
 
@@ -76,12 +89,20 @@ def test_another_environment_has_plans_of_its_own(tmp_path: Path) -> None:
     assert PlanStore(newer, tmp_path).read() == {}
 
 
-GOOD_ENTRY = {**KEY._asdict(), **asdict(Outcome(LinearPlan(3, 1), "", 12.25, 30.5))}
+GOOD_ENTRY = {**KEY._asdict(), **asdict(OUTCOMES[KEY])}
 GOOD_GROUP = {"products": [KEY._asdict()] * 2, "variant": 1, "gained_us": 3.5, "carried_us": None}
 
 
-def content(version: int = 4, **changed: object) -> str:
-    return json.dumps({"version": version, "environment": {}, "plans": [GOOD_ENTRY], "groups": [GOOD_GROUP], **changed})
+GOOD_EXPERTS = {**EXPERTS_KEY._asdict(), **asdict(EXPERTS[EXPERTS_KEY])}
+
+
+def content(**changed: object) -> str:
+    good = {"version": VERSION, "environment": {}, "plans": [GOOD_ENTRY], "groups": [GOOD_GROUP]}
+    return json.dumps({**good, "experts": [GOOD_EXPERTS], **changed})
+
+
+def without(part: str) -> str:
+    return json.dumps({name: value for name, value in json.loads(content()).items() if name != part})
 
 
 BROKEN = {
@@ -89,10 +110,9 @@ BROKEN = {
     "cut off": content()[:-40],
     "no object": "[1, 2]",
     "a number": "3",
-    "no plans": json.dumps({"version": 4, "environment": {}, "groups": []}),
-    "no groups": json.dumps({"version": 4, "environment": {}, "plans": []}),
+    **{f"no {part}": without(part) for part in ("plans", "groups", "experts")},
     "plans of nothing": content(plans=[None]),
-    "newer version": content(version=5),
+    "newer version": content(version=VERSION + 1),
     "too deep": '{"a":' * 100_000,
     "not UTF-8": b"\xff\xfe{}",
     "no number": content(environment={"gpu": float("nan")}),
@@ -112,7 +132,21 @@ BROKEN = {
             ("products", []), ("products", GOOD_GROUP["products"][:1]),
         ]
     },
+    **{
+        f"experts {name} {value!r}": content(experts=[{**GOOD_EXPERTS, name: value}])
+        for name, value in [
+            ("operation", "matmul"), ("operation", 1), ("experts", 0), ("rows", "8"), ("columns", 1.5), ("pairs", True),
+            ("state", None), ("variant", -1), ("variant", "1"), ("decode_us", "slow"),
+        ]
+    },
 }  # fmt: skip
+
+
+def test_what_is_broken_was_whole(tmp_path: Path) -> None:
+    plans = PlanStore(ENVIRONMENT, tmp_path)
+    plans.path.write_text(content())
+    assert (plans.read(), plans.experts()) == ({KEY: OUTCOMES[KEY]}, {EXPERTS_KEY: EXPERTS[EXPERTS_KEY]})
+    assert len(plans.groups()) == 1
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -122,7 +156,7 @@ def test_what_cannot_be_read_is_ignored_and_replaced(
     plans, broken = PlanStore(ENVIRONMENT, tmp_path), BROKEN[name]
     plans.path.write_bytes(broken if isinstance(broken, bytes) else broken.encode())
     with caplog.at_level(logging.WARNING):
-        assert plans.read() == plans.groups() == {}
+        assert plans.read() == plans.groups() == plans.experts() == {}
     assert str(plans.path) in caplog.text
     plans.add(KEY, OUTCOMES[KEY])
     assert plans.read() == {KEY: OUTCOMES[KEY]}
