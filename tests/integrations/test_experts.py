@@ -18,8 +18,10 @@ from transformers.integrations import moe
 import samebits
 from samebits.codecs import decode
 from samebits.errors import FormatError
+from samebits.integrations.transformers import experts
 from samebits.integrations.transformers.experts import PackedExperts
 from samebits.nn import recipe
+from samebits.plans.calibrate_experts import multiply_decoded
 from tests.integrations.models import MIN_WEIGHTS, Reference, assert_same_bits, compress_folder, make, open_reference
 
 NAMES = ["mixtral", "qwen3-moe"]
@@ -129,6 +131,52 @@ def test_compiled(references, name: str, implementation: str, pieces: bool, tmp_
     assert_same_bits(logits, reference.logits)
     own = {"batched_mm": {"samebits.decode_rows": 4}, "grouped_mm": {"samebits.decode_experts": 4}}[implementation]
     assert operators == Counter({} if pieces else own) + Counter({"samebits.decode_rows": 1})  # and the embedding
+
+
+@pytest.fixture
+def fusible(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Size, bool]]:
+    """Products that a GPU would make, as (shape of the weight, rows are grouped), made by torch's own operations."""
+    made: list[tuple[torch.Size, bool]] = []
+
+    def multiply(x: torch.Tensor, packed: samebits.PackedTensor, ids: torch.Tensor, offsets: Any) -> torch.Tensor:
+        made.append((packed.shape, offsets is not None))
+        return multiply_decoded(x, packed, ids, offsets)
+
+    monkeypatch.setattr(experts, "is_fusible", lambda x, bias: True)
+    monkeypatch.setattr(experts, "is_supported", lambda header: True)
+    monkeypatch.setattr(experts, "multiply_experts", multiply)
+    return made
+
+
+@pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
+def test_products_are_handed_over(
+    plain: Reference, implementation: str, fusible: list[tuple[torch.Size, bool]], tmp_path: Path
+) -> None:
+    reference, model = load(plain, implementation, False, tmp_path)
+    with torch.no_grad():
+        logits = model(plain.tokens).logits
+    assert_same_bits(logits, reference.logits)
+    grouped = implementation == "grouped_mm"
+    assert fusible == 2 * [((EXPERTS, 128, 64), grouped), ((EXPERTS, 64, 64), grouped)]
+
+
+@pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
+def test_compiled_products(references, implementation: str, fusible: list[Any], tmp_path: Path) -> None:
+    """Operators of the graph, instead of what decodes."""
+    reference, model = load(references("qwen3-moe"), implementation, False, tmp_path)
+    operators: Counter[str] = Counter()
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        operators.update(target for node in graph.graph.nodes if "samebits." in (target := str(node.target)))
+        return aot_eager(graph, inputs)
+
+    torch.compiler.reset()
+    with torch.no_grad():
+        logits = torch.compile(model, backend=backend, fullgraph=True)(reference.tokens).logits
+    assert_same_bits(logits, reference.logits)
+    assert operators["samebits.experts"] == 4
+    assert not {"samebits.decode_experts"} & operators.keys()
+    assert not fusible
 
 
 @pytest.mark.parametrize("pieces", [False, True])

@@ -31,13 +31,14 @@ def show_plans(as_json: bool) -> None:
         is_ours = environment.get("kernels") == kernels_digest()  # with others, a variant's number says something else
         for state in sorted({key.state for key in outcomes} | {key.state for key in experts}):
             rows = [_row(key, outcome, is_ours) for key, outcome in sorted(outcomes.items()) if key.state == state]
-            print_table(state, _COLUMNS, rows)
+            if rows:
+                print_table(state, _COLUMNS, rows)
             together = [_group_row(keys, groups[keys], is_ours) for keys in sorted(groups) if keys[0].state == state]
             if together:
                 print_table("products of one input", _GROUP_COLUMNS, together)
             routed = [_experts_row(key, experts[key], is_ours) for key in sorted(experts) if key.state == state]
             if routed:
-                print_table("routed experts", _EXPERTS_COLUMNS, routed)
+                print_table(f"routed experts, {state}", _EXPERTS_COLUMNS, routed)
 
 
 def clear_plans(as_json: bool) -> None:

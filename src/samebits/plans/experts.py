@@ -23,10 +23,7 @@ from samebits.plans.key import ALIGNMENT, ExpertsKey, Operation
 from samebits.plans.planner import Planner
 
 FEW_PAIRS = 1024  # with more, a search waits until their number comes back
-_MOST = {
-    Operation.BATCHED: FEW_PAIRS,
-    Operation.GROUPED: 4096,
-}  # gathered they take much memory; else experts have many
+MAX_PAIRS = 4096  # with more, experts have many rows each, and decoding first is about as fast
 
 _LIBRARY = torch.library.Library("samebits", "FRAGMENT")
 _LIBRARY.define(
@@ -66,7 +63,7 @@ def _key_of(
     """None where no plan is made."""
     operation = Operation.BATCHED if offsets is None else Operation.GROUPED
     is_usual = len(packed.shape) == EXPERTS_DIMENSIONS and x.dtype is torch.bfloat16
-    if not is_usual or not 0 < len(x) <= _MOST[operation]:
+    if not is_usual or not 0 < len(x) <= MAX_PAIRS:
         return None
     if not (x.is_contiguous() and ids.is_contiguous()) or x.data_ptr() % ALIGNMENT:
         return None

@@ -94,7 +94,11 @@ class _StandIn(ABC):
         """A plain tensor in its place."""
 
     def product(self, x: torch.Tensor, offsets: torch.Tensor | None = None) -> torch.Tensor | None:
-        """See multiply_decoded, of x on a GPU; None: of the tensor decoded it is to be made by transformers."""
+        """See multiply_decoded, of x on a GPU; None: transformers is to make it, of ``decoded``.
+
+        Args:
+            offsets: with them, ids are those of rows in the order of their experts.
+        """
         header = self.module.sb_recipes[self.name].whole
         if header is None or not is_supported(header) or not is_fusible(x, None):
             return None
@@ -138,10 +142,9 @@ def _batched_linear(
     input: torch.Tensor, weight: Any, bias: torch.Tensor | None = None, is_transposed: bool = False
 ) -> torch.Tensor:
     """In place of transformers' own."""
-    made = weight.product(input) if isinstance(weight, _StandIn) and not is_transposed else None
+    made = weight.product(input) if isinstance(weight, _Gathered) and not is_transposed else None
     if made is None:
-        plain = weight.decoded() if isinstance(weight, _StandIn) else weight
-        return moe._batched_linear(input, plain, bias, is_transposed)  # type: ignore[no-any-return]
+        return moe._batched_linear(input, _plain(weight), bias, is_transposed)  # type: ignore[no-any-return]
     return made if bias is None else made.add_(bias)
 
 
@@ -149,11 +152,14 @@ def _grouped_linear(
     input: torch.Tensor, weight: Any, offs: torch.Tensor, bias: torch.Tensor | None = None, is_transposed: bool = False
 ) -> torch.Tensor:
     """In place of transformers' own."""
-    made = weight.product(input, offs) if isinstance(weight, _StandIn) and not is_transposed else None
+    made = weight.product(input, offs) if isinstance(weight, _Routed) and not is_transposed else None
     if made is None:
-        plain = weight.decoded() if isinstance(weight, _StandIn) else weight
-        return moe._grouped_linear(input, plain, offs, bias, is_transposed)  # type: ignore[no-any-return]
+        return moe._grouped_linear(input, _plain(weight), offs, bias, is_transposed)  # type: ignore[no-any-return]
     return made if bias is None else made.add_(bias)
+
+
+def _plain(weight: Any) -> Any:
+    return weight.decoded() if isinstance(weight, _StandIn) else weight
 
 
 def _calling(function: FunctionType, own: FunctionType) -> FunctionType:

@@ -206,18 +206,17 @@ class Choices:
     def _resolved(self, tokens: int, *, ahead: bool) -> Chosen | None:
         """As kept by any process, if it is right here, too, else found now."""
         keys = [self._key(packed, tokens) for packed in self._packed]
-        kept = self._store.experts() if self._store else {}
-        outcome = _joint([kept[key] for key in keys]) if kept.keys() >= {*keys} else None
+        stored = self._store.experts() if self._store else {}
+        outcome = _joint([stored[key] for key in keys]) if stored.keys() >= {*keys} else None
         if outcome and outcome.chosen and not self._is_right(tokens, outcome.chosen):
             _log.warning("%d tokens with routed experts: what is on disk is not right here and is replaced", tokens)
             outcome = None
         if outcome is None and mode() is Mode.ON:
             outcome = self._found(tokens)
             for key, variant in zip(keys, outcome.variants, strict=True):
+                kept = ExpertsOutcome(variant, outcome.reason, outcome.us, outcome.decoded_us)
                 if self._store:
-                    self._store.add_experts(
-                        key, ExpertsOutcome(variant, outcome.reason, outcome.us, outcome.decoded_us)
-                    )
+                    self._store.add_experts(key, kept)
         if outcome is None:
             return None
         if ahead and outcome.is_hopeless:
@@ -232,11 +231,8 @@ class Choices:
     @torch.no_grad()
     def _is_right(self, tokens: int, chosen: Chosen) -> bool:
         trial = self._trial(tokens)
-        if any(variant not in fitting for variant, fitting in zip(chosen, trial.fitting, strict=True)):
-            return False
-        return self._agreeing(trial, [[variant] for variant in chosen]) == [[each] for each in chosen] and all(
-            self._are_same(trial, chosen)
-        )
+        fitting = [[each] if each in own else [] for each, own in zip(chosen, trial.fitting, strict=True)]
+        return all(fitting) and all(self._agreeing(trial, fitting)) and all(self._are_same(trial, chosen))
 
     @torch.inference_mode(False)  # as for _is_right
     @torch.no_grad()
