@@ -93,6 +93,16 @@ def test_experts(hidden: int, tokens: int, are_decoded: bool, tmp_path: Path) ->
     assert larger / 2 < decoded <= larger if are_decoded else decoded == 0
 
 
+@pytest.mark.parametrize(("hidden", "are_decoded"), [(512, True), (1024, False)])
+def test_experts_behind_the_prompt(hidden: int, are_decoded: bool, tmp_path: Path) -> None:
+    """BF16 copies two experts' matrices for each token; compressed, what has no kernel is decoded so."""
+    make("mixtral", tmp_path, **LARGE | {"hidden_size": hidden})
+    _, passes = followed(tmp_path, {"model.layers.0.mlp.experts": ["gate_up_proj", "down_proj"]})
+    found, one = passes.step(4, 3), 3 * 2 * hidden * 1024 * ELEMENTS  # in each of three sequences two of these
+    assert found.plain - found.cache == pytest.approx(3 * one, rel=0.02)
+    assert found.packed - found.cache == pytest.approx(2 * one if are_decoded else 0, rel=0.02, abs=1 << 18)
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_no_compressed_model_takes_more(name: str, tmp_path: Path) -> None:
     """On a CPU, where each weight is decoded by itself, and those of few tokens as well."""

@@ -131,7 +131,7 @@ def test_the_decoded_layer_is_the_largest_that_is_no_embedding(tmp_path: Path) -
         make(name, tmp_path / name)
         assert model_memory.model_memory(tmp_path / name, SELECTION, None).decoded == 2 * 300 * 64
     make("mixtral", tmp_path / "mixtral")
-    assert model_memory.model_memory(tmp_path / "mixtral", SELECTION, None).decoded == 2 * 4 * 3 * 64 * 96
+    assert model_memory.model_memory(tmp_path / "mixtral", SELECTION, None).decoded == 2 * 4 * 2 * 64 * 96
 
 
 def test_without_a_forward_pass_one_layer_counts() -> None:

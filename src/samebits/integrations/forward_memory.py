@@ -3,8 +3,9 @@
 The model runs there, and each operator's outputs are counted while they live: activations, and the cache as it grows.
 Weights that are decoded are counted while their products are made. In a pass over many tokens that is every packed
 one, those of products of one input at once, as one launch makes them (plans/together.py); with few tokens products are
-fused and decode nothing. Of routed experts a stack is decoded at a time. Attention is counted as kernels have it that
-keep no scores.
+fused and decode nothing. Of routed experts a stack is decoded at a time, or, behind the prompt, the matrices that
+transformers gathers for each token, of which the plain model has both products' at once. Attention is counted as
+kernels have it that keep no scores.
 """
 
 from __future__ import annotations
@@ -113,11 +114,12 @@ class ForwardMemory:
 
         def begin(*_: Any) -> None:
             call = next(calls)
-            live.count(call.decoded, call.made)
+            live.count(call.decoded, call.made, call.gathered)
             held.append(call)
 
         def end(*_: Any) -> None:
-            live.count(-held.pop().decoded, 0)
+            call = held.pop()
+            live.count(-call.decoded, 0, -call.gathered)
 
         with ExitStack() as stack:
             for module in self._packed:
@@ -133,8 +135,10 @@ class ForwardMemory:
             given, *others = (each for each in (*inputs, *options.values()) if isinstance(each, torch.Tensor))
             made = output.nbytes if isinstance(output, torch.Tensor) else 0
             has_many = given.numel() > FEW_TOKENS * given.shape[-1]
-            decoded = _decoded(self._packed[module], has_many, others[0].numel() if others else 0)
-            seen.append(_Seen(given, decoded, made if has_many else 0))
+            experts = _Experts.of(self._packed[module], others[0].numel() if others else 0, gathers=before > 0)
+            dense = sum(2 * each.numel() for each in self._packed[module] if each.dim() < EXPERTS_DIMENSIONS)
+            decoded = experts.decoded + (dense if has_many else 0)
+            seen.append(_Seen(given, decoded, made if has_many else 0, experts.gathered))
 
         cache = self._run(before, batch, None) if before else None
         with ExitStack() as stack:
@@ -144,17 +148,30 @@ class ForwardMemory:
         return [call for _, group in groupby(seen, key=lambda each: id(each.given)) for call in _together([*group])]
 
 
-def _decoded(weights: Sequence[torch.Tensor], has_many: bool, pairs: int) -> int:
-    """Bytes of what a module decodes at once.
+class _Experts(NamedTuple):
+    """Bytes of routed experts' matrices while their products are made.
 
-    Args:
-        has_many: of the tokens.
-        pairs: of a token and an expert, if it has experts, whose matrices are multiplied with one stack after another.
+    Attributes:
+        decoded: of the compressed model, one stack after the other.
+        gathered: of the plain one, for both products.
     """
-    stacks = [each for each in weights if each.dim() >= EXPERTS_DIMENSIONS]
-    others = sum(2 * each.numel() for each in weights if each.dim() < EXPERTS_DIMENSIONS) if has_many else 0
-    decoded = (2 * each.numel() for each in stacks if pairs > FEW_PAIRS or not may_be_fused(tuple(each.shape)))
-    return others + max(decoded, default=0)
+
+    decoded: int
+    gathered: int
+
+    @classmethod
+    def of(cls, weights: Sequence[torch.Tensor], pairs: int, *, gathers: bool) -> _Experts:
+        """
+        Args:
+            weights: of a module; those of three dimensions are stacks.
+            pairs: of a token and an expert.
+            gathers: a matrix is read for each pair, else whole stacks are.
+        """
+        stacks = [each for each in weights if each.dim() >= EXPERTS_DIMENSIONS]
+        read = [2 * (pairs * each[0].numel() if gathers else each.numel()) for each in stacks]
+        are_fused = [pairs <= FEW_PAIRS and may_be_fused(tuple(each.shape)) for each in stacks]
+        decoded = (size for size, is_fused in zip(read, are_fused, strict=True) if not is_fused)
+        return cls(max(decoded, default=0), sum(read) if gathers else 0)
 
 
 class _Seen(NamedTuple):
@@ -163,6 +180,7 @@ class _Seen(NamedTuple):
     given: torch.Tensor
     weights: int
     made: int
+    gathered: int  # see _Experts
 
 
 @dataclass(frozen=True)
@@ -170,14 +188,15 @@ class _Call:
     """Bytes decoded while a module runs; and made from its beginning on beside what its operators make, or no more."""
 
     decoded: int
-    made: int = 0
+    made: int
+    gathered: int
 
 
 def _together(group: Sequence[_Seen]) -> Iterator[_Call]:
     """Products of one input, all of which the first makes."""
-    yield _Call(sum(each.weights for each in group), sum(each.made for each in group[1:]))
+    yield _Call(sum(each.weights for each in group), sum(each.made for each in group[1:]), group[0].gathered)
     for each in group[1:]:
-        yield _Call(0, -each.made)
+        yield _Call(0, -each.made, each.gathered)
 
 
 class _Bytes(NamedTuple):
@@ -195,7 +214,7 @@ class _Live(TorchDispatchMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.most = _Bytes(0, 0)
-        self._decoded = self._made = self._bytes = 0
+        self._decoded = self._made = self._gathered = self._bytes = 0
         self._weights = {each.untyped_storage()._cdata for each in (*model.parameters(), *model.buffers())}
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
 
@@ -204,10 +223,11 @@ class _Live(TorchDispatchMode):
         self._forget()
         self.most = _Bytes(self._bytes, self._bytes)
 
-    def count(self, decoded: int, made: int) -> None:
-        """More that is decoded, or less; and of what is made."""
+    def count(self, decoded: int, made: int, gathered: int) -> None:
+        """More that is decoded, or less; and of what is made, and of what the plain model gathers."""
         self._decoded += decoded
         self._made += made
+        self._gathered += gathered
         self._forget()
         self._note()
 
@@ -228,7 +248,7 @@ class _Live(TorchDispatchMode):
             self._bytes -= self._live.pop(key)[1]
 
     def _note(self) -> None:
-        packed, plain = self._bytes + self._made + self._decoded, self._bytes
+        packed, plain = self._bytes + self._made + self._decoded, self._bytes + self._gathered
         self.most = _Bytes(max(self.most.packed, packed), max(self.most.plain, plain))
 
 

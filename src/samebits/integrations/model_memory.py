@@ -22,6 +22,7 @@ from torch import nn
 from samebits.errors import InputError
 from samebits.format.container import Checkpoint
 from samebits.format.folder import CONFIG
+from samebits.format.geometry import EXPERTS_DIMENSIONS
 from samebits.integrations.model_shapes import meta_model
 from samebits.jobs.estimate import Estimate
 from samebits.kernels.tables import MAX_TABLE_BYTES
@@ -250,7 +251,7 @@ def model_memory(folder: Path, selection: Selection, weights: Weights | None) ->
     buffers = sum(buffer.nbytes for name, buffer in model.named_buffers() if name not in held)
     packed = _selected(model, selection) if weights is None else _packed(model, weights.names)
     decoded = {module: own for module in model.modules() if (own := _packed_of(module, set(packed)))}
-    largest = max((2 * sum(each.numel() for each in own) for own in decoded.values()), default=0)
+    largest = max(map(_decoded_at_once, decoded.values()), default=0)
     layers = tuple(_cache_layers(model.eval(), where))
     weights = weights or Weights.supposed(model, packed)
     forward, tables = _forward(model, decoded), MAX_TABLE_BYTES * len(packed)
@@ -298,6 +299,13 @@ def _packed_of(module: nn.Module, packed: Collection[nn.Parameter]) -> list[nn.P
     """What a module decodes for its forward; an embedding only the rows that it looks up."""
     own = [parameter for parameter in module.parameters(recurse=False) if parameter in packed]
     return [] if isinstance(module, nn.Embedding) else own
+
+
+def _decoded_at_once(weights: Sequence[nn.Parameter]) -> int:
+    """Bytes of a module's weights; of its stacks of experts' matrices those of the largest."""
+    sizes = [(2 * each.numel(), each.dim() >= EXPERTS_DIMENSIONS) for each in weights]
+    stacks = (size for size, is_stack in sizes if is_stack)
+    return sum(size for size, is_stack in sizes if not is_stack) + max(stacks, default=0)
 
 
 def _cache_layers(model: Any, where: str) -> Iterator[CacheLayer]:
