@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
 from transformers.integrations import moe
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import samebits
 from samebits.codecs import decode
@@ -22,7 +24,15 @@ from samebits.integrations.transformers import experts
 from samebits.integrations.transformers.experts import PackedExperts
 from samebits.nn import recipe
 from samebits.plans.calibrate_experts import multiply_decoded
-from tests.integrations.models import MIN_WEIGHTS, Reference, assert_same_bits, compress_folder, make, open_reference
+from tests.integrations.models import (
+    ARCHITECTURES,
+    MIN_WEIGHTS,
+    Reference,
+    assert_same_bits,
+    compress_folder,
+    make,
+    open_reference,
+)
 
 NAMES = ["mixtral", "qwen3-moe"]
 IMPLEMENTATIONS = ["eager", "batched_mm", "grouped_mm"]
@@ -158,6 +168,46 @@ def test_products_are_handed_over(
     assert_same_bits(logits, reference.logits)
     grouped = implementation == "grouped_mm"
     assert fusible == 2 * [((EXPERTS, 128, 64), grouped), ((EXPERTS, 64, 64), grouped)]
+
+
+@pytest.mark.parametrize("who", ["interface", "class", "linear"])
+@pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
+def test_what_others_replace_is_respected(
+    plain: Reference, implementation: str, who: str, fusible: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of the plain model; transformers' exporters do so, say."""
+    reference, model = load(plain, implementation, False, tmp_path)
+    doubled = lambda self, hidden, *_: 2 * hidden  # noqa: E731
+    if who == "interface":
+        monkeypatch.setattr(moe.ExpertsInterface, "get_interface", lambda self, name, default: doubled)
+    elif who == "class":
+        monkeypatch.setattr(experts_of(model)[0].sb_base, "forward", doubled)
+    else:
+        name = f"_{implementation.removesuffix('_mm')}_linear"
+        original = getattr(moe, name)
+        monkeypatch.setattr(moe, name, lambda *arguments, **named: 2 * original(*arguments, **named))
+    with torch.no_grad():
+        logits, expected = model(plain.tokens).logits, reference.model(plain.tokens).logits
+    assert_same_bits(logits, expected)
+    assert not torch.equal(logits.view(torch.int16), reference.logits.view(torch.int16))
+    assert not fusible
+
+
+def test_a_parameter_that_no_expert_has(fusible: list[Any]) -> None:
+    """It is decoded when it is read, not at the experts' indices."""
+    reference = ARCHITECTURES["qwen3-moe"]
+    config = transformers.Qwen3MoeConfig(**reference[2] | {"num_experts": 8}, experts_implementation="grouped_mm")
+    module: Any = Qwen3MoeExperts(config).to(torch.bfloat16)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    module.more = nn.Parameter(torch.randn(4, 512).to(torch.bfloat16))
+    ids, scales = torch.tensor([[7, 6], [7, 1]]), torch.full((2, 2), 0.5, dtype=torch.bfloat16)
+    x = torch.randn(2, 64).to(torch.bfloat16)
+    with torch.no_grad():
+        expected = module(x, ids, scales)
+        samebits.compress(module, min_weights=MIN_WEIGHTS)
+        assert set(module.sb_recipes) == {"gate_up_proj", "down_proj", "more"}
+        assert_same_bits(module(x, ids, scales), expected)
 
 
 @pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])

@@ -125,9 +125,33 @@ def test_a_loaded_model(folder: Reference, tmp_path: Path) -> None:
     folder.assert_same(folder.load(tmp_path / "saved"))
 
 
-def test_prepare_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prepare_leaves_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs that were captured before, and other threads, have the pieces."""
     model = Experts()
     divide(model)
+    before = list(model.parameters())
     samebits.prepare(model)
-    assert isinstance(model, PackedModule)
-    assert model.sb_recipes["weight"].whole
+    assert all(new is old for new, old in zip(model.parameters(), before, strict=True))
+
+
+def test_state_dicts_of_the_other_kind() -> None:
+    """Neither fits the other, and none is left out without a word."""
+    pieces, whole = Experts(), Experts()
+    divide(pieces), divide(whole)
+    join_stacks(whole)
+    for module, other in ((pieces, whole), (whole, pieces)):
+        with pytest.raises(
+            RuntimeError, match=r"weight is one packed tensor in one of both.*to a GPU or to main memory"
+        ):
+            module.load_state_dict(other.state_dict(), strict=False)
+
+
+def test_a_class_that_became_another() -> None:
+    first, second = Experts(), Experts()
+    divide(first)
+    assert isinstance(first, PackedModule)
+    recipe = first.sb_recipes["weight"]
+    pack(second, "weight", recipe, [first._parameters[slot] for slot in recipe.slots])
+    second.__class__ = type("Other", (type(second),), {})
+    assert join_stacks(nn.ModuleList([first, second])) == 0
+    assert all(len(each.sb_recipes["weight"].pieces) == 2 * EXPERTS for each in (first, second))

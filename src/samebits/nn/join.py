@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from samebits.api import encode
+from samebits.errors import SamebitsError
 from samebits.format.geometry import EXPERTS_DIMENSIONS
-from samebits.nn.packed_module import PackedModule, pack, sharers, slot_name
+from samebits.nn.packed_module import PackedModule, pack, refuse_other_class, sharers, slot_name
 from samebits.nn.recipe import Piece, is_sharded
 
 _log = logging.getLogger(__name__)
@@ -26,8 +27,10 @@ _log = logging.getLogger(__name__)
 def join_stacks(model: nn.Module) -> int:
     """Join those of a model whose pieces are on one GPU, one stack after the other, which is decoded for that.
 
+    Of a model that is just being loaded: threads that run it, and graphs that were captured, have the pieces.
+
     Returns:
-        How many stacks became one tensor. One for which there is no memory stays as it is.
+        How many stacks became one tensor. One that cannot, for lack of memory say, stays as it is.
     """
     here, joined = set(model.modules()), 0
     for owners in sharers().values():
@@ -35,7 +38,7 @@ def join_stacks(model: nn.Module) -> int:
         if any(owner in here for owner, _ in owners) and _is_divided(module, name):
             try:
                 joined += _join(owners)
-            except torch.OutOfMemoryError as error:
+            except (torch.OutOfMemoryError, SamebitsError) as error:
                 _log.warning("matrices of %s.%s stay packed one by one: %s", module.sb_base.__name__, name, error)
     return joined
 
@@ -53,6 +56,8 @@ def _are_on_one_gpu(data: Sequence[torch.Tensor]) -> bool:
 
 def _join(owners: list[tuple[PackedModule, str]]) -> bool:
     """Of the modules, and their weights' names, that share it."""
+    for module, _ in owners:
+        refuse_other_class(module)
     module, name = owners[0]
     recipe = module.sb_recipes[name]
     packed = encode(recipe.decode(module.sb_data(name)))

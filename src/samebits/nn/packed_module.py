@@ -278,11 +278,16 @@ class PackedModule(nn.Module):
         self.sb_accept(self.sb_slots)
 
     def _refuse_plain(self, state_dict: Mapping[str, Any], prefix: str, messages: list[str]) -> None:
-        """Of a weight that is packed here and plain there, which ``strict=False`` would leave as it is."""
+        """Of a weight that is packed here and not so there, which ``strict=False`` would leave as it is."""
         for name, recipe in self.sb_recipes.items():
-            if prefix + name in state_dict and not any(prefix + slot in state_dict for slot in recipe.slots):
+            if any(prefix + slot in state_dict for slot in recipe.slots):
+                continue
+            if prefix + name in state_dict:
                 mend = "call samebits.decompress before it is loaded, and samebits.compress again"
                 messages.append(f"{prefix}{name} is packed in the module, and plain in the state dict; {mend}")
+            elif {prefix + slot_name(name), prefix + slot_name(name, 0)} & state_dict.keys():
+                mend = "load the model as that one was, to a GPU or to main memory"
+                messages.append(f"{prefix}{name} is one packed tensor in one of both, and several in the other; {mend}")
 
     def _prepare(self, piece: Piece, data: torch.Tensor | None, prefix: str, messages: list[str]) -> None:
         """Have all who share a packed tensor hold the other one; nobody decodes what is not whole, in no thread."""

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from samebits.errors import InputError
+from samebits.format.geometry import EXPERTS_DIMENSIONS
 from samebits.format.header import Header
 from samebits.kernels.linear.products import is_supported
 from samebits.kernels.residents import Resident, resident
-from samebits.nn.join import join_stacks
 from samebits.nn.offload import streaming_device
 from samebits.nn.packed_linear import PackedLinearModule
-from samebits.nn.packed_module import check_module
+from samebits.nn.packed_module import PackedModule, check_module
 from samebits.plans.calibrate import UNSUPPORTED
 from samebits.plans.environment import blas_state
 from samebits.plans.key import PlanKey
@@ -159,8 +159,7 @@ def prepare(
     """Find the plans of every packed linear layer on a GPU, with torch's settings as they are now.
 
     Without this they are found at the first call of each kind, which takes a moment then, and not at all while a CUDA
-    graph is captured. Those of routed experts are found where ``call`` runs them. Experts that are packed one by one,
-    as folders have them, become one tensor for each weight.
+    graph is captured. Those of routed experts are found where ``call`` runs them.
 
     Args:
         model: or any module of one, packed and on its GPU; on a CPU there is nothing to find.
@@ -179,14 +178,13 @@ def prepare(
     if batch_sizes is None:
         batch_sizes = () if call else (1,)
     batch_sizes = _whole_numbers(batch_sizes)
-    join_stacks(model)
     kinds = _kinds(model)
     for weights in kinds.values():
         for weight in weights:
             weight.forget_products()
     sizes = {weight.module: set(batch_sizes) for weights in kinds.values() for weight in weights}
     left = {module: set[int]() for module in sizes}
-    if call and sizes:
+    if call and (sizes or _has_stacks(model)):
         _note_tokens(call, sizes, left)
     changing = {kind: _changing(weights, sizes, batch_sizes) for kind, weights in kinds.items()}
     state = blas_state()
@@ -214,6 +212,16 @@ def prepare(
         outcome = Outcome(None, OTHER_LAYOUT)
         products.append(Prepared(kind.rows, kind.columns, tokens, kind.has_bias, len(users), outcome))
     return Preparation(tuple(products))
+
+
+def _has_stacks(model: nn.Module) -> bool:
+    """Whether there are experts on a GPU, whose products find their plans when they are made."""
+    return any(
+        recipe.whole is not None and len(recipe.shape) == EXPERTS_DIMENSIONS and module.sb_data(name)[0].is_cuda
+        for module in model.modules()
+        if isinstance(module, PackedModule)
+        for name, recipe in module.sb_recipes.items()
+    )
 
 
 def _whole_numbers(batch_sizes: Sequence[int]) -> list[int]:

@@ -10,6 +10,7 @@ import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from samebits.errors import InputError
+from samebits.format.geometry import EXPERTS_DIMENSIONS
 from samebits.format.header import Header
 from samebits.format.packed import PackedTensor
 from samebits.kernels.ops import decode_experts, decode_packed, decode_rows, fields_of
@@ -126,6 +127,8 @@ class Recipe:
             IndexError: an index out of range, on the CPU. On a GPU an assertion fails there.
         """
         piece = self.pieces[0]
+        if self.stride and len(self.shape) >= EXPERTS_DIMENSIONS:  # of whose strides an indexed stack's depend
+            return self.decode(data)[ids]
         if piece.index:
             weight = self.decode(data, _values(ids, self.shape[0]))
             return weight.index_select(0, ids.reshape(-1)).view((*ids.shape, *self.shape[1:]))

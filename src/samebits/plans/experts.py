@@ -61,16 +61,18 @@ def _key_of(
     x: torch.Tensor, packed: PackedTensor, ids: torch.Tensor, offsets: torch.Tensor | None
 ) -> ExpertsKey | None:
     """None where no plan is made."""
+    if len(packed.shape) != EXPERTS_DIMENSIONS or x.dim() != 2 or not 0 < len(x) <= MAX_PAIRS:
+        return None
     operation = Operation.BATCHED if offsets is None else Operation.GROUPED
-    is_usual = len(packed.shape) == EXPERTS_DIMENSIONS and x.dtype is torch.bfloat16
-    if not is_usual or not 0 < len(x) <= MAX_PAIRS:
-        return None
-    if not (x.is_contiguous() and ids.is_contiguous()) or x.data_ptr() % ALIGNMENT:
-        return None
-    state = blas_state()
-    if state is None:
-        return None
     experts, rows, columns = packed.shape
+    if x.dtype is not torch.bfloat16 or x.shape[1] != columns or not x.is_contiguous():
+        return None
+    if ids.dtype not in (torch.int32, torch.int64) or ids.shape != x.shape[:1] or not ids.is_contiguous():
+        return None
+    are_here = x.device == ids.device == packed.data.device
+    state = blas_state()
+    if not are_here or x.data_ptr() % ALIGNMENT or packed.data.data_ptr() % ALIGNMENT or state is None:
+        return None
     return ExpertsKey(operation, experts, rows, columns, len(x), state)
 
 

@@ -20,7 +20,7 @@ from samebits.format.packed import PackedTensor
 from samebits.kernels.linear.experts import VARIANTS as EXPERTS_VARIANTS
 from samebits.kernels.linear.launch import VARIANTS
 from samebits.kernels.linear.products import Operands
-from samebits.plans.calibrate import ProbeWeights, calibrate, compile_ahead, confirm, fastest_together
+from samebits.plans.calibrate import UNSUPPORTED, ProbeWeights, calibrate, compile_ahead, confirm, fastest_together
 from samebits.plans.calibrate_experts import calibrate_experts, confirm_experts
 from samebits.plans.environment import Environment
 from samebits.plans.key import ExpertsKey, PlanKey
@@ -128,7 +128,7 @@ class Planner:
         store = self.store
         return self._resolve(key, _Search(
             self._experts, store.experts, partial(_are_right, packed), lambda key: calibrate_experts(key, packed),
-            store.add_experts, partial(ExpertsOutcome, None),
+            self._keep_experts, partial(ExpertsOutcome, None),
         ))  # fmt: skip
 
     def outcomes(self, wanted: Sequence[tuple[PlanKey, Header]]) -> Iterator[Outcome]:
@@ -153,6 +153,11 @@ class Planner:
                 compile_ahead(new.values(), self.device.index)
         except DeviceError as error:
             _log.debug("not compiled ahead: %s", error)  # each search says what it cannot do
+
+    def _keep_experts(self, key: ExpertsKey, outcome: ExpertsOutcome) -> None:
+        """Not what holds for these weights, or this memory, alone."""
+        if outcome.reason != UNSUPPORTED and (outcome.variant is None or outcome.fused_us is not None):
+            self.store.add_experts(key, outcome)
 
     def _resolve(self, key: PlanKey | ExpertsKey, search: _Search[_Outcome]) -> _Outcome:
         """Decide for a key that is not known yet. During graph capture nothing is decided: the next call will."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from types import FunctionType
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -29,11 +29,26 @@ from samebits.kernels.ops import fields_of
 from samebits.nn.lazy import LazyWeight
 from samebits.nn.packed_module import PackedModule, register_kind
 from samebits.nn.product import is_fusible
+from samebits.nn.recipe import is_sharded
 from samebits.plans.experts import multiply_experts
 
 
 class PackedExperts(PackedModule):
-    """An experts module with packed weights."""
+    """An experts module with packed weights.
+
+    Attributes:
+        sb_seen: the class's own forward when the subclass was made; others may replace it.
+        sb_interface: whom that asks which function is meant.
+    """
+
+    sb_seen: ClassVar[Any]
+    sb_interface: ClassVar[Any]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        forward = cls.sb_base.forward
+        names = dict(zip(forward.__code__.co_freevars, forward.__closure__ or (), strict=True))
+        cls.sb_seen, cls.sb_interface = staticmethod(forward), names[_INTERFACE].cell_contents
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, PackedModule):  # see PackedModule.forward
@@ -56,7 +71,9 @@ class PackedExperts(PackedModule):
         name = str(cast(Any, self.config)._experts_implementation)
         if getattr(self, "_is_expert_parallel", False):  # there are indices of no expert
             return None
-        known = name == "eager" or _KNOWN.get(name) is moe.ALL_EXPERTS_FUNCTIONS.get(name, moe)
+        if self.sb_base.forward is not self.sb_seen:
+            return None
+        known = name == "eager" or _KNOWN.get(name) is self.sb_interface.get_interface(name, moe)
         return name if known else None
 
 
@@ -64,12 +81,14 @@ class _Reading:
     """An experts module as one of transformers' functions is to see it: with what stands for its weights."""
 
     def __init__(self, module: PackedExperts, stand_in: type[_Entries | _Routed], routed: torch.Tensor) -> None:
-        self._sb_module = module
-        for name in module.sb_recipes:
-            setattr(self, name, stand_in(module, name, routed).seen())
+        self.module, self.stand_in, self.routed = module, stand_in, routed
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._sb_module, name)
+        module: Any = self.module
+        recipe = module.sb_recipes.get(name)
+        if recipe is None or recipe.shape[0] != module.num_experts:
+            return getattr(module, name)
+        return self.stand_in(module, name, self.routed).seen()
 
 
 class _StandIn(ABC):
@@ -100,9 +119,11 @@ class _StandIn(ABC):
             offsets: with them, ids are those of rows in the order of their experts.
         """
         header = self.module.sb_recipes[self.name].whole
-        if header is None or not is_supported(header) or not is_fusible(x, None):
+        if header is None or not is_supported(header) or not is_fusible(x, None) or not _are_own():
             return None
         [data], ids = self.module.sb_data(self.name), self.ids
+        if is_sharded(data):
+            return None
         if offsets is not None:
             rows = torch.arange(x.shape[0], dtype=offsets.dtype, device=x.device)
             ids = torch.searchsorted(offsets, rows, right=True, out_int32=True)
@@ -158,6 +179,11 @@ def _grouped_linear(
     return made if bias is None else made.add_(bias)
 
 
+def _are_own() -> bool:
+    """Whether transformers' products are made as it makes them itself: others may replace these functions."""
+    return (moe._batched_linear, moe._grouped_linear, moe._grouped_mm) == _PRODUCTS
+
+
 def _plain(weight: Any) -> Any:
     return weight.decoded() if isinstance(weight, _StandIn) else weight
 
@@ -170,6 +196,8 @@ def _calling(function: FunctionType, own: FunctionType) -> FunctionType:
     return made
 
 
+_INTERFACE = "experts_interface"  # a variable of use_experts_implementation
+_PRODUCTS = (moe._batched_linear, moe._grouped_linear, moe._grouped_mm)
 _KNOWN = {"batched_mm": moe.batched_mm_experts_forward, "grouped_mm": moe.grouped_mm_experts_forward}
 _STAND_INS: dict[str, type[_Entries | _Routed]] = {"batched_mm": _Entries, "grouped_mm": _Routed}
 _LINEARS: tuple[Any, ...] = (_batched_linear, _grouped_linear)
@@ -178,7 +206,8 @@ _FORWARDS = {name: _calling(function, own) for (name, function), own in zip(_KNO
 
 def is_experts(base: type[nn.Module]) -> bool:
     """Whether a class's forward is what use_experts_implementation makes of it."""
-    return getattr(base.forward, "__globals__", None) is vars(moe)
+    forward: Any = base.forward
+    return getattr(forward, "__globals__", None) is vars(moe) and _INTERFACE in forward.__code__.co_freevars
 
 
 register_kind(lambda base, names: is_experts(base), PackedExperts)

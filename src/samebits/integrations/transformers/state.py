@@ -157,4 +157,7 @@ def _encoded(tensors: Tensors, min_weights: int) -> Iterable[tuple[str, torch.Te
     for name, tensor in tensors.items():
         large = tensor.dtype == torch.bfloat16 and tensor.numel() >= min_weights
         packed = encode(tensor) if large else None
-        yield (name, tensor) if packed is None or packed.is_raw else (stored_name(name), packed.data)
+        if packed is None or packed.is_raw:
+            yield name, tensor.cpu()  # where all of them stay for a while
+        else:
+            yield stored_name(name), packed.data.cpu()

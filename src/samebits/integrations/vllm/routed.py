@@ -23,7 +23,7 @@ from samebits.kernels.linear.experts import VARIANTS, experts_product, is_suppor
 from samebits.kernels.ops import decode_experts, decode_packed
 from samebits.plans.calibrate import UNSUPPORTED
 from samebits.plans.calibrate_experts import PROBES, fitting_variants, probe_of
-from samebits.plans.key import ExpertsKey, Operation
+from samebits.plans.key import ALIGNMENT, ExpertsKey, Operation
 from samebits.plans.planner import Mode, mode
 from samebits.plans.probe import Probe
 from samebits.plans.store import ExpertsOutcome, PlanStore
@@ -205,7 +205,7 @@ class Choices:
 
     def _resolved(self, tokens: int, *, ahead: bool) -> Chosen | None:
         """As kept by any process, if it is right here, too, else found now."""
-        keys = [self._key(packed, tokens) for packed in self._packed]
+        keys = [self._key(packed, tokens, place) for packed, place in zip(self._packed, Chosen._fields, strict=True)]
         stored = self._store.experts() if self._store else {}
         outcome = _joint([stored[key] for key in keys]) if stored.keys() >= {*keys} else None
         if outcome and outcome.chosen and not self._is_right(tokens, outcome.chosen):
@@ -215,7 +215,7 @@ class Choices:
             outcome = self._found(tokens)
             for key, variant in zip(keys, outcome.variants, strict=True):
                 kept = ExpertsOutcome(variant, outcome.reason, outcome.us, outcome.decoded_us)
-                if self._store:
+                if self._store and kept.reason != UNSUPPORTED:
                     self._store.add_experts(key, kept)
         if outcome is None:
             return None
@@ -223,9 +223,9 @@ class Choices:
             self._hopeless = tokens
         return outcome.chosen
 
-    def _key(self, packed: PackedTensor, tokens: int) -> ExpertsKey:
+    def _key(self, packed: PackedTensor, tokens: int, place: str) -> ExpertsKey:
         experts, rows, columns = packed.shape
-        return ExpertsKey(Operation.VLLM, experts, rows, columns, tokens * self.each, self._state)
+        return ExpertsKey(Operation.VLLM, experts, rows, columns, tokens * self.each, f"{self._state} product={place}")
 
     @torch.inference_mode(False)  # whose tensors have no decode tables, and take longer
     @torch.no_grad()
@@ -361,6 +361,7 @@ def are_supported(packed: Sequence[PackedTensor]) -> bool:
 def fit(packed: Sequence[PackedTensor], pairs: int, each: int, chosen: Chosen) -> bool:
     """Whether variants that were found for a layer do for another that is like it: their chunks differ in size."""
     return all(
-        launch_of(weight.header, pairs, sharing, variant, weight.data.get_device()) is not None
+        not weight.data.data_ptr() % ALIGNMENT
+        and launch_of(weight.header, pairs, sharing, variant, weight.data.get_device()) is not None
         for weight, sharing, variant in zip(packed, (each, 1), chosen, strict=True)
     )
