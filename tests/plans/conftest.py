@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -150,3 +150,20 @@ def new_planner(environment: Environment = ENVIRONMENT) -> Callable[[int], Plann
     """``Planner.of`` in a new process: nothing in memory."""
     made = Planner(torch.device("cpu"), environment)
     return lambda device: made
+
+
+def new_process() -> None:
+    """Forget the plans that are in memory."""
+    Planner.of.__func__.cache_clear()
+    planner.mode.cache_clear()
+
+
+@pytest.fixture
+def own_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Of a real GPU, in a folder of their own."""
+    monkeypatch.setenv("SAMEBITS_CACHE", str(tmp_path))
+    monkeypatch.delenv("SAMEBITS_PLANS", raising=False)
+    new_process()
+    yield
+    monkeypatch.undo()
+    new_process()

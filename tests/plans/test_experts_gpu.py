@@ -2,39 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
 
 import samebits
 from samebits.kernels.ops import fields_of
-from samebits.plans import experts, planner
+from samebits.plans import experts
 from samebits.plans.calibrate_experts import multiply_decoded, probe_of
 from samebits.plans.experts import FEW_PAIRS, multiply_experts
 from samebits.plans.key import Operation
-from samebits.plans.planner import Planner
 from samebits.plans.probe import Probe
+from tests.plans.conftest import new_process
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("own_plans")]
 OPERATIONS = (Operation.BATCHED, Operation.GROUPED)
 SHAPES = [(128, 1536, 2048), (128, 2048, 768), (8, 1024, 4096), (40, 512, 1280)]
-
-
-@pytest.fixture(autouse=True)
-def _own_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("SAMEBITS_CACHE", str(tmp_path))
-    monkeypatch.delenv("SAMEBITS_PLANS", raising=False)
-    new_process()
-    yield
-    monkeypatch.undo()
-    new_process()
-
-
-def new_process() -> None:
-    Planner.of.__func__.cache_clear()
-    planner.mode.cache_clear()
 
 
 @pytest.fixture

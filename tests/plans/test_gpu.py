@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -26,28 +25,12 @@ from samebits.plans.environment import Environment
 from samebits.plans.key import key_of
 from samebits.plans.planner import Planner
 from samebits.plans.probe import Probe
-from tests.plans.conftest import decode_beside_products_alone
+from tests.plans.conftest import decode_beside_products_alone, new_process
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("own_plans")]
 COMBINATIONS = int(os.environ.get("SAMEBITS_FUZZ", "60"))
 ROWS, COLUMNS = 4096, 4096
 _LEARNED = 8  # rounds in which it is learned what is made together, what comes behind, and what to decode ahead
-
-
-def new_process() -> None:
-    """Forget what is in memory."""
-    Planner.of.__func__.cache_clear()
-    planner.mode.cache_clear()
-
-
-@pytest.fixture(autouse=True)
-def _own_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("SAMEBITS_CACHE", str(tmp_path))
-    monkeypatch.delenv("SAMEBITS_PLANS", raising=False)
-    new_process()
-    yield
-    monkeypatch.undo()
-    new_process()
 
 
 @pytest.fixture(scope="module")
