@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import vllm
 from torch import nn
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
@@ -14,6 +16,8 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from samebits.bf16 import same_words
 from samebits.integrations.vllm import experts, routed
 from samebits.integrations.vllm.experts import PackedExpertsMethod
+from samebits.plans.store import ExpertsOutcome, PlanStore
+from tests.plans.conftest import ENVIRONMENT
 
 EXPERTS, ROWS, COLUMNS = 8, 64, 128
 
@@ -86,6 +90,31 @@ def test_all_experts_are_plain(method: Any, case: str, monkeypatch: pytest.Monke
     else:
         seen = method.apply(layer, x, torch.ones(len(ids), 2), ids)
     assert all(same_words(getattr(seen, name), expected) for name, expected in plain.items())
+
+
+def test_layers_that_are_alike_share_choices(method: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Kept for other processes that have the same vLLM, and as many experts of a token."""
+    store, config = PlanStore(ENVIRONMENT, tmp_path), SimpleNamespace()
+    monkeypatch.setattr(experts.current_platform, "is_cuda", lambda: True, raising=False)
+    monkeypatch.setattr(experts, "are_supported", lambda packed: len(packed) == 2)
+    monkeypatch.setattr(experts, "get_current_vllm_config", lambda: config)
+    monkeypatch.setattr(experts.Planner, "of", lambda device: SimpleNamespace(store=store))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    method.moe = SimpleNamespace(has_bias=False)
+    layers = [Layer() for _ in range(3)]
+    for layer, activation, each in zip(layers, ("silu", "silu", "gelu"), (2, 2, 2), strict=True):
+        layer.activation, layer.top_k, layer.apply_router_weight_on_input = activation, each, False
+        method.process_weights_after_loading(layer)
+    first, second, third = (layer.__dict__["sb_choices"] for layer in layers)
+    assert first is second
+    assert first is not third
+    key = first._key(first._packed[0], 3, "first")
+    assert key[:5] == ("vLLM", EXPERTS, ROWS, COLUMNS, 6)
+    assert key.state == f"vllm={vllm.__version__} experts_of_a_token=2 layer=silu False product=first"
+    store.add_experts(key, ExpertsOutcome(None, "too slow"))
+    store.add_experts(first._key(first._packed[1], 3, "second"), ExpertsOutcome(None, "too slow"))
+    assert first.of(3) is None
+    assert first.known == {3: None}
 
 
 def test_experts_of_other_ranks_come_later(method: Any) -> None:
