@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import samebits
+from samebits.errors import DigestError
 from samebits.nn import join
 from samebits.nn.join import join_stacks
 from samebits.nn.packed_module import PackedModule, pack
@@ -144,6 +145,24 @@ def test_state_dicts_of_the_other_kind() -> None:
             RuntimeError, match=r"weight is one packed tensor in one of both.*to a GPU or to main memory"
         ):
             module.load_state_dict(other.state_dict(), strict=False)
+
+
+def test_what_was_joined_fits_pieces() -> None:
+    """By samebits' own function, to which a damaged tensor does no harm."""
+    pieces, whole = Experts(), Experts()
+    divide(pieces)
+    weight = divide(whole)
+    join_stacks(whole)
+    [(key, data)] = whole.state_dict().items()
+    damaged = data.clone()
+    damaged[len(damaged) // 2] ^= 1
+    with pytest.raises(DigestError):
+        samebits.load_state_dict(pieces, {key: damaged})
+    assert isinstance(pieces, PackedModule)
+    assert len(pieces.sb_recipes["weight"].pieces) == 2 * EXPERTS
+    samebits.load_state_dict(pieces, whole.state_dict())
+    assert pieces.sb_recipes["weight"].whole
+    assert same(decompressed(pieces), weight)
 
 
 def test_a_class_that_became_another() -> None:

@@ -14,7 +14,8 @@ from samebits.api import decode
 from samebits.errors import FormatError, SamebitsError
 from samebits.format.names import original_name
 from samebits.format.packed import PackedTensor
-from samebits.nn.packed_module import PIECE, pack, packed_parameters, slot_name, validated, whole
+from samebits.nn.packed_module import PIECE, PackedModule, pack, packed_parameters, slot_name, validated, whole
+from samebits.nn.recipe import Piece
 from samebits.nn.selection import HOLDS_ANY, Owned, tied, unpacked
 from samebits.nn.spared import spare
 
@@ -45,6 +46,7 @@ def load_state_dict(
     _refuse_damaged(module, state_dict)
     found: list[tuple[list[Owned], PackedTensor]] = []
     plain: list[tuple[list[Owned], PackedTensor]] = []
+    whole_there = list(_whole_there(module, state_dict))
     for owned in [*tied(list(unpacked(module))), *([buffer] for buffer in _buffers(module))]:
         stored = [(full_name, owner, name) for full_name, owner, name in owned if _key(full_name, name) in state_dict]
         if stored:
@@ -54,6 +56,10 @@ def load_state_dict(
                 plain.append((stored, packed))
             else:
                 found.append(([*stored, *(other for other in owned if other not in stored)], packed))
+    for holder, name, packed in whole_there:
+        joined, device = holder.sb_recipes[name], holder.sb_data(name)[0].device
+        data = nn.Parameter(packed.data.to(device, copy=True), requires_grad=False)
+        pack(holder, name, replace(joined, pieces=(Piece(slot_name(name), packed.header),)), [data])
     if plain:
         state_dict = _with_plain(plain, state_dict)
     for owned, packed in found:
@@ -111,6 +117,14 @@ def _refuse_pieces(module: nn.Module, state_dict: Mapping[str, Any]) -> None:
         if key.rpartition(".")[2].startswith(PIECE) and key not in known:
             mend = "save the model with save_pretrained and load that, then this state dict fits"
             raise FormatError("a part of a weight, and the module has no such parts", where=key, mend=mend)
+
+
+def _whole_there(module: nn.Module, state_dict: Mapping[str, Any]) -> Iterator[tuple[PackedModule, str, PackedTensor]]:
+    """Weights that are packed in pieces here, and as one tensor there, as of a model that was loaded to a GPU."""
+    for full_name, owner, name in packed_parameters(module):
+        recipe, key = owner.sb_recipes[name], _key(full_name, name)
+        if len(recipe.pieces) > 1 and key in state_dict:
+            yield owner, name, validated(state_dict[key], recipe.shape, key)
 
 
 def _refuse_damaged(module: nn.Module, state_dict: Mapping[str, Any]) -> None:
