@@ -19,7 +19,7 @@ from samebits.errors import DeviceError, DtypeError, InputError
 from samebits.kernels.ops import fields_of
 from samebits.plans import calibrate_experts, experts, planner
 from samebits.plans.calibrate_experts import multiply_decoded
-from samebits.plans.experts import FEW_PAIRS, multiply_experts
+from samebits.plans.experts import FEW_PAIRS, multiply_experts, searching_at_once
 from samebits.plans.key import ExpertsKey, Operation
 from samebits.plans.store import ExpertsOutcome, PlanStore
 from tests.plans.conftest import ENVIRONMENT, new_planner
@@ -241,6 +241,14 @@ def test_many_pairs_that_come_back(played: Played, packed: samebits.PackedTensor
     assert played.searches == 1
     multiplied(packed, FEW_PAIRS + 1, Operation.GROUPED)
     assert (played.searches, played.made[-2:]) == (1, [1, 1])
+
+
+def test_many_pairs_that_will_come_back(played: Played, packed: samebits.PackedTensor) -> None:
+    with searching_at_once():
+        multiplied(packed, FEW_PAIRS + 1, Operation.GROUPED)
+    assert (played.searches, played.made[-1]) == (1, 1)
+    multiplied(packed, FEW_PAIRS + 2, Operation.GROUPED)
+    assert played.searches == 1
 
 
 CASES = ["many", "none", "strided", "misaligned", "state", "float32", "packed bytes", "ids", "int16", "columns"]

@@ -22,6 +22,7 @@ from samebits.nn.packed_linear import PackedLinearModule
 from samebits.nn.packed_module import PackedModule, check_module
 from samebits.plans.calibrate import UNSUPPORTED
 from samebits.plans.environment import blas_state
+from samebits.plans.experts import searching_at_once
 from samebits.plans.key import PlanKey
 from samebits.plans.planner import FEW_TOKENS, Planner
 from samebits.plans.store import Outcome
@@ -246,6 +247,7 @@ def _note_tokens(call: Callable[[], object], sizes: _Sizes, left: _Sizes) -> Non
     with ExitStack() as hooks:
         for module in sizes:
             hooks.enter_context(module.register_forward_pre_hook(note, with_kwargs=True))
+        hooks.enter_context(searching_at_once())
         call()
 
 

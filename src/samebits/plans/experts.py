@@ -9,6 +9,10 @@ The host never waits for ids, and what is launched depends on their number alone
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from samebits.format.geometry import EXPERTS_DIMENSIONS
@@ -48,9 +52,31 @@ def multiply_experts(
     return y
 
 
+class _Searches(threading.local):
+    """
+    Attributes:
+        at_once: any number of pairs is worth a search, in this thread.
+    """
+
+    at_once = False
+
+
+_searches = _Searches()
+
+
+@contextmanager
+def searching_at_once() -> Iterator[None]:
+    """Inside, plans are looked for at once for all numbers of pairs, which will come back."""
+    before, _searches.at_once = _searches.at_once, True
+    try:
+        yield
+    finally:
+        _searches.at_once = before
+
+
 def _variant(key: ExpertsKey, packed: PackedTensor, device: int) -> int | None:
     planner = Planner.of(device)
-    if key.pairs > FEW_PAIRS and not planner.knows(key):
+    if key.pairs > FEW_PAIRS and not _searches.at_once and not planner.knows(key):
         kept = resident(packed.data)
         if kept is None or not kept.comes_often(key.pairs):
             return None
