@@ -193,21 +193,44 @@ def test_what_others_replace_is_respected(
     assert not fusible
 
 
-def test_a_parameter_that_no_expert_has(fusible: list[Any]) -> None:
-    """It is decoded when it is read, not at the experts' indices."""
-    reference = ARCHITECTURES["qwen3-moe"]
-    config = transformers.Qwen3MoeConfig(**reference[2] | {"num_experts": 8}, experts_implementation="grouped_mm")
+def standalone(**options: Any) -> tuple[Any, tuple[torch.Tensor, ...]]:
+    """Eight experts, and what they are called with."""
+    config = transformers.Qwen3MoeConfig(**ARCHITECTURES["qwen3-moe"][2] | {"num_experts": 8}, **options)
     module: Any = Qwen3MoeExperts(config).to(torch.bfloat16)
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
-    module.more = nn.Parameter(torch.randn(4, 512).to(torch.bfloat16))
     ids, scales = torch.tensor([[7, 6], [7, 1]]), torch.full((2, 2), 0.5, dtype=torch.bfloat16)
-    x = torch.randn(2, 64).to(torch.bfloat16)
+    return module, (torch.randn(2, 64).to(torch.bfloat16), ids, scales)
+
+
+def test_an_implementation_that_is_not_said() -> None:
+    module, inputs = standalone()
+    assert module.config._experts_implementation is None
     with torch.no_grad():
-        expected = module(x, ids, scales)
+        expected = module(*inputs)
+        samebits.compress(module, min_weights=MIN_WEIGHTS)
+        assert_same_bits(module(*inputs), expected)
+
+
+def test_a_class_that_others_derive(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, inputs = standalone(experts_implementation="grouped_mm")
+    module.bias = nn.Parameter(torch.zeros(3))
+    samebits.compress(module, min_weights=MIN_WEIGHTS)
+    monkeypatch.setattr(Qwen3MoeExperts, "forward", lambda self, hidden, *_: hidden)
+    nn.utils.parametrize.register_parametrization(module, "bias", nn.Identity())
+    with torch.no_grad():
+        assert_same_bits(module(*inputs), inputs[0])
+
+
+def test_a_parameter_that_no_expert_has(fusible: list[Any]) -> None:
+    """It is decoded when it is read, not at the experts' indices."""
+    module, inputs = standalone(experts_implementation="grouped_mm")
+    module.more = nn.Parameter(torch.randn(4, 512).to(torch.bfloat16))
+    with torch.no_grad():
+        expected = module(*inputs)
         samebits.compress(module, min_weights=MIN_WEIGHTS)
         assert set(module.sb_recipes) == {"gate_up_proj", "down_proj", "more"}
-        assert_same_bits(module(x, ids, scales), expected)
+        assert_same_bits(module(*inputs), expected)
 
 
 @pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import samebits
@@ -101,6 +102,29 @@ def test_experts_behind_the_prompt(hidden: int, are_decoded: bool, tmp_path: Pat
     found, one = passes.step(4, 3), 3 * 2 * hidden * 1024 * ELEMENTS  # in each of three sequences two of these
     assert found.plain - found.cache == pytest.approx(3 * one, rel=0.02)
     assert found.packed - found.cache == pytest.approx(2 * one if are_decoded else 0, rel=0.02, abs=1 << 18)
+
+
+def test_a_router_is_not_decoded_in_the_experts_place(tmp_path: Path) -> None:
+    """Though its input is theirs: theirs is decoded while they run."""
+    make("mixtral", tmp_path, **LARGE)
+    experts = {"model.layers.0.mlp.experts": ["gate_up_proj", "down_proj"]}
+    alone, both = (
+        followed(tmp_path, each)[1] for each in (experts, {"model.layers.0.mlp.gate": ["weight"], **experts})
+    )
+    assert both.prompt(MANY, 1).packed >= alone.prompt(MANY, 1).packed
+
+
+def test_stacks_that_are_no_routed_experts(tmp_path: Path) -> None:
+    """A module holds all that it has decoded, and copies none."""
+    config = transformers.Llama4TextConfig(
+        vocab_size=300, hidden_size=512, intermediate_size=512, intermediate_size_mlp=96, num_local_experts=4,
+        num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, head_dim=64,
+    )  # fmt: skip
+    config.architectures = ["Llama4ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    _, passes = followed(tmp_path, {"model.layers.0.feed_forward.experts": ["gate_up_proj", "down_proj"]})
+    found, weights = passes.step(4, 1), 4 * 3 * 512 * 512 * ELEMENTS
+    assert found.packed - found.plain == pytest.approx(weights, rel=0.02)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])

@@ -165,6 +165,26 @@ def test_what_was_joined_fits_pieces() -> None:
     assert same(decompressed(pieces), weight)
 
 
+@pytest.mark.parametrize("key", ["0", "1", "2"])
+@pytest.mark.parametrize("assign", [False, True])
+def test_what_was_joined_fits_shared_pieces(key: str, assign: bool) -> None:
+    """Whichever of its names is there: of two modules that share them, one of which has two names."""
+    first, second, whole = Experts(), Experts(), Experts()
+    divide(first)
+    assert isinstance(first, PackedModule)
+    recipe = first.sb_recipes["weight"]
+    pack(second, "weight", recipe, [first._parameters[slot] for slot in recipe.slots])
+    weight = divide(whole)
+    join_stacks(whole)
+    model = nn.Sequential(first, second, second).to_empty(device="cpu")  # whose bytes are nobody's
+    [(name, data)] = whole.state_dict().items()
+    samebits.load_state_dict(model, {f"{key}.{name}": data}, strict=False, assign=assign)
+    [ours], [others] = first.parameters(), second.parameters()
+    assert ours is others
+    assert same(decompressed(first), weight)
+    assert same(decompressed(second), weight)
+
+
 def test_a_class_that_became_another() -> None:
     first, second = Experts(), Experts()
     divide(first)

@@ -29,6 +29,7 @@ from transformers.integrations import moe
 
 from samebits.format.geometry import EXPERTS_DIMENSIONS
 from samebits.integrations.transformers.cache import states_of
+from samebits.integrations.transformers.experts import is_experts
 from samebits.kernels.linear.experts import may_be_fused
 from samebits.plans.experts import FEW_PAIRS
 from samebits.plans.planner import FEW_TOKENS
@@ -135,17 +136,19 @@ class ForwardMemory:
             given, *others = (each for each in (*inputs, *options.values()) if isinstance(each, torch.Tensor))
             made = output.nbytes if isinstance(output, torch.Tensor) else 0
             has_many = given.numel() > FEW_TOKENS * given.shape[-1]
-            experts = _Experts.of(self._packed[module], others[0].numel() if others else 0, gathers=before > 0)
+            experts = _Experts.of(module, self._packed[module], others[0].numel() if others else 0, gathers=before > 0)
             dense = sum(2 * each.numel() for each in self._packed[module] if each.dim() < EXPERTS_DIMENSIONS)
             decoded = experts.decoded + (dense if has_many else 0)
-            seen.append(_Seen(given, decoded, made if has_many else 0, experts.gathered))
+            place = module if experts.decoded or experts.gathered else None
+            seen.append(_Seen(given, place, decoded, made if has_many else 0, experts.gathered))
 
         cache = self._run(before, batch, None) if before else None
         with ExitStack() as stack:
             for module in self._packed:
                 stack.callback(module.register_forward_hook(note, with_kwargs=True).remove)
             self._run(tokens, batch, cache)
-        return [call for _, group in groupby(seen, key=lambda each: id(each.given)) for call in _together([*group])]
+        groups = groupby(seen, key=lambda each: (id(each.given), id(each.alone)))
+        return [call for _, group in groups for call in _together([*group])]
 
 
 class _Experts(NamedTuple):
@@ -160,16 +163,20 @@ class _Experts(NamedTuple):
     gathered: int
 
     @classmethod
-    def of(cls, weights: Sequence[torch.Tensor], pairs: int, *, gathers: bool) -> _Experts:
+    def of(cls, module: nn.Module, weights: Sequence[torch.Tensor], pairs: int, *, gathers: bool) -> _Experts:
         """
         Args:
-            weights: of a module; those of three dimensions are stacks.
+            weights: of the module; those of three dimensions are stacks. It holds all of them, if it is no module of
+                routed experts.
             pairs: of a token and an expert.
             gathers: a matrix is read for each pair, else whole stacks are.
         """
         stacks = [each for each in weights if each.dim() >= EXPERTS_DIMENSIONS]
+        if not is_experts(type(module)):
+            return cls(sum(2 * each.numel() for each in stacks), 0)
+        is_transposed = getattr(module, "is_transposed", False)
         read = [2 * (pairs * each[0].numel() if gathers else each.numel()) for each in stacks]
-        are_fused = [pairs <= FEW_PAIRS and may_be_fused(tuple(each.shape)) for each in stacks]
+        are_fused = [pairs <= FEW_PAIRS and may_be_fused(tuple(each.shape)) and not is_transposed for each in stacks]
         decoded = (size for size, is_fused in zip(read, are_fused, strict=True) if not is_fused)
         return cls(max(decoded, default=0), sum(read) if gathers else 0)
 
@@ -178,6 +185,7 @@ class _Seen(NamedTuple):
     """Of a module: its input, held; bytes of its weights that are decoded, and of its output if others may make it."""
 
     given: torch.Tensor
+    alone: nn.Module | None  # itself, if none of its weights is decoded with others'
     weights: int
     made: int
     gathered: int  # see _Experts

@@ -251,7 +251,7 @@ def model_memory(folder: Path, selection: Selection, weights: Weights | None) ->
     buffers = sum(buffer.nbytes for name, buffer in model.named_buffers() if name not in held)
     packed = _selected(model, selection) if weights is None else _packed(model, weights.names)
     decoded = {module: own for module in model.modules() if (own := _packed_of(module, set(packed)))}
-    largest = max(map(_decoded_at_once, decoded.values()), default=0)
+    largest = max((_decoded_at_once(*each) for each in decoded.items()), default=0)
     layers = tuple(_cache_layers(model.eval(), where))
     weights = weights or Weights.supposed(model, packed)
     forward, tables = _forward(model, decoded), MAX_TABLE_BYTES * len(packed)
@@ -301,11 +301,14 @@ def _packed_of(module: nn.Module, packed: Collection[nn.Parameter]) -> list[nn.P
     return [] if isinstance(module, nn.Embedding) else own
 
 
-def _decoded_at_once(weights: Sequence[nn.Parameter]) -> int:
-    """Bytes of a module's weights; of its stacks of experts' matrices those of the largest."""
+def _decoded_at_once(module: nn.Module, weights: Sequence[nn.Parameter]) -> int:
+    """Bytes of a module's weights; of routed experts' stacks those of the largest."""
+    from samebits.integrations.transformers.experts import is_experts
+
     sizes = [(2 * each.numel(), each.dim() >= EXPERTS_DIMENSIONS) for each in weights]
-    stacks = (size for size, is_stack in sizes if is_stack)
-    return sum(size for size, is_stack in sizes if not is_stack) + max(stacks, default=0)
+    stacks = [size for size, is_stack in sizes if is_stack]
+    others = sum(size for size, is_stack in sizes if not is_stack)
+    return others + (max(stacks, default=0) if is_experts(type(module)) else sum(stacks))
 
 
 def _cache_layers(model: Any, where: str) -> Iterator[CacheLayer]:

@@ -14,7 +14,16 @@ from samebits.api import decode
 from samebits.errors import FormatError, SamebitsError
 from samebits.format.names import original_name
 from samebits.format.packed import PackedTensor
-from samebits.nn.packed_module import PIECE, PackedModule, pack, packed_parameters, slot_name, validated, whole
+from samebits.nn.packed_module import (
+    PIECE,
+    PackedModule,
+    pack,
+    packed_parameters,
+    sharers,
+    slot_name,
+    validated,
+    whole,
+)
 from samebits.nn.recipe import Piece
 from samebits.nn.selection import HOLDS_ANY, Owned, tied, unpacked
 from samebits.nn.spared import spare
@@ -46,7 +55,7 @@ def load_state_dict(
     _refuse_damaged(module, state_dict)
     found: list[tuple[list[Owned], PackedTensor]] = []
     plain: list[tuple[list[Owned], PackedTensor]] = []
-    whole_there = list(_whole_there(module, state_dict))
+    joined = list(_joined(module, state_dict))
     for owned in [*tied(list(unpacked(module))), *([buffer] for buffer in _buffers(module))]:
         stored = [(full_name, owner, name) for full_name, owner, name in owned if _key(full_name, name) in state_dict]
         if stored:
@@ -56,10 +65,11 @@ def load_state_dict(
                 plain.append((stored, packed))
             else:
                 found.append(([*stored, *(other for other in owned if other not in stored)], packed))
-    for holder, name, packed in whole_there:
-        joined, device = holder.sb_recipes[name], holder.sb_data(name)[0].device
-        data = nn.Parameter(packed.data.to(device, copy=True), requires_grad=False)
-        pack(holder, name, replace(joined, pieces=(Piece(slot_name(name), packed.header),)), [data])
+    for owners, packed in joined:
+        data = nn.Parameter(packed.data.to(_device(*owners[0]), copy=True), requires_grad=False)
+        for holder, name in owners:
+            pieces = (Piece(slot_name(name), packed.header),)
+            pack(holder, name, replace(holder.sb_recipes[name], pieces=pieces), [data])
     if plain:
         state_dict = _with_plain(plain, state_dict)
     for owned, packed in found:
@@ -76,6 +86,11 @@ def load_state_dict(
         _, first, first_name = owned[0]
         for _, owner, name in owned[1:]:
             owner._parameters[slot_name(name)] = first._parameters[slot_name(first_name)]
+    for owners, _ in joined if assign else ():
+        held = [holder._parameters[slot_name(name)] for holder, name in owners]
+        assigned = next((each for each in held if each is not None and each.device.type != "meta"), held[0])
+        for holder, name in owners:
+            holder._parameters[slot_name(name)] = assigned
     return result
 
 
@@ -119,12 +134,27 @@ def _refuse_pieces(module: nn.Module, state_dict: Mapping[str, Any]) -> None:
             raise FormatError("a part of a weight, and the module has no such parts", where=key, mend=mend)
 
 
-def _whole_there(module: nn.Module, state_dict: Mapping[str, Any]) -> Iterator[tuple[PackedModule, str, PackedTensor]]:
+Owners = list[tuple[PackedModule, str]]  # of a weight, each with its name there
+
+
+def _joined(module: nn.Module, state_dict: Mapping[str, Any]) -> Iterator[tuple[Owners, PackedTensor]]:
     """Weights that are packed in pieces here, and as one tensor there, as of a model that was loaded to a GPU."""
-    for full_name, owner, name in packed_parameters(module):
-        recipe, key = owner.sb_recipes[name], _key(full_name, name)
-        if len(recipe.pieces) > 1 and key in state_dict:
-            yield owner, name, validated(state_dict[key], recipe.shape, key)
+    paths: dict[nn.Module, list[str]] = {}
+    for path, own in module.named_modules(remove_duplicate=False):
+        paths.setdefault(own, []).append(f"{path}." if path else "")
+    for owners in sharers().values():
+        keys = [path + slot_name(name) for owner, name in owners for path in paths.get(owner, ())]
+        there = [key for key in keys if key in state_dict]
+        owner, name = owners[0]
+        recipe = owner.sb_recipes[name]
+        if there and len(recipe.pieces) > 1:
+            yield owners, validated(state_dict[there[0]], recipe.shape, there[0])
+
+
+def _device(owner: PackedModule, name: str) -> torch.device:
+    stored = owner._parameters[owner.sb_recipes[name].slots[0]]
+    assert stored is not None
+    return stored.device
 
 
 def _refuse_damaged(module: nn.Module, state_dict: Mapping[str, Any]) -> None:

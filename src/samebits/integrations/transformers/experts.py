@@ -46,6 +46,8 @@ class PackedExperts(PackedModule):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
+        if "sb_base" not in vars(cls):  # one that others derive, as to parametrize a module
+            return
         forward = cls.sb_base.forward
         names = dict(zip(forward.__code__.co_freevars, forward.__closure__ or (), strict=True))
         cls.sb_seen, cls.sb_interface = staticmethod(forward), names[_INTERFACE].cell_contents
@@ -68,13 +70,13 @@ class PackedExperts(PackedModule):
 
     def _sb_implementation(self) -> str | None:
         """The name of the function that forward calls, if it is known how that reads weights."""
-        name = str(cast(Any, self.config)._experts_implementation)
+        name: str | None = cast(Any, self.config)._experts_implementation
         if getattr(self, "_is_expert_parallel", False):  # there are indices of no expert
             return None
         if self.sb_base.forward is not self.sb_seen:
             return None
-        known = name == "eager" or _KNOWN.get(name) is self.sb_interface.get_interface(name, moe)
-        return name if known else None
+        is_known = name in _KNOWN and self.sb_interface.get_interface(name, moe) is _KNOWN[name]
+        return name if is_known or name == "eager" else None
 
 
 class _Reading:
