@@ -55,8 +55,8 @@ _GROUP_COLUMNS = ("weights", "tokens", "made")
 _EXPERTS_COLUMNS = ("experts", "pairs", "in place of", "plan", "fused, us", "decode first, us")
 
 
-def _variant(number: int, is_ours: bool) -> str:
-    return str(VARIANTS[number]) if is_ours and number < len(VARIANTS) else f"variant {number}"
+def _variant(number: int, is_ours: bool, variants: Sequence[object] = VARIANTS) -> str:
+    return str(variants[number]) if is_ours and number < len(variants) else f"variant {number}"
 
 
 def _group_row(keys: Sequence[PlanKey], group: GroupOutcome, is_ours: bool) -> list[str]:
@@ -69,8 +69,7 @@ def _group_row(keys: Sequence[PlanKey], group: GroupOutcome, is_ours: bool) -> l
 def _experts_row(key: ExpertsKey, outcome: ExpertsOutcome, is_ours: bool) -> list[str]:
     plan, number = outcome.reason, outcome.fused
     if number is not None:
-        is_known = is_ours and number < len(EXPERTS_VARIANTS)
-        plan = str(EXPERTS_VARIANTS[number]) if is_known else f"variant {number}"
+        plan = _variant(number, is_ours, EXPERTS_VARIANTS)
     experts = f"{key.experts} of {key.rows} x {key.columns}"
     return [experts, str(key.pairs), key.operation, plan, *map(_time, (outcome.fused_us, outcome.decode_us))]
 

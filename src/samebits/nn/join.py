@@ -16,9 +16,11 @@ from torch import nn
 from samebits.api import encode
 from samebits.errors import SamebitsError
 from samebits.format.geometry import EXPERTS_DIMENSIONS
+from samebits.format.header import Header
 from samebits.nn.packed_module import PackedModule, pack, refuse_other_class, sharers, slot_name
 from samebits.nn.recipe import Piece, is_sharded
 
+Owners = list[tuple[PackedModule, str]]  # of a weight that they share, each with its name there
 _log = logging.getLogger(__name__)
 
 
@@ -54,8 +56,7 @@ def _are_on_one_gpu(data: Sequence[torch.Tensor]) -> bool:
     return data[0].is_cuda and all(each.device == data[0].device and not is_sharded(each) for each in data)
 
 
-def _join(owners: list[tuple[PackedModule, str]]) -> bool:
-    """Of the modules, and their weights' names, that share it."""
+def _join(owners: Owners) -> bool:
     for module, _ in owners:
         refuse_other_class(module)
     module, name = owners[0]
@@ -63,8 +64,13 @@ def _join(owners: list[tuple[PackedModule, str]]) -> bool:
     packed = encode(recipe.decode(module.sb_data(name)))
     if packed.is_raw:
         return False
-    parameter = nn.Parameter(packed.data, requires_grad=False)
-    for module, name in owners:
-        pieces = (Piece(slot_name(name), packed.header),)
-        pack(module, name, replace(module.sb_recipes[name], pieces=pieces), [parameter])
+    pack_whole(owners, packed.header, packed.data)
     return True
+
+
+def pack_whole(owners: Owners, header: Header, data: torch.Tensor) -> None:
+    """Give those that share a weight in pieces one packed tensor in place of these."""
+    parameter = nn.Parameter(data, requires_grad=False)
+    for module, name in owners:
+        pieces = (Piece(slot_name(name), header),)
+        pack(module, name, replace(module.sb_recipes[name], pieces=pieces), [parameter])

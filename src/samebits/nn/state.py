@@ -14,6 +14,7 @@ from samebits.api import decode
 from samebits.errors import FormatError, SamebitsError
 from samebits.format.names import original_name
 from samebits.format.packed import PackedTensor
+from samebits.nn.join import Owners, pack_whole
 from samebits.nn.packed_module import (
     PIECE,
     PackedModule,
@@ -24,7 +25,6 @@ from samebits.nn.packed_module import (
     validated,
     whole,
 )
-from samebits.nn.recipe import Piece
 from samebits.nn.selection import HOLDS_ANY, Owned, tied, unpacked
 from samebits.nn.spared import spare
 
@@ -66,10 +66,7 @@ def load_state_dict(
             else:
                 found.append(([*stored, *(other for other in owned if other not in stored)], packed))
     for owners, packed in joined:
-        data = nn.Parameter(packed.data.to(_device(*owners[0]), copy=True), requires_grad=False)
-        for holder, name in owners:
-            pieces = (Piece(slot_name(name), packed.header),)
-            pack(holder, name, replace(holder.sb_recipes[name], pieces=pieces), [data])
+        pack_whole(owners, packed.header, packed.data.to(_device(*owners[0]), copy=True))
     if plain:
         state_dict = _with_plain(plain, state_dict)
     for owned, packed in found:
@@ -132,9 +129,6 @@ def _refuse_pieces(module: nn.Module, state_dict: Mapping[str, Any]) -> None:
         if key.rpartition(".")[2].startswith(PIECE) and key not in known:
             mend = "save the model with save_pretrained and load that, then this state dict fits"
             raise FormatError("a part of a weight, and the module has no such parts", where=key, mend=mend)
-
-
-Owners = list[tuple[PackedModule, str]]  # of a weight, each with its name there
 
 
 def _joined(module: nn.Module, state_dict: Mapping[str, Any]) -> Iterator[tuple[Owners, PackedTensor]]:
