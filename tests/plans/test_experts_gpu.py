@@ -70,6 +70,23 @@ def test_each_number_of_pairs(shape: tuple[int, int, int], operation: Operation,
     assert len(fused) >= len(numbers)  # each of them twice, but for those that are slower or other bits
 
 
+def test_products_made_again() -> None:
+    """By native code, from the third one on, with other rows and indices each time."""
+    weight, x_of = cancelling((16, 512, 2048))
+    packed = samebits.encode(weight)
+    generator, again = torch.Generator("cuda").manual_seed(0), []
+    for pairs in (8, 8, 8, 8, 1, 1, 1, 64, 64, 64, 8):
+        for dtype in (torch.int64, torch.int32) if pairs == 8 else (torch.int64,):
+            ids = torch.randint(16, (pairs,), device="cuda", generator=generator).to(dtype)
+            x = x_of(pairs)
+            made = experts.product_again(x, packed.data, ids)
+            again.append(made is not None)
+            y = multiply_experts(x, packed, ids, None) if made is None else made
+            assert_same(y, multiply_decoded(x, packed, ids, None))
+    assert not any(again[:4])
+    assert any(again[4:])
+
+
 def test_more_pairs_than_have_plans(fused: list[int]) -> None:
     packed = samebits.encode(0.02 * torch.randn(8, 256, 1024, device="cuda").bfloat16())
     x = torch.randn(FEW_PAIRS + 1, 1024, device="cuda").bfloat16()

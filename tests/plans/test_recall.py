@@ -30,6 +30,7 @@ import samebits
 from samebits.errors import DeviceError
 from samebits.format.packed import PackedTensor
 from samebits.kernels import decode, decode_together, nvrtc
+from samebits.kernels.linear import experts as linear_experts
 from samebits.kernels.linear import job as linear_job
 from samebits.kernels.linear import products as linear_products
 from samebits.kernels.linear.products import LinearPlan, Products
@@ -46,14 +47,15 @@ from samebits.kernels.structures import (
     PackedStructure,
     PrefetchedStructure,
     ProductStructure,
+    RoutingStructure,
     TogetherStructure,
 )
 from samebits.nn import packed_linear
 from samebits.nn import product as eligible
-from samebits.plans import call, carrier, carry, dispatch, group, planner, prefetch, recall
+from samebits.plans import call, carrier, carry, dispatch, experts, group, planner, prefetch, recall
 from samebits.plans.carrier import Carrier, Window
 from samebits.plans.key import key_of
-from samebits.plans.store import GroupOutcome, Outcome
+from samebits.plans.store import ExpertsOutcome, GroupOutcome, Outcome
 from samebits.plans.together import Together
 from tests.plans.conftest import decode_beside_products_alone
 
@@ -98,24 +100,15 @@ class Driver:
         assert extra is None
         assert self.device == DEVICE
         assert self.configs[config - 1][-2:] == (True, DEVICE)  # early
-        sizes = {
-            "arrange": [ctypes.sizeof(ArrangementStructure)], "decode": DECODE_SIZES, "decode_together": TOGETHER_SIZES,
-        }  # fmt: skip
-        pointers = (ctypes.c_void_p * 4).from_address(arguments)
         name = self.functions[function - 1]
-        told = [ctypes.string_at(pointers[i], size) for i, size in enumerate(sizes.get(name, [ROOM]))]
-        self.again.append((name, told))
+        self.again.append((name, read(name, arguments)))
         return self.result
 
     def launcher(self, function: str, *settings: Any) -> Callable[[int], None]:
         def launch(pointers: int) -> None:
-            address = ctypes.c_void_p.from_address(pointers).value or 0
-            if function.startswith("decode"):
-                sizes = DECODE_SIZES if function == "decode" else TOGETHER_SIZES
-                every = (ctypes.c_void_p * 4).from_address(pointers)
-                self.usual.append([ctypes.string_at(every[i], size) for i, size in enumerate(sizes)])
-            elif function != "arrange":
-                self.usual.append(ctypes.string_at(address, ROOM))
+            told = read(function, pointers)
+            if function != "arrange":
+                self.usual.append(told if function in SIZES else told[0])
 
         return launch
 
@@ -133,6 +126,18 @@ DECODE_SIZES = [
 
 
 TOGETHER_SIZES = [ctypes.sizeof(kind) for kind in (DecodedTogetherStructure, DivisionStructure)]
+EXPERTS = "linear_experts_8_shared"
+EXPERTS_KINDS = (GeometryStructure, PackedStructure, JobStructure, RoutingStructure)
+SIZES = {
+    "arrange": [ctypes.sizeof(ArrangementStructure)], "decode": DECODE_SIZES, "decode_together": TOGETHER_SIZES,
+    EXPERTS: [ctypes.sizeof(kind) for kind in EXPERTS_KINDS],
+}  # fmt: skip
+
+
+def read(function: str, pointers: int) -> list[bytes]:
+    """What a launch's arguments are."""
+    every = (ctypes.c_void_p * 4).from_address(pointers)
+    return [ctypes.string_at(every[i], size) for i, size in enumerate(SIZES.get(function, [ROOM]))]
 
 
 @pytest.fixture
@@ -145,6 +150,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     plans = SimpleNamespace(
         outcome=lambda key: plan,
         together=lambda *arguments: GroupOutcome(0),
+        experts=lambda key, packed: ExpertsOutcome(0, "", 1.0, 2.0),
         known={},
     )
     played.plans = plans
@@ -168,6 +174,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
         (linear_products, "nearest_launch", lambda *arguments: LAUNCH),
         (linear_products, "decode_table", _no_table),
         (decode, "decode_table", _no_table),
+        (linear_experts, "decode_table", _no_table),
         (decode_together, "decode_table", _no_table),
         (group, "launch_together", lambda operands, *others: joint(len(operands))),
         (group, "same_words", lambda left, right: True),
@@ -189,6 +196,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
         monkeypatch.setattr(target, name, value, raising=False)
     decode_beside_products_alone(monkeypatch)
     monkeypatch.setattr(dispatch, "product_again", recall.recall_of(dispatch.together.turns).product)
+    monkeypatch.setattr(experts, "product_again", recall.recall_of_experts().experts)
     monkeypatch.setattr(dispatch, "gradient_again", recall.recall_of_gradients().product)
     monkeypatch.setattr(dispatch, "weight_again", recall.recall_of(dispatch.together.turns).weight)
     yield played
@@ -1508,9 +1516,10 @@ def test_no_more_shapes_than_there_is_room_for(driver: Driver) -> None:
 
 
 GOOD = {
-    "device": 0, "strides": (1,), "state": None, "where": (7, 0), "bias": None, "joins": False, "group": None,
-    "others": (), "plans": (), "prefetched": (), "allocations": ((),), "scratch": None, "room": bytes(16),
-    "patches": ((8, 1, 0),), "launches": ((1, 1, (0,)),), "start": 1, "failed": None, "finish": None, "kept": None,
+    "device": 0, "strides": (1,), "state": None, "where": (7, 0), "bias": None, "ids": None, "joins": False,
+    "group": None, "others": (), "plans": (), "prefetched": (), "allocations": ((),), "scratch": None,
+    "room": bytes(16), "patches": ((8, 1, 0),), "launches": ((1, 1, (0,)),), "start": 1, "failed": None,
+    "finish": None, "kept": None,
 }  # fmt: skip
 
 
@@ -1529,6 +1538,9 @@ GOOD = {
         {"allocations": ((),) * 5},
         {"allocations": (None,)},
         {"scratch": 1},
+        {"ids": 1},
+        {"ids": (1, 2)},
+        {"ids": (1, 2, 3), "scratch": ()},
         {"others": (1,)},
         {"where": (7,)},
         {"start": 0},
@@ -1561,11 +1573,144 @@ def test_the_largest_launch_fits() -> None:
     recall.native.Shortcut(**GOOD | others | largest)
 
 
+def stack() -> PackedTensor:
+    """Two experts' matrices [128, K]."""
+    return samebits.encode(torch.stack([matrix(0, 128), matrix(1, 128)]))
+
+
+Operands = tuple[torch.Tensor, PackedTensor, torch.Tensor]
+
+
+def routed(dtype: torch.dtype = torch.int64, packed: PackedTensor | None = None) -> Operands:
+    """Six rows, a stack, and each row's expert."""
+    return x_of(6), packed or stack(), torch.arange(6).remainder(2).to(dtype)
+
+
+def multiply(x: torch.Tensor, packed: PackedTensor, ids: torch.Tensor) -> torch.Tensor:
+    """As an experts module does."""
+    made = experts.product_again(x, packed.data, ids)
+    return experts.multiply_experts(x, packed, ids, None) if made is None else made
+
+
+def warm_experts(driver: Driver, dtype: torch.dtype = torch.int64) -> Operands:
+    """Until they are remembered."""
+    x, packed, ids = routed(dtype)
+    for _ in range(3):
+        multiply(x, packed, ids)
+    ways(driver)
+    return x, packed, ids
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_routed_experts(driver: Driver, dtype: torch.dtype) -> None:
+    """The third time by native code, which hands over what was handed over before, but for where x, y and ids are."""
+    packed, told = stack(), []
+    for _ in range(3):
+        x, _, ids = routed(dtype, packed)
+        y = multiply(x, packed, ids)
+        assert (y.shape, y.dtype) == ((6, 128), torch.bfloat16)
+        told.append([x.data_ptr(), y.data_ptr(), ids.data_ptr()])
+    assert len(driver.usual) == 2
+    [(name, again)] = driver.again
+    assert name == EXPERTS
+    for arguments, addresses in zip([*driver.usual, again], told, strict=True):
+        job, routing = JobStructure.from_buffer_copy(arguments[2]), RoutingStructure.from_buffer_copy(arguments[3])
+        assert [job.x, job.y, routing.ids] == addresses
+        assert (routing.pairs, routing.wide, routing.scales) == (6, dtype is torch.int64, None)
+        assert without_addresses(arguments) == without_addresses(driver.usual[0])
+
+
+def without_addresses(arguments: list[bytes]) -> tuple[list[bytes], bytes, bytes]:
+    job, routing = JobStructure.from_buffer_copy(arguments[2]), RoutingStructure.from_buffer_copy(arguments[3])
+    job.x = job.y = routing.ids = None
+    return arguments[:2], bytes(job), bytes(routing)
+
+
+def other_stream(driver: Driver, x: torch.Tensor, packed: PackedTensor, ids: torch.Tensor) -> Operands:
+    driver.stream = 8
+    return x, packed, ids
+
+
+def captured(driver: Driver, x: torch.Tensor, packed: PackedTensor, ids: torch.Tensor) -> Operands:
+    driver.capturing = True
+    return x, packed, ids
+
+
+def written(driver: Driver, x: torch.Tensor, packed: PackedTensor, ids: torch.Tensor) -> Operands:
+    packed.data.add_(0)
+    return x, packed, ids
+
+
+def narrow(driver: Driver, x: torch.Tensor, packed: PackedTensor, ids: torch.Tensor) -> Operands:
+    return x, packed, ids.int()
+
+
+def fewer(driver: Driver, x: torch.Tensor, packed: PackedTensor, ids: torch.Tensor) -> Operands:
+    return x[:5], packed, ids[:5]
+
+
+@pytest.mark.parametrize("change", [other_stream, captured, written, narrow, fewer])
+def test_routed_experts_of_what_has_changed(driver: Driver, change: Callable[..., Operands]) -> None:
+    operands = warm_experts(driver)
+    multiply(*operands)
+    assert ways(driver) == (0, 1)
+    multiply(*change(driver, *operands))
+    assert ways(driver) == (1, 0)
+
+
+def test_indices_that_do_not_fit_go_the_usual_way(driver: Driver) -> None:
+    x, packed, ids = warm_experts(driver)
+    apart = ids.repeat_interleave(2)[::2]
+    for wrong in (ids[:5], ids.view(2, 3), apart, ids.float(), ids.as_subclass(Tensor)):
+        assert experts.product_again(x, packed.data, wrong) is None
+    for other in (x.float(), x[:, :8], x[:5], x.as_strided((6, K), (0, 1))):
+        assert experts.product_again(other, packed.data, ids) is None
+    assert experts.product_again(x, stack().data, ids) is None
+    assert ways(driver) == (0, 0)
+    assert experts.product_again(x, packed.data, ids) is not None
+
+
+def test_experts_and_products_are_not_taken_for_each_other(driver: Driver) -> None:
+    x, packed, ids = warm_experts(driver)
+    assert dispatch.product_again(x, packed.data, None) is None
+    module = layer(0)
+    other = warm(module, driver, 6)
+    assert experts.product_again(other, module._parameters[packed_linear._DATA], ids) is None  # type: ignore[arg-type]
+    assert ways(driver) == (0, 0)
+
+
+def test_settings_of_torch_and_experts(driver: Driver) -> None:
+    operands = warm_experts(driver)
+    before = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+    try:
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = not before
+        multiply(*operands)
+        assert ways(driver) == (1, 0)
+    finally:
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = before
+    multiply(*operands)
+    with Watch():
+        assert experts.product_again(operands[0], operands[1].data, operands[2]) is None
+
+
+def test_experts_keep_nothing_alive(driver: Driver) -> None:
+    x, packed, ids = warm_experts(driver)
+    counts = [sys.getrefcount(each) for each in (x, packed.data, ids)]
+    dead = [weakref.ref(multiply(x, packed, ids)) for _ in range(1000)]
+    assert ways(driver) == (0, 1000)
+    assert [sys.getrefcount(each) for each in (x, packed.data, ids)] == counts
+    assert not any(ref() is not None for ref in dead)
+    key = id(packed.data)
+    del packed
+    assert key not in residents
+
+
 def test_without_the_native_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recall, "native", None)
-    for made in (recall.recall_of(dispatch.together.turns), recall.recall_of_gradients()):
+    for made in (recall.recall_of(dispatch.together.turns), recall.recall_of_gradients(), recall.recall_of_experts()):
         assert made.product(x_of(1), torch.zeros(1), None) is None
         assert made.weight(torch.zeros(1)) is None
+        assert made.experts(x_of(1), torch.zeros(1), torch.zeros(1, dtype=torch.int64)) is None
 
 
 def test_constants_are_those_of_the_native_part() -> None:

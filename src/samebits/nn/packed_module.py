@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial, wraps
 from types import FrameType
@@ -100,8 +100,11 @@ class PackedModule(nn.Module):
         before, hooks = running.get(key), self._sb_hooks()
         running[key] = decoded
         try:
-            with hooks:
+            if hooks is None:
                 result = super().forward(*args, **kwargs)
+            else:
+                with hooks:
+                    result = super().forward(*args, **kwargs)
             decoded.refuse_changes(self)
             return result
         finally:  # no call before this is done: Python raises a KeyboardInterrupt behind one
@@ -116,10 +119,10 @@ class PackedModule(nn.Module):
         """What is decoded for the forward that this thread runs, if it runs one."""
         return _running.of_module.get(id(self))
 
-    def _sb_hooks(self) -> AbstractContextManager[object]:
+    def _sb_hooks(self) -> AbstractContextManager[object] | None:
         """Has autograd keep packed what it wants to keep of the weights; not in torch.func, which has no such hooks."""
         if not torch.is_grad_enabled() or not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
-            return nullcontext()
+            return None
         pack, unpack = hooks_around()
         return saved_tensors_hooks(
             lambda tensor: self._sb_saved(tensor) or pack(tensor),
@@ -147,11 +150,14 @@ class PackedModule(nn.Module):
             return LazyWeight(self.sb_recipes[name], self.sb_data(name))
         recipe = self.sb_recipes[name]
         weight = decoded.get(name)
+        if weight is not None:
+            return showing(weight, recipe.shows_requires_grad(weight.device))
+        stored = self._parameters[recipe.pieces[0].slot]
+        weight = recipe.weight_again(stored) if stored is not None else None
         if weight is None:
-            decoded[name] = weight = recipe.weight(self.sb_data(name))
-            decoded.written[name] = _written(weight)
-            return weight
-        return showing(weight, recipe.shows_requires_grad(weight.device))
+            weight = recipe.weight(self.sb_data(name))
+        decoded[name], decoded.written[name] = weight, _written(weight)
+        return weight
 
     def sb_data(self, name: str) -> list[torch.Tensor]:
         """The stored tensors of the weight ``name``, in the order of its recipe's pieces.

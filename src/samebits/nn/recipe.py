@@ -14,6 +14,7 @@ from samebits.format.geometry import EXPERTS_DIMENSIONS
 from samebits.format.header import Header
 from samebits.format.packed import PackedTensor
 from samebits.kernels.ops import decode_experts, decode_packed, decode_rows, fields_of
+from samebits.plans import dispatch
 from samebits.plans.dispatch import decoded_weight
 
 Index = tuple[int | slice, ...]
@@ -93,6 +94,15 @@ class Recipe:
             return self.decode(data)
         with _outside():  # where torch counts writes to it, too
             return showing(self.decode(data), shows)
+
+    def weight_again(self, stored: torch.Tensor) -> torch.Tensor | None:
+        """The same of packed bytes that native code has decoded before, and that are as they were; else None."""
+        if self.whole is None or torch.is_inference_mode_enabled():
+            return None
+        made: torch.Tensor | None = dispatch.weight_again(stored)
+        if made is not None and self.shows_requires_grad(stored.device):
+            made.requires_grad = True
+        return made
 
     def decode(self, data: Sequence[torch.Tensor], entries: Container[int] | None = None) -> torch.Tensor:
         """The weight, a new tensor.

@@ -18,7 +18,7 @@ typedef int (*Start)(const void *config, void *function, void **arguments, void 
 
 typedef struct {
     uint32_t offset;
-    uint32_t source; /* 0: x, then the outputs, then the scratch */
+    uint32_t source; /* 0: x, then the outputs, then the scratch or experts' indices */
     int64_t addend;
 } Patch;
 
@@ -29,8 +29,8 @@ typedef struct {
 } Launch;
 
 typedef struct {
-    PyObject_HEAD /* allocations, scratch: what empty is asked, where no scratch is needed None */
-    PyObject *strides, *state, *where, *bias, *group, *others, *plans, *prefetched, *allocations, *scratch, *failed, *finish, *kept;
+    PyObject_HEAD /* allocations, scratch: what empty is asked, where no scratch is needed None; ids: of experts, or None */
+    PyObject *strides, *state, *where, *bias, *ids, *group, *others, *plans, *prefetched, *allocations, *scratch, *failed, *finish, *kept;
     long device;
     int joins, products, outputs, patch_count, launch_count; /* outputs: products, then what is prefetched */
     Start start;
@@ -86,7 +86,7 @@ static int read_patches(Shortcut *self, PyObject *patches, Py_ssize_t room_bytes
         long long addend;
         if (!PyArg_ParseTuple(PyTuple_GetItem(patches, i), "IIL", &offset, &source, &addend)) return 0;
         if ((Py_ssize_t)offset + 8 > room_bytes || source > (unsigned)self->outputs + 1) return 0;
-        if (source == (unsigned)self->outputs + 1 && self->scratch == Py_None) return 0;
+        if (source == (unsigned)self->outputs + 1 && self->scratch == Py_None && self->ids == Py_None) return 0;
         self->patches[i] = (Patch){offset, source, addend};
     }
     self->patch_count = (int)count;
@@ -116,7 +116,7 @@ static int read_launches(Shortcut *self, PyObject *launches, Py_ssize_t room_byt
 }
 
 static PyObject *shortcut_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"device", "strides", "state", "where", "bias", "joins", "group", "others", "plans", "prefetched",
+    static char *names[] = {"device", "strides", "state", "where", "bias", "ids", "joins", "group", "others", "plans", "prefetched",
                             "allocations", "scratch", "room", "patches", "launches", "start", "failed", "finish", "kept", NULL};
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     Shortcut *self = (Shortcut *)allocate(type, 0);
@@ -126,8 +126,8 @@ static PyObject *shortcut_new(PyTypeObject *type, PyObject *args, PyObject *kwar
     unsigned long long start;
     if (!self) return NULL;
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "lO!OO!OpOO!O!O!O!Oy#O!O!KOOO", names, &self->device, &PyTuple_Type, &self->strides, &self->state,
-            &PyTuple_Type, &self->where, &self->bias, &self->joins, &self->group, &PyTuple_Type, &self->others,
+            args, kwargs, "lO!OO!OOpOO!O!O!O!Oy#O!O!KOOO", names, &self->device, &PyTuple_Type, &self->strides, &self->state,
+            &PyTuple_Type, &self->where, &self->bias, &self->ids, &self->joins, &self->group, &PyTuple_Type, &self->others,
             &PyTuple_Type, &self->plans, &PyTuple_Type, &self->prefetched, &PyTuple_Type, &self->allocations, &self->scratch, &room,
             &room_bytes, &PyTuple_Type, &patches, &PyTuple_Type, &launches, &start, &self->failed, &self->finish, &self->kept)) {
         for (PyObject **each = &self->strides; each <= &self->kept; each++) *each = NULL; /* nothing is held yet */
@@ -141,6 +141,7 @@ static PyObject *shortcut_new(PyTypeObject *type, PyObject *args, PyObject *kwar
                PyTuple_Size(self->plans) == others && PyTuple_Size(self->where) == 2 && self->start && room_bytes <= MAX_ROOM;
     for (Py_ssize_t i = 0; i < outputs && fits; i++) fits = PyTuple_Check(PyTuple_GetItem(self->allocations, i));
     fits = fits && (self->scratch == Py_None || PyTuple_Check(self->scratch));
+    if (fits && self->ids != Py_None) fits = self->scratch == Py_None && PyTuple_Check(self->ids) && PyTuple_Size(self->ids) == 3;
     if (!fits || !read_patches(self, patches, room_bytes) || !read_launches(self, launches, room_bytes)) {
         if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "not the fields of a shortcut");
         Py_DECREF(self);
@@ -278,11 +279,12 @@ static int is_unwatched(Recall *self) {
 
 /* What is asked of the operands once. The version is NULL where an inference tensor has none. */
 typedef struct {
-    PyObject *turn, *x, *data, *bias, *id;
+    PyObject *turn, *x, *data, *bias, *ids, *id; /* ids: each row's expert; else NULL */
     PyObject *shape; /* by which it is remembered: the input's, or where a weight is decoded alone one without dimensions */
     PyObject *device, *stream, *address, *version;
     PyObject *before; /* torch's device, before that of x was made the current one */
     int trained;      /* x has requires_grad, though no gradient is wanted now: inside of an operation of autograd's */
+    uint64_t ids_at;
 } Call;
 
 /* Makes the device from before the current one again, if that is not x's. */
@@ -401,6 +403,20 @@ static PyObject *take(Recall *self, Call *call, PyObject *every, PyObject *made)
     return y;
 }
 
+/* Whether the experts' indices are of the shape, strides and dtype that are remembered, on the device of x. */
+static int ids_are(Call *call, PyObject *known) {
+    if (!call->ids || known == Py_None) return !call->ids == (known == Py_None) ? SAME : OTHER;
+    int same = attribute_equals(call->ids, name_shape, PyTuple_GetItem(known, 0));
+    if (same == SAME) same = equals_new(PyObject_CallMethodObjArgs(call->ids, name_stride, NULL), PyTuple_GetItem(known, 1));
+    if (same == SAME) same = attribute_equals(call->ids, name_dtype, PyTuple_GetItem(known, 2));
+    if (same == SAME) same = equals_new(PyObject_CallMethodObjArgs(call->ids, name_get_device, NULL), call->device);
+    PyObject *address = same == SAME ? PyObject_CallMethodObjArgs(call->ids, name_data_ptr, NULL) : NULL;
+    if (same == SAME && !address) same = other_or_failed();
+    if (address) call->ids_at = PyLong_AsUnsignedLongLong(address);
+    Py_XDECREF(address);
+    return PyErr_Occurred() ? FAILED : same;
+}
+
 static int may_repeat(Recall *self, Call *call, Shortcut *known, PyObject *resident) {
     int same = call_read_bytes(call);
     if (same == SAME) same = bytes_are_of(resident, call->data);
@@ -412,6 +428,7 @@ static int may_repeat(Recall *self, Call *call, Shortcut *known, PyObject *resid
     if ((same = attribute_equals(call->x, name_dtype, self->dtype)) != SAME) return same;
     if ((same = equals_new(PyObject_CallMethodObjArgs(call->x, name_stride, NULL), known->strides)) != SAME) return same;
     if ((same = equals(call->stream, PyTuple_GetItem(known->where, 0))) != SAME) return same;
+    if ((same = ids_are(call, known->ids)) != SAME) return same;
     if (known->finish == Py_None && (same = bias_is(known->bias, call->bias)) != SAME) return same;
     if (known->state != Py_None && (same = state_is(self, known->state)) != SAME) return same;
     if (known->group == Py_None) return SAME;
@@ -477,6 +494,7 @@ static int begin(Call *call, Shortcut *known, PyObject *resident) {
 static int allocate(Recall *self, Call *call, Shortcut *known, PyObject **made, uint64_t *addresses) {
     int count = known->outputs + (known->scratch != Py_None);
     addresses[0] = PyLong_AsUnsignedLongLong(call->address);
+    addresses[known->outputs + 1] = call->ids_at;
     for (int i = 0; i < count; i++) {
         PyObject *asked = i < known->outputs ? PyTuple_GetItem(known->allocations, i) : known->scratch;
         if (!(made[i] = PyObject_Call(self->empty, asked, NULL))) return other_or_failed();
@@ -721,7 +739,7 @@ static PyObject *decode_again(Recall *self, Call *call, PyObject *resident) {
 PyDoc_STRVAR(weight_doc, "weight(data)\n--\n\nThe decoded weight, or None where it is to be decoded in the usual way.");
 
 static PyObject *recall_weight(Recall *self, PyObject *data) {
-    Call call = {NULL, data, data, Py_None, PyLong_FromVoidPtr(data), PyTuple_New(0), NULL, NULL, NULL, NULL, NULL, 0};
+    Call call = {.x = data, .data = data, .bias = Py_None, .id = PyLong_FromVoidPtr(data), .shape = PyTuple_New(0)};
     PyObject *resident = call.id && call.shape ? PyDict_GetItemWithError(self->residents, call.id) : NULL, *weight = NULL;
     Py_XINCREF(resident);
     if (resident) {
@@ -746,10 +764,43 @@ static PyObject *recall_product(Recall *self, PyObject *const *args, Py_ssize_t 
     if (noted) return none_or_error(noted == 1 ? OTHER : FAILED);
     PyObject *turn = PyObject_GetAttr(self->turns, name_last);
     PyObject *every = turn ? PyObject_GetAttr(turn, name_made) : NULL, *y = NULL;
-    Call call = {turn, args[0], args[1], args[2], NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0};
+    Call call = {.turn = turn, .x = args[0], .data = args[1], .bias = args[2]};
     if (every && (call.id = PyLong_FromVoidPtr(call.data))) y = answer(self, &call, every);
     if (call_leave(self, &call)) Py_CLEAR(y);
     Py_XDECREF(turn), Py_XDECREF(every);
+    call_clear(&call);
+    return y;
+}
+
+/* Rows times the experts that they are routed to. */
+static PyObject *multiply_experts(Recall *self, Call *call, PyObject *resident) {
+    int ignored, same = is_plain(self, call->ids, &ignored);
+    if (same == SAME) same = is_usual(self, call);
+    Shortcut *known = same == SAME ? find(call, resident, call->shape) : NULL;
+    if (same == SAME && !known) same = PyErr_Occurred() ? FAILED : OTHER;
+    if (same == SAME) same = may_repeat(self, call, known, resident);
+    PyObject *y = same == SAME ? repeat(self, call, known, resident) : none_or_error(same);
+    Py_XDECREF((PyObject *)known);
+    return y;
+}
+
+PyDoc_STRVAR(experts_doc, "experts(x, data, ids)\n--\n\nThe products, or None where they are to be made in the usual way.");
+
+static PyObject *recall_experts(Recall *self, PyObject *const *args, Py_ssize_t count) {
+    if (count != 3) {
+        PyErr_SetString(PyExc_TypeError, "experts(x, data, ids)");
+        return NULL;
+    }
+    Call call = {.x = args[0], .data = args[1], .bias = Py_None, .ids = args[2], .id = PyLong_FromVoidPtr(args[1])};
+    PyObject *resident = call.id ? PyDict_GetItemWithError(self->residents, call.id) : NULL, *y = NULL;
+    Py_XINCREF(resident);
+    if (resident) {
+        y = multiply_experts(self, &call, resident);
+    } else if (!PyErr_Occurred()) {
+        y = Py_NewRef(Py_None);
+    }
+    if (call_leave(self, &call)) Py_CLEAR(y);
+    Py_XDECREF(resident);
     call_clear(&call);
     return y;
 }
@@ -785,6 +836,7 @@ static PyObject *recall_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 static PyMethodDef recall_methods[] = {
     {"product", (PyCFunction)(void (*)(void))recall_product, METH_FASTCALL, product_doc},
     {"weight", (PyCFunction)recall_weight, METH_O, weight_doc},
+    {"experts", (PyCFunction)(void (*)(void))recall_experts, METH_FASTCALL, experts_doc},
     {NULL, NULL, 0, NULL},
 };
 

@@ -58,6 +58,9 @@ class Recall(Protocol):
     def weight(self, data: torch.Tensor) -> Any:
         """Decoded from its packed bytes."""
 
+    def experts(self, x: torch.Tensor, data: torch.Tensor, ids: torch.Tensor) -> Any:
+        """Of rows and the matrices of a stack's packed bytes that ids say."""
+
 
 class _Nothing:
     """Where native code is missing, or torch without CUDA."""
@@ -68,6 +71,9 @@ class _Nothing:
     def weight(self, data: torch.Tensor) -> None:
         return None
 
+    def experts(self, x: torch.Tensor, data: torch.Tensor, ids: torch.Tensor) -> None:
+        return None
+
 
 def recall_of(turns: Turns) -> Recall:
     """Of a model's products and weights."""
@@ -76,8 +82,15 @@ def recall_of(turns: Turns) -> Recall:
 
 def recall_of_gradients() -> Recall:
     """Of inputs' gradients."""
-    alone = SimpleNamespace(windows=(), last=SimpleNamespace(made={}))  # nothing is made together with it, or noted
-    return _recall_of(alone, gradients)
+    return _recall_of(_ALONE, gradients)
+
+
+def recall_of_experts() -> Recall:
+    """Of products with routed experts."""
+    return _recall_of(_ALONE, residents)
+
+
+_ALONE = SimpleNamespace(windows=(), last=SimpleNamespace(made={}))  # nothing is made together with one, or noted
 
 
 def _recall_of(turns: Any, known: Mapping[int, ParameterBytes]) -> Recall:
@@ -203,6 +216,30 @@ def _is_unplanned(kept: Recalled, x: torch.Tensor) -> bool:
     return tokens > FEW_TOKENS and tokens not in kept.planned
 
 
+def remember_experts(
+    x: torch.Tensor, packed: PackedTensor, ids: torch.Tensor, state: str, repeat: Callable[[], Repeat | None]
+) -> None:
+    """That a product with routed experts was made, on the current device, by what ``repeat`` gives.
+
+    Args:
+        state: torch's settings for which it is right.
+    """
+    kept = resident(packed.data)
+    if kept is None:
+        return
+    place = _place_of(kept, x)
+    if not place.is_free(is_settled=True):
+        return
+    where = nvrtc.Where(nvrtc.current_stream(x.get_device()), 0)
+    indices = (ids.shape, ids.stride(), ids.dtype)
+    basis = ("experts", where, x.stride(), state, indices)
+    made = None if place.holds(basis) else repeat()
+    if made:
+        place.shortcuts[place.shape] = _shortcut(
+            made, x.get_device(), where, basis, strides=x.stride(), state=state, ids=indices
+        )
+
+
 def weight(packed: PackedTensor) -> torch.Tensor:
     """Decoded, not for a product here; that is remembered.
 
@@ -270,8 +307,9 @@ def _remember_decoding(
 
 def _shortcut(
     repeat: Repeat, device: int, where: nvrtc.Where, basis: tuple[Any, ...], joint: Joint = ALONE, *,
-    strides: tuple[int, ...], state: str | None, joins: bool, bias: ParameterBytes | None = None,
-    prefetched: tuple[Resident, ...] = (), finish: Callable[..., torch.Tensor] | None = None,
+    strides: tuple[int, ...], state: str | None, joins: bool = False, bias: ParameterBytes | None = None,
+    ids: tuple[Any, ...] | None = None, prefetched: tuple[Resident, ...] = (),
+    finish: Callable[..., torch.Tensor] | None = None,
 ) -> Any:  # fmt: skip
     every = [
         nvrtc.configured(step.function, step.grid, step.threads, step.shared, where.stream, True, device)
@@ -284,7 +322,7 @@ def _shortcut(
     assert native is not None
     scratch = _allocation((-(-repeat.scratch // torch.bfloat16.itemsize),)) if repeat.scratch else None
     return native.Shortcut(
-        device=device, strides=strides, state=state, where=where, bias=bias, joins=joins, **joint._asdict(),
+        device=device, strides=strides, state=state, where=where, bias=bias, ids=ids, joins=joins, **joint._asdict(),
         prefetched=prefetched, allocations=tuple(map(_allocation, repeat.sizes)), scratch=scratch, room=repeat.room,
         patches=repeat.patches, launches=launches, start=nvrtc.launch_address(), failed=nvrtc.check_code,
         finish=finish, kept=(basis, every),

@@ -30,7 +30,7 @@ from samebits.nn.lazy import LazyWeight
 from samebits.nn.packed_module import PackedModule, register_kind
 from samebits.nn.product import is_fusible
 from samebits.nn.recipe import is_sharded
-from samebits.plans.experts import multiply_experts
+from samebits.plans.experts import multiply_experts, product_again
 
 
 class PackedExperts(PackedModule):
@@ -120,7 +120,12 @@ class _StandIn(ABC):
         Args:
             offsets: with them, ids are those of rows in the order of their experts.
         """
-        header = self.module.sb_recipes[self.name].whole
+        recipe, is_traced = self.module.sb_recipes[self.name], torch.compiler.is_compiling()
+        header, stored = recipe.whole, self.module._parameters[recipe.pieces[0].slot]
+        if header is not None and stored is not None and offsets is None and not is_traced and _are_own():
+            made: torch.Tensor | None = product_again(x, stored, self.ids)
+            if made is not None:
+                return made
         if header is None or not is_supported(header) or not is_fusible(x, None) or not _are_own():
             return None
         [data], ids = self.module.sb_data(self.name), self.ids
@@ -129,7 +134,7 @@ class _StandIn(ABC):
         if offsets is not None:
             rows = torch.arange(x.shape[0], dtype=offsets.dtype, device=x.device)
             ids = torch.searchsorted(offsets, rows, right=True, out_int32=True)
-        if torch.compiler.is_compiling():
+        if is_traced:
             return torch.ops.samebits.experts(x, data, header.shape, fields_of(header), ids, offsets)  # type: ignore[no-any-return]
         return multiply_experts(x, PackedTensor(header, data), ids, offsets)
 

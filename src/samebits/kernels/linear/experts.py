@@ -20,6 +20,7 @@ from samebits.kernels import nvrtc
 from samebits.kernels.linear.job import OCTET, magic
 from samebits.kernels.linear.products import can_be_multiplied
 from samebits.kernels.linear.walk import WalkPlanner
+from samebits.kernels.repeat import Patch, Repeat, Step, X
 from samebits.kernels.residents import Resident, make_room, resident
 from samebits.kernels.structures import GeometryStructure, JobStructure, PackedStructure, RoutingStructure
 from samebits.kernels.tables import decode_table
@@ -207,6 +208,24 @@ def experts_product(
         told.launch(arguments.pointers)
 
 
+def repeat(x: torch.Tensor, packed: PackedTensor, ids: torch.Tensor, variant: int) -> Repeat | None:
+    """``experts_product`` without scales, to be made again for inputs and indices like these; None if it may be another
+    launch then."""
+    kept, stream = resident(packed.data), nvrtc.current_stream(x.get_device())
+    told: _Told | None = kept.experts.get((ids.numel(), len(x), variant, stream)) if kept else None
+    if told is None:
+        return None
+    room, job, routing = _Parameters.from_buffer_copy(told.without_addresses), *_STARTS[2:]
+    room.routing.wide = ids.dtype is torch.int64
+    patches = (
+        Patch(job + JobStructure.x.offset, X),
+        Patch(job + JobStructure.y.offset, 1),
+        Patch(routing + RoutingStructure.ids.offset, 2),
+    )
+    sizes = ((ids.numel(), packed.shape[1]),)
+    return Repeat(sizes, 0, bytes(room), patches, (told.step,))
+
+
 class _Parameters(ctypes.Structure):
     """The kernel's, one behind the other."""
 
@@ -214,6 +233,9 @@ class _Parameters(ctypes.Structure):
         ("geometry", GeometryStructure), ("packed", PackedStructure), ("job", JobStructure),
         ("routing", RoutingStructure),
     )  # fmt: skip
+
+
+_STARTS = tuple(getattr(_Parameters, name).offset for name, _ in _Parameters._fields_)
 
 
 class _Arguments(threading.local):
@@ -225,8 +247,7 @@ class _Arguments(threading.local):
 
     def __init__(self) -> None:
         self._structure = _Parameters()
-        start = ctypes.addressof(self._structure)
-        places = [start + getattr(_Parameters, name).offset for name, _ in _Parameters._fields_]
+        places = [ctypes.addressof(self._structure) + start for start in _STARTS]
         self._addresses = (ctypes.c_void_p * len(places))(*places)
         self.pointers = ctypes.addressof(self._addresses)
         self.bytes = memoryview(self._structure).cast("B")
@@ -241,10 +262,12 @@ class _Told(NamedTuple):
 
     Attributes:
         without_addresses: the arguments, but for those of x, y, ids and scales.
-        launch: as nvrtc.launcher gives it.
+        step: the launch.
+        launch: makes it, as nvrtc.launcher gives it.
     """
 
     without_addresses: bytes
+    step: Step
     launch: Callable[[int], None]
 
 
@@ -256,8 +279,9 @@ def _tell(packed: PackedTensor, kept: Resident | None, kind: tuple[int, int, int
     geometry, table = GeometryStructure.of(packed.header.geometry), decode_table(packed)
     arguments = bytes(_Parameters(geometry, PackedStructure.of(packed, table), launch.job, launch.routing))
     kernel = nvrtc.kernel(_FILE, launch.name, device)
-    told = _Told(arguments, nvrtc.launcher(kernel, launch.grid, launch.threads, launch.shared_bytes, stream, True,
-                                           device))  # fmt: skip
+    step = Step(kernel, launch.grid, launch.threads, launch.shared_bytes, _STARTS)
+    launcher = nvrtc.launcher(kernel, launch.grid, launch.threads, launch.shared_bytes, stream, True, device)
+    told = _Told(arguments, step, launcher)
     if kept and kept.has_table:  # or it will have one
         make_room(kept.experts, kind)
         kept.experts[kind] = told
