@@ -10,6 +10,10 @@ from common import read_results
 HEAD = ("measured on an H200", "BF16", "samebits", "DFloat11")
 Line = tuple[str, str, str, str]
 Row = dict[str, Any]
+_GENERATED = (
+    ("graphs", "Llama 3.1 8B", 1), ("graphs", "Llama 3.1 8B", 64), ("compile", "Llama 3.1 8B", 1),
+    ("graphs", "Llama 3.3 70B", 1), ("graphs", "Qwen3 30B-A3B", 8),
+)  # fmt: skip
 
 
 def glance(root: str = "") -> str:
@@ -39,8 +43,7 @@ def _lines() -> Iterator[Line]:
         f"{forms['DFloat11, keep_format']:.0f} (by a kernel of ours)",
     )  # fmt: skip
     said = {"graphs": "in graphs", "compile": "compiled"}
-    small, large = "Llama 3.1 8B", "Llama 3.3 70B"
-    for way, model, batch in (("graphs", small, 1), ("graphs", small, 64), ("compile", small, 1), ("graphs", large, 1)):
+    for way, model, batch in _GENERATED:
         row = _row("generate", table=way, model=model, batch=batch, prompt=128)
         each = (f"{row[f'{form}_tokens_per_s']:,.0f}, {_gb(row, form)}" for form in ("bf16", "samebits"))
         at_once = f"{batch} sequences" if batch > 1 else "one sequence"

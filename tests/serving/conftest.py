@@ -91,8 +91,9 @@ def save(config: Any, folder: Path) -> Path:
 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, *((0, 0.06) if parameter.dim() > 1 else (1, 0.2)))
+    for parameter in model.parameters():  # some versions of torch make BF16 numbers of BF16 ones, many of them zeros
+        mean, deviation = (0, 0.06) if parameter.dim() > 1 else (1, 0.2)
+        parameter.data.copy_(torch.randn(parameter.shape) * deviation + mean)
     model.save_pretrained(folder)
     return folder
 
