@@ -9,7 +9,7 @@ import torch
 
 import samebits
 from samebits.kernels.ops import fields_of
-from samebits.plans import experts
+from samebits.plans import dispatch, experts
 from samebits.plans.calibrate_experts import multiply_decoded, probe_of
 from samebits.plans.experts import FEW_PAIRS, multiply_experts
 from samebits.plans.key import Operation
@@ -70,21 +70,22 @@ def test_each_number_of_pairs(shape: tuple[int, int, int], operation: Operation,
     assert len(fused) >= len(numbers)  # each of them twice, but for those that are slower or other bits
 
 
-def test_products_made_again() -> None:
-    """By native code, from the third one on, with other rows and indices each time."""
+def test_products_made_again(fused: list[int]) -> None:
+    """By native code, from the third one on, with other rows and indices each time, if they are fused."""
     weight, x_of = cancelling((16, 512, 2048))
     packed = samebits.encode(weight)
-    generator, again = torch.Generator("cuda").manual_seed(0), []
-    for pairs in (8, 8, 8, 8, 1, 1, 1, 64, 64, 64, 8):
-        for dtype in (torch.int64, torch.int32) if pairs == 8 else (torch.int64,):
+    generator = torch.Generator("cuda").manual_seed(0)
+    for pairs, dtype in ((8, torch.int64), (1, torch.int64), (64, torch.int32), (8, torch.int32)):
+        again, before = [], len(fused)
+        for _ in range(4):
             ids = torch.randint(16, (pairs,), device="cuda", generator=generator).to(dtype)
             x = x_of(pairs)
-            made = experts.product_again(x, packed.data, ids)
+            made = dispatch.experts_again(x, packed.data, ids)
             again.append(made is not None)
             y = multiply_experts(x, packed, ids, None) if made is None else made
             assert_same(y, multiply_decoded(x, packed, ids, None))
-    assert not any(again[:4])
-    assert any(again[4:])
+        assert again[2:] == [len(fused) > before] * 2
+    assert fused
 
 
 def test_more_pairs_than_have_plans(fused: list[int]) -> None:

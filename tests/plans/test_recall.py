@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,13 +22,16 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import forward_ad
+from torch.func import functional_call
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import samebits
-from samebits.errors import DeviceError
+from samebits.errors import DeviceError, DigestError, SamebitsError
 from samebits.format.packed import PackedTensor
+from samebits.integrations.comfyui import PatchableModule
+from samebits.integrations.transformers.experts import _Gathered
 from samebits.kernels import decode, decode_together, nvrtc
 from samebits.kernels.linear import experts as linear_experts
 from samebits.kernels.linear import job as linear_job
@@ -196,7 +199,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
         monkeypatch.setattr(target, name, value, raising=False)
     decode_beside_products_alone(monkeypatch)
     monkeypatch.setattr(dispatch, "product_again", recall.recall_of(dispatch.together.turns).product)
-    monkeypatch.setattr(experts, "product_again", recall.recall_of_experts().experts)
+    monkeypatch.setattr(dispatch, "experts_again", recall.recall_of(dispatch.together.turns).experts)
     monkeypatch.setattr(dispatch, "gradient_again", recall.recall_of_gradients().product)
     monkeypatch.setattr(dispatch, "weight_again", recall.recall_of(dispatch.together.turns).weight)
     yield played
@@ -1119,6 +1122,85 @@ def test_weights_of_what_has_changed(driver: Driver, change: Callable[[Driver, n
     assert ways(driver) == (1, 0)
 
 
+class Operation(nn.Module):
+    """Whose product is no nn.Linear's; ``seen``: its weight as its forward saw it, twice a call."""
+
+    def __init__(self, seed: int, rows: int = 64, requires_grad: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(matrix(seed, rows), requires_grad=requires_grad)
+        self.seen: list[tuple[Any, ...]] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in (self.weight, self.weight):
+            version = None if weight.is_inference() else weight._version
+            self.seen.append((weight.requires_grad, weight.is_inference(), weight.is_leaf, weight._is_view(), version))
+        return F.linear(x, self.weight)
+
+
+def operation(seed: int, *, times: int = 0, **options: Any) -> Operation:
+    """Packed, and called so many times."""
+    made = Operation(seed, **options)
+    samebits.compress(made)
+    for _ in range(times):
+        made(x_of(2))
+    return made
+
+
+MODES: dict[str, list[Callable[[], Any]]] = {
+    "no_grad": [torch.no_grad],
+    "grad": [torch.enable_grad],
+    "inference": [torch.inference_mode],
+    "bf16": [torch.no_grad, lambda: torch.autocast("cpu", torch.bfloat16)],
+    "fp16": [torch.no_grad, lambda: torch.autocast("cpu", torch.float16)],
+}
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_weight_shows_the_same_again(driver: Driver, mode: str, requires_grad: bool) -> None:
+    module = operation(0, requires_grad=requires_grad)
+    with ExitStack() as modes:
+        for each in MODES[mode]:
+            modes.enter_context(each())
+        for _ in range(4):
+            module(x_of(2))
+    assert ways(driver) == (2, 2)
+    assert len(set(module.seen[::2])) == len(set(module.seen[1::2])) == 1
+    assert module.seen[0][0] == (requires_grad and mode not in ("grad", "fp16"))
+
+
+def test_bytes_of_another_weight_are_looked_at(driver: Driver) -> None:
+    """Though they have been decoded, for another module."""
+    one, other = operation(0, times=3), operation(1, rows=128, times=3)
+    with pytest.raises(SamebitsError):
+        functional_call(one, dict(other.named_parameters()), (x_of(2),))
+
+
+def test_bytes_that_two_share_are_looked_at_by_each(driver: Driver) -> None:
+    one, other = operation(0), operation(0, times=3)
+    one.sb_packed = other.sb_packed
+    one(x_of(2))
+    with torch.no_grad():
+        one.sb_packed[-64:].add_(1)
+    with pytest.raises(DigestError):
+        one(x_of(2))
+
+
+def test_a_comfyui_module_takes_its_bytes_to_its_input(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Cast(Operation):
+        comfy_cast_weights = False
+
+    module = Cast(0)
+    samebits.compress(module)
+    assert isinstance(module, PatchableModule)
+    for _ in range(3):
+        module(x_of(2))
+    known = recall.decode_weight
+    meta = torch.empty(64, K, dtype=torch.bfloat16, device="meta")
+    monkeypatch.setattr(recall, "decode_weight", lambda packed: meta if packed.data.is_meta else known(packed))
+    assert module(x_of(2).to("meta")).is_meta
+
+
 def test_weights_that_a_mode_watches(driver: Driver) -> None:
     class Watching(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -1588,7 +1670,7 @@ def routed(dtype: torch.dtype = torch.int64, packed: PackedTensor | None = None)
 
 def multiply(x: torch.Tensor, packed: PackedTensor, ids: torch.Tensor) -> torch.Tensor:
     """As an experts module does."""
-    made = experts.product_again(x, packed.data, ids)
+    made = dispatch.experts_again(x, packed.data, ids)
     return experts.multiply_experts(x, packed, ids, None) if made is None else made
 
 
@@ -1661,13 +1743,60 @@ def test_routed_experts_of_what_has_changed(driver: Driver, change: Callable[...
 def test_indices_that_do_not_fit_go_the_usual_way(driver: Driver) -> None:
     x, packed, ids = warm_experts(driver)
     apart = ids.repeat_interleave(2)[::2]
-    for wrong in (ids[:5], ids.view(2, 3), apart, ids.float(), ids.as_subclass(Tensor)):
-        assert experts.product_again(x, packed.data, wrong) is None
+    for wrong in (
+        ids[:5],
+        ids.view(2, 3),
+        apart,
+        ids.float(),
+        ids.as_subclass(Tensor),
+        torch.nested.nested_tensor([ids]),
+    ):
+        assert dispatch.experts_again(x, packed.data, wrong) is None
     for other in (x.float(), x[:, :8], x[:5], x.as_strided((6, K), (0, 1))):
-        assert experts.product_again(other, packed.data, ids) is None
-    assert experts.product_again(x, stack().data, ids) is None
+        assert dispatch.experts_again(other, packed.data, ids) is None
+    assert dispatch.experts_again(x, stack().data, ids) is None
     assert ways(driver) == (0, 0)
-    assert experts.product_again(x, packed.data, ids) is not None
+    assert dispatch.experts_again(x, packed.data, ids) is not None
+
+
+def test_experts_by_offsets_are_not_remembered(driver: Driver) -> None:
+    """Their plans are others, and their number changes from prompt to prompt."""
+    x, packed, ids = routed(torch.int32)
+    ids, offsets = ids.sort()[0], torch.tensor([3, 6], dtype=torch.int32)
+    for _ in range(3):
+        experts.multiply_experts(x, packed, ids, offsets)
+    assert ways(driver) == (3, 0)
+    assert dispatch.experts_again(x, packed.data, ids) is None
+
+
+def test_indices_of_another_type_take_the_place(driver: Driver) -> None:
+    x, packed, ids = warm_experts(driver)
+    multiply(x, packed, ids.int())
+    multiply(x, packed, ids.int())
+    assert ways(driver) == (1, 1)
+
+
+def test_experts_bytes_of_another_module_are_looked_at(driver: Driver) -> None:
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.stack([matrix(0, 128), matrix(1, 128)]), requires_grad=False)
+
+    def product(module: nn.Module) -> object:
+        return _Gathered(module, "weight", torch.arange(6) % 2).product(x_of(6))  # type: ignore[arg-type]
+
+    one, other = Stack(), Stack()
+    samebits.compress(one)
+    samebits.compress(other)
+    for _ in range(3):
+        product(other)
+    assert ways(driver) == (2, 1)
+    one.sb_packed = other.sb_packed
+    product(one)
+    with torch.no_grad():
+        other.sb_packed[-64:].add_(1)  # type: ignore[operator]
+    with pytest.raises(DigestError):
+        product(one)
 
 
 def test_experts_and_products_are_not_taken_for_each_other(driver: Driver) -> None:
@@ -1675,7 +1804,7 @@ def test_experts_and_products_are_not_taken_for_each_other(driver: Driver) -> No
     assert dispatch.product_again(x, packed.data, None) is None
     module = layer(0)
     other = warm(module, driver, 6)
-    assert experts.product_again(other, module._parameters[packed_linear._DATA], ids) is None  # type: ignore[arg-type]
+    assert dispatch.experts_again(other, module._parameters[packed_linear._DATA], ids) is None  # type: ignore[arg-type]
     assert ways(driver) == (0, 0)
 
 
@@ -1690,24 +1819,25 @@ def test_settings_of_torch_and_experts(driver: Driver) -> None:
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = before
     multiply(*operands)
     with Watch():
-        assert experts.product_again(operands[0], operands[1].data, operands[2]) is None
+        assert dispatch.experts_again(operands[0], operands[1].data, operands[2]) is None
 
 
 def test_experts_keep_nothing_alive(driver: Driver) -> None:
     x, packed, ids = warm_experts(driver)
-    counts = [sys.getrefcount(each) for each in (x, packed.data, ids)]
+    key = id(packed.data)
+    watched = [x, packed.data, ids, residents[key], residents[key].shortcuts[x.shape]]
+    counts = [sys.getrefcount(each) for each in watched]
     dead = [weakref.ref(multiply(x, packed, ids)) for _ in range(1000)]
     assert ways(driver) == (0, 1000)
-    assert [sys.getrefcount(each) for each in (x, packed.data, ids)] == counts
+    assert [sys.getrefcount(each) for each in watched] == counts
     assert not any(ref() is not None for ref in dead)
-    key = id(packed.data)
-    del packed
+    del packed, watched
     assert key not in residents
 
 
 def test_without_the_native_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recall, "native", None)
-    for made in (recall.recall_of(dispatch.together.turns), recall.recall_of_gradients(), recall.recall_of_experts()):
+    for made in (recall.recall_of(dispatch.together.turns), recall.recall_of_gradients()):
         assert made.product(x_of(1), torch.zeros(1), None) is None
         assert made.weight(torch.zeros(1)) is None
         assert made.experts(x_of(1), torch.zeros(1), torch.zeros(1, dtype=torch.int64)) is None

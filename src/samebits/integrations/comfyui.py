@@ -40,6 +40,9 @@ class PatchableModule(PackedModule):
         )
         return [stored.to(inputs[0].device) for stored in data] if inputs else data
 
+    def sb_known(self, name: str) -> None:
+        return None  # where the input is tells where they are to be
+
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:

@@ -153,8 +153,8 @@ class PackedModule(nn.Module):
         weight = decoded.get(name)
         if weight is not None:
             return showing(weight, recipe.shows_requires_grad(weight.device))
-        stored = self._parameters[recipe.pieces[0].slot]
-        weight = recipe.weight_again(stored) if stored is not None else None
+        stored = self.sb_known(name)
+        weight = None if stored is None else recipe.weight_again(stored)
         if weight is None:
             weight = recipe.weight(self.sb_data(name))
         decoded[name], decoded.written[name] = weight, _written(weight)
@@ -178,6 +178,13 @@ class PackedModule(nn.Module):
                         check(piece.header, stored, known, where, reads=reads)
                     self.sb_versions[piece.slot] = Mark.of(stored)
         return data
+
+    def sb_known(self, name: str) -> torch.Tensor | None:
+        """The bytes of the weight ``name``, where it is one packed tensor and ``sb_data`` has looked at them before."""
+        recipe = self.sb_recipes[name]
+        slot = recipe.pieces[0].slot
+        is_known = recipe.whole is not None and self.sb_is_unchanged(slot)
+        return self._parameters[slot] if is_known else None
 
     def sb_is_unchanged(self, slot: str) -> bool:
         """Whether nothing has written to the bytes in a slot since they were last looked at."""

@@ -96,8 +96,8 @@ class Recipe:
             return showing(self.decode(data), shows)
 
     def weight_again(self, stored: torch.Tensor) -> torch.Tensor | None:
-        """The same of packed bytes that native code has decoded before, and that are as they were; else None."""
-        if self.whole is None or torch.is_inference_mode_enabled():
+        """The same of the only packed tensor's bytes, if native code has decoded them before; else None."""
+        if torch.is_inference_mode_enabled():
             return None
         made: torch.Tensor | None = dispatch.weight_again(stored)
         if made is not None and self.shows_requires_grad(stored.device):

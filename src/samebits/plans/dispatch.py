@@ -26,7 +26,7 @@ _LIBRARY = torch.library.Library("samebits", "FRAGMENT")
 
 together = Together()
 _again = recall.recall_of(together.turns)
-product_again, weight_again = _again.product, _again.weight
+product_again, weight_again, experts_again = _again.product, _again.weight, _again.experts
 gradient_again = recall.recall_of_gradients().product
 
 

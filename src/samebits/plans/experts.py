@@ -52,11 +52,8 @@ def multiply_experts(
         y = torch.empty(len(x), packed.shape[1], dtype=torch.bfloat16, device=x.device)
         experts_product(x, packed, ids, None, y, variant)
         if key and offsets is None:  # else its number of rows changes from call to call
-            recall.remember_experts(x, packed, ids, key.state, partial(repeat, x, packed, ids, variant))
+            recall.remember_experts(x, packed, ids, key.state, variant, partial(repeat, x, packed, ids, variant))
     return y
-
-
-product_again = recall.recall_of_experts().experts
 
 
 class _Searches(threading.local):

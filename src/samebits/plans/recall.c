@@ -411,10 +411,10 @@ static int ids_are(Call *call, PyObject *known) {
     if (same == SAME) same = attribute_equals(call->ids, name_dtype, PyTuple_GetItem(known, 2));
     if (same == SAME) same = equals_new(PyObject_CallMethodObjArgs(call->ids, name_get_device, NULL), call->device);
     PyObject *address = same == SAME ? PyObject_CallMethodObjArgs(call->ids, name_data_ptr, NULL) : NULL;
-    if (same == SAME && !address) same = other_or_failed();
     if (address) call->ids_at = PyLong_AsUnsignedLongLong(address);
     Py_XDECREF(address);
-    return PyErr_Occurred() ? FAILED : same;
+    if (PyErr_Occurred()) return other_or_failed();
+    return same == SAME && !call->ids_at ? OTHER : same;
 }
 
 static int may_repeat(Recall *self, Call *call, Shortcut *known, PyObject *resident) {
@@ -725,6 +725,22 @@ static PyObject *answer(Recall *self, Call *call, PyObject *every) {
     return y;
 }
 
+/* What a function makes of what is known of the call's packed bytes; None where nothing is, as on a CPU. */
+static PyObject *of_resident(Recall *self, Call *call, PyObject *(*make)(Recall *, Call *, PyObject *)) {
+    call->id = PyLong_FromVoidPtr(call->data);
+    PyObject *resident = call->id ? PyDict_GetItemWithError(self->residents, call->id) : NULL, *y = NULL;
+    Py_XINCREF(resident);
+    if (resident) {
+        y = make(self, call, resident);
+    } else if (!PyErr_Occurred()) {
+        y = Py_NewRef(Py_None);
+    }
+    if (call_leave(self, call)) Py_CLEAR(y);
+    Py_XDECREF(resident);
+    call_clear(call);
+    return y;
+}
+
 /* A weight that is decoded alone: its packed bytes are the call's input. */
 static PyObject *decode_again(Recall *self, Call *call, PyObject *resident) {
     Shortcut *known = find(call, resident, call->shape);
@@ -739,18 +755,9 @@ static PyObject *decode_again(Recall *self, Call *call, PyObject *resident) {
 PyDoc_STRVAR(weight_doc, "weight(data)\n--\n\nThe decoded weight, or None where it is to be decoded in the usual way.");
 
 static PyObject *recall_weight(Recall *self, PyObject *data) {
-    Call call = {.x = data, .data = data, .bias = Py_None, .id = PyLong_FromVoidPtr(data), .shape = PyTuple_New(0)};
-    PyObject *resident = call.id && call.shape ? PyDict_GetItemWithError(self->residents, call.id) : NULL, *weight = NULL;
-    Py_XINCREF(resident);
-    if (resident) {
-        weight = decode_again(self, &call, resident);
-    } else if (!PyErr_Occurred()) {
-        weight = Py_NewRef(Py_None); /* as on a CPU */
-    }
-    if (call_leave(self, &call)) Py_CLEAR(weight);
-    Py_XDECREF(resident);
-    call_clear(&call);
-    return weight;
+    Call call = {.x = data, .data = data, .bias = Py_None, .shape = PyTuple_New(0)};
+    if (!call.shape) return NULL;
+    return of_resident(self, &call, decode_again);
 }
 
 PyDoc_STRVAR(product_doc, "product(x, data, bias)\n--\n\nThe product, or None where it is to be made in the usual way.");
@@ -791,18 +798,8 @@ static PyObject *recall_experts(Recall *self, PyObject *const *args, Py_ssize_t 
         PyErr_SetString(PyExc_TypeError, "experts(x, data, ids)");
         return NULL;
     }
-    Call call = {.x = args[0], .data = args[1], .bias = Py_None, .ids = args[2], .id = PyLong_FromVoidPtr(args[1])};
-    PyObject *resident = call.id ? PyDict_GetItemWithError(self->residents, call.id) : NULL, *y = NULL;
-    Py_XINCREF(resident);
-    if (resident) {
-        y = multiply_experts(self, &call, resident);
-    } else if (!PyErr_Occurred()) {
-        y = Py_NewRef(Py_None);
-    }
-    if (call_leave(self, &call)) Py_CLEAR(y);
-    Py_XDECREF(resident);
-    call_clear(&call);
-    return y;
+    Call call = {.x = args[0], .data = args[1], .bias = Py_None, .ids = args[2]};
+    return of_resident(self, &call, multiply_experts);
 }
 
 /* -- Recall, and the module ---------------------------------------------------------------------------------------- */

@@ -82,15 +82,8 @@ def recall_of(turns: Turns) -> Recall:
 
 def recall_of_gradients() -> Recall:
     """Of inputs' gradients."""
-    return _recall_of(_ALONE, gradients)
-
-
-def recall_of_experts() -> Recall:
-    """Of products with routed experts."""
-    return _recall_of(_ALONE, residents)
-
-
-_ALONE = SimpleNamespace(windows=(), last=SimpleNamespace(made={}))  # nothing is made together with one, or noted
+    alone = SimpleNamespace(windows=(), last=SimpleNamespace(made={}))  # nothing is made together with it, or noted
+    return _recall_of(alone, gradients)
 
 
 def _recall_of(turns: Any, known: Mapping[int, ParameterBytes]) -> Recall:
@@ -217,12 +210,18 @@ def _is_unplanned(kept: Recalled, x: torch.Tensor) -> bool:
 
 
 def remember_experts(
-    x: torch.Tensor, packed: PackedTensor, ids: torch.Tensor, state: str, repeat: Callable[[], Repeat | None]
+    x: torch.Tensor,
+    packed: PackedTensor,
+    ids: torch.Tensor,
+    state: str,
+    variant: int,
+    repeat: Callable[[], Repeat | None],
 ) -> None:
     """That a product with routed experts was made, on the current device, by what ``repeat`` gives.
 
     Args:
         state: torch's settings for which it is right.
+        variant: of the kernel.
     """
     kept = resident(packed.data)
     if kept is None:
@@ -232,7 +231,7 @@ def remember_experts(
         return
     where = nvrtc.Where(nvrtc.current_stream(x.get_device()), 0)
     indices = (ids.shape, ids.stride(), ids.dtype)
-    basis = ("experts", where, x.stride(), state, indices)
+    basis = ("experts", where, x.stride(), state, variant, indices)
     made = None if place.holds(basis) else repeat()
     if made:
         place.shortcuts[place.shape] = _shortcut(

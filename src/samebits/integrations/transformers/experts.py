@@ -30,7 +30,8 @@ from samebits.nn.lazy import LazyWeight
 from samebits.nn.packed_module import PackedModule, register_kind
 from samebits.nn.product import is_fusible
 from samebits.nn.recipe import is_sharded
-from samebits.plans.experts import multiply_experts, product_again
+from samebits.plans import dispatch
+from samebits.plans.experts import multiply_experts
 
 
 class PackedExperts(PackedModule):
@@ -120,13 +121,14 @@ class _StandIn(ABC):
         Args:
             offsets: with them, ids are those of rows in the order of their experts.
         """
-        recipe, is_traced = self.module.sb_recipes[self.name], torch.compiler.is_compiling()
-        header, stored = recipe.whole, self.module._parameters[recipe.pieces[0].slot]
-        if header is not None and stored is not None and offsets is None and not is_traced and _are_own():
-            made: torch.Tensor | None = product_again(x, stored, self.ids)
-            if made is not None:
-                return made
-        if header is None or not is_supported(header) or not is_fusible(x, None) or not _are_own():
+        header, is_traced = self.module.sb_recipes[self.name].whole, torch.compiler.is_compiling()
+        if header is None or not _are_own():
+            return None
+        stored = None if is_traced or offsets is not None else self.module.sb_known(self.name)
+        made: torch.Tensor | None = None if stored is None else dispatch.experts_again(x, stored, self.ids)
+        if made is not None:
+            return made
+        if not is_supported(header) or not is_fusible(x, None):
             return None
         [data], ids = self.module.sb_data(self.name), self.ids
         if is_sharded(data):

@@ -280,8 +280,7 @@ def _tell(packed: PackedTensor, kept: Resident | None, kind: tuple[int, int, int
     arguments = bytes(_Parameters(geometry, PackedStructure.of(packed, table), launch.job, launch.routing))
     kernel = nvrtc.kernel(_FILE, launch.name, device)
     step = Step(kernel, launch.grid, launch.threads, launch.shared_bytes, _STARTS)
-    launcher = nvrtc.launcher(kernel, launch.grid, launch.threads, launch.shared_bytes, stream, True, device)
-    told = _Told(arguments, step, launcher)
+    told = _Told(arguments, step, nvrtc.launcher(*step[:4], stream, True, device))
     if kept and kept.has_table:  # or it will have one
         make_room(kept.experts, kind)
         kept.experts[kind] = told
