@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial, wraps
 from types import FrameType, FunctionType
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -155,9 +155,12 @@ class PackedModule(nn.Module):
             return showing(weight, recipe.shows_requires_grad(weight.device))
         stored = self.sb_known(name)
         weight = None if stored is None else recipe.weight_again(stored)
-        if weight is None:
+        if weight is not None:  # a new tensor of the usual kind
+            written = _Written(weight._version, weight.data_ptr())
+        else:
             weight = recipe.weight(self.sb_data(name))
-        decoded[name], decoded.written[name] = weight, _written(weight)
+            written = _Written.of(weight)
+        decoded[name], decoded.written[name] = weight, written
         return weight
 
     def sb_data(self, name: str) -> list[torch.Tensor]:
@@ -345,12 +348,12 @@ class _Decoded(dict[str, torch.Tensor]):
 
     Attributes:
         arguments: those of the forward that have no name.
-        written: how each was when it was decoded: see _written.
+        written: how each was when it was decoded.
     """
 
     def __init__(self, arguments: tuple[Any, ...]) -> None:
         self.arguments = arguments
-        self.written: dict[str, tuple[int, int]] = {}
+        self.written: dict[str, _Written] = {}
 
     def refuse_changes(self, module: PackedModule) -> None:
         """
@@ -358,15 +361,31 @@ class _Decoded(dict[str, torch.Tensor]):
             InputError: the forward has written to one of its weights.
         """
         for name, before in self.written.items():
-            if _written(self[name]) != before:
+            if not before.holds(self[name]):
                 what = "its forward writes to this weight, which is packed: that would be lost"
                 mend = "call samebits.decompress, and exclude it from samebits.compress"
                 raise InputError(what, where=f"{module.sb_base.__name__}.{name}", mend=mend)
 
 
-def _written(weight: torch.Tensor) -> tuple[int, int]:
-    """How often it has been written to, and where it lies: ``weight.data = other`` counts as no write."""
-    return version_of(weight), weight.data_ptr() if _has_memory(weight) else 0
+class _Written(NamedTuple):
+    """How often a weight has been written to, and where it lies: ``weight.data = other`` counts as no write.
+
+    Attributes:
+        version, address: None where torch has none.
+    """
+
+    version: int | None
+    address: int | None
+
+    @classmethod
+    def of(cls, weight: torch.Tensor) -> _Written:
+        version = None if weight.is_inference() else weight._version
+        return cls(version, weight.data_ptr() if _has_memory(weight) else None)
+
+    def holds(self, weight: torch.Tensor) -> bool:
+        """Whether it is so still; asks no more than that, as the host waits."""
+        is_unwritten = self.version is None or weight._version == self.version
+        return is_unwritten and (self.address is None or weight.data_ptr() == self.address)
 
 
 class _Running(threading.local):
