@@ -203,6 +203,17 @@ def standalone(**options: Any) -> tuple[Any, tuple[torch.Tensor, ...]]:
     return module, (torch.randn(2, 64).to(torch.bfloat16), ids, scales)
 
 
+def test_rows_of_a_step(plain: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as a token has experts, where the class's own forward gives them to its experts."""
+    model = plain.load(quantization_config=samebits.SamebitsConfig(min_weights=MIN_WEIGHTS))
+    each = model.config.num_experts_per_tok
+    assert each > 1
+    assert {module.sb_routed_rows(3) for module in experts_of(model)} == {3 * each}
+    module = experts_of(model)[0]
+    monkeypatch.setattr(module.sb_base, "forward", lambda self, *args: args[0])
+    assert module.sb_routed_rows(3) is None
+
+
 def test_an_implementation_that_is_not_said() -> None:
     module, inputs = standalone()
     assert module.config._experts_implementation is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,13 +13,17 @@ from torch import nn
 import samebits
 from samebits.errors import InputError
 from samebits.format.header import Header
+from samebits.format.packed import PackedTensor
+from samebits.kernels.linear.experts import VARIANTS as EXPERTS_VARIANTS
 from samebits.kernels.linear.launch import VARIANTS
 from samebits.kernels.linear.products import LinearPlan
 from samebits.nn import prepare as module
+from samebits.nn.packed_module import PackedModule
+from samebits.plans import experts
 from samebits.plans.calibrate import UNSUPPORTED
-from samebits.plans.key import PlanKey
+from samebits.plans.key import ExpertsKey, Operation, PlanKey
 from samebits.plans.planner import Planner
-from samebits.plans.store import Outcome
+from samebits.plans.store import ExpertsOutcome, Outcome
 
 
 class Layer(nn.Module):
@@ -34,6 +39,7 @@ class FakePlanner:
 
     def __init__(self) -> None:
         self.keys: list[PlanKey] = []
+        self.routed: list[ExpertsKey] = []
 
     def outcomes(self, wanted: Sequence[tuple[PlanKey, Header]]) -> Iterator[Outcome]:
         for key, header in wanted:
@@ -41,6 +47,11 @@ class FakePlanner:
             self.keys.append(key)
             reason = "" if key.tokens == 1 else "decoding first is faster"
             yield Outcome(None if reason else LinearPlan(2, 0), reason, 1.0, 2.0)
+
+    def experts(self, key: ExpertsKey, packed: PackedTensor) -> ExpertsOutcome:
+        assert packed.shape == (key.experts, key.rows, key.columns)
+        self.routed.append(key)
+        return ExpertsOutcome(1, "" if key.pairs == 2 else "decoding first is faster")
 
 
 @pytest.fixture
@@ -160,6 +171,47 @@ def test_settings_without_plans(planner: FakePlanner, monkeypatch: pytest.Monkey
     report = samebits.prepare(model())
     assert (report.fused, planner.keys) == (0, [])
     assert "TunableOp" in str(report)
+
+
+class Experts(nn.Module):
+    """Two stacks that kernels take, and one that none does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, shape in (("up", (2, 128, 1024)), ("down", (2, 256, 1024)), ("odd", (2, 60, 1024))):
+            self.register_parameter(name, nn.Parameter(torch.randn(shape).mul(0.02).to(torch.bfloat16)))
+
+
+def test_routed_experts_of_steps(planner: FakePlanner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For those modules that know how many experts a token has."""
+    layers, steps = nn.ModuleList(Experts() for _ in range(3)), list[tuple[int, int]]()
+    samebits.compress(layers)
+    monkeypatch.setattr(experts.nvrtc, "on_device", lambda device: nullcontext())
+    known = dict.fromkeys(map(id, layers[:2]), 2)
+    each = lambda self, tokens: known[id(self)] * tokens if id(self) in known else None  # noqa: E731
+    monkeypatch.setattr(PackedModule, "sb_routed_rows", each)
+    sizes = (experts.MAX_PAIRS, 1, 4)
+    report = samebits.prepare(layers, sizes, progress=lambda done, total: steps.append((done, total)))
+    assert [(key.operation, key.rows, key.pairs) for key in planner.routed] == [
+        (Operation.BATCHED, rows, pairs) for rows in (128, 256) for pairs in (2, 8)
+    ]
+    assert {(each.experts, each.columns, each.modules) for each in report.experts} == {(2, 1024, 2)}
+    assert (report.products, report.fused, report.fallback) == ((), 2, 7)
+    assert steps == [(done, 9) for done in range(1, 10)]
+    text = str(report)
+    assert f"2 experts of 128 x 1024, 2 pairs, 2 modules: {EXPERTS_VARIANTS[1]}" in text
+    assert "2 experts of 256 x 1024, 8 pairs, 2 modules: decoding first is faster" in text
+    assert text.count(UNSUPPORTED) == 5  # too many pairs, or rows
+
+
+def test_routed_experts_without_plans(planner: FakePlanner, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Experts()
+    samebits.compress(layer)
+    monkeypatch.setattr(PackedModule, "sb_routed_rows", lambda self, tokens: tokens)
+    monkeypatch.setattr(experts, "blas_state", lambda: None)
+    report = samebits.prepare(layer)
+    assert [each.outcome.reason for each in report.experts] == [module.UNKEYED] * 3
+    assert not planner.routed
 
 
 def test_nothing_to_prepare_on_the_cpu() -> None:

@@ -189,6 +189,10 @@ class PackedModule(nn.Module):
         is_known = recipe.whole is not None and self.sb_is_unchanged(slot)
         return self._parameters[slot] if is_known else None
 
+    def sb_routed_rows(self, tokens: int) -> int | None:
+        """How many rows each stack of experts is multiplied with in a step of so many tokens; None: nobody knows."""
+        return None
+
     def sb_is_unchanged(self, slot: str) -> bool:
         """Whether nothing has written to the bytes in a slot since they were last looked at."""
         stored, known = self._parameters[slot], self.sb_versions.get(slot)

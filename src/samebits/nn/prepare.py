@@ -15,6 +15,8 @@ from torch import nn
 from samebits.errors import InputError
 from samebits.format.geometry import EXPERTS_DIMENSIONS
 from samebits.format.header import Header
+from samebits.format.packed import PackedTensor
+from samebits.kernels.linear.experts import VARIANTS
 from samebits.kernels.linear.products import is_supported
 from samebits.kernels.residents import Resident, resident
 from samebits.nn.offload import streaming_device
@@ -22,10 +24,10 @@ from samebits.nn.packed_linear import PackedLinearModule
 from samebits.nn.packed_module import PackedModule, check_module
 from samebits.plans.calibrate import UNSUPPORTED
 from samebits.plans.environment import blas_state
-from samebits.plans.experts import searching_at_once
+from samebits.plans.experts import searching_at_once, steps_plan
 from samebits.plans.key import PlanKey
 from samebits.plans.planner import FEW_TOKENS, Planner
-from samebits.plans.store import Outcome
+from samebits.plans.store import ExpertsOutcome, Outcome
 from samebits.progress import Progress
 
 OTHER_LAYOUT = "its input has gaps between rows, is transposed, or has more than three dimensions"
@@ -55,24 +57,45 @@ class Prepared:
 
 
 @dataclass(frozen=True)
+class PreparedExperts:
+    """One kind of product with routed experts in a model's steps, and what was found for it.
+
+    Attributes:
+        experts, rows, columns: of the weight, a matrix for each expert.
+        pairs: of a token and one of its experts.
+        modules: how many modules multiply so.
+    """
+
+    experts: int
+    rows: int
+    columns: int
+    pairs: int
+    modules: int
+    outcome: ExpertsOutcome
+
+
+@dataclass(frozen=True)
 class Preparation:
     """What ``prepare`` found; as a text, a line for each kind of product.
 
     Attributes:
         products: each kind, and what was found for it.
+        experts: likewise, with routed experts.
     """
 
     products: tuple[Prepared, ...]
+    experts: tuple[PreparedExperts, ...] = ()
 
     @property
     def fused(self) -> int:
         """Kinds of products that are fused."""
-        return sum(product.outcome.fused is not None for product in self.products)
+        fused = [product.outcome.fused for product in self.products] + [each.outcome.fused for each in self.experts]
+        return len(fused) - fused.count(None)
 
     @property
     def fallback(self) -> int:
         """Kinds of products whose weight is decoded first."""
-        return len(self.products) - self.fused
+        return len(self.products) + len(self.experts) - self.fused
 
     def __str__(self) -> str:
         lines = [f"{self.fused} kinds of products fused, {self.fallback} decoded first"]
@@ -80,6 +103,10 @@ class Preparation:
             bias = ", bias" if product.has_bias else ""
             shape = f"{product.rows} x {product.columns}, {product.tokens} tokens{bias}, {product.modules} modules"
             lines.append(f"  {shape}: {product.outcome.fused or product.outcome.reason}")
+        for each in self.experts:
+            how = each.outcome.reason if each.outcome.fused is None else VARIANTS[each.outcome.fused]
+            shape = f"{each.experts} experts of {each.rows} x {each.columns}, {each.pairs} pairs"
+            lines.append(f"  {shape}, {each.modules} modules: {how}")
         return "\n".join(lines)
 
 
@@ -160,7 +187,8 @@ def prepare(
     """Find the plans of every packed linear layer on a GPU, with torch's settings as they are now.
 
     Without this they are found at the first call of each kind, which takes a moment then, and not at all while a CUDA
-    graph is captured. Those of routed experts are found where ``call`` runs them.
+    graph is captured. It finds those of routed experts in transformers' models, too: of the steps of ``generate`` for
+    ``batch_sizes``, and of what ``call`` does.
 
     Args:
         model: or any module of one, packed and on its GPU; on a CPU there is nothing to find.
@@ -185,10 +213,10 @@ def prepare(
             weight.forget_products()
     sizes = {weight.module: set(batch_sizes) for weights in kinds.values() for weight in weights}
     left = {module: set[int]() for module in sizes}
-    if call and (sizes or _has_stacks(model)):
+    if call and (sizes or any(_stacks(model))):
         _note_tokens(call, sizes, left)
     changing = {kind: _changing(weights, sizes, batch_sizes) for kind, weights in kinds.items()}
-    state = blas_state()
+    state, steps = blas_state(), _steps(model, batch_sizes)
     wanted = [_Wanted.of(*each, changing[each[0]], state) for each in _products(kinds, sizes)]
     searches: dict[int, list[tuple[PlanKey, Header]]] = {}
     for each in wanted:
@@ -205,24 +233,44 @@ def prepare(
                 weight.expect(tokens)
         products.append(Prepared(kind.rows, kind.columns, tokens, kind.has_bias, len(users), outcome))
         if progress:
-            progress(len(products), len(wanted))
+            progress(len(products), len(wanted) + len(steps))
+    experts = []
+    for pairs, stacks in steps:
+        count, rows, columns = stacks[0].shape
+        known = steps_plan(stacks[0], pairs) or ExpertsOutcome(None, UNKEYED)
+        experts.append(PreparedExperts(count, rows, columns, pairs, len(stacks), known))
+        if progress:
+            progress(len(products) + len(experts), len(wanted) + len(steps))
     if call and products:
         for _ in range(LEARNING_CALLS):
             call()
     for kind, users, tokens in _products(kinds, left):
         outcome = Outcome(None, OTHER_LAYOUT)
         products.append(Prepared(kind.rows, kind.columns, tokens, kind.has_bias, len(users), outcome))
-    return Preparation(tuple(products))
+    return Preparation(tuple(products), tuple(experts))
 
 
-def _has_stacks(model: nn.Module) -> bool:
-    """Whether there are experts on a GPU, whose products find their plans when they are made."""
-    return any(
-        recipe.whole is not None and len(recipe.shape) == EXPERTS_DIMENSIONS and module.sb_data(name)[0].is_cuda
-        for module in model.modules()
-        if isinstance(module, PackedModule)
-        for name, recipe in module.sb_recipes.items()
-    )
+def _stacks(model: nn.Module) -> Iterator[tuple[PackedModule, PackedTensor]]:
+    """Experts on a GPU, whose products find their plans when they are made."""
+    for module in model.modules():
+        if not isinstance(module, PackedModule):
+            continue
+        for name, recipe in module.sb_recipes.items():
+            if recipe.whole is not None and len(recipe.shape) == EXPERTS_DIMENSIONS:
+                [data] = module.sb_data(name)
+                if data.is_cuda:
+                    yield module, PackedTensor(recipe.whole, data)
+
+
+def _steps(model: nn.Module, batch_sizes: Sequence[int]) -> list[tuple[int, list[PackedTensor]]]:
+    """Numbers of rows of products with routed experts in steps of so many tokens, and the experts of each kind."""
+    kinds: dict[tuple[Any, ...], list[PackedTensor]] = {}
+    for module, packed in _stacks(model):
+        for tokens in sorted({*batch_sizes}):
+            pairs = module.sb_routed_rows(tokens)
+            if pairs is not None:
+                kinds.setdefault((packed.data.get_device(), packed.shape, pairs), []).append(packed)
+    return [(pairs, stacks) for (_, _, pairs), stacks in kinds.items()]
 
 
 def _whole_numbers(batch_sizes: Sequence[int]) -> list[int]:

@@ -19,14 +19,16 @@ import torch
 from samebits.format.geometry import EXPERTS_DIMENSIONS
 from samebits.format.packed import PackedTensor
 from samebits.kernels import nvrtc
-from samebits.kernels.linear.experts import experts_product, launch_of, repeat
+from samebits.kernels.linear.experts import experts_product, is_supported, launch_of, repeat
 from samebits.kernels.ops import packed_of
 from samebits.kernels.residents import resident
 from samebits.plans import recall
+from samebits.plans.calibrate import UNSUPPORTED
 from samebits.plans.calibrate_experts import multiply_decoded
 from samebits.plans.environment import blas_state
 from samebits.plans.key import ALIGNMENT, ExpertsKey, Operation
 from samebits.plans.planner import Planner
+from samebits.plans.store import ExpertsOutcome
 
 FEW_PAIRS = 1024  # with more, a search waits until their number comes back
 MAX_PAIRS = 4096  # with more, experts have many rows each, and decoding first is about as fast
@@ -54,6 +56,23 @@ def multiply_experts(
         if key and offsets is None:  # else its number of rows changes from call to call
             recall.remember_experts(x, packed, ids, key.state, variant, partial(repeat, x, packed, ids, variant))
     return y
+
+
+def steps_plan(packed: PackedTensor, pairs: int) -> ExpertsOutcome | None:
+    """What is known, or found now, for the operator without offsets; None where torch's settings have no plans.
+
+    Args:
+        packed: matrices [experts, N, K] on a CUDA device.
+        pairs: rows of x.
+    """
+    state, device = blas_state(), packed.data.get_device()
+    if state is None:
+        return None
+    if pairs > MAX_PAIRS or not is_supported(packed.header) or packed.data.data_ptr() % ALIGNMENT:
+        return ExpertsOutcome(None, UNSUPPORTED)
+    experts, rows, columns = packed.shape
+    with nvrtc.on_device(device):
+        return Planner.of(device).experts(ExpertsKey(Operation.BATCHED, experts, rows, columns, pairs, state), packed)
 
 
 class _Searches(threading.local):

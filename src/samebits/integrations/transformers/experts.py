@@ -69,6 +69,10 @@ class PackedExperts(PackedModule):
             return weight
         return super().sb_weight(name)
 
+    def sb_routed_rows(self, tokens: int) -> int | None:
+        each = getattr(self.config, "num_experts_per_tok", None)
+        return tokens * each if isinstance(each, int) and self.sb_base.forward is self.sb_seen else None
+
     def _sb_implementation(self) -> str | None:
         """The name of the function that forward calls, if it is known how that reads weights."""
         name: str | None = cast(Any, self.config)._experts_implementation
