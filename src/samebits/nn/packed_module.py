@@ -10,10 +10,10 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial, wraps
-from types import FrameType, FunctionType
+from types import FrameType
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
@@ -97,14 +97,11 @@ class PackedModule(nn.Module):
             what = "torch.fx.symbolic_trace would keep decoded weights, whatever these are later"
             raise InputError(what, where=self.sb_base.__name__, mend="use torch.export, or samebits.decompress first")
         running, key, decoded = _running.of_module, id(self), _Decoded(args)
-        before, hooks = running.get(key), self._sb_hooks() if torch.is_grad_enabled() else None
+        before, hooks = running.get(key), self._sb_hooks()
         running[key] = decoded
         try:
-            if hooks is None:
+            with hooks:
                 result = super().forward(*args, **kwargs)
-            else:
-                with hooks:
-                    result = super().forward(*args, **kwargs)
             decoded.refuse_changes(self)
             return result
         finally:  # no call before this is done: Python raises a KeyboardInterrupt behind one
@@ -112,18 +109,17 @@ class PackedModule(nn.Module):
                 del running[key]
             else:
                 running[key] = before
-            if hooks is not None:
-                drop(hooks)
+            drop(hooks)
 
     @property
     def sb_decoded(self) -> _Decoded | None:
         """What is decoded for the forward that this thread runs, if it runs one."""
         return _running.of_module.get(id(self))
 
-    def _sb_hooks(self) -> AbstractContextManager[object] | None:
+    def _sb_hooks(self) -> AbstractContextManager[object]:
         """Has autograd keep packed what it wants to keep of the weights; not in torch.func, which has no such hooks."""
-        if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
-            return None
+        if not torch.is_grad_enabled() or not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+            return nullcontext()
         pack, unpack = hooks_around()
         return saved_tensors_hooks(
             lambda tensor: self._sb_saved(tensor) or pack(tensor),
@@ -450,16 +446,19 @@ def packed_class(base: type[nn.Module], names: tuple[str, ...]) -> type[PackedMo
     members |= {"sb_base": base, "__module__": __name__, "__doc__": f"{base.__name__} with packed weights."}
     kind = next((kind for accepts, kind in _KINDS if accepts(base, names)), PackedModule)
     if not kind.sb_has_signature:
-        members["forward"] = _forward_like(base.forward, cast(FunctionType, kind.forward))
+        members["forward"] = _forward_like(base.forward, kind.forward)
     made = type(f"Packed{base.__name__}", _bases(kind, base, names), members)
     return _CLASSES.setdefault((base, names), made)
 
 
-def _forward_like(seen: Callable[..., Any], made: FunctionType) -> Callable[..., Any]:
+def _forward_like(seen: Callable[..., Any], made: Callable[..., Any]) -> Callable[..., Any]:
     """``made``, which takes any arguments, with the signature of ``seen``: others ask what a module's forward takes."""
 
-    own = FunctionType(made.__code__, made.__globals__, made.__name__, made.__defaults__, made.__closure__)
-    return wraps(seen)(own)
+    @wraps(seen)
+    def forward(self: PackedModule, *args: Any, **kwargs: Any) -> Any:
+        return made(self, *args, **kwargs)
+
+    return forward
 
 
 def refuses_subclasses(module: nn.Module, names: Names) -> str | None:

@@ -265,8 +265,9 @@ def _stacks(model: nn.Module) -> Iterator[tuple[PackedModule, PackedTensor]]:
 def _steps(model: nn.Module, batch_sizes: Sequence[int]) -> list[tuple[int, list[PackedTensor]]]:
     """Numbers of rows of products with routed experts in steps of so many tokens, and the experts of each kind."""
     kinds: dict[tuple[Any, ...], list[PackedTensor]] = {}
+    every = sorted({*batch_sizes})
     for module, packed in _stacks(model):
-        for tokens in sorted({*batch_sizes}):
+        for tokens in every:
             pairs = module.sb_routed_rows(tokens)
             if pairs is not None:
                 kinds.setdefault((packed.data.get_device(), packed.shape, pairs), []).append(packed)

@@ -12,14 +12,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 
 from samebits.format.geometry import EXPERTS_DIMENSIONS
 from samebits.format.packed import PackedTensor
 from samebits.kernels import nvrtc
-from samebits.kernels.linear.experts import experts_product, is_supported, launch_of, repeat
+from samebits.kernels.linear.experts import experts_product, is_supported, launch_of
 from samebits.kernels.ops import packed_of
 from samebits.kernels.residents import resident
 from samebits.plans import recall
@@ -54,7 +53,7 @@ def multiply_experts(
         y = torch.empty(len(x), packed.shape[1], dtype=torch.bfloat16, device=x.device)
         experts_product(x, packed, ids, None, y, variant)
         if key and offsets is None:  # else its number of rows changes from call to call
-            recall.remember_experts(x, packed, ids, key.state, variant, partial(repeat, x, packed, ids, variant))
+            recall.remember_experts(x, packed, ids, key.state, variant)
     return y
 
 

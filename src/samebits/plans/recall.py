@@ -26,6 +26,7 @@ from samebits.codecs.decode import decode_cpu
 from samebits.format.packed import PackedTensor
 from samebits.kernels import decode, nvrtc
 from samebits.kernels.decode_together import DecodeTogether
+from samebits.kernels.linear import experts
 from samebits.kernels.linear.products import LinearPlan, Products
 from samebits.kernels.ops import decode_packed
 from samebits.kernels.repeat import Repeat
@@ -209,15 +210,8 @@ def _is_unplanned(kept: Recalled, x: torch.Tensor) -> bool:
     return tokens > FEW_TOKENS and tokens not in kept.planned
 
 
-def remember_experts(
-    x: torch.Tensor,
-    packed: PackedTensor,
-    ids: torch.Tensor,
-    state: str,
-    variant: int,
-    repeat: Callable[[], Repeat | None],
-) -> None:
-    """That a product with routed experts was made, on the current device, by what ``repeat`` gives.
+def remember_experts(x: torch.Tensor, packed: PackedTensor, ids: torch.Tensor, state: str, variant: int) -> None:
+    """That a product with routed experts was made, without scales, on the current device.
 
     Args:
         state: torch's settings for which it is right.
@@ -232,7 +226,7 @@ def remember_experts(
     where = nvrtc.Where(nvrtc.current_stream(x.get_device()), 0)
     indices = (ids.shape, ids.stride(), ids.dtype)
     basis = ("experts", where, x.stride(), state, variant, indices)
-    made = None if place.holds(basis) else repeat()
+    made = None if place.holds(basis) else experts.repeat(x, packed, ids, variant)
     if made:
         place.shortcuts[place.shape] = _shortcut(
             made, x.get_device(), where, basis, strides=x.stride(), state=state, ids=indices
