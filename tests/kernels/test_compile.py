@@ -44,10 +44,8 @@ INSTANCES = {
         for variant in ("whole", "clipped")
     ],
     **{file: [name + end for end in ("", "_together") for name in names] for file, names in LINEAR.items()},
-    "linear_experts.cu": [
-        "linear_experts_32_in_step",
-        *(f"linear_experts_{pairs}_{x}" for pairs in (8, 16) for x in ("shared", "global", "in_step")),
-    ],
+    "linear_experts.cu": [f"linear_experts_{pairs}_{x}" for pairs in (8, 16) for x in ("shared", "in_step")],
+    "linear_routed.cu": [f"linear_routed_{pairs}" for pairs in (64, 128, 256)],
     "linear_warpgroups.cu": [f"linear_warpgroups_{tokens}" for tokens in (64, 128, 256)],
 }
 WHOLE = {
@@ -61,6 +59,7 @@ WHOLE = {
     ],
     "pieces.cu": ["decode_pieces"],
     "replay.cu": ["before_replay"],
+    "route.cu": ["route_experts", "arrange_experts"],
     "tables.cu": ["make_table_quad", "make_table_single"],
 }  # fmt: skip
 EVERYWHERE = (

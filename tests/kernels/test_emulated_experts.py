@@ -11,13 +11,14 @@ import samebits
 from samebits.bf16 import same_words
 from samebits.format.packed import PackedTensor
 from samebits.kernels.linear import experts
-from samebits.kernels.linear.experts import VARIANTS, experts_product, is_supported, launch_of
+from samebits.kernels.linear.experts import VARIANTS, Input, experts_product, is_supported, launch_of
 from tests.codecs.tensors import always_quad
 from tests.kernels import emulator
 from tests.kernels.emulator import EmulationError
 from tests.kernels.emulator.device import EmulatedDevice
 
 pytestmark = pytest.mark.skipif(not emulator.HAS_COMPILER, reason="needs g++")
+WALKED = [number for number, variant in enumerate(VARIANTS) if variant.input is not Input.ARRANGED]  # others need wgmma
 SHAPES = (  # chunks of 10, 12, 16 stages, of 16 and 1, 4, 6, of two and 13
     (4, 24, 640), (3, 16, 768), (3, 16, 1024), (5, 40, 1088), (3, 24, 1280), (9, 8, 1408), (2, 16, 2880),
 )  # fmt: skip
@@ -78,7 +79,7 @@ def test_each_pair_is_multiplied_with_its_expert(device: EmulatedDevice, shape: 
     weight, tried = experts_of(shape), set()
     for tokens, sharing in ((1, 2), (3, 2), (9, 1), (20, 2), (50, 1)):
         products = Products(weight, tokens, sharing, tokens)
-        for variant in range(len(VARIANTS)):
+        for variant in WALKED:
             for device.multiprocessors in (1, 5, 30):
                 launch_of.cache_clear()
                 device.seed += 1
@@ -87,7 +88,7 @@ def test_each_pair_is_multiplied_with_its_expert(device: EmulatedDevice, shape: 
                 if found is not None:
                     tried.add(variant)
                     assert same_words(found, products.expected(scales))
-    assert tried == set(range(len(VARIANTS)))
+    assert tried == {*WALKED}
 
 
 @pytest.mark.parametrize("kind", ["patches", "row shifts", "raw chunks"])
@@ -104,12 +105,12 @@ def test_every_kind_of_chunk(device: EmulatedDevice, kind: str) -> None:
     if kind == "raw chunks":  # each token is a column, of which a sum has one term
         products.x[:] = torch.eye(2112)[torch.randint(2112, (20,), generator=generator)]
     assert products.packed.header.has_row_shifts == (kind == "row shifts")
-    for variant in range(len(VARIANTS)):
+    for variant in WALKED:
         found = products.found(device, variant, None)
         if found is not None:
             tried += 1
             assert same_words(found, products.expected(None))
-    assert tried >= 5
+    assert tried >= 2  # x of units of 16 may not fit into shared memory, and eight tokens need none of them
 
 
 def test_a_table_in_memory(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,8 +132,8 @@ def test_hostile_contents_do_no_harm(device: EmulatedDevice, section: str, fill:
     generator = torch.Generator().manual_seed(1)
     part = packed.section(section)
     part.random_(0, 256, generator=generator) if fill is None else part.fill_(fill)
-    made = [products.found(device, variant, None, packed) is not None for variant in range(len(VARIANTS))]
-    assert sum(made) >= len(VARIANTS) - 1  # x of units of 16 does not fit into shared memory
+    made = [products.found(device, variant, None, packed) is not None for variant in WALKED]
+    assert sum(made) >= len(WALKED) - 1  # x of units of 16 does not fit into shared memory
 
 
 def test_what_the_emulator_finds(device: EmulatedDevice) -> None:
@@ -145,6 +146,7 @@ def test_what_the_emulator_finds(device: EmulatedDevice) -> None:
     device.memory = []
     launch = launch_of(products.packed.header, 12, 2, 0, -1)
     assert launch
-    object.__setattr__(launch, "shared_bytes", launch.shared_bytes - 2048)
+    (part,) = launch.parts
+    object.__setattr__(launch, "parts", (part._replace(shared_bytes=part.shared_bytes - 2048),))
     with pytest.raises(EmulationError, match="shared memory"):
         experts_product(products.x, products.packed, products.ids, None, y, 0)

@@ -11,7 +11,7 @@ from cuda.core._utils.cuda_utils import CUDAError
 from samebits.kernels import nvrtc, structures
 
 STRUCTURES = {
-    "linear_experts.cuh": ("Routing",),
+    "routing.cuh": ("Routing",),
     "linear.cuh": ("Geometry", "Packed", "Prefetched", "Job", "Product", "Together"),
     "decode_together.cu": ("Decoded", "DecodedTogether"),
     "decoder.cuh": ("Division",),

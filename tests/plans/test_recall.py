@@ -36,6 +36,7 @@ from samebits.kernels import decode, decode_together, nvrtc
 from samebits.kernels.linear import experts as linear_experts
 from samebits.kernels.linear import job as linear_job
 from samebits.kernels.linear import products as linear_products
+from samebits.kernels.linear.experts import Input
 from samebits.kernels.linear.products import LinearPlan, Products
 from samebits.kernels.repeat import Repeat
 from samebits.kernels.residents import MAX_SHAPES, gradients, resident, residents
@@ -131,9 +132,15 @@ DECODE_SIZES = [
 TOGETHER_SIZES = [ctypes.sizeof(kind) for kind in (DecodedTogetherStructure, DivisionStructure)]
 EXPERTS = "linear_experts_8_shared"
 EXPERTS_KINDS = (GeometryStructure, PackedStructure, JobStructure, RoutingStructure)
+ROUTED = {
+    "route_experts": (JobStructure, RoutingStructure),
+    "arrange_experts": (GeometryStructure, JobStructure, RoutingStructure),
+    "linear_routed_64": EXPERTS_KINDS,
+}
 SIZES = {
     "arrange": [ctypes.sizeof(ArrangementStructure)], "decode": DECODE_SIZES, "decode_together": TOGETHER_SIZES,
     EXPERTS: [ctypes.sizeof(kind) for kind in EXPERTS_KINDS],
+    **{name: [ctypes.sizeof(kind) for kind in kinds] for name, kinds in ROUTED.items()},
 }  # fmt: skip
 
 
@@ -1622,7 +1629,8 @@ GOOD = {
         {"scratch": 1},
         {"ids": 1},
         {"ids": (1, 2)},
-        {"ids": (1, 2, 3), "scratch": ()},
+        {"ids": (1, 2, 3), "patches": ((8, 3, 0),)},
+        {"scratch": (), "patches": ((8, 3, 0),)},
         {"others": (1,)},
         {"where": (7,)},
         {"start": 0},
@@ -1700,6 +1708,35 @@ def test_routed_experts(driver: Driver, dtype: torch.dtype) -> None:
         assert [job.x, job.y, routing.ids] == addresses
         assert (routing.pairs, routing.wide, routing.scales) == (6, dtype is torch.int64, None)
         assert without_addresses(arguments) == without_addresses(driver.usual[0])
+
+
+def test_many_pairs_of_each_expert(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three launches, with memory for what the first two leave the last."""
+    monkeypatch.setattr(nvrtc, "has_wgmma", lambda device: True)
+    number = next(i for i, variant in enumerate(linear_experts.VARIANTS) if variant.input is Input.ARRANGED)
+    driver.plans.experts = lambda key, packed: ExpertsOutcome(number, "", 1.0, 2.0)
+    packed, told, made = stack(), [], driver.empty
+    linear_experts.launch_of.cache_clear()
+    kept: list[torch.Tensor] = []
+    driver.empty = lambda *arguments: kept.append(made(*arguments)) or kept[-1]
+    for _ in range(3):
+        x, ids = x_of(12), torch.arange(12).remainder(2)
+        y = multiply(x, packed, ids)
+        told.append([x.data_ptr(), y.data_ptr(), ids.data_ptr()])
+    launch = linear_experts.launch_of(packed.header, 12, 1, number, DEVICE)
+    linear_experts.launch_of.cache_clear()
+    assert launch is not None
+    assert [name for name, _ in driver.again] == [*ROUTED]
+    assert len(driver.usual) == 6
+    y, scratch = kept
+    assert scratch.nbytes >= launch.scratch_bytes
+    for (name, arguments), usual in zip(driver.again, driver.usual, strict=False):
+        fields = {kind: kind.from_buffer_copy(own) for kind, own in zip(ROUTED[name], arguments, strict=True)}
+        job, routing = fields[JobStructure], fields[RoutingStructure]
+        assert [job.x, job.y, routing.ids] == told[2]
+        assert (job.parts, job.done) == (scratch.data_ptr(), scratch.data_ptr() + launch.arranged_bytes)
+        before = JobStructure.from_buffer_copy(usual[ROUTED[name].index(JobStructure)])
+        assert before.done - before.parts == launch.arranged_bytes
 
 
 def without_addresses(arguments: list[bytes]) -> tuple[list[bytes], bytes, bytes]:

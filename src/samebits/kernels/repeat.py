@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from cuda.core import Kernel
 
-X = 0  # a source of addresses: the input; the outputs come behind it, in their order, then the scratch or indices
+X = 0  # a source of addresses: the input; behind it the outputs in their order, indices if there are any, the scratch
 
 
 class Patch(NamedTuple):

@@ -197,13 +197,14 @@ class JobStructure(ctypes.Structure):
 
 
 class RoutingStructure(ctypes.Structure):
-    """csrc/linear_experts.cuh: Routing."""
+    """csrc/routing.cuh: Routing."""
 
     _fields_ = (
         ("ids", ctypes.c_void_p), ("scales", ctypes.c_void_p), ("wide", ctypes.c_int32), ("pairs", ctypes.c_int32),
         ("experts", ctypes.c_int32), ("groups", ctypes.c_int32), ("sharing", ctypes.c_int32),
-        ("units", ctypes.c_int32), ("unit_pairs", ctypes.c_int32), ("by_groups", ctypes.c_uint32),
-        ("by_sharing", ctypes.c_uint32), ("by_unit_pairs", ctypes.c_uint32),
+        ("units", ctypes.c_int32), ("unit_pairs", ctypes.c_int32),
+        ("by_groups", ctypes.c_uint32), ("by_sharing", ctypes.c_uint32), ("by_unit_pairs", ctypes.c_uint32),
+        ("by_tiles", ctypes.c_uint32), ("tiles", ctypes.c_int32),
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from samebits.api import encode
 from samebits.bf16 import same_words
 from samebits.format.packed import PackedTensor
-from samebits.kernels.linear.experts import VARIANTS, experts_product, is_supported, launch_of
+from samebits.kernels.linear.experts import VARIANTS, experts_product, is_supported, launch_of, may_be_fastest
 from samebits.kernels.nvrtc import compile_all
 from samebits.kernels.ops import decode_experts, decode_rows
 from samebits.plans.calibrate import UNSUPPORTED
@@ -140,12 +140,13 @@ def probe_of(shape: tuple[int, int], device: torch.device) -> tuple[Probe, Packe
 
 
 def fitting_variants(packed: PackedTensor, pairs: int, sharing: int) -> list[int]:
-    """Those that fit, compiled; ``sharing``: as launch_of has it."""
+    """Those that fit and are worth trying, compiled; ``sharing``: as launch_of has it."""
     device = packed.data.get_device()
     found = {
         number: launch
         for number in range(len(VARIANTS))
-        if (launch := launch_of(packed.header, pairs, sharing, number, device))
+        if may_be_fastest(pairs, packed.shape[0], number)
+        and (launch := launch_of(packed.header, pairs, sharing, number, device))
     }
-    compile_all({launch.source for launch in found.values()}, device)
+    compile_all({source for launch in found.values() for source in launch.sources}, device)
     return list(found)

@@ -30,7 +30,7 @@ from samebits.plans.planner import Planner
 from samebits.plans.store import ExpertsOutcome
 
 FEW_PAIRS = 1024  # with more, a search waits until their number comes back
-MAX_PAIRS = 4096  # with more, experts have many rows each, and decoding first is about as fast
+MAX_PAIRS = 1 << 16  # as many as there are kernels for
 
 _LIBRARY = torch.library.Library("samebits", "FRAGMENT")
 _LIBRARY.define(

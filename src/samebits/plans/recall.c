@@ -10,7 +10,7 @@
 #include <string.h>
 
 enum { MAX_PRODUCTS = 4, MAX_PREFETCHED = 8, MAX_OUTPUTS = MAX_PRODUCTS + MAX_PREFETCHED };
-enum { MAX_ARGUMENTS = 4, MAX_LAUNCHES = 2, MAX_PATCHES = 96, MAX_ROOM = 8192 };
+enum { MAX_ARGUMENTS = 4, MAX_LAUNCHES = 3, MAX_PATCHES = 96, MAX_ROOM = 8192 };
 enum { SAMPLE = 61 }; /* of so many unplanned products one is made as usual: their number may have stopped changing */
 enum { SAME = 1, OTHER = 0, FAILED = -1 };
 
@@ -18,7 +18,7 @@ typedef int (*Start)(const void *config, void *function, void **arguments, void 
 
 typedef struct {
     uint32_t offset;
-    uint32_t source; /* 0: x, then the outputs, then the scratch or experts' indices */
+    uint32_t source; /* 0: x, then the outputs, then experts' indices if there are any, then the scratch */
     int64_t addend;
 } Patch;
 
@@ -85,8 +85,7 @@ static int read_patches(Shortcut *self, PyObject *patches, Py_ssize_t room_bytes
         unsigned int offset, source;
         long long addend;
         if (!PyArg_ParseTuple(PyTuple_GetItem(patches, i), "IIL", &offset, &source, &addend)) return 0;
-        if ((Py_ssize_t)offset + 8 > room_bytes || source > (unsigned)self->outputs + 1) return 0;
-        if (source == (unsigned)self->outputs + 1 && self->scratch == Py_None && self->ids == Py_None) return 0;
+        if ((Py_ssize_t)offset + 8 > room_bytes || source > (unsigned)self->outputs + (self->ids != Py_None) + (self->scratch != Py_None)) return 0;
         self->patches[i] = (Patch){offset, source, addend};
     }
     self->patch_count = (int)count;
@@ -141,7 +140,7 @@ static PyObject *shortcut_new(PyTypeObject *type, PyObject *args, PyObject *kwar
                PyTuple_Size(self->plans) == others && PyTuple_Size(self->where) == 2 && self->start && room_bytes <= MAX_ROOM;
     for (Py_ssize_t i = 0; i < outputs && fits; i++) fits = PyTuple_Check(PyTuple_GetItem(self->allocations, i));
     fits = fits && (self->scratch == Py_None || PyTuple_Check(self->scratch));
-    if (fits && self->ids != Py_None) fits = self->scratch == Py_None && PyTuple_Check(self->ids) && PyTuple_Size(self->ids) == 3;
+    if (fits && self->ids != Py_None) fits = PyTuple_Check(self->ids) && PyTuple_Size(self->ids) == 3;
     if (!fits || !read_patches(self, patches, room_bytes) || !read_launches(self, launches, room_bytes)) {
         if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "not the fields of a shortcut");
         Py_DECREF(self);
@@ -492,15 +491,15 @@ static int begin(Call *call, Shortcut *known, PyObject *resident) {
 
 /* Memory for what a launch gives, and for what it needs meanwhile, with their addresses behind that of x. OTHER where there is too little. */
 static int allocate(Recall *self, Call *call, Shortcut *known, PyObject **made, uint64_t *addresses) {
-    int count = known->outputs + (known->scratch != Py_None);
+    int count = known->outputs + (known->scratch != Py_None), has_ids = known->ids != Py_None;
     addresses[0] = PyLong_AsUnsignedLongLong(call->address);
-    addresses[known->outputs + 1] = call->ids_at;
+    if (has_ids) addresses[known->outputs + 1] = call->ids_at;
     for (int i = 0; i < count; i++) {
         PyObject *asked = i < known->outputs ? PyTuple_GetItem(known->allocations, i) : known->scratch;
         if (!(made[i] = PyObject_Call(self->empty, asked, NULL))) return other_or_failed();
         PyObject *address = PyObject_CallMethodObjArgs(made[i], name_data_ptr, NULL);
         if (!address) return FAILED;
-        addresses[i + 1] = PyLong_AsUnsignedLongLong(address);
+        addresses[i + 1 + (has_ids && i == known->outputs)] = PyLong_AsUnsignedLongLong(address);
         Py_DECREF(address);
     }
     return PyErr_Occurred() ? FAILED : SAME;
@@ -574,7 +573,7 @@ static int keep_prefetched(Shortcut *known, PyObject **made) {
 
 static PyObject *repeat(Recall *self, Call *call, Shortcut *known, PyObject *resident) {
     PyObject *held[2 * MAX_PRODUCTS] = {NULL}, *ahead[MAX_PREFETCHED] = {NULL}, *made[MAX_OUTPUTS + 1] = {NULL}, *y = NULL;
-    uint64_t addresses[MAX_OUTPUTS + 2];
+    uint64_t addresses[MAX_OUTPUTS + 3];
     int same = hold(known, held);
     if (same == SAME) same = hold_prefetched(known, ahead);
     if (same == SAME && known->joins) {

@@ -371,6 +371,7 @@ template <class T> static T __reduce_max_sync(unsigned, T v) {
 template <class T> static T __reduce_min_sync(unsigned mask, T v) { return T(~unsigned(__reduce_max_sync(mask, T(~unsigned(v))))); }
 template <class T> static T __reduce_add_sync(unsigned, T v) { return T(emu::meet(emu::Meeting::sum, unsigned(v))); }
 static void __threadfence() {}
+struct uint4 { unsigned x, y, z, w; };
 template <class T> static T __ldcg(const T* pointer) { return *pointer; }
 template <class T> static void __stcg(T* pointer, T v) { *pointer = v; }
 template <class T, class U> static T atomicAdd(T* pointer, U v) { return std::exchange(*pointer, T(*pointer + v)); }

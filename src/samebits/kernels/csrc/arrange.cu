@@ -1,11 +1,10 @@
 // Writes x as linear_pairs.cuh, linear_ahead.cuh and linear_rounds.cuh read it, for each tile of `wide` tokens and each stage.
 //
-// For wgmma: a matrix as it takes it (hopper.cuh), or one for each half of the stage. Of every 16 columns, those that a quad's lower words are
-// multiplied with come first: columns 4 t and 4 t + 1, t from 0 to 3, then the others.
+// For wgmma: arrange.cuh.
 // For mma with x as its right matrix: 128 bytes for each token, 16-byte unit 4 h + t where (4 h + t) ^ 4 (token & 1) would be; it has columns 4 t to 4 t + 3 of
 // steps 2 h and 2 h + 1, one lane's right operands of both.
 // For mma with x as its left matrix (16 tokens): for each step 512 bytes, a lane's left operand at left_place.
-#include "common.cuh"
+#include "arrange.cuh"
 
 struct Arrangement {
     const u16* x;        // [tokens, columns]
@@ -43,9 +42,5 @@ extern "C" __global__ void arrange(const __grid_constant__ Arrangement to) {
         put(0, a.x, a.y), put(1, a.z, a.w), put(2, b.x, b.y), put(3, b.z, b.w);
         return;
     }
-    const int part = step / to.part_steps, unit = 2 * (step - part * to.part_steps);
-    const int swizzle = to.part_steps == 4 ? row & 7 : row >> 1 & 3, row_bytes = 32 * to.part_steps;
-    u8* target = tile_start + (size_t(part) * to.wide + row) * row_bytes;
-    *reinterpret_cast<Vec4*>(target + ((unit ^ swizzle) << 4)) = {a.x, a.z, b.x, b.z};
-    *reinterpret_cast<Vec4*>(target + (((unit + 1) ^ swizzle) << 4)) = {a.y, a.w, b.y, b.w};
+    arrange_step(tile_start, to.wide, row, step, to.part_steps, a, b);
 }

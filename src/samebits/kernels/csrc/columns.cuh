@@ -25,13 +25,6 @@ __device__ __forceinline__ void operands_of(const Vec4 (&own)[2], Vec4 (&x)[2]) 
     x[0] = {own[0].x, own[1].x, own[0].y, own[1].y};
     x[1] = {own[0].z, own[1].z, own[0].w, own[1].w};
 }
-__device__ __forceinline__ void operands_of(const Vec4 (&own)[4], Vec4 (&x)[4]) {   // of two octets, then of the others
-#pragma unroll
-    for (int i = 0; i < 4; i += 2) {
-        x[i] = {own[i].x, own[i + 1].x, own[i].y, own[i + 1].y};
-        x[i + 1] = {own[i].z, own[i + 1].z, own[i].w, own[i + 1].w};
-    }
-}
 
 // A lane's part of x: tokens g (and g + 8).
 template <Kind kind, int octets>
@@ -99,9 +92,8 @@ struct LeftColumns {
 };
 
 // A row group's. Of up to eight tokens two: of row g tokens 2 t and 2 t + 1; of more four: of rows 2 t and 2 t + 1 token g, then g + 8.
-// Of four octets those of two, and of the others.
 template <int octets>
-struct Sums { float of[octets < 4 ? 4 : 2 * octets]; };
+struct Sums { float of[4]; };
 
 // A quad's words, shifted back (4.3), of its raw bytes and its upper bytes (sign and top7): columns 4 t and 4 t + 1, then the others.
 __device__ __forceinline__ Vec2 quad_words(u32 raw, u32 upper, u32 scale) {
@@ -125,19 +117,11 @@ template <int octets>
 __device__ __forceinline__ void multiply_quad(Sums<octets>& sums, int q, u32 raw, u32 upper, u32 scale, const Vec4 (&x)[octets]) {
     if constexpr (octets == 1) {
         multiply_rows<1>(sums.of, q, {raw}, {upper}, {scale}, x[0]);
-    } else if constexpr (octets == 2) {
+    } else {
         const Vec2 words = quad_words(raw, upper, scale);
         const Vec4& own = x[q & 1];
         const u32 tokens[4] = {own.x, own.y, own.z, own.w};
         multiply(sums.of, tokens, words.x, words.y);
-    } else {
-        const Vec2 words = quad_words(raw, upper, scale);
-#pragma unroll
-        for (int i = 0; i < octets; i += 2) {
-            const Vec4& own = x[i + (q & 1)];
-            const u32 tokens[4] = {own.x, own.y, own.z, own.w};
-            multiply(sums.of + 2 * i, tokens, words.x, words.y);
-        }
     }
 }
 

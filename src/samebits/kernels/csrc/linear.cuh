@@ -31,9 +31,10 @@ struct Job {
     const u16* x;        // [tokens, columns], or as arrange.cu writes it
     const u16* bias;     // [rows] or null
     u16* y;              // [tokens, rows]
-    float* parts;        // linear_pairs.cuh, linear_rounds.cuh, linear_tiles.cuh: where ranges' sums meet; linear_relay.cuh: where the weight is decoded to; there behind it,
+    float* parts;        // linear_pairs.cuh, linear_rounds.cuh, linear_tiles.cuh: where ranges' sums meet; linear_routed.cuh: x for each unit, arranged;
+                         // linear_relay.cuh: where the weight is decoded to; there behind it,
                          // in linear_tiles.cuh first of all, in linear_clusters.cuh alone: each block's tensor map
-    u32* done;           // and, for each meeting, how many have come; or what is claimed, and flags
+    u32* done;           // and, for each meeting, how many have come; or what is claimed, and flags; linear_routed.cuh: UnitTables
     int tokens, ranges, stages_per_range;
     int slots;           // row groups whose sums a block keeps in shared memory; linear_rounds.cuh: of a round
     int batches;         // of so many row groups; linear_relay.cuh: tiles of rows that are decoded side by side

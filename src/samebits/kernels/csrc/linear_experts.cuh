@@ -1,36 +1,25 @@
 // Routed experts: each token is multiplied with the experts that a router has chosen for it, out of one packed tensor [experts, rows, columns]. Who is
 // chosen the host does not know, so each block finds for itself what is its own: the launch is the same whatever the router says, and graphs can have it.
 //
-//   pair       a token and one of its experts; y has a row for each, in the order in which the router gives them
-//   unit       up to eight, sixteen or 32 pairs of one expert, no more than there are tokens: what is multiplied with a row group as it is decoded
+//   unit       up to eight or sixteen pairs of one expert, no more than there are tokens (routing.cuh); many more in linear_routed.cuh
 //   item       a row group of a unit: all of K, one chain (walk.cuh)
 //
-// Units are numbered, items unit by unit; each block has as many items as any other. All blocks have to number pairs and units alike. x is in shared memory,
-// or in global memory (Experts), or comes turn by turn for warps that walk in step (InStep), where it is large. See linear.cuh; linear/experts.py.
+// Units are numbered, items unit by unit; each block has as many items as any other. All blocks have to number pairs and units alike. x is in shared memory
+// (Experts), or comes turn by turn for warps that walk in step (InStep), where it is large. See linear.cuh; linear/experts.py.
 #pragma once
+#include "routing.cuh"
 #include "walk.cuh"
 
-constexpr int kMaxWarps = 20, kFewWarps = 16;   // for units of eight pairs, and of more
-
-struct Routing {
-    const void* ids;       // [pairs], i64 each if `wide`, else i32: which experts
-    const float* scales;   // [pairs]: what a pair's sums are multiplied with before they are rounded; or null
-    int wide, pairs, experts;
-    int groups;            // row groups of an expert
-    int sharing;           // pairs behind each other that have one row of x
-    int units;             // that a block has room for: as many as it can have
-    int unit_pairs;        // that a unit has at most
-    u32 by_groups, by_sharing, by_unit_pairs;   // for `divide`
-};
+constexpr int kMaxWarps = 20, kFewWarps = 16;   // for units of eight pairs, and of sixteen
 
 // A unit in shared memory: its expert, how many pairs it has, and which.
 template <int octets>
 struct Unit {
     u32 expert, count, pairs[8 * octets];
 };
-static_assert(sizeof(Unit<1>) == 40 && sizeof(Unit<2>) == 72 && sizeof(Unit<4>) == 136, "linear/experts.py: _UNIT_WORDS");
+static_assert(sizeof(Unit<1>) == 40 && sizeof(Unit<2>) == 72, "linear/experts.py: _UNIT_WORDS");
 constexpr int kIdBits = 16;              // of a pair in shared memory: its expert, and above how many pairs of that there are in front of it
-constexpr u32 kNoExpert = (1u << kIdBits) - 1;
+static_assert(kNoExpert == (1u << kIdBits) - 1, "kIdBits");
 
 // A block's units and items, and the warp at hand.
 template <int octets>
@@ -48,10 +37,6 @@ struct Routes {
     __device__ __forceinline__ Routes(const Geometry& geometry, const Job& job, const Routing& routing, const WalkMemory& at, int lane)
         : geometry(geometry), job(job), routing(routing), lane(lane), x(at.x), units(reinterpret_cast<Unit*>(at.words + at.behind)) {}
 
-    __device__ __forceinline__ u32 expert_of(int pair) const {
-        const u64 id = routing.wide ? static_cast<const u64*>(routing.ids)[pair] : static_cast<const u32*>(routing.ids)[pair];
-        return id < u64(routing.experts) ? u32(id) : kNoExpert;
-    }
     // Finds the block's units and items. By the whole block; returns before all of the units are there for other warps.
     __device__ __forceinline__ void route() {
         await_kernel_before();
@@ -61,7 +46,7 @@ struct Routes {
     }
     // Each warp for itself, with a pair for each lane; what they write is the same.
     __device__ __forceinline__ void route_few() {
-        const u32 expert = lane < routing.pairs ? expert_of(lane) : kNoExpert;
+        const u32 expert = lane < routing.pairs ? routing.expert_of(lane) : kNoExpert;
         const u32 alike = __match_any_sync(kFull, expert), below = (1u << lane) - 1;
         const int rank = __popc(alike & below), place = in_unit(rank);
         const bool opens = expert != kNoExpert && place == 0;
@@ -81,7 +66,7 @@ struct Routes {
         const int threads = blockDim.x;
         __shared__ int all_units;
         for (int i = threadIdx.x; i < routing.experts; i += threads) counts[i] = 0;
-        for (int pair = threadIdx.x; pair < routing.pairs; pair += threads) pairs[pair] = expert_of(pair);
+        for (int pair = threadIdx.x; pair < routing.pairs; pair += threads) pairs[pair] = routing.expert_of(pair);
         __syncthreads();
         if (threadIdx.x < kLanes) {
             for (int first = 0; first < routing.pairs; first += kLanes) {
@@ -129,7 +114,7 @@ struct Routes {
     // Of pairs without an expert, block by block.
     __device__ __forceinline__ void clear_rows() const {
         for (int pair = blockIdx.x; pair < routing.pairs; pair += gridDim.x)
-            if (expert_of(pair) == kNoExpert)
+            if (routing.expert_of(pair) == kNoExpert)
                 for (int row = threadIdx.x; row < 8 * routing.groups; row += blockDim.x) job.y[size_t(pair) * u32(8 * routing.groups) + row] = 0;
     }
     __device__ __forceinline__ int in_unit(int rank) const { return rank - divide(rank, routing.by_unit_pairs) * routing.unit_pairs; }
@@ -148,7 +133,7 @@ struct Routes {
         const int g = lane >> 2, t = lane & 3, row = 8 * group_in_expert(item);
         const Unit& unit = units[unit_of(item)];
 #pragma unroll
-        for (int i = 0; i < (octets < 4 ? 2 : octets); ++i) {
+        for (int i = 0; i < 2; ++i) {
             const int own = octets == 1 ? 2 * t + i : g + 8 * i;
             if (own >= int(unit.count)) continue;
             const u32 pair = unit.pairs[own];
@@ -160,13 +145,13 @@ struct Routes {
     }
 };
 
-// Each warp has items that lie behind each other, x is in shared memory, that of all units, or is read from global memory.
-template <Kind kind, int octets>
+// Each warp has items that lie behind each other, x is in shared memory, that of all units.
+template <int octets>
 struct Experts : Routes<octets> {
     using Base = Routes<octets>;
     using Base::geometry, Base::job, Base::lane, Base::units, Base::unit_of, Base::row_of, Base::own_units;
     int begin_item, behind_item;         // of this warp
-    Columns<kind, octets> columns;
+    Columns<shared, octets> columns;
 
     __device__ __forceinline__ Experts(const Geometry& geometry, const Job& job, const Routing& routing, const WalkMemory& at, int lane)
         : Base(geometry, job, routing, at, lane), columns(job.x, at.x, 1, geometry.columns, lane, 0) {
@@ -181,7 +166,6 @@ struct Experts : Routes<octets> {
         return Base::group_of_item(min(begin_item + int(place >> 16), behind_item - 1));
     }
     __device__ __forceinline__ void fetch_x() const {
-        if (kind == global) return;
         for (int unit = 0; unit < own_units; ++unit)
             for (int row = 0; row < int(units[unit].count); ++row) {
                 const u16* from = row_of(units[unit].pairs[row]);
@@ -200,9 +184,6 @@ struct Experts : Routes<octets> {
     __device__ __forceinline__ void begin(const Vec2& piece, Sums<octets>& sums) {
         const int number = unit_of(begin_item + int(piece.x >> 16)), count = int(units[number].count);
         columns.move_to(job.x, x_of(number), count, geometry.columns, lane, 0);
-#pragma unroll
-        for (int octet = 0; octet < octets; ++octet)
-            columns.source[octet] = row_of(units[number].pairs[min((lane >> 2) + 8 * octet, count - 1)]) + 4 * (lane & 3);
         sums = {};
     }
     __device__ __forceinline__ void close(const Sums<octets>& sums, int slot, int) const { Base::store(sums, begin_item + slot); }
@@ -210,8 +191,8 @@ struct Experts : Routes<octets> {
 
 // All warps have items of one unit at a time, a round, and go through K in step: another warp brings x turn by turn into a ring for all of them.
 constexpr int kColumnBytes = kTurn * 128;                          // of a pair in a turn of x
-template <int octets> constexpr int kPlaces = octets == 1 ? 4 : octets == 2 ? 3 : 2;   // turns that are in the ring, or on their way
-static_assert(kColumnBytes == 1024 && kPlaces<1> == 4 && kPlaces<2> == 3 && kPlaces<4> == 2, "linear/experts.py: _COLUMN_WORDS, _PLACES");
+template <int octets> constexpr int kPlaces = octets == 1 ? 4 : 3;   // turns that are in the ring, or on their way
+static_assert(kColumnBytes == 1024 && kPlaces<1> == 4 && kPlaces<2> == 3, "linear/experts.py: _COLUMN_WORDS, _PLACES");
 
 template <int octets>
 struct InStep : Routes<octets> {
@@ -355,14 +336,14 @@ __device__ __forceinline__ void linear_in_step(const Geometry& geometry, const P
     walk<InStep<octets>, octets, kNowhere>(geometry, packed, job, at, way, lane);
 }
 
-template <Kind kind, int octets>
+template <int octets>
 __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& packed, const Job& job, const Routing& routing) {
     extern __shared__ __align__(128) u32 memory[];
     int lane = threadIdx.x & 31;
     keep(lane);
     const WalkMemory at = walk_memory(job, memory, own_warp(), blockDim.x >> 5);
     copy_table_early(packed, memory);
-    Experts<kind, octets> way(geometry, job, routing, at, lane);
+    Experts<octets> way(geometry, job, routing, at, lane);
     __syncwarp();
-    walk<Experts<kind, octets>, octets, kNowhere>(geometry, packed, job, at, way, lane);
+    walk<Experts<octets>, octets, kNowhere>(geometry, packed, job, at, way, lane);
 }

@@ -52,6 +52,8 @@ __host__ __device__ constexpr u32 slot_bytes() { return stage_bytes<Way>() / Way
 struct Unit {
     int tile, tokens, range, first, last;   // first, last: stages
     bool takes, gives;                      // the sums at its start, those at its end
+    int matrix;                             // linear_routed.cuh has many: the row group that its own begins with
+    u32 octet, octets;                      // and x for each: the first of its octets of rows, and how many
 };
 
 // Units of a cluster of blocks; with mma those of the block's share, from the last to the first.
@@ -84,6 +86,12 @@ struct Units {
         }
         return unit;
     }
+    __device__ __forceinline__ int row_groups(const Geometry& geometry) const { return geometry.row_groups; }   // of a matrix
+    // Of x at a unit's first column, and bytes of a stage of it.
+    __device__ __forceinline__ const u8* x_of(const Unit& unit) const {
+        return reinterpret_cast<const u8*>(job.x) + size_t(unit.tokens) * stages * stage_bytes<Way>();
+    }
+    static __device__ __forceinline__ constexpr u32 x_stage_bytes(const Unit&) { return stage_bytes<Way>(); }
 
    private:
     // Cuts around the share.
@@ -212,11 +220,11 @@ __device__ __forceinline__ void prepare_openings(const u32 (&at)[groups], const 
 // The row groups of a block's warps.
 template <int groups>
 struct Rows {
-    const int block_groups, row_groups;
+    const int block_groups, row_groups;   // row_groups: of a matrix
 
     // In place of a row group that does not exist, the last one.
     __device__ __forceinline__ int group(const Unit& unit, int warp, int i) const {
-        return min(unit.tile * block_groups + groups * warp + i, row_groups - 1);
+        return unit.matrix + min(unit.tile * block_groups + groups * warp + i, row_groups - 1);
     }
 };
 
@@ -241,6 +249,7 @@ struct Endings {
     using Met = Meeting<1, count>;
     const Block<Way>& block;
 
+    __device__ __forceinline__ void begin(const Unit&) const {}
     __device__ __forceinline__ void end(const Unit& unit, int warp, float (&sums)[count]) const {
         const Job& job = block.job;
         auto& own = reinterpret_cast<float (&)[1][count]>(sums);
@@ -457,18 +466,18 @@ struct Supply {
     }
     // For wgmma; each block of a cluster brings a part to all of them. All lanes wait, so that the warp stays together.
     __device__ __forceinline__ void run_x() const {
-        constexpr u32 bytes = slot_bytes<Way>(), part = bytes / Way::cluster;
         await_kernel_before();
         RingPlace place{0, 0};
-        const u32 own = block_of_cluster() * part;
+        const u32 number = block_of_cluster();
         for_each_pair([&](const Unit& unit, int pair) {
             const XStages x(*this, unit, pair);
+            const u32 bytes = Units<Way>::x_stage_bytes(unit) / Way::x_parts, part = bytes / Way::cluster, own = number * part;
             for (int i = 0; i < x.count * Way::x_parts; ++i) {
                 await(block.at.x_empty + 8 * place.slot, place.parity ^ 1);
                 if (lane == 0) {
                     const u32 full = block.at.x_full + 8 * place.slot;
                     expect(full, bytes);
-                    copy_bulk_to(block.at.x + place.slot * bytes + own, x.source + i * bytes + own, part, full, (1 << Way::cluster) - 1);
+                    copy_bulk_to(block.at.x + place.slot * slot_bytes<Way>() + own, x.source + i * bytes + own, part, full, (1 << Way::cluster) - 1);
                 }
                 __syncwarp();
                 place.advance(block.job.ring);
@@ -485,7 +494,7 @@ struct Supply {
 
         __device__ __forceinline__ XStages(const Supply& supply, const Unit& unit, int pair)
             : first(max(2 * pair, unit.first)), count(max(min(2 * pair + 2, unit.last) - first, 0)),
-              source(reinterpret_cast<const u8*>(supply.block.job.x) + (size_t(unit.tokens) * supply.block.units.stages + first) * stage_bytes<Way>()) {}
+              source(supply.block.units.x_of(unit) + size_t(first) * supply.block.units.x_stage_bytes(unit)) {}
     };
     // From a chunk's start, even where a unit starts later. Until one returns false.
     template <class Bring>
@@ -509,9 +518,9 @@ struct Supply {
     }
     // Of the row groups that exist.
     __device__ __forceinline__ void bring_slabs(const Unit& unit, int pair, int slot) const {
-        const int first = unit.tile * block.rows.block_groups, count = min(block.rows.block_groups, block.geometry.row_groups - first);
+        const int first = unit.tile * block.rows.block_groups, count = min(block.rows.block_groups, block.units.row_groups(block.geometry) - first);
         const size_t group_bytes = slab_offset(block.geometry.stages, 1, 0);
-        const u8* source = block.packed.data + block.packed.planes + first * group_bytes + size_t(pair) * kSlabBytes + 16 * lane;
+        const u8* source = block.packed.data + block.packed.planes + (unit.matrix + first) * group_bytes + size_t(pair) * kSlabBytes + 16 * lane;
         u32 target = block.at.pairs + slot * block.at.pair_bytes + (Way::wgmma ? 0 : 2 * stage_bytes<Way>()) + 16 * lane;
 #pragma unroll 4
         for (int i = 0; i < count; ++i, source += group_bytes, target += kSlabBytes) {
@@ -636,13 +645,14 @@ __device__ __forceinline__ void decode_and_multiply(const Block<Way>& block, int
     };
 
     if (!block.units.has(block.units.first())) return;
-    const Endings<Way> endings{block};
+    Endings<Way> endings{block};
     if (opens_ahead) begin_chunk();
     bool x_is_there = Way::wgmma && test(block.at.x_full + 8 * x.slot, x.parity);
 #pragma unroll 1
     for (int index = block.units.first(); block.units.has(index);) {
         const Unit unit = block.units.at(index);
         index += block.units.step();
+        endings.begin(unit);
         u32 add = 0, scale[Way::groups];
         if constexpr (!Way::wgmma) {
 #pragma unroll
@@ -761,8 +771,9 @@ __device__ __forceinline__ void decode_and_multiply(const Block<Way>& block, int
     }
 }
 
-template <class Way>
-__device__ __forceinline__ void linear(const Geometry& geometry, const Packed& packed, const Job& job) {
+// routing: linear_routed.cuh's, whose units depend on it.
+template <class Way, class... Routing>
+__device__ __forceinline__ void linear(const Geometry& geometry, const Packed& packed, const Job& job, const Routing&... routing) {
     int lane = threadIdx.x & 31;
     keep(lane);
     const int warp = own_warp(), warps = (blockDim.x >> 5) - kOthers;
@@ -789,7 +800,7 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
     if constexpr (!Way::wgmma && Way::groups == 2 && Way::wide == 8) at = at.in_uniform_registers();   // where that is faster: benchmarks/NOTES.md
 
     let_kernel_behind_start();
-    const Block<Way> block{{job, geometry.stages}, {Way::groups * warps, geometry.row_groups}, geometry, packed, job, at, warps, lane};
+    const Block<Way> block{{job, geometry.stages, routing...}, {Way::groups * warps, Units<Way>{job, geometry.stages, routing...}.row_groups(geometry)}, geometry, packed, job, at, warps, lane};
     const Supply<Way> supply{block};
     const bool multiplies = warp < warps;
     Opener<Way> chunks(block, multiplies ? warp : opener >= 0 ? opener : warps, multiplies ? warps : Way::openers);

@@ -1,13 +1,13 @@
-"""Products of tokens with the experts that a router has chosen for them: csrc/linear_experts.cuh."""
+"""Products of tokens with the experts that a router has chosen for them: csrc/linear_experts.cuh, linear_routed.cuh."""
 
 from __future__ import annotations
 
 import ctypes
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
+from math import inf
 from typing import NamedTuple
 
 import torch
@@ -17,8 +17,10 @@ from samebits.format.geometry import EXPERTS_DIMENSIONS, LANES, ROW_GROUP
 from samebits.format.header import Header
 from samebits.format.packed import PackedTensor
 from samebits.kernels import nvrtc
-from samebits.kernels.linear.job import OCTET, magic
+from samebits.kernels.linear.job import OCTET
 from samebits.kernels.linear.products import can_be_multiplied
+from samebits.kernels.linear.routed import routed
+from samebits.kernels.linear.routing import MAX_DIVIDED, MAX_EXPERTS, ExpertsLaunch, Part, routing
 from samebits.kernels.linear.walk import WalkPlanner
 from samebits.kernels.repeat import Patch, Repeat, Step, X
 from samebits.kernels.residents import Resident, make_room, resident
@@ -26,40 +28,16 @@ from samebits.kernels.structures import GeometryStructure, JobStructure, PackedS
 from samebits.kernels.tables import decode_table
 
 _FILE = "linear_experts.cu"
-_MAX_WARPS = {1: 20, 2: 16, 4: 16}  # kMaxWarps, kFewWarps: by OCTETs of pairs that a unit has
-_UNIT_WORDS = {1: 10, 2: 18, 4: 34}  # csrc: Unit
+_MAX_WARPS = {1: 20, 2: 16}  # kMaxWarps, kFewWarps: by OCTETs of pairs that a unit has
+_UNIT_WORDS = {1: 10, 2: 18}  # csrc: Unit
 _COLUMN_WORDS = 256  # kColumnBytes
-_PLACES = {1: 4, 2: 3, 4: 2}  # kPlaces
+_PLACES = {1: 4, 2: 3}  # kPlaces
 _MAX_PAIRS = 1 << 13
-_MAX_EXPERTS = (1 << 16) - 1  # kNoExpert
 _MAX_ITEMS = 1 << 16  # csrc: Piece::place
-_MAX_DIVIDED = 1 << 32  # csrc: divide
+# Pairs of an expert, on average, with which units of so many OCTETs may be the fastest.
+_AVERAGES = {1: (0, 16), 2: (0, 32), 8: (4, 128), 16: (32, 512), 32: (96, inf)}
 _SCHEDULERS = 4  # of a multiprocessor
 _COLUMNS, _LEAST = 128, 640  # pairs of stages, and as many as such weights get the quad code with (codecs/plan.py)
-
-
-@dataclass(frozen=True, eq=False)
-class ExpertsLaunch:
-    """For one packed tensor, number of pairs and device.
-
-    Attributes:
-        job, routing: without addresses.
-    """
-
-    name: str
-    grid: int
-    warps: int
-    shared_bytes: int
-    job: JobStructure
-    routing: RoutingStructure
-
-    @property
-    def threads(self) -> int:
-        return LANES * self.warps
-
-    @property
-    def source(self) -> nvrtc.Source:
-        return nvrtc.Source(_FILE, self.name)
 
 
 @lru_cache(maxsize=8192)
@@ -78,8 +56,8 @@ class Input(Enum):
     """Where x is."""
 
     SHARED = "x in shared memory"
-    GLOBAL = "x in global memory"
     IN_STEP = "x brought turn by turn"
+    ARRANGED = "x arranged in memory"
 
 
 class Variant(NamedTuple):
@@ -96,8 +74,10 @@ class Variant(NamedTuple):
         return f"units of {OCTET * self.octets}, {self.input.value}"
 
 
-# x of units of 32 leaves too few warps room in shared memory, and is waited for from global memory.
-VARIANTS = (*(Variant(octets, kind) for octets in (1, 2) for kind in Input), Variant(4, Input.IN_STEP))
+VARIANTS = (
+    *(Variant(octets, kind) for octets in (1, 2) for kind in (Input.SHARED, Input.IN_STEP)),
+    *(Variant(octets, Input.ARRANGED) for octets in (8, 16, 32)),
+)
 
 
 @lru_cache(maxsize=8192)
@@ -112,17 +92,25 @@ def launch_of(header: Header, pairs: int, sharing: int, variant: int, device: in
     kind = VARIANTS[variant]
     if not is_supported(header):
         return None
+    if kind.input is Input.ARRANGED:
+        return routed(header, pairs, sharing, OCTET * kind.octets, device)
     planner = _Planner(header, pairs, sharing, kind, device)
     is_too_large = (
         pairs > _MAX_PAIRS
-        or planner.experts > _MAX_EXPERTS
+        or planner.experts > MAX_EXPERTS
         or planner.items > _MAX_ITEMS
-        or planner.most_divided > _MAX_DIVIDED
+        or planner.most_divided > MAX_DIVIDED
     )
     if is_too_large or (kind.octets > 1 and planner.tokens <= OCTET * kind.octets // 2):
         return None
     most = planner.most_warps
     return planner.launch(planner.even_warps(most)) if most >= min(_SCHEDULERS, planner.items) else None
+
+
+def may_be_fastest(pairs: int, experts: int, variant: int) -> bool:
+    """Whether a variant is worth trying, if no expert is chosen much more often than others."""
+    least, most = _AVERAGES[VARIANTS[variant].octets]
+    return least <= pairs / experts <= most
 
 
 class _Planner(WalkPlanner):
@@ -142,7 +130,6 @@ class _Planner(WalkPlanner):
         self.others = 1 if variant.input is Input.IN_STEP else 0  # warps that bring x
         x = {
             Input.SHARED: self.units * self.unit_pairs * self.columns // 2,
-            Input.GLOBAL: 0,
             Input.IN_STEP: _PLACES[variant.octets] * self.unit_pairs * _COLUMN_WORDS,
         }
         self.x = max(x[variant.input], self.entries)
@@ -167,13 +154,13 @@ class _Planner(WalkPlanner):
 
     def launch(self, warps: int) -> ExpertsLaunch:
         name = f"linear_experts_{self.m}_{self.variant.input.name.lower()}"
-        routing = RoutingStructure(None, None, 0, self.pairs, self.experts, self.groups, self.sharing, self.units,
-                                   self.unit_pairs, magic(self.groups), magic(self.sharing),
-                                   magic(self.unit_pairs))  # fmt: skip
         job = JobStructure(None, None, None, None, None, *self.job_fields(
             warps, 1, warps, x=self.x, first_block=0, ring=_PLACES[self.variant.octets]
         ))  # fmt: skip
-        return ExpertsLaunch(name, self.grid, warps + self.others, 4 * (self.fixed + warps * self.walker), job, routing)
+        part = Part(_FILE, name, self.grid, LANES * (warps + self.others), 4 * (self.fixed + warps * self.walker),
+                    tuple(_STARTS))  # fmt: skip
+        return ExpertsLaunch((part,), job, routing(self.pairs, self.experts, self.groups, self.sharing, self.units,
+                                                   self.unit_pairs))  # fmt: skip
 
 
 def experts_product(
@@ -205,7 +192,12 @@ def experts_product(
         job.x, job.y, routing.ids, routing.wide = x.data_ptr(), y.data_ptr(), ids.data_ptr(), ids.dtype is torch.int64
         if scales is not None:
             routing.scales = scales.data_ptr()
-        told.launch(arguments.pointers)
+        if told.scratch_bytes:
+            scratch = torch.empty(told.scratch_bytes, dtype=torch.uint8, device=x.device)
+            job.parts = scratch.data_ptr()
+            job.done = job.parts + told.arranged_bytes
+        for launch, names in told.launches:
+            launch(arguments.pointers(names))
 
 
 def repeat(x: torch.Tensor, packed: PackedTensor, ids: torch.Tensor, variant: int) -> Repeat | None:
@@ -215,15 +207,18 @@ def repeat(x: torch.Tensor, packed: PackedTensor, ids: torch.Tensor, variant: in
     told: _Told | None = kept.experts.get((ids.numel(), len(x), variant, stream)) if kept else None
     if told is None:
         return None
-    room, job, routing = _Parameters.from_buffer_copy(told.without_addresses), *_STARTS[2:]
+    room, job, routing = _Parameters.from_buffer_copy(told.without_addresses), _STARTS["job"], _STARTS["routing"]
     room.routing.wide = ids.dtype is torch.int64
-    patches = (
+    patches = [
         Patch(job + JobStructure.x.offset, X),
         Patch(job + JobStructure.y.offset, 1),
         Patch(routing + RoutingStructure.ids.offset, 2),
-    )
+    ]
+    if told.scratch_bytes:
+        patches.append(Patch(job + JobStructure.parts.offset, 3))
+        patches.append(Patch(job + JobStructure.done.offset, 3, told.arranged_bytes))
     sizes = ((ids.numel(), packed.shape[1]),)
-    return Repeat(sizes, 0, bytes(room), patches, (told.step,))
+    return Repeat(sizes, told.scratch_bytes, bytes(room), tuple(patches), told.steps)
 
 
 class _Parameters(ctypes.Structure):
@@ -235,23 +230,25 @@ class _Parameters(ctypes.Structure):
     )  # fmt: skip
 
 
-_STARTS = tuple(getattr(_Parameters, name).offset for name, _ in _Parameters._fields_)
+_STARTS: dict[str, int] = {name: getattr(_Parameters, name).offset for name, _ in _Parameters._fields_}
 
 
 class _Arguments(threading.local):
-    """Room for the arguments of a thread's next launch.
-
-    Attributes:
-        pointers: as the driver takes them.
-    """
+    """Room for the arguments of a thread's next launches."""
 
     def __init__(self) -> None:
         self._structure = _Parameters()
-        places = [ctypes.addressof(self._structure) + start for start in _STARTS]
-        self._addresses = (ctypes.c_void_p * len(places))(*places)
-        self.pointers = ctypes.addressof(self._addresses)
+        self._arrays: dict[tuple[str, ...], ctypes.Array[ctypes.c_void_p]] = {}
         self.bytes = memoryview(self._structure).cast("B")
         self.job, self.routing = self._structure.job, self._structure.routing
+
+    def pointers(self, names: tuple[str, ...]) -> int:
+        """As the driver takes those of a kernel."""
+        array = self._arrays.get(names)
+        if array is None:
+            places = [ctypes.addressof(self._structure) + _STARTS[name] for name in names]
+            array = self._arrays[names] = (ctypes.c_void_p * len(places))(*places)
+        return ctypes.addressof(array)
 
 
 _arguments = _Arguments()
@@ -261,14 +258,17 @@ class _Told(NamedTuple):
     """What holds for each product of a kind with one packed tensor's bytes, on a stream.
 
     Attributes:
-        without_addresses: the arguments, but for those of x, y, ids and scales.
-        step: the launch.
-        launch: makes it, as nvrtc.launcher gives it.
+        without_addresses: the arguments, but for those of x, y, ids, scales and scratch.
+        arranged_bytes, scratch_bytes: as ExpertsLaunch has them.
+        steps: the launches.
+        launches: make them, as nvrtc.launcher gives it, each with the names of its arguments.
     """
 
     without_addresses: bytes
-    step: Step
-    launch: Callable[[int], None]
+    arranged_bytes: int
+    scratch_bytes: int
+    steps: tuple[Step, ...]
+    launches: tuple[tuple[Callable[[int], None], tuple[str, ...]], ...]
 
 
 def _tell(packed: PackedTensor, kept: Resident | None, kind: tuple[int, int, int, int], device: int) -> _Told:
@@ -278,9 +278,16 @@ def _tell(packed: PackedTensor, kept: Resident | None, kind: tuple[int, int, int
         raise DeviceError(f"{VARIANTS[variant]} does not fit on this device", mend="ask launch_of first")
     geometry, table = GeometryStructure.of(packed.header.geometry), decode_table(packed)
     arguments = bytes(_Parameters(geometry, PackedStructure.of(packed, table), launch.job, launch.routing))
-    kernel = nvrtc.kernel(_FILE, launch.name, device)
-    step = Step(kernel, launch.grid, launch.threads, launch.shared_bytes, _STARTS)
-    told = _Told(arguments, step, nvrtc.launcher(*step[:4], stream, True, device))
+    steps = tuple(
+        Step(nvrtc.kernel(part.file, part.name, device), part.grid, part.threads, part.shared_bytes,
+             tuple(_STARTS[name] for name in part.arguments))
+        for part in launch.parts
+    )  # fmt: skip
+    launches = tuple(
+        (nvrtc.launcher(*step[:4], stream, True, device), part.arguments)
+        for step, part in zip(steps, launch.parts, strict=True)
+    )
+    told = _Told(arguments, launch.arranged_bytes, launch.scratch_bytes, steps, launches)
     if kept and kept.has_table:  # or it will have one
         make_room(kept.experts, kind)
         kept.experts[kind] = told

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from samebits.format.geometry import LANES, SLAB_BYTES, STAGE, STEPS
+from samebits.format.geometry import LANES, ROW_GROUP, SLAB_BYTES, STAGE, STEPS
 from samebits.format.header import Header
 from samebits.kernels import nvrtc
 from samebits.kernels.linear.cuts import Cut, Tiles, cuts_anywhere, hands_on, words
@@ -160,6 +160,24 @@ def warpgroups(header: Header, m: int, split: int, device: int, warps: int) -> L
         return None
     clusters = min(planner.units(way, warps), most)
     return _launch(way, warps, [planner], [way.cluster * clusters], [()])
+
+
+class Warpgroups:
+    """A launch in which warpgroups multiply, whose units csrc/linear_routed.cuh finds."""
+
+    def __init__(self, header: Header, tokens: int, warps: int, device: int) -> None:
+        self._way, self._warps = _Way(Kernel.WARPGROUPS, tokens), warps
+        self._planner = _Planner(header, tokens, 1, device)
+        self._memory = _Memory.of(self._way, [self._planner], warps)
+        self.fits = self._memory.ring > 0
+        self.cluster = self._way.cluster
+        self.tile_rows = ROW_GROUP * self._way.groups * warps * self.cluster
+        self.threads = LANES * (warps + _OTHER_WARPS)
+        self.shared_bytes = self._memory.total
+
+    def job(self, blocks: int) -> JobFields:
+        """JobStructure's fields behind the pointers."""
+        return self._planner.job(self._way, self._warps, self._memory.x_bytes // 4, self._memory.ring, 0, blocks, ())
 
 
 def _shares(planners: Sequence[_Planner], way: _Way, warps: int, multiprocessors: int) -> tuple[int, list[int]]:
