@@ -102,7 +102,8 @@ def test_nothing_is_looked_for(
 def test_in_front_of_what_measures_memory(asked: list[tuple[PlanKey, Header]]) -> None:
     order: list[str] = []
     worker = SimpleNamespace(
-        load_config=SimpleNamespace(use_tqdm_on_load=False), scheduler_config=SimpleNamespace(max_num_seqs=4),
+        load_config=SimpleNamespace(use_tqdm_on_load=False),
+        scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=300),
         vllm_config=SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_capture_sizes=CAPTURED)),
         get_model=lambda: order.append("model") or layer(64, 128),
     )  # fmt: skip

@@ -58,6 +58,7 @@ class Played:
     searches: int = 0
     capturing: bool = False
     misfit: int | None = None
+    made: list[PackedTensor] = field(default_factory=list)
 
     def fits(self, variant: int) -> bool:
         return variant != self.misfit
@@ -65,6 +66,7 @@ class Played:
     def product(
         self, x: torch.Tensor, packed: PackedTensor, ids: torch.Tensor, scales: Any, y: torch.Tensor, variant: int
     ) -> None:
+        self.made.append(packed)
         made = products(x, samebits.decode(packed), ids, scales)
         y.copy_((-made if (packed.shape[1], variant) in self.wrong else made).view_as(y))
 
@@ -139,11 +141,11 @@ def test_weights_and_what_they_are_compared_with_suit_the_kernel(shape: tuple[in
 def test_what_is_compared_is_forgotten(played: Played, layer: list[torch.Tensor]) -> None:
     choices = choices_of(layer)
     assert choices.of(2, ahead=True)
-    assert "_probes" in vars(choices)
+    assert all("_probe" in vars(each) for each in choices._comparisons)
     choices.forget_probes()
-    assert "_probes" not in vars(choices)
+    assert not any("_probe" in vars(each) for each in choices._comparisons)
     assert choices.of(3)
-    assert "_probes" not in vars(choices)
+    assert not any("_probe" in vars(each) for each in choices._comparisons)
 
 
 def test_the_same_bits_as_vllm(played: Played, layer: list[torch.Tensor]) -> None:
@@ -212,6 +214,94 @@ def test_more_tokens_are_looked_for_ahead_alone(played: Played, layer: list[torc
     assert choices.of(65) is None
     assert choices.of(65, ahead=True)
     assert choices.of(65)
+
+
+def test_rungs(played: Played, layer: list[torch.Tensor]) -> None:
+    """Stand for fewer tokens, when they are used, if that is right for how vLLM's kernel is compiled then."""
+    choices, compared = choices_of(layer), []
+    assert routed.rungs(512) == [128, 256, 512]
+    assert routed.rungs(513) == [128, 256, 512, 1024]
+    assert routed.rungs(64) == []
+    for rung in (128, 256):
+        choices.find_rung(rung)
+    choices.known[130] = None  # of a graph: decoding is faster
+    assert fused(choices, layer, 100, played) == (False, False)
+    choices.climb()
+    for tokens in (100, 130, 128, 200, 257):
+        compared.append(fused(choices, layer, tokens, played))
+    assert compared == [(True, True), (False, False), (True, True), (True, True), (False, False)]
+    before = dict(choices._comparisons[0]._right)
+    assert fused(choices, layer, 112, played) == (True, True)  # of a kind that was compared
+    assert choices._comparisons[0]._right == before
+    played.wrong |= {(2 * INNER, 2)}
+    choices._comparisons[0]._right.clear()
+    assert fused(choices, layer, 104, played) == (False, True)
+    assert fused(choices, layer, 120, played) == (False, True)
+
+
+def test_rungs_end_where_decoding_first_is_faster(played: Played, layer: list[torch.Tensor]) -> None:
+    choices = choices_of(layer)
+    choices.find_rung(128)
+    played.times = 3.0, 2.5
+    choices.find_rung(256)
+    played.times = 1.0, 3.0
+    choices.find_rung(512)
+    assert played.searches == 2
+    assert not choices.known
+    choices.climb()
+    assert choices.known == {128: Chosen(2, 2), 256: None, 512: None}
+
+
+def fused(choices: Choices, layer: list[torch.Tensor], tokens: int, played: Played) -> tuple[bool, bool]:
+    """Whether either product of so many tokens is, whose bytes are vLLM's."""
+    routing = Routing.random(tokens, EXPERTS, EACH, torch.device("cpu"), tokens)
+    x = torch.randn(tokens, HIDDEN).to(torch.bfloat16)
+    given = choices.weights(choices._packed, routing.ids)
+    expected = choices._run(x, routing, layer)
+    if given is None:
+        return False, False
+    played.made.clear()
+    assert torch.equal(choices._run(x, routing, given), expected)
+    made = [packed.shape[1] for packed in played.made if any(packed is each for each in choices._packed)]
+    return 2 * INNER in made, HIDDEN in made
+
+
+@pytest.mark.parametrize("error", [DeviceError("no compiler", mend="install one"), torch.OutOfMemoryError()])
+def test_what_cannot_be_compared_in_between(
+    error: Exception, played: Played, layer: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    choices = choices_of(layer)
+    choices.find_rung(128)
+    choices.climb()
+
+    def fail(*args: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(routed, "experts_product", fail)
+    assert fused(choices, layer, 101, played) == (False, False)
+    assert "decoded first" in caplog.text
+    played.capturing = True
+    assert fused(choices, layer, 99, played) == (False, False)
+
+
+def test_kinds_of_vllms_kernel() -> None:
+    """As Triton tells arguments apart: the same for numbers that it compiles one kernel for."""
+    config = {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_K": 32}
+    memory = torch.empty(64 * 64)
+
+    def kind(tokens: int, start: int = 0, **others: Any) -> object:
+        a = memory[start : start + 8 * tokens].view(tokens, 8)
+        y = torch.empty(tokens, 2, 24)
+        return routed.kind_of({"A": a, "B": object(), "C": y, "config": config, "top_k": 2, "mul": False} | others)
+
+    assert kind(17) == kind(19) == kind(33)
+    assert kind(16) == kind(48)
+    different = [
+        kind(17), kind(16), kind(24), kind(1), kind(65), kind(17, start=1), kind(17, top_k=1), kind(17, mul=True),
+        kind(17, config={**config, "BLOCK_SIZE_K": 64}), kind(17, A=torch.empty(17, 8, dtype=torch.bfloat16)),
+    ]  # fmt: skip
+    assert len({*different}) == len(different)
 
 
 def test_nothing_is_looked_for_during_a_capture(played: Played, layer: list[torch.Tensor]) -> None:

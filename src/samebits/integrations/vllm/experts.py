@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
@@ -19,7 +19,7 @@ from vllm.platforms import current_platform
 
 from samebits.format.packed import PackedTensor
 from samebits.integrations.vllm.layers import Decoded, check_loaded, is_new
-from samebits.integrations.vllm.routed import Choices, Routing, are_supported, decoded, fit, weights
+from samebits.integrations.vllm.routed import Choices, Routing, are_supported, decoded, rungs
 from samebits.integrations.vllm.weights import HELD, encode, hold
 from samebits.plans.planner import Planner
 
@@ -67,9 +67,9 @@ class PackedExpertsMethod(UnquantizedFusedMoEMethod):  # type: ignore[misc]
         """The layer with weights as vLLM's kernels are to get them."""
         choices: Choices | None = layer.__dict__[_CHOICES]
         if choices and routed.shape[1:] == (choices.each,) and _suit(x, scales, routed):
-            chosen, packed = choices.of(len(x)), list(_packed(layer).values())
-            if chosen and fit(packed, routed.numel(), choices.each, chosen):
-                return Decoded(layer, **dict(zip(_NAMES, weights(packed, routed, chosen), strict=True)))
+            fused = choices.weights(list(_packed(layer).values()), routed)
+            if fused:
+                return Decoded(layer, **dict(zip(_NAMES, fused, strict=True)))
         return Decoded(layer, **self._plain(layer, routed))
 
     def _plain(self, layer: Any, routed: torch.Tensor | None) -> dict[str, torch.Tensor]:
@@ -104,13 +104,30 @@ class PackedExpertsMethod(UnquantizedFusedMoEMethod):  # type: ignore[misc]
         return list(self._plain(layer, routing.ids).values())
 
 
-def find(model: nn.Module, captured: Iterable[int], shows_progress: bool) -> None:
-    """How routed experts are multiplied with numbers of tokens that graphs are captured of, few of them first."""
+def find(model: nn.Module, captured: Iterable[int], most: int, shows_progress: bool) -> Callable[[], None]:
+    """How routed experts are multiplied, few tokens first: with numbers that graphs are captured of, and for others.
+
+    Args:
+        most: tokens that come at once.
+
+    Returns:
+        What has the latter used, when the memory that decoding takes has been measured.
+    """
     found = {each for layer in model.modules() if (each := layer.__dict__.get(_CHOICES))}
+    numbers = sorted([(tokens, False) for tokens in {*captured}] + [(tokens, True) for tokens in rungs(most)])
     for choices in found:
-        for tokens in tqdm(sorted(captured), "Finding plans for experts", disable=not shows_progress):
-            choices.of(tokens, ahead=True)
+        for tokens, is_rung in tqdm(numbers, "Finding plans for experts", disable=not shows_progress):
+            if is_rung:
+                choices.find_rung(tokens)
+            else:
+                choices.of(tokens, ahead=True)
         choices.forget_probes()  # before what is left is given to the cache
+
+    def climb() -> None:
+        for choices in found:
+            choices.climb()
+
+    return climb
 
 
 def _packed(layer: nn.Module) -> Mapping[str, PackedTensor]:

@@ -36,8 +36,11 @@ def finding_plans(original: Callable[..., Any]) -> Callable[..., Any]:
         captured = self.vllm_config.compilation_config.cudagraph_capture_sizes or ()
         model = self.get_model()
         find(model, captured, self.scheduler_config.max_num_seqs, shows_progress)
-        experts.find(model, captured, shows_progress)
-        return original(self)
+        most = self.scheduler_config.max_num_batched_tokens
+        use_all = experts.find(model, captured, most, shows_progress)
+        memory = original(self)
+        use_all()
+        return memory
 
     return determine_available_memory
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import inspect
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial, wraps
 from typing import Any, NamedTuple
 
@@ -29,7 +30,8 @@ from samebits.plans.probe import Probe
 from samebits.plans.store import ExpertsOutcome, PlanStore
 from samebits.plans.timing import microseconds
 
-FEW_TOKENS = 64  # more are looked for only ahead
+FEW_TOKENS = 64  # more are looked for only ahead: those of graphs, and rungs for all others
+_FIRST_RUNG = 2 * FEW_TOKENS
 _EVERY = 4  # with so many choices for each expert, nearly all are chosen
 _ROUTINGS = 12  # that are timed in turn: experts that a cache does not have
 _DECODED = 4  # of these, with which decoding first is timed: it writes far more than the cache has
@@ -82,49 +84,124 @@ def _scales(given: dict[str, Any]) -> torch.Tensor | None:
     return given["topk_weights"] if given["mul_routed_weight"] else None
 
 
+class Comparison:
+    """Which variants give the bytes of vLLM's Triton kernel, for weights [experts, rows, columns] of one shape.
+
+    It is asked with a weight of one expert, which stands for all of them: what one adds up does not depend on the
+    others, nor on who has been chosen, nor on other tokens, but on how the kernel was compiled (``kind_of``).
+    """
+
+    def __init__(self, shape: torch.Size, device: torch.device) -> None:
+        self._shape, self._device = shape, device
+        self._right: dict[tuple[object, int], bool] = {}  # by kind and variant
+
+    @cached_property
+    def _probe(self) -> tuple[Probe, PackedTensor]:
+        return probe_of((self._shape[1], self._shape[2]), self._device)
+
+    def forget_probe(self) -> None:
+        """Which takes memory, and is made again if it is needed."""
+        self.__dict__.pop("_probe", None)
+
+    def is_right(self, original: Callable[..., None], given: dict[str, Any], variant: int) -> bool:
+        """Of a variant, as it was found for products of this kind, or is now; while a graph is captured nothing is."""
+        key = kind_of(given), variant
+        if key not in self._right and not torch.cuda.is_current_stream_capturing():
+            self.compare(original, given, [variant])
+        return self._right.get(key, False)
+
+    @torch.inference_mode(False)  # whose tensors have no decode tables, and take longer
+    @torch.no_grad()
+    def compare(self, original: Callable[..., None], given: dict[str, Any], variants: Sequence[int]) -> list[int]:
+        """Those of these that are right; ``original`` is asked with other operands, and its output is written to."""
+        x, y, scales = given["A"], given["C"], _scales(given)
+        probe, encoded = self._probe
+        pairs, weight = y.numel() // self._shape[1], probe.weight.expand(self._shape)
+        ids = torch.zeros(pairs, dtype=torch.int32, device=x.device)
+        sharing, device = pairs // len(x), x.get_device()
+        right = [each for each in variants if launch_of(encoded.header, pairs, sharing, each, device)]
+        for seed in range(PROBES):
+            made = probe.cancelling(len(x), seed) if seed else probe.plain(len(x), seed)
+            original(**{**given, "A": made, "B": weight})
+            for variant in tuple(right):
+                found = torch.full_like(y, torch.nan)
+                experts_product(made, encoded, ids, scales, found, variant)
+                if not same_words(found, y):
+                    right.remove(variant)
+        kind = kind_of(given)
+        for variant in variants:
+            self._right[kind, variant] = variant in right and self._right.get((kind, variant), True)
+        return right
+
+
+def kind_of(given: Mapping[str, Any]) -> tuple[object, ...]:
+    """What decides how Triton compiles its kernel, of the arguments of the function that launches it: numbers count as
+    1, as multiples of 16, or as others, and addresses as aligned or not; the weight is always alike."""
+    tokens, y, config = len(given["A"]), given["C"], given.get("config", {})
+    pairs, is_small = y.numel() // y.shape[-1], tokens < config.get("BLOCK_SIZE_M", 0)
+    return _number(pairs), is_small, *((name, _kind(value)) for name, value in given.items() if name != "B")
+
+
+def _kind(value: Any) -> object:
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0, *map(_number, (*value.shape, *value.stride()))
+    return tuple(sorted(value.items())) if isinstance(value, dict) else value
+
+
+def _number(value: int) -> tuple[bool, bool]:
+    return value == 1, value % 16 == 0
+
+
+def rungs(most: int) -> list[int]:
+    """Numbers of tokens for Choices.find_rung, for any number up to the most that come at once."""
+    doubled = (_FIRST_RUNG << i for i in range(most.bit_length()))
+    return [rung for rung in doubled if rung < 2 * most]
+
+
 class RoutedWeight(StandIn):
     """Multiplies with the packed weight.
 
     Args:
         ids: which expert each pair of a token and an expert has.
         variant: of the kernel.
+        comparison: where it has to be right before it is used; None: it is known to be.
     """
 
-    def __init__(self, packed: PackedTensor, ids: torch.Tensor, variant: int) -> None:
+    def __init__(
+        self, packed: PackedTensor, ids: torch.Tensor, variant: int, comparison: Comparison | None = None
+    ) -> None:
         super().__init__(packed)
-        self.ids, self.variant = ids, variant
+        self.ids, self.variant, self._comparison = ids, variant, comparison
 
     def multiply(self, original: Callable[..., None], given: dict[str, Any]) -> None:
-        experts_product(given["A"], self.packed, self.ids, _scales(given), given["C"], self.variant)
+        if self._is_right(original, given):
+            experts_product(given["A"], self.packed, self.ids, _scales(given), given["C"], self.variant)
+        else:
+            original(**{**given, "B": decoded(self.packed, self.ids)})
+
+    def _is_right(self, original: Callable[..., None], given: dict[str, Any]) -> bool:
+        if self._comparison is None:
+            return True
+        try:
+            return self._comparison.is_right(original, given, self.variant)
+        except (torch.OutOfMemoryError, DeviceError) as error:
+            _log.warning("%d tokens with routed experts: %s; these are decoded first", len(given["A"]), error)
+            return False
 
 
 class _Compared(StandIn):
-    """Makes ``original`` multiply with a weight of one expert, to find which variants give the same bytes.
-
-    That expert stands for all of them: what one adds up does not depend on the others, nor on who has been chosen.
+    """Finds which variants are right, when ``original`` is to multiply with it.
 
     Attributes:
         right: variants.
     """
 
-    def __init__(self, packed: PackedTensor, probe: Probe, encoded: PackedTensor, right: Sequence[int]) -> None:
+    def __init__(self, packed: PackedTensor, comparison: Comparison, right: Sequence[int]) -> None:
         super().__init__(packed)
-        self._probe, self._encoded, self.right = probe, encoded, list(right)
+        self._comparison, self.right = comparison, list(right)
 
     def multiply(self, original: Callable[..., None], given: dict[str, Any]) -> None:
-        x, y, scales = given["A"], given["C"], _scales(given)
-        pairs, weight = y.numel() // self.shape[1], self._probe.weight.expand(self.shape)
-        ids = torch.zeros(pairs, dtype=torch.int32, device=x.device)
-        sharing, device = pairs // len(x), x.get_device()
-        self.right = [each for each in self.right if launch_of(self._encoded.header, pairs, sharing, each, device)]
-        for seed in range(PROBES):
-            made = self._probe.cancelling(len(x), seed) if seed else self._probe.plain(len(x), seed)
-            original(**{**given, "A": made, "B": weight})
-            for variant in tuple(self.right):
-                found = torch.full_like(y, torch.nan)
-                experts_product(made, self._encoded, ids, scales, found, variant)
-                if not same_words(found, y):
-                    self.right.remove(variant)
+        self.right = self._comparison.compare(original, given, self.right)
 
 
 def multiplying_routed(original: Callable[..., None]) -> Callable[..., None]:
@@ -173,6 +250,9 @@ class Choices:
         self._store, self._state = store, state
         self.known: dict[int, Chosen | None] = {}
         self._hopeless: float = torch.inf  # tokens
+        self._comparisons = [Comparison(each.shape, each.device) for each in packed]
+        self._ahead: dict[int, Chosen | None] = {}
+        self._rungs: list[int] = []
 
     def of(self, tokens: int, *, ahead: bool = False) -> Chosen | None:
         """None: the experts are decoded first. While a graph is captured nothing is found.
@@ -194,14 +274,46 @@ class Choices:
         self.known[tokens] = found
         return found
 
+    def weights(self, packed: Sequence[PackedTensor], ids: torch.Tensor) -> list[RoutedWeight] | None:
+        """As vLLM is to get those of a layer of this kind; None: as they are, decoded.
+
+        Numbers of tokens that nothing is known of are multiplied as the rung above them is, if that is right.
+
+        Args:
+            ids: [tokens, experts of a token].
+        """
+        tokens, comparisons = len(ids), None
+        chosen = self.of(tokens)
+        if tokens not in self.known and self._rungs and mode() is not Mode.OFF:
+            rung = bisect_left(self._rungs, tokens)
+            chosen = self.known[self._rungs[rung]] if rung < len(self._rungs) else None
+            comparisons = self._comparisons
+        if chosen is None or not fit(packed, ids.numel(), self.each, chosen):
+            return None
+        return weights(packed, ids, chosen, comparisons)
+
+    def find_rung(self, tokens: int) -> None:
+        """What is known of a number of tokens that stands for those below it, kept until ``climb``.
+
+        Where these are decoded first more of them are, too.
+        """
+        if None in self._ahead.values():
+            self._ahead[tokens] = None
+            return
+        is_known = tokens in self.known
+        self._ahead[tokens] = self.of(tokens, ahead=True)
+        if not is_known:
+            self.known.pop(tokens, None)
+
+    def climb(self) -> None:
+        """From now on what ``find_rung`` has found is looked at."""
+        self.known |= self._ahead
+        self._rungs = sorted(self._ahead)
+
     def forget_probes(self) -> None:
         """Which take memory; they are made again if they are needed."""
-        self.__dict__.pop("_probes", None)
-
-    @cached_property
-    def _probes(self) -> list[tuple[Probe, PackedTensor]]:
-        """Of each weight's experts one made for it."""
-        return [probe_of((packed.shape[1], packed.shape[2]), packed.device) for packed in self._packed]
+        for comparison in self._comparisons:
+            comparison.forget_probe()
 
     def _resolved(self, tokens: int, *, ahead: bool) -> Chosen | None:
         """As kept by any process, if it is right here, too, else found now."""
@@ -227,14 +339,14 @@ class Choices:
         experts, rows, columns = packed.shape
         return ExpertsKey(Operation.VLLM, experts, rows, columns, tokens * self.each, f"{self._state} product={place}")
 
-    @torch.inference_mode(False)  # whose tensors have no decode tables, and take longer
+    @torch.inference_mode(False)  # as for Comparison
     @torch.no_grad()
     def _is_right(self, tokens: int, chosen: Chosen) -> bool:
         trial = self._trial(tokens)
         fitting = [[each] if each in own else [] for each, own in zip(chosen, trial.fitting, strict=True)]
         return all(fitting) and all(self._agreeing(trial, fitting)) and all(self._are_same(trial, chosen))
 
-    @torch.inference_mode(False)  # as for _is_right
+    @torch.inference_mode(False)  # as for Comparison
     @torch.no_grad()
     def _found(self, tokens: int) -> _Outcome:
         trial = self._trial(tokens)
@@ -267,8 +379,8 @@ class Choices:
     def _agreeing(self, trial: _Trial, variants: Sequence[Sequence[int]]) -> list[list[int]]:
         """Of these of either weight those with the bytes of vLLM's kernel."""
         compared = [
-            _Compared(packed, *probe, own)
-            for packed, probe, own in zip(self._packed, self._probes, variants, strict=True)
+            _Compared(packed, comparison, own)
+            for packed, comparison, own in zip(self._packed, self._comparisons, variants, strict=True)
         ]
         self._run(trial.x, trial.routings[0], compared)
         return [each.right for each in compared]
@@ -349,9 +461,12 @@ def decoded(packed: PackedTensor, ids: torch.Tensor | None) -> torch.Tensor:
     return decode_experts(packed, ids.clamp(0, packed.shape[0] - 1))  # -1: of no token
 
 
-def weights(packed: Sequence[PackedTensor], ids: torch.Tensor, chosen: Chosen) -> list[RoutedWeight]:
+def weights(
+    packed: Sequence[PackedTensor], ids: torch.Tensor, chosen: Chosen, comparisons: Sequence[Comparison] | None = None
+) -> list[RoutedWeight]:
     """As vLLM is to get them."""
-    return [RoutedWeight(each, ids, variant) for each, variant in zip(packed, chosen, strict=True)]
+    asked: Sequence[Comparison | None] = comparisons or [None] * len(packed)
+    return [RoutedWeight(each, ids, variant, own) for each, variant, own in zip(packed, chosen, asked, strict=True)]
 
 
 def are_supported(packed: Sequence[PackedTensor]) -> bool:
