@@ -1,12 +1,16 @@
 """Routed experts of one layer in vLLM: BF16, packed, and packed but decoded first, in CUDA graphs.
 
     python benchmarks/experts.py [--name experts] [--models ...] [--tokens 1,8]      on a GPU, where vLLM is installed
+    python benchmarks/experts.py --prompts                                           the same file: between the rungs
 
 Real shapes, synthetic weights, tokens and routes (uniform, other ones in each call of a graph, so that the cache does
 not have their experts). Each form is what vLLM does with a router's choice: sorts, makes the first product, multiplies
 gates and ups, makes the second, scales, adds up. BF16's products are vLLM's Triton kernel's, ``samebits`` has the
 variants that samebits chooses for it, else decodes first, as ``decoded`` always does. ``same`` says whether the bytes
 of a call are those of BF16, for each of the calls that are timed.
+
+Rows of the table "prompts" are of numbers of tokens that nothing was found for ahead: experts are multiplied as with
+the rung above (samebits.integrations.vllm.routed), or decoded first. ``how`` has the rung's variants.
 """
 
 from __future__ import annotations
@@ -22,12 +26,15 @@ from common import PACKAGES, add_results, encode_checked, significant, synthetic
 from gpu import time_graphs
 from samebits.bf16 import same_words
 from samebits.integrations.vllm import plugin
-from samebits.integrations.vllm.routed import Choices, Routing, decoded, multiplying_routed, weights
+from samebits.integrations.vllm.routed import Choices, Routing, decoded, multiplying_routed, rungs, weights
 from samebits.kernels.linear.experts import VARIANTS
 
 TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
+PROMPTS = [300, 701, 1000, 1500, 3000, 6000]
+MOST = 8192  # tokens of a step, as vLLM's server has by default
 ROUTES, FEW_ROUTES, MANY = 12, 4, 16  # calls in a graph; of more than so many tokens
 KEYS = ("model", "tokens")
+Form = Callable[[torch.Tensor, Routing], torch.Tensor]
 
 
 class Shape(NamedTuple):
@@ -96,38 +103,51 @@ class Layer:
     def decode_first(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         return self.run(x, routing, self.decoded(routing))
 
-    def forms(self, tokens: int) -> tuple[dict[str, Callable[[torch.Tensor, Routing], torch.Tensor]], str]:
-        """By name, and how the packed one is made."""
+    def found(self, tokens: int) -> tuple[Form, str]:
+        """The packed form, and how it is made."""
         chosen = self.choices.of(tokens, ahead=True)
-        fused = chosen and (lambda x, routing: self.run(x, routing, weights(self.packed, routing.ids, chosen)))
-        forms = {
-            "bf16": lambda x, routing: self.run(x, routing, self.plain),
-            "samebits": fused or self.decode_first,
-            "decoded": self.decode_first,
-        }
-        return forms, "; ".join(str(VARIANTS[each]) for each in chosen) if chosen else "decoded first"
+        if chosen is None:
+            return self.decode_first, "decoded first"
+        how = "; ".join(str(VARIANTS[each]) for each in chosen)
+        return lambda x, routing: self.run(x, routing, weights(self.packed, routing.ids, chosen)), how
+
+    def between(self, tokens: int) -> tuple[Form, str]:
+        """The same for a number that nothing was found for."""
+
+        def form(x: torch.Tensor, routing: Routing) -> torch.Tensor:
+            given = self.choices.weights(self.packed, routing.ids)
+            return self.decode_first(x, routing) if given is None else self.run(x, routing, given)
+
+        given = self.choices.weights(self.packed, torch.zeros(tokens, self.shape.each, dtype=torch.int32))
+        return form, "; ".join(str(VARIANTS[each.variant]) for each in given) if given else "decoded first"
 
 
-def measure(name: str, layer: Layer, tokens: int, repeats: int) -> dict[str, Any]:
+def measure(name: str, table: str, layer: Layer, tokens: int, repeats: int) -> dict[str, Any]:
     experts, each, hidden, _ = layer.shape
     x = torch.randn(tokens, hidden, device="cuda").to(torch.bfloat16)
     routes = ROUTES if tokens <= MANY else FEW_ROUTES
     routings = [Routing.random(tokens, experts, each, x.device, 100 + seed) for seed in range(routes)]
-    forms, how = layer.forms(tokens)
+    samebits, how = layer.between(tokens) if table == "prompts" else layer.found(tokens)
+    forms: dict[str, Form] = {
+        "bf16": lambda x, routing: layer.run(x, routing, layer.plain),
+        "samebits": samebits,
+        "decoded": layer.decode_first,
+    }
     same = all(same_words(forms["samebits"](x, routing), forms["bf16"](x, routing)) for routing in routings)
     timings = time_graphs([[partial(form, x, routing) for routing in routings] for form in forms.values()], repeats)
-    row: dict[str, Any] = {"table": "experts", "model": name, "tokens": tokens, "how": how, "same": same}
+    row: dict[str, Any] = {"table": table, "model": name, "tokens": tokens, "how": how, "same": same}
     for key, timing in zip(forms, timings, strict=True):
         row |= timing.columns(f"{key}_microseconds", 1e6)
-    bf16, samebits, decoded = (timing.median for timing in timings)
-    return row | {"speed": significant(bf16 / samebits), "decoded_speed": significant(bf16 / decoded)}
+    bf16, ours, decoded_first = (timing.median for timing in timings)
+    return row | {"speed": significant(bf16 / ours), "decoded_speed": significant(bf16 / decoded_first)}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--name", default="experts")
     parser.add_argument("--models", type=lambda text: text.split(","), default=list(MODELS), help=", ".join(MODELS))
-    parser.add_argument("--tokens", type=lambda text: [int(each) for each in text.split(",")], default=TOKENS)
+    parser.add_argument("--tokens", type=lambda text: [int(each) for each in text.split(",")])
+    parser.add_argument("--prompts", action="store_true", help="numbers of tokens that nothing is found for ahead")
     parser.add_argument("--repeats", type=int, default=7)
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -135,10 +155,14 @@ def main() -> int:
     from vllm.config import VllmConfig, set_current_vllm_config
 
     packages, all_same = (*PACKAGES, plugin.distribution() or "vllm"), True
+    table, numbers = ("prompts", PROMPTS) if options.prompts else ("experts", TOKENS)
     for name in options.models:
         with set_current_vllm_config(VllmConfig()):
             layer = Layer(MODELS[name])
-            rows = [measure(name, layer, tokens, options.repeats) for tokens in options.tokens]
+            for rung in rungs(MOST) if options.prompts else ():
+                layer.choices.find_rung(rung)
+            layer.choices.climb()
+            rows = [measure(name, table, layer, tokens, options.repeats) for tokens in options.tokens or numbers]
         all_same &= all(row["same"] for row in rows)
         print(add_results(options.name, torch.cuda.get_device_name(), rows, KEYS, packages), flush=True)
         del layer

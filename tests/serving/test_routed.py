@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,7 +41,14 @@ def vllm_kernel(
     mul_routed_weight: bool,
 ) -> None:
     """With the arguments of vLLM's that are looked at, and the others' routes."""
-    C.copy_(products(A, B, ids, topk_weights if mul_routed_weight else None).view_as(C))
+    write(C, products(A, B, ids, topk_weights if mul_routed_weight else None))
+
+
+def write(target: torch.Tensor, made: torch.Tensor) -> None:
+    """As kernels do, of which torch knows nothing."""
+    assert target.is_contiguous()
+    assert target.nbytes == made.nbytes
+    ctypes.memmove(target.data_ptr(), made.contiguous().data_ptr(), made.nbytes)
 
 
 @dataclass
@@ -68,7 +76,7 @@ class Played:
     ) -> None:
         self.made.append(packed)
         made = products(x, samebits.decode(packed), ids, scales)
-        y.copy_((-made if (packed.shape[1], variant) in self.wrong else made).view_as(y))
+        write(y, -made if (packed.shape[1], variant) in self.wrong else made)
 
     def microseconds(self, calls: Sequence[Any]) -> list[float]:
         """Of variants the last one is the fastest."""
@@ -239,6 +247,18 @@ def test_rungs(played: Played, layer: list[torch.Tensor]) -> None:
     assert fused(choices, layer, 120, played) == (False, True)
 
 
+@torch.inference_mode()
+def test_rungs_in_an_engine(played: Played, layer: list[torch.Tensor]) -> None:
+    """Whose tensors are those of inference, and which compares in between."""
+    choices = choices_of(layer)
+    choices.find_rung(128)
+    choices.climb()
+    choices.forget_probes()
+    assert fused(choices, layer, 101, played) == (True, True)
+    assert fused(choices, layer, 103, played) == (True, True)
+    assert sum("_probe" in vars(each) for each in choices._comparisons) == 2
+
+
 def test_rungs_end_where_decoding_first_is_faster(played: Played, layer: list[torch.Tensor]) -> None:
     choices = choices_of(layer)
     choices.find_rung(128)
@@ -299,7 +319,8 @@ def test_kinds_of_vllms_kernel() -> None:
     assert kind(16) == kind(48)
     different = [
         kind(17), kind(16), kind(24), kind(1), kind(65), kind(17, start=1), kind(17, top_k=1), kind(17, mul=True),
-        kind(17, config={**config, "BLOCK_SIZE_K": 64}), kind(17, A=torch.empty(17, 8, dtype=torch.bfloat16)),
+        kind(17, block_shape=[128, 128]), kind(17, config={**config, "BLOCK_SIZE_K": 64}),
+        kind(17, A=torch.empty(17, 8, dtype=torch.bfloat16)),
     ]  # fmt: skip
     assert len({*different}) == len(different)
 

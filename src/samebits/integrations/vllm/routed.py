@@ -145,7 +145,9 @@ def kind_of(given: Mapping[str, Any]) -> tuple[object, ...]:
 def _kind(value: Any) -> object:
     if isinstance(value, torch.Tensor):
         return value.dtype, value.data_ptr() % 16 == 0, *map(_number, (*value.shape, *value.stride()))
-    return tuple(sorted(value.items())) if isinstance(value, dict) else value
+    if isinstance(value, dict):
+        return tuple(sorted(value.items()))
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _number(value: int) -> tuple[bool, bool]:
