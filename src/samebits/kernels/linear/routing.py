@@ -17,7 +17,7 @@ class Part(NamedTuple):
     """One of the launches, made one behind the other.
 
     Attributes:
-        arguments: which fields of experts.Parameters the kernel takes.
+        arguments: those of the launch that the kernel takes, by name (experts._Parameters).
     """
 
     file: str
