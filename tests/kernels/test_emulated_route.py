@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,15 @@ import samebits
 from samebits.bf16 import same_words
 from samebits.kernels import nvrtc
 from samebits.kernels.linear import experts
-from samebits.kernels.linear.experts import VARIANTS, Input, experts_product, is_supported, launch_of
+from samebits.kernels.linear.experts import (
+    VARIANTS,
+    Input,
+    experts_product,
+    is_supported,
+    launch_of,
+    may_be_fastest,
+)
+from samebits.kernels.linear.routed import routed
 from samebits.kernels.structures import JobStructure, RoutingStructure
 from tests.codecs.tensors import always_quad
 from tests.kernels import emulator
@@ -147,3 +156,34 @@ def room(scratch: torch.Tensor, size: int, **how: Any) -> torch.Tensor:
     assert size <= len(scratch)
     assert how["dtype"] is torch.uint8
     return scratch[:size]
+
+
+@pytest.mark.parametrize(
+    ("pairs", "experts", "fits"), [(65536, 64, True), (65537, 64, False), (200, 0, True), (200, 58112, False)]
+)
+def test_what_there_is_room_for(device: Device, pairs: int, experts: int, fits: bool) -> None:
+    """Ranks of 16 bits, and a word of shared memory for each expert."""
+    header = samebits.encode(emulator.values((4, 24, 640), torch.Generator().manual_seed(0))).header
+    many = replace(header, shape=torch.Size((experts + 4, *header.shape[1:])))
+    assert [routed(many, pairs, 1, 64, -1) is not None, routed(many, pairs, 1, 256, -1) is not None] == [fits, fits]
+
+
+def test_others_have_no_such_kernel(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    header = samebits.encode(emulator.values((4, 24, 640), torch.Generator().manual_seed(0))).header
+    assert routed(header, 200, 1, 64, -1)
+    monkeypatch.setattr(nvrtc, "has_wgmma", lambda device: False)
+    assert routed(header, 200, 1, 64, -1) is None
+
+
+def test_which_variants_are_tried() -> None:
+    """By the average number of pairs of an expert."""
+
+    def tried(pairs: int, experts: int) -> list[int]:
+        chosen = [each for number, each in enumerate(VARIANTS) if may_be_fastest(pairs, experts, number)]
+        return sorted({8 * each.octets for each in chosen})
+
+    assert tried(8, 128) == [8, 16]
+    assert tried(1024, 128) == [8, 16, 64]
+    assert tried(4096, 128) == [16, 64, 128]
+    assert tried(16384, 128) == [64, 128, 256]
+    assert tried(65536, 64) == [256]

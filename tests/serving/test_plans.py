@@ -100,14 +100,32 @@ def test_nothing_is_looked_for(
 
 
 def test_in_front_of_what_measures_memory(asked: list[tuple[PlanKey, Header]]) -> None:
-    order: list[str] = []
+    order: list[Any] = []
+
+    class Choices:
+        def of(self, tokens: int, *, ahead: bool) -> None:
+            order.append(tokens)
+
+        def find_rung(self, tokens: int) -> None:
+            order.append(("rung", tokens))
+
+        def forget_probes(self) -> None:
+            order.append("forgotten")
+
+        def climb(self) -> None:
+            order.append("climbed")
+
+    mixture = layer(64, 128)
+    mixture.__dict__["sb_choices"] = Choices()
     worker = SimpleNamespace(
         load_config=SimpleNamespace(use_tqdm_on_load=False),
         scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=300),
         vllm_config=SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_capture_sizes=CAPTURED)),
-        get_model=lambda: order.append("model") or layer(64, 128),
+        get_model=lambda: order.append("model") or mixture,
     )  # fmt: skip
     measure = plans.finding_plans(lambda self: order.append("measured") or 5)
     assert measure(worker) == 5
-    assert order == ["model", "measured"]
+    numbers = [*sorted(CAPTURED), ("rung", 128), ("rung", 256), ("rung", 300)]
+    assert sorted(order[1:-3], key=str) == sorted(numbers, key=str)
+    assert order[:1] + order[-3:] == ["model", "forgotten", "measured", "climbed"]
     assert len(asked) == len(CAPTURED)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import samebits
+from samebits.bf16 import same_words
 from samebits.errors import DeviceError
 from samebits.format.packed import PackedTensor
 from samebits.integrations.vllm import routed
@@ -228,8 +229,8 @@ def test_rungs(played: Played, layer: list[torch.Tensor]) -> None:
     """Stand for fewer tokens, when they are used, if that is right for how vLLM's kernel is compiled then."""
     choices, compared = choices_of(layer), []
     assert routed.rungs(512) == [128, 256, 512]
-    assert routed.rungs(513) == [128, 256, 512, 1024]
-    assert routed.rungs(64) == []
+    assert routed.rungs(513) == [128, 256, 512, 513]
+    assert routed.rungs(64) == [64]
     for rung in (128, 256):
         choices.find_rung(rung)
     choices.known[130] = None  # of a graph: decoding is faster
@@ -256,7 +257,7 @@ def test_rungs_in_an_engine(played: Played, layer: list[torch.Tensor]) -> None:
     choices.forget_probes()
     assert fused(choices, layer, 101, played) == (True, True)
     assert fused(choices, layer, 103, played) == (True, True)
-    assert sum("_probe" in vars(each) for each in choices._comparisons) == 2
+    assert not any("_probe" in vars(each) for each in choices._comparisons)
 
 
 def test_rungs_end_where_decoding_first_is_faster(played: Played, layer: list[torch.Tensor]) -> None:
@@ -298,11 +299,66 @@ def test_what_cannot_be_compared_in_between(
     def fail(*args: Any) -> None:
         raise error
 
-    monkeypatch.setattr(routed, "experts_product", fail)
-    assert fused(choices, layer, 101, played) == (False, False)
-    assert "decoded first" in caplog.text
+    with monkeypatch.context() as patch:
+        patch.setattr(routed, "experts_product", fail)
+        for tokens in (101, 103):
+            assert fused(choices, layer, tokens, played) == (False, False)
+    assert caplog.text.count("decoded first") == 2  # of each product once
     played.capturing = True
-    assert fused(choices, layer, 99, played) == (False, False)
+    assert fused(choices, layer, 104, played) == (False, False)
+    played.capturing = False
+    assert fused(choices, layer, 104, played) == (True, True)
+
+
+def test_no_rungs_where_plans_are_off(
+    played: Played, layer: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choices = choices_of(layer)
+    choices.find_rung(128)
+    choices.climb()
+    assert fused(choices, layer, 101, played) == (True, True)
+    monkeypatch.setattr(routed, "mode", lambda: Mode.OFF)
+    assert fused(choices, layer, 101, played) == (False, False)
+
+
+def test_scales_of_the_router_do_not_hide_what_is_wrong(played: Played, layer: list[torch.Tensor]) -> None:
+    choices = choices_of(layer)
+    choices.find_rung(128)
+    choices.climb()
+    choices._comparisons[1]._right.clear()
+    played.wrong |= {(HIDDEN, 2)}
+    routing = Routing.random(101, EXPERTS, EACH, torch.device("cpu"), 1)
+    given = choices.weights(choices._packed, routing.ids)
+    assert given
+    choices._run(torch.ones(101, HIDDEN).bfloat16(), routing._replace(scales=routing.scales * torch.nan), given)
+    assert [*choices._comparisons[1]._right.values()] == [False]
+
+
+def test_operands_that_no_probe_is_like(played: Played, layer: list[torch.Tensor]) -> None:
+    """Not aligned, with gaps, or not of all of the layer's pairs."""
+    comparison, calls = routed.Comparison(layer[0].shape, torch.device("cpu")), []
+    memory, y = torch.ones(9 * HIDDEN).bfloat16(), torch.empty(8, EACH, 2 * INNER, dtype=torch.bfloat16)
+    x = memory[: 8 * HIDDEN].view(8, HIDDEN)
+    given = {"A": x, "B": None, "C": y, "mul_routed_weight": False}
+
+    def original(**given: Any) -> None:
+        calls.append(given["B"])
+
+    assert not comparison.is_right(original, {**given, "A": memory[1 : 8 * HIDDEN + 1].view(8, HIDDEN)}, 0)
+    assert not calls
+    packed = samebits.encode(layer[0])
+    cases = [
+        (x, 9),
+        (memory[1 : 8 * HIDDEN + 1].view(8, HIDDEN), 8),
+        (memory.as_strided((8, HIDDEN), (HIDDEN + 8, 1)), 8),
+    ]
+    for a, tokens in cases:
+        weight = RoutedWeight(packed, torch.zeros(tokens, EACH, dtype=torch.int32), 0)
+        weight.multiply(original, {**given, "A": a})
+    assert [same_words(each, layer[0]) for each in calls] == [True] * 3
+    assert not played.made
+    RoutedWeight(packed, torch.zeros(8, EACH, dtype=torch.int32), 0).multiply(original, given)
+    assert len(played.made) == 1
 
 
 def test_kinds_of_vllms_kernel() -> None:
@@ -320,7 +376,7 @@ def test_kinds_of_vllms_kernel() -> None:
     different = [
         kind(17), kind(16), kind(24), kind(1), kind(65), kind(17, start=1), kind(17, top_k=1), kind(17, mul=True),
         kind(17, block_shape=[128, 128]), kind(17, config={**config, "BLOCK_SIZE_K": 64}),
-        kind(17, A=torch.empty(17, 8, dtype=torch.bfloat16)),
+        kind(17, A=torch.empty(17, 8, dtype=torch.bfloat16)), kind(17, A=memory.view(64, 64)[:17, :8]),
     ]  # fmt: skip
     assert len({*different}) == len(different)
 

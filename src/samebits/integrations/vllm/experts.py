@@ -1,4 +1,4 @@
-"""Mixtures of experts on CUDA devices: fused with few tokens (routed.py), else decoded for vLLM's own kernels."""
+"""Mixtures of experts on CUDA devices: fused where that is faster (routed.py), else decoded for vLLM's own kernels."""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 vLLM's code is left as it is, but for that kernel: it is handed what stands for a packed weight, and multiplies with it.
 So sorting, activations, sums over experts and shared experts are its own. Which variant of the kernel is right and
-fastest is found for each number of tokens, by comparing bytes first, as for linear layers (samebits.plans).
+fastest is found for each number of tokens that graphs are captured of, by comparing bytes first, as for linear layers
+(samebits.plans). Any other number is multiplied as the rung above it is, if that is right.
 """
 
 from __future__ import annotations
@@ -107,7 +108,13 @@ class Comparison:
         """Of a variant, as it was found for products of this kind, or is now; while a graph is captured nothing is."""
         key = kind_of(given), variant
         if key not in self._right and not torch.cuda.is_current_stream_capturing():
-            self.compare(original, given, [variant])
+            self._right[key] = False  # unless it is found
+            try:
+                self.compare(original, given, [variant])
+            except (torch.OutOfMemoryError, DeviceError) as error:
+                _log.warning("%d tokens with routed experts: %s; these are decoded first", len(given["A"]), error)
+            finally:
+                self.forget_probe()  # what is left of the memory is the cache's
         return self._right.get(key, False)
 
     @torch.inference_mode(False)  # whose tensors have no decode tables, and take longer
@@ -115,22 +122,27 @@ class Comparison:
     def compare(self, original: Callable[..., None], given: dict[str, Any], variants: Sequence[int]) -> list[int]:
         """Those of these that are right; ``original`` is asked with other operands, and its output is written to."""
         x, y, scales = given["A"], given["C"], _scales(given)
+        if scales is not None:  # any: the router's may be such that all variants seem right
+            scales = torch.rand_like(scales)
         probe, encoded = self._probe
         pairs, weight = y.numel() // self._shape[1], probe.weight.expand(self._shape)
         ids = torch.zeros(pairs, dtype=torch.int32, device=x.device)
         sharing, device = pairs // len(x), x.get_device()
+        kind = kind_of(given)
         right = [each for each in variants if launch_of(encoded.header, pairs, sharing, each, device)]
         for seed in range(PROBES):
             made = probe.cancelling(len(x), seed) if seed else probe.plain(len(x), seed)
-            original(**{**given, "A": made, "B": weight})
+            asked = {**given, "A": made, "B": weight, **({} if scales is None else {"topk_weights": scales})}
+            if kind_of(asked) != kind:  # operands that are not aligned, for example
+                right = []
+                break
+            original(**asked)
             for variant in tuple(right):
                 found = torch.full_like(y, torch.nan)
                 experts_product(made, encoded, ids, scales, found, variant)
                 if not same_words(found, y):
                     right.remove(variant)
-        kind = kind_of(given)
-        for variant in variants:
-            self._right[kind, variant] = variant in right and self._right.get((kind, variant), True)
+        self._right |= {(kind, variant): variant in right for variant in variants}
         return right
 
 
@@ -157,7 +169,7 @@ def _number(value: int) -> tuple[bool, bool]:
 def rungs(most: int) -> list[int]:
     """Numbers of tokens for Choices.find_rung, for any number up to the most that come at once."""
     doubled = (_FIRST_RUNG << i for i in range(most.bit_length()))
-    return [rung for rung in doubled if rung < 2 * most]
+    return [*(rung for rung in doubled if rung < most), most]
 
 
 class RoutedWeight(StandIn):
@@ -176,19 +188,12 @@ class RoutedWeight(StandIn):
         self.ids, self.variant, self._comparison = ids, variant, comparison
 
     def multiply(self, original: Callable[..., None], given: dict[str, Any]) -> None:
-        if self._is_right(original, given):
-            experts_product(given["A"], self.packed, self.ids, _scales(given), given["C"], self.variant)
+        x, y, comparison = given["A"], given["C"], self._comparison
+        suits = y.numel() == self.ids.numel() * self.shape[1] and x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0
+        if suits and (comparison is None or comparison.is_right(original, given, self.variant)):
+            experts_product(x, self.packed, self.ids, _scales(given), y, self.variant)
         else:
             original(**{**given, "B": decoded(self.packed, self.ids)})
-
-    def _is_right(self, original: Callable[..., None], given: dict[str, Any]) -> bool:
-        if self._comparison is None:
-            return True
-        try:
-            return self._comparison.is_right(original, given, self.variant)
-        except (torch.OutOfMemoryError, DeviceError) as error:
-            _log.warning("%d tokens with routed experts: %s; these are decoded first", len(given["A"]), error)
-            return False
 
 
 class _Compared(StandIn):

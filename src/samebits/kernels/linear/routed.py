@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from samebits.format.geometry import ROW_GROUP, STAGE
 from samebits.format.header import Header
 from samebits.kernels import nvrtc
@@ -29,7 +31,7 @@ def routed(header: Header, pairs: int, sharing: int, unit_pairs: int, device: in
     if not nvrtc.has_wgmma(device) or pairs > _MAX_PAIRS:
         return None
     experts, rows, columns = header.shape
-    way = next((way for warps in _WARPS if (way := Warpgroups(header, unit_pairs, warps, device)).fits), None)
+    way = _way(header, unit_pairs, device)
     if way is None:
         return None
     chosen = min(experts, pairs)
@@ -54,3 +56,9 @@ def routed(header: Header, pairs: int, sharing: int, unit_pairs: int, device: in
     return ExpertsLaunch(parts, JobStructure(None, None, None, None, None, *way.job(blocks)),
                          routing(pairs, experts, rows // ROW_GROUP, sharing, units, unit_pairs, tiles),
                          octets * OCTET * 2 * STAGE * stages, 4 * words)  # fmt: skip
+
+
+@lru_cache(maxsize=8192)
+def _way(header: Header, unit_pairs: int, device: int) -> Warpgroups | None:
+    """Kept, as it is asked for with each new number of pairs."""
+    return next((way for warps in _WARPS if (way := Warpgroups(header, unit_pairs, warps, device)).fits), None)
