@@ -269,8 +269,10 @@ def test_rungs_end_where_decoding_first_is_faster(played: Played, layer: list[to
     choices.find_rung(512)
     assert played.searches == 2
     assert not choices.known
+    choices.known[512] = Chosen(1, 1)  # of a graph
+    choices.find_rung(1024)
     choices.climb()
-    assert choices.known == {128: Chosen(2, 2), 256: None, 512: None}
+    assert choices.known == {128: Chosen(2, 2), 256: None, 512: Chosen(1, 1), 1024: None}
 
 
 def fused(choices: Choices, layer: list[torch.Tensor], tokens: int, played: Played) -> tuple[bool, bool]:

@@ -313,8 +313,8 @@ class Choices:
             self.known.pop(tokens, None)
 
     def climb(self) -> None:
-        """From now on what ``find_rung`` has found is looked at."""
-        self.known |= self._ahead
+        """From now on what ``find_rung`` has found is looked at, but for numbers that more is known of."""
+        self.known = self._ahead | self.known
         self._rungs = sorted(self._ahead)
 
     def forget_probes(self) -> None:

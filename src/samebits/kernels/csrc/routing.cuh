@@ -15,8 +15,7 @@ struct Routing {
     int sharing;           // pairs behind each other that have one row of x
     int units;             // as many as there can be: of a block, in linear_routed.cuh of all
     int unit_pairs;        // that a unit has at most
-    u32 by_groups, by_sharing, by_unit_pairs;   // for `divide`
-    u32 by_tiles;
+    u32 by_groups, by_sharing, by_unit_pairs, by_tiles;   // for `divide`
     int tiles;             // linear_routed.cuh: of an expert's rows, one for a cluster of blocks
 
     __device__ __forceinline__ u32 expert_of(int pair) const {
