@@ -26,7 +26,7 @@ from common import PACKAGES, add_results, encode_checked, significant, synthetic
 from gpu import time_graphs
 from samebits.bf16 import same_words
 from samebits.integrations.vllm import plugin
-from samebits.integrations.vllm.routed import Choices, Routing, decoded, multiplying_routed, rungs, weights
+from samebits.integrations.vllm.routed import Choices, Routing, decoded, multiplying_routed, weights
 from samebits.kernels.linear.experts import VARIANTS
 
 TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
@@ -159,7 +159,7 @@ def main() -> int:
     for name in options.models:
         with set_current_vllm_config(VllmConfig()):
             layer = Layer(MODELS[name])
-            for rung in rungs(MOST) if options.prompts else ():
+            for rung in layer.choices.rungs(MOST) if options.prompts else ():
                 layer.choices.find_rung(rung)
             layer.choices.climb()
             rows = [measure(name, table, layer, tokens, options.repeats) for tokens in options.tokens or numbers]

@@ -319,6 +319,12 @@ COLUMNS: dict[str, dict[str, Cell]] = {
         "decoded first": lambda row: "{:.2f} to {:.2f}".format(row["decoded"][0], row["decoded"][-1]),
         "bytes": verdict("same"),
     },
+    "experts.prompts": {
+        "a layer of": "model",
+        **{f"{tokens} tokens": speed_at(tokens) for tokens in (300, 701, 1000, 1500, 3000, 6000)},
+        "decoded first": lambda row: "{:.2f} to {:.2f}".format(row["decoded"][0], row["decoded"][-1]),
+        "bytes": verdict("same"),
+    },
     "vllm_generate.starts": {
         "model": "model",
         "start": lambda row: {1: "the first, caches empty", 2: "the second"}[row["start"]],
@@ -471,6 +477,8 @@ weights, with torch told to compute deterministically:""",
     "experts.experts": """\
 Routed experts of one layer, from the router's choice to their sum, as vLLM makes them, uniform routes: times BF16's
 speed by number of tokens, in CUDA graphs with other experts in each call:""",
+    "experts.prompts": """\
+The same of prompts, whose numbers of tokens nothing was found for:""",
     "linear.prefill": """\
 All seven products of a decoder layer of Llama 3.1 8B's shapes, in a row; those of one input are made by one launch
 where that is faster:""",
@@ -478,7 +486,7 @@ where that is faster:""",
 Layers of a model that share an input, behind small kernels like a norm's, which are not counted. One launch makes all
 their products where that is faster, in a model as here:""",
 }
-JOINED = {"many": "matrix", "experts": "model"}  # tables whose rows of several numbers of tokens are one
+JOINED = {"many": "matrix", "experts": "model", "prompts": "model"}  # tables: rows of several numbers of tokens are one
 PLOTS = {
     "speed-by-tokens": "Speed of a linear layer beside BF16, by number of tokens",
     "bytes-by-matrix": "Bytes moved a second, beside what the memory allows",

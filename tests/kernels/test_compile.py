@@ -45,7 +45,7 @@ INSTANCES = {
     ],
     **{file: [name + end for end in ("", "_together") for name in names] for file, names in LINEAR.items()},
     "linear_experts.cu": [f"linear_experts_{pairs}_{x}" for pairs in (8, 16) for x in ("shared", "in_step")],
-    "linear_routed.cu": [f"linear_routed_{pairs}" for pairs in (64, 128, 256)],
+    "linear_routed.cu": [f"linear_routed_{pairs}" for pairs in (64, 96, 128, 192, 256)],
     "linear_warpgroups.cu": [f"linear_warpgroups_{tokens}" for tokens in (64, 128, 256)],
 }
 WHOLE = {

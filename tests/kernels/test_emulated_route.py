@@ -184,6 +184,6 @@ def test_which_variants_are_tried() -> None:
 
     assert tried(8, 128) == [8, 16]
     assert tried(1024, 128) == [8, 16, 64]
-    assert tried(4096, 128) == [16, 64, 128]
-    assert tried(16384, 128) == [64, 128, 256]
+    assert tried(4096, 128) == [16, 64, 96, 128]
+    assert tried(16384, 128) == [96, 128, 192, 256]
     assert tried(65536, 64) == [256]

@@ -225,12 +225,30 @@ def test_more_tokens_are_looked_for_ahead_alone(played: Played, layer: list[torc
     assert choices.of(65)
 
 
+@pytest.mark.parametrize(
+    ("experts", "each", "most", "rungs"),
+    [
+        (128, 8, 1000, [144, 192, 288, 384, 576, 768, 1000]),
+        (64, 6, 512, [128, 192, 256, 384, 512]),
+        (8, 2, 144, [144]),
+        (8, 2, 145, [144, 145]),
+        (8, 2, 64, [64]),
+        (2, 2, 500, [144, 192, 288, 384, 500]),
+    ],
+)
+def test_rungs_leave_room_for_experts_with_more(experts: int, each: int, most: int, rungs: list[int]) -> None:
+    first, second = (torch.zeros(experts, 8, 8, dtype=torch.bfloat16) for _ in range(2))
+    choices = Choices([samebits.encode(first), samebits.encode(second)], each, never, never)
+    assert choices.rungs(most) == rungs
+
+
+def never(*args: Any) -> Any:
+    raise AssertionError("nothing is multiplied")
+
+
 def test_rungs(played: Played, layer: list[torch.Tensor]) -> None:
     """Stand for fewer tokens, when they are used, if that is right for how vLLM's kernel is compiled then."""
     choices, compared = choices_of(layer), []
-    assert routed.rungs(512) == [128, 256, 512]
-    assert routed.rungs(513) == [128, 256, 512, 513]
-    assert routed.rungs(64) == [64]
     for rung in (128, 256):
         choices.find_rung(rung)
     choices.known[130] = None  # of a graph: decoding is faster

@@ -19,7 +19,7 @@ from vllm.platforms import current_platform
 
 from samebits.format.packed import PackedTensor
 from samebits.integrations.vllm.layers import Decoded, check_loaded, is_new
-from samebits.integrations.vllm.routed import Choices, Routing, are_supported, decoded, rungs
+from samebits.integrations.vllm.routed import Choices, Routing, are_supported, decoded
 from samebits.integrations.vllm.weights import HELD, encode, hold
 from samebits.plans.planner import Planner
 
@@ -114,8 +114,8 @@ def find(model: nn.Module, captured: Iterable[int], most: int, shows_progress: b
         What has the latter used, when the memory that decoding takes has been measured.
     """
     found = {each for layer in model.modules() if (each := layer.__dict__.get(_CHOICES))}
-    numbers = sorted([(tokens, False) for tokens in {*captured}] + [(tokens, True) for tokens in rungs(most)])
     for choices in found:
+        numbers = sorted([(tokens, False) for tokens in {*captured}] + [(rung, True) for rung in choices.rungs(most)])
         for tokens, is_rung in tqdm(numbers, "Finding plans for experts", disable=not shows_progress):
             if is_rung:
                 choices.find_rung(tokens)

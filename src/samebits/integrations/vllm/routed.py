@@ -32,7 +32,8 @@ from samebits.plans.store import ExpertsOutcome, PlanStore
 from samebits.plans.timing import microseconds
 
 FEW_TOKENS = 64  # more are looked for only ahead: those of graphs, and rungs for all others
-_FIRST_RUNG = 2 * FEW_TOKENS
+_FIRST_RUNG = 2 * FEW_TOKENS  # or somewhat more
+_MULTIPLE = 16  # of which numbers of tokens mostly are, as Triton tells them apart
 _EVERY = 4  # with so many choices for each expert, nearly all are chosen
 _ROUTINGS = 12  # that are timed in turn: experts that a cache does not have
 _DECODED = 4  # of these, with which decoding first is timed: it writes far more than the cache has
@@ -166,12 +167,6 @@ def _number(value: int) -> tuple[bool, bool]:
     return value == 1, value % 16 == 0
 
 
-def rungs(most: int) -> list[int]:
-    """Numbers of tokens for Choices.find_rung, for any number up to the most that come at once."""
-    doubled = (_FIRST_RUNG << i for i in range(most.bit_length()))
-    return [*(rung for rung in doubled if rung < most), most]
-
-
 class RoutedWeight(StandIn):
     """Multiplies with the packed weight.
 
@@ -298,6 +293,16 @@ class Choices:
         if chosen is None or not fit(packed, ids.numel(), self.each, chosen):
             return None
         return weights(packed, ids, chosen, comparisons)
+
+    def rungs(self, most: int) -> list[int]:
+        """Numbers of tokens for ``find_rung``, for any number up to the most that come at once.
+
+        Experts get three quarters of 2, 3, 4, 6, 8 and so on pairs there, on average: for units of so many, of which
+        few experts need a second one then.
+        """
+        pairs = sorted(base << doubled for base in (2, 3) for doubled in range(most.bit_length()))
+        multiples = (-(-3 * each * self._packed[0].shape[0] // (4 * self.each * _MULTIPLE)) for each in pairs)
+        return [*(rung for each in multiples if _FIRST_RUNG <= (rung := each * _MULTIPLE) < most), most]
 
     def find_rung(self, tokens: int) -> None:
         """What is known of a number of tokens that stands for those below it, kept until ``climb``.

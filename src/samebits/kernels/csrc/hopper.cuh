@@ -189,10 +189,10 @@ __device__ __forceinline__ void pin(float (&sums)[count]) {
     asm volatile("{ .reg .pred add; setp.eq.u32 add, 0, 0;\n"                                                                       \
                  "wgmma.mma_async.sync.aligned.m64n" n "k16.f32.bf16.bf16 {" places "}, " a ", " b ", add, 1, 1, 0, 0; }"           \
                  : __VA_ARGS__ : "l"(left), "l"(right))
-#define WGMMA_REGISTERS(n, places, a, b, c, sums)                                                                                   \
+#define WGMMA_REGISTERS(n, places, a, b, c, ...)                                                                                   \
     asm volatile("{ .reg .pred add; setp.ne.u32 add, " c ", 0;\n"                                                                   \
                  "wgmma.mma_async.sync.aligned.m64n" n "k16.f32.bf16.bf16 {" places "}, {" a "}, " b ", add, 1, 1, 0; }"            \
-                 : sums : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right), "r"(add))
+                 : __VA_ARGS__ : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right), "r"(add))
 
 // Adds 64 rows of the left matrix times `2 * count` rows of the right one, 16 columns, to the sums. Warp w of the four has rows 16 w to 16 w + 15;
 // lane (g, t) sums[4 j + 2 h + i] of row 16 w + 8 h + g and the right matrix's row 8 j + 2 t + i.
@@ -219,8 +219,10 @@ __device__ __forceinline__ void multiply_add(float (&d)[count], u64 left, u64 ri
 // 2 t + 1 in left[h], 2 t + 8 and 2 t + 9 in left[2 + h]. Where `add` is 0, what the sums were does not count.
 template <int count>
 __device__ __forceinline__ void multiply_add(float (&d)[count], const u32 (&left)[4], u64 right, u32 add) {
-    static_assert(count == 32 || count == 64 || count == 128);
+    static_assert(count == 32 || count == 48 || count == 64 || count == 96 || count == 128);
     if constexpr (count == 32) WGMMA_REGISTERS("64", PLACES_32, "%32,%33,%34,%35", "%36", "%37", SUMS_32(0));
+    if constexpr (count == 48) WGMMA_REGISTERS("96", PLACES_48, "%48,%49,%50,%51", "%52", "%53", SUMS_32(0), SUMS_16(32));
     if constexpr (count == 64) WGMMA_REGISTERS("128", PLACES_64, "%64,%65,%66,%67", "%68", "%69", SUMS_64(0));
+    if constexpr (count == 96) WGMMA_REGISTERS("192", PLACES_96, "%96,%97,%98,%99", "%100", "%101", SUMS_64(0), SUMS_32(64));
     if constexpr (count == 128) WGMMA_REGISTERS("256", PLACES_128, "%128,%129,%130,%131", "%132", "%133", SUMS_128(0));
 }

@@ -33,7 +33,7 @@ struct WithWgmma {
     static constexpr int multipliers = 8;
     static constexpr int openers = 2;     // one brings slabs, one x
     static constexpr int cluster = 2;
-    static constexpr int pairs = wide >= 128 ? 2 : 4;     // of stages, whose slabs are in shared memory or on their way there
+    static constexpr int pairs = wide > 64 ? 2 : 4;     // of stages, whose slabs are in shared memory or on their way there
     static constexpr int x_parts = wide == 256 ? 2 : 1;   // slots of the ring of x that a stage takes: a whole one would leave it too few
     static constexpr bool arranged = true;
     // Of a thread that multiplies and of one that does not, together what the block was given.

@@ -7,5 +7,7 @@
         linear_routed<tokens>(geometry, packed, job, routing);                                                                                  \
     }
 ROUTED_KERNEL(linear_routed_64, 64)
+ROUTED_KERNEL(linear_routed_96, 96)
 ROUTED_KERNEL(linear_routed_128, 128)
+ROUTED_KERNEL(linear_routed_192, 192)
 ROUTED_KERNEL(linear_routed_256, 256)

@@ -1,4 +1,4 @@
-// Routed experts that have many pairs each: tiles of up to 64, 128 or 256 pairs of one expert, which warpgroups multiply with what they decode (linear_pairs.cuh).
+// Routed experts that have many pairs each: tiles of up to 64, 96, 128, 192 or 256 pairs of one expert, which warpgroups multiply with what they decode (linear_pairs.cuh).
 // Whoever has been chosen the host does not know; the launches are the same whatever the router says. There are three:
 //
 //   route_experts     numbers units (routing.cuh), and gives each pair a place in one: route.cu

@@ -35,7 +35,7 @@ _PLACES = {1: 4, 2: 3}  # kPlaces
 _MAX_PAIRS = 1 << 13
 _MAX_ITEMS = 1 << 16  # csrc: Piece::place
 # Pairs of an expert, on average, with which units of so many OCTETs may be the fastest.
-_AVERAGES = {1: (0, 16), 2: (0, 32), 8: (4, 128), 16: (32, 512), 32: (96, inf)}
+_AVERAGES = {1: (0, 16), 2: (0, 32), 8: (4, 96), 12: (24, 192), 16: (32, 384), 24: (64, 768), 32: (96, inf)}
 _SCHEDULERS = 4  # of a multiprocessor
 _COLUMNS, _LEAST = 128, 640  # pairs of stages, and as many as such weights get the quad code with (codecs/plan.py)
 
@@ -76,7 +76,7 @@ class Variant(NamedTuple):
 
 VARIANTS = (
     *(Variant(octets, kind) for octets in (1, 2) for kind in (Input.SHARED, Input.IN_STEP)),
-    *(Variant(octets, Input.ARRANGED) for octets in (8, 16, 32)),
+    *(Variant(octets, Input.ARRANGED) for octets in (8, 12, 16, 24, 32)),
 )
 
 

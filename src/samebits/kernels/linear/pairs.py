@@ -54,7 +54,7 @@ class _Way:
     @property
     def pairs(self) -> int:
         """Of stages, in their ring; with mma at most."""
-        return _MAX_PAIRS if not self.wgmma or self.wide < 128 else _MIN_PAIRS
+        return _MAX_PAIRS if not self.wgmma or self.wide <= 64 else _MIN_PAIRS
 
     @property
     def x_parts(self) -> int:
