@@ -253,12 +253,18 @@ def add_results(
     old = read_results(name)
     is_same = (old.get("device"), old.get("versions")) == (device, versions(packages))
     kept = old["rows"] if is_same else []
-    by_keys = {tuple(row.get(key) for key in ("table", *keys)): row for row in [*kept, *rows]}
+    new = {_case(row, keys): row for row in rows}
+    every = [new.pop(_case(row, keys), row) for row in kept]  # rows of other tables may have other keys
+    every += new.values()
     places: dict[Any, int] = {}
-    for table, first, *_ in by_keys:
-        places.setdefault((table, first), len(places))
-    every = sorted(by_keys.items(), key=lambda item: places[item[0][:2]])
-    return write_results(name, device, [row for _, row in every], packages)
+    for row in every:
+        places.setdefault(_case(row, keys[:1]), len(places))
+    every.sort(key=lambda row: places[_case(row, keys[:1])])
+    return write_results(name, device, every, packages)
+
+
+def _case(row: dict[str, Any], keys: Sequence[str]) -> tuple[Any, ...]:
+    return tuple(row.get(key) for key in ("table", *keys))
 
 
 def read_results(name: str) -> dict[str, Any]:

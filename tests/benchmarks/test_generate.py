@@ -177,6 +177,9 @@ def test_results_are_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for rows in ([{"table": "t", "a": 1, "x": 1}, {"table": "t", "a": 2, "x": 2}], [{"table": "t", "a": 1, "x": 3}]):
         common.add_results("merged", "a device", rows, ("a",))
     assert [row["x"] for row in common.read_results("merged")["rows"]] == [3, 2]
+    for x in (4, 5):  # of another table, with other keys
+        common.add_results("merged", "a device", [{"table": "u", "b": 1, "x": x}], ("b",))
+    assert [row["x"] for row in common.read_results("merged")["rows"]] == [3, 2, 5]
     common.add_results("merged", "another device", [{"table": "t", "a": 5}], ("a",))
     assert [row["a"] for row in common.read_results("merged")["rows"]] == [5]
 
