@@ -20,8 +20,11 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 import samebits
 from samebits.codecs import decode
 from samebits.errors import FormatError
+from samebits.format.container import Checkpoint
 from samebits.integrations.transformers import experts
 from samebits.integrations.transformers.experts import PackedExperts
+from samebits.jobs.compress import Compression
+from samebits.jobs.options import CompressOptions, RunOptions
 from samebits.nn import recipe
 from samebits.plans.calibrate_experts import multiply_decoded
 from tests.integrations.models import (
@@ -212,6 +215,20 @@ def test_rows_of_a_step(plain: Reference, monkeypatch: pytest.MonkeyPatch) -> No
     module = experts_of(model)[0]
     monkeypatch.setattr(module.sb_base, "forward", lambda self, *args: args[0])
     assert module.sb_routed_rows(3) is None
+
+
+def test_routers_are_nothing_beside_large_models(tmp_path: Path) -> None:
+    """Packed in a folder, where nobody knows what reads them, and plain in memory and in what is saved of that."""
+    plain = make("qwen3-moe", tmp_path / "plain", num_experts=4, moe_intermediate_size=64, vocab_size=66_000)
+    router, options = "model.layers.0.mlp.gate.weight", CompressOptions(min_weights=1)
+    Compression(Checkpoint.open(plain.folder), tmp_path / "a", options, RunOptions(workers=1, device="cpu")).run()
+    assert Checkpoint.open(tmp_path / "a").entries[router].is_packed
+    for model in (plain.load(tmp_path / "a"), plain.load(quantization_config=samebits.SamebitsConfig(min_weights=1))):
+        assert torch.equal(model.get_parameter(router), plain.model.get_parameter(router))
+        plain.assert_same(model)
+        model.save_pretrained(tmp_path / "b")
+        assert not Checkpoint.open(tmp_path / "b").entries[router].is_packed
+        plain.assert_same(plain.load(tmp_path / "b"))
 
 
 def test_an_implementation_that_is_not_said() -> None:

@@ -19,7 +19,7 @@ import samebits
 from samebits import bf16
 from samebits.bf16 import is_bf16
 from samebits.errors import DeviceError, DtypeError, InputError
-from samebits.nn import convert
+from samebits.nn import convert, spared
 from samebits.nn.packed_linear import PackedLinearModule
 from samebits.nn.packed_module import PackedModule, packed_parameters
 from tests.nn.modules import CASES, INPUT, MIN_WEIGHTS, Tied, make, same_bits
@@ -333,6 +333,35 @@ def test_compressing_twice_beside_weights_of_another_dtype() -> None:
     first = samebits.compress(module)
     assert first.packed.keys() == {"0.weight"}
     assert samebits.compress(module) == first
+
+
+class Router(nn.Module):
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(rows, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x, nn.functional.linear(x[..., :64], self.weight)], -1)
+
+
+class OwnLinear(nn.Linear):
+    """Whose products are torch's layer's."""
+
+
+def test_matrices_that_are_nothing_beside_the_model_stay_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If their module computes with them by code of its own: they are decoded for each use then."""
+    monkeypatch.setattr(spared, "_SMALL_SHARE", 1 << 8)
+    layers = [nn.Linear(64, 4096, bias=False), nn.Linear(4096, 191, bias=False), Router(65), Router(64)]
+    module = nn.Sequential(*layers, OwnLinear(320, 12, bias=False)).to(torch.bfloat16)
+    assert 64 * 64 <= sum(parameter.numel() for parameter in module.parameters()) >> 8 < 65 * 64
+    expected = module(INPUT)
+    for _ in range(2):
+        report = samebits.compress(module, min_weights=64)
+        assert report.packed.keys() == {"0.weight", "1.weight", "2.weight", "4.weight"}
+        assert report.raw == {"3.weight": "small beside the model, and decoded for each use"}
+        assert same_bits(module(INPUT), expected)
+    other = nn.Sequential(Router(64), nn.Linear(128, 64, bias=False)).to(torch.bfloat16)
+    assert samebits.compress(other, min_weights=64).packed.keys() == {"0.weight", "1.weight"}
 
 
 def test_biases_stay_plain() -> None:

@@ -1,7 +1,9 @@
-"""Parameters that stay plain for what else than computing is done with them.
+"""Parameters that stay plain for what is done with them, or since it is not worth it.
 
 Some models ask a part of theirs, such as a vision tower, for the dtype of its first parameter, and convert their inputs
 to it: packed bytes would say uint8. Adapters are trained, saved and switched by libraries that know them as they are.
+A matrix that a module reads by code of its own, such as the router of a mixture of experts, is decoded for each use;
+where it is as nothing beside the model, that takes more than it saves.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from samebits.nn.questions import CHILDREN, EVERY, LAST, Path, asked_parts
 
 _ASKED = "tells the model's code the dtype to compute with"
 _TRAINED = "belongs to an adapter"
+_SMALL = "small beside the model, and decoded for each use"
+_SMALL_SHARE = 1 << 14  # so many times smaller than the model
 _ITSELF: Path = ()
 _KNOWN = "belongs to a block, which diffusers knows by its class"
 
@@ -28,12 +32,15 @@ def spare(root: nn.Module) -> None:
         reasons = _reasons.get(module, {})
         for leaf in [leaf for leaf, reason in reasons.items() if reason == _TRAINED]:
             del reasons[leaf]
+    weights = sum(parameter.numel() for parameter in root.parameters())
     for module in root.modules():
         for path in (*asked_parts(cast(Any, type(module))), *([_ITSELF] if _sees(module) else ())):
             for asked in _parts(module, path):
                 parameters = list(_parameters(asked))
                 for owner, leaf in parameters[-1:] if path[-1:] == (LAST,) else parameters[:1]:
                     _reasons.setdefault(owner, {})[leaf] = _ASKED
+        for leaf in _small_matrices(module, most=weights // _SMALL_SHARE):
+            _reasons.setdefault(module, {})[leaf] = _SMALL
         for block in _blocks(module):
             _reasons.setdefault(block, {}).update(dict.fromkeys(block._parameters, _KNOWN))
         for name in _adapters(module):
@@ -84,6 +91,14 @@ def _sees(model: nn.Module) -> bool:
 def _bases(module: nn.Module) -> list[tuple[str, str]]:
     """A module's classes: the package of each, and its name."""
     return [(base.__module__.partition(".")[0], base.__name__) for base in type(module).__mro__]
+
+
+def _small_matrices(module: nn.Module, most: int) -> Iterator[str]:
+    """Of up to so many weights, of a module that computes with them by code of its own, not as torch's layers do."""
+    bases = type(module).__mro__
+    if not any(base.__module__.startswith("torch.nn.modules.") and base is not nn.Module for base in bases):
+        parameters = module._parameters.items()
+        yield from (leaf for leaf, each in parameters if each is not None and each.dim() > 1 and each.numel() <= most)
 
 
 def _blocks(model: nn.Module) -> Iterator[nn.Module]:
