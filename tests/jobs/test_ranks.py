@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -158,6 +159,28 @@ def test_the_first_one_is_gone(tmp_path: Path) -> None:
     with pytest.raises(ResourceError, match="the first process of this job is gone"):
         job.run()
     assert not (tmp_path / "packed").exists()
+
+
+def test_one_that_is_silent_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed, say, where nobody tells the others; one that takes long is."""
+    monkeypatch.setattr(ranks, "_SECONDS_OF_SILENCE", 2.0)
+    monkeypatch.setattr(ranks, "_SECONDS_BETWEEN_BEATS", 0.02)
+    store = HashStore()
+    first = Ranks(0, 3, store)
+    with pytest.raises(ResourceError, match="process 1 of 3 has been silent for 2 seconds"):
+        first.hear("written", 1)
+
+    def take_long() -> None:
+        with Ranks(2, 3, store).together() as second:
+            time.sleep(4)
+            second.tell("written", 7)
+
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(take_long)
+        assert first.hear("written", 2) == 7
+        done.result()
+    with pytest.raises(ResourceError, match="silent"):  # it has left, and says nothing any longer
+        first.hear("published", 2)
 
 
 def launched(commands: Sequence[list[str]]) -> list[subprocess.CompletedProcess[str]]:

@@ -1,7 +1,8 @@
 """Processes that do one job together, as torchrun starts them: each writes some of the shards.
 
 They tell each other how far they are through the store of torch's ``env://`` rendezvous, and ask it now and then: a
-process that waits for the others can be interrupted as any.
+process that waits for the others can be interrupted as any. Meanwhile each says that it is there, and who is silent for
+long is not waited for.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from threading import Event, Thread
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -28,7 +30,8 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _JOINING = timedelta(minutes=5)
 _SECONDS_BETWEEN_QUESTIONS = 0.1
 _SECONDS_TO_LEAVE = 10.0
-_HERE, _FAILED, _LEAVES = "here", "failed", "leaves"
+_SECONDS_BETWEEN_BEATS, _SECONDS_OF_SILENCE = 5.0, 120.0
+_HERE, _FAILED, _LEAVES, _BEAT = "here", "failed", "leaves", "beat"
 _GO_ON = "run the same command again: it goes on where it stopped"
 
 
@@ -93,10 +96,16 @@ class Ranks:
         Raises:
             ResourceError: a process has failed, or is gone.
         """
-        key = f"{what} {rank}"
+        key, beat = f"{what} {rank}", f"{_BEAT} {rank}"
+        last, heard = self._said(beat), time.monotonic()
         while (said := self._said(key)) is None:
             self.check()
             time.sleep(_SECONDS_BETWEEN_QUESTIONS)
+            if last != (last := self._said(beat)):
+                heard = time.monotonic()
+            elif time.monotonic() - heard > _SECONDS_OF_SILENCE:
+                silent = f"process {rank} of {self.size} has been silent for {_SECONDS_OF_SILENCE:.0f} seconds"
+                raise ResourceError(silent, mend=f"end what is left of it, and {_GO_ON}")
         return json.loads(said)
 
     def check(self) -> None:
@@ -123,7 +132,8 @@ class Ranks:
     def together(self) -> Iterator[Ranks]:
         """Around all that they do: others are told of an error; the first, which may have the store, leaves last."""
         try:
-            yield self
+            with self._beating():
+                yield self
         except Exception as error:
             if self._store:
                 self.check()  # for another's error, which may be why
@@ -137,6 +147,24 @@ class Ranks:
         keys = [f"{_LEAVES} {rank}" for rank in range(1, self.size)] if self.is_first else []
         while any(self._said(key) is None for key in keys) and time.monotonic() < deadline:
             time.sleep(_SECONDS_BETWEEN_QUESTIONS)
+
+    @contextmanager
+    def _beating(self) -> Iterator[None]:
+        """Meanwhile this process says now and then that it is there."""
+        ended = Event()
+
+        def beat() -> None:
+            number = 0
+            with suppress(ResourceError):  # which whoever asks the store is told
+                while not ended.wait(_SECONDS_BETWEEN_BEATS):
+                    self.tell(_BEAT, number := number + 1)
+
+        if self._store:
+            Thread(target=beat, name="samebits ranks", daemon=True).start()
+        try:
+            yield
+        finally:
+            ended.set()
 
 
 @contextmanager
