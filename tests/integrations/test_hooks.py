@@ -122,11 +122,16 @@ assert "samebits" not in sys.modules
 
 def test_older_versions_are_left_alone() -> None:
     run_python("""
+import warnings
 from samebits.integrations import hooks
 hooks.MINIMUM["transformers"] = "99.0"
-import transformers.modeling_utils
-from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    import transformers.modeling_utils
+    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 assert "samebits" not in AUTO_QUANTIZER_MAPPING
+[told] = [str(each.message) for each in said if "samebits" in str(each.message)]
+assert told == f"samebits needs transformers 99.0 or newer, and leaves {transformers.__version__} alone", told
 """)
 
 

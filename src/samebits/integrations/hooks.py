@@ -7,7 +7,9 @@ and else right after it.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Sequence
+from functools import cache
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -66,6 +68,7 @@ def _register(name: str) -> None:
             raise
 
 
+@cache
 def _is_supported(package: str) -> bool:
     if package not in MINIMUM:
         return True
@@ -75,7 +78,11 @@ def _is_supported(package: str) -> bool:
         found = version(package)
     except PackageNotFoundError:
         return False
-    return numbers(found) >= numbers(MINIMUM[package]) and _is_supported(NEEDED.get(package, ""))
+    if numbers(found) < numbers(MINIMUM[package]):
+        name, needed = package.replace("_", "-"), MINIMUM[package]
+        warnings.warn(f"samebits needs {name} {needed} or newer, and leaves {found} alone", stacklevel=2)
+        return False
+    return _is_supported(NEEDED.get(package, ""))
 
 
 class _Finder(MetaPathFinder):
