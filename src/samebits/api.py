@@ -64,7 +64,8 @@ def decode(packed: PackedTensor, device: torch.device | str | None = None) -> to
 
     Raises:
         InputError: not a packed tensor, or its bytes are freed, or more or fewer than its header says.
-        DigestError: its bytes are others than those that were packed; on the CPU.
+        DigestError: it does not begin with its header any more, as others were written to its bytes; on the CPU. What
+            is read from elsewhere is looked at as a whole when it is wrapped (``PackedTensor.from_data``) or unpickled.
         DeviceError: there is no such GPU, or no kernel can be built for it.
     """
     if not isinstance(packed, PackedTensor):

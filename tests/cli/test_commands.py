@@ -560,6 +560,18 @@ def test_a_full_output(source: Path, form: list[str]) -> None:
     assert (done.returncode, done.stderr) == (2, message)
 
 
+def test_a_log_on_a_full_disk(source: Path, tmp_path: Path) -> None:
+    """What cannot be said there is no reason to end, nor to end otherwise."""
+    command = [sys.executable, "-c", "from samebits.cli import main; main()"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*command, "verify", str(tmp_path / "nothing")], stdout=subprocess.PIPE, stderr=full)
+        assert done.returncode == 2
+        packed = str(tmp_path / "packed")
+        noted = [*command, "compress", str(source), packed, "--exclude", "nobody's name", "--device", "cpu"]
+        assert subprocess.run(noted, stdout=subprocess.PIPE, stderr=full).returncode == 0
+    assert Checkpoint.open(Path(packed)).is_packed
+
+
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
 def test_closed_streams(source: Path, packed: Path, closed: str) -> None:
     command = [sys.executable, "-c", "from samebits.cli import main; main()", "verify", str(packed)]

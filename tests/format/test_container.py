@@ -345,10 +345,26 @@ def test_a_shard_of_the_index_is_missing(tmp_path: Path) -> None:
         Checkpoint.open(folder)
 
 
+def test_an_index_that_leaves_out_a_shard(tmp_path: Path) -> None:
+    """Whose tensors would be lost; one that is not there is nobody's."""
+    folder = write_folder(tmp_path / "model")
+    path = folder / "model.safetensors.index.json"
+    index, left_out = json.loads(path.read_text()), "model-00003-of-00003.safetensors"
+    weight_map = {name: file for name, file in index["weight_map"].items() if file != left_out}
+    path.write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(FormatError, match=rf"index.json: the index leaves out the shard {left_out}, which is there"):
+        Checkpoint.open(folder)
+    (folder / left_out).unlink()
+    assert Checkpoint.open(folder).entries.keys() == weight_map.keys()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"weight_map": {"ghost": "model-00001-of-00003.safetensors"}}, "ghost: the index puts it into"),
+        (
+            {"weight_map": {f"ghost {i}": f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)}},
+            "ghost 1: the index puts it into",
+        ),
         ({"weight_map": {"a": "../model.safetensors"}}, "is no name for a safetensors file"),
         ({"weight_map": {"a": None}}, "None is no name for a safetensors file"),
         ({"weight_map": {"a": 5}}, "is no name for a safetensors file"),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import struct
+from typing import Any
 
 import numpy as np
 import pytest
@@ -243,6 +246,43 @@ def test_errors_say_what_and_how_to_mend() -> None:
         str(caught.value)
         == "magic number 0x20746f6e instead of 0x54494253; the file is damaged or was not written by samebits"
     )
+
+
+@pytest.mark.parametrize("made", [QUAD, SINGLE, COMPACT], ids=["quad", "single", "compact"])
+def test_a_pickle_is_validated(made: bytes) -> None:
+    """Of which other bytes may come than were put into it."""
+    case = packed_of(made)
+    content = pickle.dumps(case)
+    assert bytes_of(pickle.loads(content)) == bytes_of(case) == bytes_of(copy.deepcopy(case))
+    start = content.index(bytes_of(case))
+    for place in {*range(0, case.nbytes, 97), *(section.start for section in case.header.sections.values())}:
+        damaged = bytearray(content)
+        damaged[start + place] ^= 0x40
+        with pytest.raises((FormatError, DigestError)):
+            pickle.loads(bytes(damaged))
+
+
+def test_a_pickle_of_raw_words_is_validated() -> None:
+    raw = samebits.encode(torch.arange(64, dtype=torch.int16).mul(1021).view(torch.bfloat16).view(8, 8))
+    assert raw.is_raw
+    again = pickle.loads(pickle.dumps(raw))
+    assert (again.header, bytes_of(again)) == (raw.header, bytes_of(raw))
+    damaged = bytearray(pickle.dumps(raw))
+    damaged[damaged.index(bytes_of(raw)) + 5] ^= 1
+    with pytest.raises(DigestError, match="the words differ from their digest"):
+        pickle.loads(bytes(damaged))
+
+
+@pytest.mark.parametrize("device", ["xyz", "", "mps", 5.0, None])
+def test_what_is_no_device(device: Any) -> None:
+    with pytest.raises(DeviceError, match="is no device for packed tensors; take cpu, or cuda"):
+        packed_of(QUAD).to(device)
+
+
+def test_a_nested_tensor_holds_no_packed_bytes() -> None:
+    nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
+    with pytest.raises(DtypeError, match="not nested of"):
+        PackedTensor.from_data(nested)
 
 
 def test_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

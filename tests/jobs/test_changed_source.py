@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from samebits.errors import InputError
 from samebits.format.container import Checkpoint
+from samebits.format.safetensors_file import SafetensorsWriter
 from samebits.jobs.compress import Compression
 from samebits.jobs.compress_df11 import Df11Compression
 from samebits.jobs.decompress import Decompression
@@ -88,6 +89,21 @@ def test_of_a_job(tmp_path: Path, make: Callable[[Path, Path, Progress], Job], c
     job = make(source, destination, behind(64 * 128 * 2, lambda: change(source)))
     with pytest.raises(InputError, match=r"source\.safetensors: the file has changed while it was read; run it again"):
         job.run()
+    assert [path.name for path in tmp_path.iterdir()] == ["source.safetensors"]
+
+
+def test_what_ends_while_it_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a tensor that is not packed: writing what is no memory any more is an error of the operating system."""
+    source, append = tmp_path / "source.safetensors", SafetensorsWriter.append
+    save_file({"a": torch.arange(1 << 20)}, source)
+
+    def cut_off(writer: SafetensorsWriter, *arguments: object) -> None:
+        os.truncate(source, 4096)
+        append(writer, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(SafetensorsWriter, "append", cut_off)
+    with pytest.raises(InputError, match=r"source\.safetensors: the file has changed while it was read; run it again"):
+        compression(source, tmp_path / "destination.safetensors", lambda done, total: None).run()
     assert [path.name for path in tmp_path.iterdir()] == ["source.safetensors"]
 
 

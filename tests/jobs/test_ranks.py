@@ -254,6 +254,16 @@ def test_processes_that_do_not_come_are_not_waited_for(monkeypatch: pytest.Monke
         Ranks.of_environment()
 
 
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK"])
+@pytest.mark.parametrize("value", ["x", "-1", "1.5"])
+def test_a_variable_that_is_no_number(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for each, usual in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(each, usual)
+    monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match=f"{name}='{value}'; set it to a whole number from"):
+        Ranks.of_environment()
+
+
 def test_processes_of_a_host_share_its_cores_and_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[int] = []
     variables = {"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "localhost", "MASTER_PORT": "1", "LOCAL_RANK": "1"}

@@ -432,6 +432,72 @@ def test_a_lock_that_its_owner_removes_before_it_is_taken(
     assert taken == 3
 
 
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_file_system_without_locks(tmp_path: Path, exists: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, destination = write_folder(tmp_path / "source"), tmp_path / "packed"
+    if exists:
+        destination.mkdir()
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
+    with pytest.raises(ResourceError, match=rf"{destination}: files cannot be locked here \(No locks available\)"):
+        compress(source, destination)
+    assert destination.exists() == exists
+    assert not exists or not list(destination.iterdir())
+
+
+def test_all_is_on_the_disk_before_it_is_where_it_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files before old weights are removed, and their folder before the workspace is."""
+    source, destination = write_folder(tmp_path / "source"), tmp_path / "packed"
+    happened: list[str] = []
+    to_disk, removes, ends = workspace._to_disk, Workspace._remove_old_weights, Workspace._remove
+
+    def remember(*paths: Path) -> None:
+        happened.extend(path.name for path in paths)
+        to_disk(*paths)
+
+    monkeypatch.setattr(workspace, "_to_disk", remember)
+    monkeypatch.setattr(Workspace, "_remove_old_weights", lambda space: (happened.append("old"), removes(space)))
+    monkeypatch.setattr(Workspace, "_remove", lambda space: (happened.append("ends"), ends(space)))
+    compress(source, destination)
+    before, behind = happened[: happened.index("old")], happened[happened.index("old") :]
+    assert {*before} >= {path.name for path in destination.rglob("*") if path.is_file()}
+    assert (behind[0], {*behind[1:-1]}, behind[-1]) == ("old", {destination.name, "extra"}, "ends")
+
+
+def test_killed_while_the_workspace_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever goes first, all is there then, and a model."""
+    source, destination = write_folder(tmp_path / "source"), tmp_path / "packed"
+    compress(source, tmp_path / "whole")
+    monkeypatch.setattr(Workspace, "_remove", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        compress(source, destination)
+    assert Checkpoint.open(destination).entries.keys() == Checkpoint.open(tmp_path / "whole").entries.keys()
+    monkeypatch.undo()
+    compress(source, destination, overwrite=True)
+    assert files_of(destination) == files_of(tmp_path / "whole")
+
+
+def test_an_error_without_a_place_is_the_destinations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SafetensorsWriter, "append", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+    with pytest.raises(OSError, match="Input/output error") as caught:
+        compress(write_folder(tmp_path / "source"), tmp_path / "packed")
+    assert caught.value.filename == str(tmp_path / "packed")
+
+
+def test_a_long_name_is_not_given_back(tmp_path: Path) -> None:
+    """What is being written has a longer one."""
+    source = tmp_path / "source"
+    for length, name in ((247, "m" * 235 + ".safetensors"), (248, "model.safetensors")):
+        write_folder(source)
+        for file in source.glob("model*"):
+            file.unlink()
+        write_file(source / ("m" * (length - 12) + ".safetensors"))
+        compress(source, tmp_path / "packed")
+        decompress(tmp_path / "packed", tmp_path / "plain")
+        assert [path.name for path in (tmp_path / "plain").glob("*.safetensors")] == [name]
+        for folder in (source, tmp_path / "packed", tmp_path / "plain"):
+            shutil.rmtree(folder)
+
+
 def test_a_shard_is_on_the_disk_before_it_counts_as_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[tuple[int, bool]] = []
     with Workspace(tmp_path / "packed", True, {"job": 1}, overwrite=False) as space:

@@ -237,6 +237,23 @@ def test_several_processes_at_once(tmp_path: Path) -> None:
     assert len(stored) == 60
 
 
+def test_what_is_no_file_of_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    """A pipe is not waited for, what never ends not read, and a folder not removed."""
+    monkeypatch.setenv(store.CACHE_VARIABLE, str(tmp_path))
+    store.folder().mkdir(parents=True)
+    pipe, large, inner, link = (store.folder() / f"{name}.json" for name in ("pipe", "large", "inner", "link"))
+    os.mkfifo(pipe)
+    large.touch()
+    os.truncate(large, store._MAX_BYTES + 1)
+    inner.mkdir()
+    link.symlink_to("/dev/zero")
+    for path in (pipe, large, inner, link):
+        assert not store.read(path).outcomes
+    assert caplog.text.count("cannot be read and are ignored") == 4
+    assert store.clear() == 3
+    assert [*store.folder().iterdir()] == [inner]
+
+
 def test_where_plans_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.delenv("SAMEBITS_CACHE", raising=False)

@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from samebits.cli.failure import visible
@@ -32,8 +32,9 @@ def print_lines(*lines: str) -> None:
 
 
 def note(line: str) -> None:
-    """A remark on stderr."""
-    sys.stderr.write(f"{visible(line)}\n")
+    """A remark on stderr; no reason to end, where it cannot be written."""
+    with suppress(OSError):
+        sys.stderr.write(f"{visible(line)}\n")
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -72,7 +72,8 @@ def _refuse(error: SamebitsError, arguments: list[str], kind: str | None = None,
 
 
 def _fail(message: str, code: int) -> int:
-    sys.stderr.write(line_of(message))
+    with suppress(OSError):  # a log on a disk that is full, say
+        sys.stderr.write(line_of(message))
     return code
 
 

@@ -23,7 +23,7 @@ HUB_NAMES = "OWNER/NAME[@REVISION][/FOLDER]"  # of models on the hub
 JOB = ".samebits-job"  # in a folder that a job is writing
 PUBLISHING = "publishing"  # in that one, while files move from there to their places
 _OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
-_MAX_NAME = 255  # bytes, on common file systems
+MAX_NAME = 255  # bytes, on common file systems
 _FETCH = "fetch or write it again"
 _UNFINISHED = "a job has not finished this folder", "run the same command again: it goes on where it was interrupted"
 _STEMS = (STEM, "model")  # where weights are looked for first
@@ -72,6 +72,9 @@ class Folder:
         for name in names:
             if not (path.parent / name).exists():
                 raise FormatError(f"the shard {name} is missing", where=str(path), mend=_FETCH)
+        for name in sorted(_numbered_like(names).difference(names).intersection(os.listdir(path.parent)))[:1]:
+            what = f"the index leaves out the shard {name}, which is there"
+            raise FormatError(what, where=str(path), mend=f"{_FETCH}, or remove that shard")
         return cls([path.parent / name for name in names], weight_map, metadata, path)
 
     def check(self, files: Iterable[SafetensorsFile]) -> None:
@@ -111,12 +114,14 @@ def _why_no_weights(folder: Path, names: Iterable[str]) -> tuple[str, str]:
 def check_numbering(files: list[Path]) -> None:
     """Shards without an index must be complete."""
     names = {file.name for file in files}
-    for match in filter(None, map(_SHARD.fullmatch, sorted(names))):
-        for number in range(1, int(match["count"]) + 1):
-            expected = f"{match['stem']}-{number:05}-of-{match['count']}{SUFFIX}"
-            if expected not in names:
-                where = str(files[0].parent)
-                raise FormatError(f"the shard {expected} is missing", where=where, mend="fetch or write it again")
+    for missing in sorted(_numbered_like(names) - names)[:1]:
+        raise FormatError(f"the shard {missing} is missing", where=str(files[0].parent), mend=_FETCH)
+
+
+def _numbered_like(names: Iterable[str]) -> set[str]:
+    """All shards that there have to be if these are there."""
+    series = {(match["stem"], match["count"]) for match in map(_SHARD.fullmatch, names) if match}
+    return {f"{stem}-{number:05}-of-{count}{SUFFIX}" for stem, count in series for number in range(1, int(count) + 1)}
 
 
 def shard_name(stem: str, number: int, count: int) -> str:
@@ -191,7 +196,7 @@ def _can_be_named(name: str) -> bool:
     """Whether a file can have this name: no NUL, not too long, no lone surrogates but those that stand for bytes."""
     try:
         encoded = os.fsencode(name)
-        return b"\0" not in encoded and len(encoded) <= _MAX_NAME
+        return b"\0" not in encoded and len(encoded) <= MAX_NAME
     except UnicodeEncodeError:
         return False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,10 @@ class PackedTensor:
 
     header: Header
     data: torch.Tensor
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled as its bytes, which are validated when they come back."""
+        return (_raw_again, (self.header, self.data)) if self.is_raw else (PackedTensor.from_data, (self.data,))
 
     @property
     def shape(self) -> torch.Size:
@@ -155,8 +160,9 @@ class PackedTensor:
         """
         if not isinstance(data, torch.Tensor):
             raise InputError(f"{type(data).__name__} is no tensor", mend="torch.frombuffer makes one of bytes")
-        if data.dtype != torch.uint8 or data.dim() != 1:
-            what = f"a packed tensor is one-dimensional uint8, not {tuple(data.shape)} of {data.dtype}"
+        if data.is_nested or data.dtype != torch.uint8 or data.dim() != 1:
+            shape = "nested" if data.is_nested else str(tuple(data.shape))
+            what = f"a packed tensor is one-dimensional uint8, not {shape} of {data.dtype}"
             raise DtypeError(what, mend="give the `data` of a PackedTensor")
         check_in_memory(data)
         known = header or Header.of(data)
@@ -225,15 +231,27 @@ class PackedTensor:
         need(-(-int(lengths.sum()) // 32) == self.header.stream_words, "the runs do not fill the streams")
 
 
-def existing(device: torch.device | str) -> torch.device:
+def _raw_again(header: Header, data: torch.Tensor) -> PackedTensor:
+    packed = PackedTensor(header, data)
+    packed.validate()
+    if digest(data.cpu()) != header.original_digest:
+        raise DigestError("the words differ from their digest", mend="they are damaged: fetch or make them again")
+    return packed
+
+
+def existing(device: object) -> torch.device:
     """
     Raises:
-        DeviceError: a GPU that is not there.
+        DeviceError: a GPU that is not there, or no device that tensors can be on here.
     """
-    device = torch.device(device)
-    if device.type == "cuda" and not (device.index or 0) < torch.cuda.device_count():
-        raise DeviceError(f"no device {device} is available", mend="take the CPU, or see `samebits doctor`")
-    return device
+    found: torch.device | None = None
+    with suppress(RuntimeError, TypeError):
+        found = torch.device(device)  # type: ignore[call-overload]
+    if found is None or found.type not in ("cpu", "cuda", "meta"):
+        raise DeviceError(f"{device!r} is no device for packed tensors", mend="take cpu, or cuda")
+    if found.type == "cuda" and not (found.index or 0) < torch.cuda.device_count():
+        raise DeviceError(f"no device {found} is available", mend="take the CPU, or see `samebits doctor`")
+    return found
 
 
 def check_in_memory(tensor: torch.Tensor) -> None:

@@ -20,6 +20,7 @@ from samebits.errors import FormatError
 from samebits.format.header import align
 from samebits.format.mapping import changed, check_regular, map_file
 
+PARTIAL = ".partial"  # behind the name of a file that is being written
 SUFFIX = ".safetensors"
 SINGLE_SUFFIXES = (SUFFIX, ".sft")  # of files that are a whole model each, as ComfyUI lists them
 METADATA = "__metadata__"
@@ -171,7 +172,7 @@ class SafetensorsWriter:
 
     def __init__(self, path: Path, capacity: int) -> None:
         self._path, self._capacity = path, capacity
-        self._partial = path.with_name(path.name + ".partial")
+        self._partial = path.with_name(path.name + PARTIAL)
         self._file = self._partial.open("wb")
         self._file.seek(capacity)
         self._specs: dict[str, TensorSpec] = {}

@@ -25,6 +25,7 @@ from samebits.format.container import Checkpoint, Entry
 from samebits.format.folder import CONFIG, file_name_of
 from samebits.format.safetensors_file import (
     FLOATS,
+    PARTIAL,
     SUFFIX,
     SafetensorsFile,
     SafetensorsWriter,
@@ -97,7 +98,8 @@ class Df11Compression(Job):
             return None
         file = path.replace(".", "_") + SUFFIX
         try:
-            return file_name_of(file)
+            file_name_of(file + PARTIAL, (PARTIAL,))  # as it is called until it is there
+            return file
         except FormatError:
             what, mend = f"the file of its unit cannot be called {file!r}", "give --patterns that leave it out"
             raise InputError(what, where=f"{self.checkpoint.path}: {path}", mend=mend) from None

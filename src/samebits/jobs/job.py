@@ -166,6 +166,9 @@ class Job(ABC):
             self.checkpoint.check_unchanged()  # or that is why
             raise
         except OSError as error:
+            self.checkpoint.check_unchanged()  # a source that ends earlier than it did is no memory any more
+            if error.errno is not None:
+                error.filename = error.filename or str(self.destination)
             raise out_of_space(error, self.destination) or error from None
         sizes, not_gained, raw_units = found
         skipped = [str(path) for path in self.skipped if not path.name.endswith(INDEX_SUFFIX)]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from samebits.errors import ResourceError, SamebitsError
+from samebits.errors import InputError, ResourceError, SamebitsError
 from samebits.parallel import THREADS_VARIABLE, threads
 
 if TYPE_CHECKING:
@@ -52,9 +52,13 @@ class Ranks:
         Those of one host share its GPUs and its cores.
 
         Raises:
+            InputError: a variable is no number.
             ResourceError: some do not come.
         """
-        if not all(os.environ.get(name) for name in _VARIABLES) or os.environ["WORLD_SIZE"] == "1":
+        if not all(os.environ.get(name) for name in _VARIABLES):
+            return cls()
+        size_here, rank_here = _number("LOCAL_WORLD_SIZE", 1), _number("LOCAL_RANK", 0)
+        if _number("WORLD_SIZE", 1) == 1:
             return cls()
         from torch.distributed.distributed_c10d import PrefixStore
         from torch.distributed.rendezvous import rendezvous
@@ -70,9 +74,9 @@ class Ranks:
             what = f"the {os.environ['WORLD_SIZE']} processes of this job have not found each other ({why.rstrip('.')})"
             raise ResourceError(what, mend="start them by torchrun, or unset WORLD_SIZE to do it with one") from error
         if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+            torch.cuda.set_device(rank_here % torch.cuda.device_count())
         if THREADS_VARIABLE not in os.environ:
-            os.environ[THREADS_VARIABLE] = str(max(1, threads() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+            os.environ[THREADS_VARIABLE] = str(max(1, threads() // size_here))
             threads.cache_clear()
         return found
 
@@ -177,6 +181,14 @@ def _the_first_one_is_there() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise ResourceError("the first process of this job is gone", mend=_GO_ON) from error
+
+
+def _number(variable: str, least: int) -> int:
+    """That of an environment variable, or ``least`` without it."""
+    text = os.environ.get(variable, str(least))
+    if not text.isdecimal() or int(text) < least:
+        raise InputError(f"{variable}={text!r}", mend=f"set it to a whole number from {least} on, or unset it")
+    return int(text)
 
 
 def _told(error: Exception) -> str:

@@ -9,8 +9,8 @@ from pathlib import Path, PurePath
 from typing import Any, NoReturn
 
 from samebits.format.container import Checkpoint
-from samebits.format.folder import CONFIG, INDEX_SUFFIX, read_json, shard_name
-from samebits.format.safetensors_file import SUFFIX
+from samebits.format.folder import CONFIG, INDEX_SUFFIX, MAX_NAME, read_json, shard_name
+from samebits.format.safetensors_file import PARTIAL, SUFFIX
 
 OTHER_WEIGHTS = (
     "pytorch_model*", "*.pth", "*.pt", "*.ckpt", "*.gguf", "*.ggml", "*.onnx", "*.onnx_data*", "*.h5", "*.msgpack",
@@ -31,7 +31,10 @@ def plain_names(checkpoint: Checkpoint) -> list[str]:
     if not checkpoint.is_packed:
         return [file.path.name for file in files]
     known = [info.original for file in files if (info := checkpoint.infos.get(file.path)) and info.original]
-    if len(set(known)) == len(files) and all(name.endswith(SUFFIX) for name in known):
+    longest = MAX_NAME - len(PARTIAL)
+    if len(set(known)) == len(files) and all(
+        name.endswith(SUFFIX) and len(os.fsencode(name)) <= longest for name in known
+    ):
         return known
     stem = stem_of(checkpoint)
     return [shard_name(stem, number, len(files)) for number in range(1, len(files) + 1)]

@@ -18,7 +18,7 @@ from samebits.digest import digest
 from samebits.errors import FormatError, InputError, ResourceError, SamebitsError
 from samebits.format.folder import CONFIG, INDEX_SUFFIX, JOB, PUBLISHING, read_json
 from samebits.format.mapping import map_file
-from samebits.format.safetensors_file import SUFFIX
+from samebits.format.safetensors_file import PARTIAL, SUFFIX
 from samebits.sizes import size
 
 if sys.platform != "win32":
@@ -103,6 +103,16 @@ class Workspace:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise self._held_by(lock) from None
+        except OSError as error:  # of a file system that has none
+            lock.close()
+            path.unlink()
+            with suppress(OSError):  # they are not empty
+                self.folder.rmdir()
+                if self._made_destination:
+                    self.destination.rmdir()
+            what = f"files cannot be locked here ({error.strerror})"
+            mend = "choose a destination on another file system"
+            raise ResourceError(what, where=str(self.destination), mend=mend) from error
         if not path.exists() or not os.path.samestat(path.stat(), os.fstat(lock.fileno())):
             lock.close()
             return False
@@ -159,11 +169,12 @@ class Workspace:
             self._check_begun()
             self._empty()
             (self.folder / "job.json").write_text(json.dumps(self.identity))
+            _to_disk(self.folder / "job.json", self.folder)
         if self.spools.exists():
             shutil.rmtree(self.spools)
         self.spools.mkdir()
         self.out.mkdir(exist_ok=True)
-        for path in self.out.rglob(f"*{SUFFIX}.partial"):  # begun anew, and its space is needed
+        for path in self.out.rglob(f"*{SUFFIX}{PARTIAL}"):  # begun anew, and its space is needed
             path.unlink()
         if self._publishing.exists():
             self._take_back()
@@ -204,10 +215,9 @@ class Workspace:
 
     def record(self, name: str) -> None:
         """Note that the shard ``name`` is complete in ``out``, and on the disk."""
-        with (self.out / name).open("rb") as file:
-            os.fsync(file.fileno())
+        _to_disk(self.out / name)
         path = self.folder / f"{name}.done"
-        partial = path.with_suffix(".partial")
+        partial = path.with_suffix(PARTIAL)
         partial.write_text(json.dumps(_fingerprint(self.out / name)))
         partial.replace(path)
 
@@ -274,12 +284,16 @@ class Workspace:
             (path.relative_to(self.out) for path in self.out.rglob("*") if path.is_file()), key=publishing_order
         )
         self.check_places(staged)
+        _to_disk(*(self.out / path for path in staged if not publishing_order(path) or path.suffix != SUFFIX))
         self._publishing.touch()
+        _to_disk(self.folder)
         self._remove_old_weights()
-        for relative in staged:
-            place = self._place(relative)
+        places = [self._place(relative) for relative in staged]
+        for relative, place in zip(staged, places, strict=True):
             place.parent.mkdir(parents=True, exist_ok=True)
             (self.out / relative).replace(place)
+        _to_disk(*{place.parent for place in places})
+        self._publishing.unlink()  # before what says which job it was: nobody could go on with it
         self._remove()
 
     def _remove_old_weights(self) -> None:
@@ -291,6 +305,20 @@ class Workspace:
         ):
             if publishing_order(Path(path.name)):
                 path.unlink()
+
+
+def _to_disk(*paths: Path) -> None:
+    """Wait until what files, or folders' lists, have been given is on the disk, so that it is there if power fails."""
+    for path in paths:
+        try:
+            opened = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(opened)
+            finally:
+                os.close(opened)
+        except OSError as error:
+            error.filename = error.filename or str(path)
+            raise
 
 
 def _left_behind(path: Path) -> dict[str, Any]:

@@ -95,6 +95,8 @@ class SingleFile:
 
     def _tensors(self, device: torch.device | str) -> dict[str, torch.Tensor]:
         device = existing(device)
+        if device.type == "meta":
+            raise InputError("tensors of a file, on the meta device", where=str(self.path), mend="take cpu, or cuda")
         for entry in self._entries.values():
             entry.check()
         with safe_open(self.path, framework="pt", device=str(device)) as file:

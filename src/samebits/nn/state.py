@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 from samebits.api import decode
-from samebits.errors import FormatError, SamebitsError
+from samebits.errors import FormatError, InputError, SamebitsError
 from samebits.format.names import original_name
 from samebits.format.packed import PackedTensor
 from samebits.nn.join import Owners, pack_whole
 from samebits.nn.packed_module import (
     PIECE,
     PackedModule,
+    check_module,
     pack,
     packed_parameters,
     sharers,
@@ -48,8 +49,12 @@ def load_state_dict(
 
     Raises:
         FormatError, DigestError: a damaged packed tensor, or one of another shape; ``module`` is as it was then.
+        InputError: no module, or no mapping.
         RuntimeError: other keys or shapes that do not fit, as torch raises it.
     """
+    check_module(module, "give a torch module and a state dict")
+    if not isinstance(state_dict, Mapping):
+        raise InputError(f"{type(state_dict).__name__} is no state dict", mend="give a mapping of names to tensors")
     spare(module)
     _refuse_pieces(module, state_dict)
     _refuse_damaged(module, state_dict)

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 from filelock import FileLock, Timeout
 
+from samebits.errors import InputError
+from samebits.format.mapping import check_regular
 from samebits.kernels.linear.products import LinearPlan
 from samebits.plans.environment import Environment
 from samebits.plans.key import ExpertsKey, Operation, PlanKey
@@ -25,7 +27,9 @@ CACHE_VARIABLE = "SAMEBITS_CACHE"
 _VERSION = 7
 _LOCK_SECONDS = 10.0
 # What a file may cause: the disk; other content than ours, too deep, with too large a number, or too large for memory.
-_UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError, MemoryError)
+_UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError, MemoryError,
+               InputError)  # fmt: skip
+_MAX_BYTES = 64 << 20  # of a file: a thousand times what it takes
 _log = logging.getLogger(__name__)
 
 
@@ -223,6 +227,9 @@ def read(path: Path) -> Stored:
     """A file's content; nothing, with a warning, if it cannot be used."""
     nothing = Stored({}, {}, {}, {})
     try:
+        check_regular(path)
+        if path.stat().st_size > _MAX_BYTES:
+            raise ValueError(f"larger than {_MAX_BYTES} bytes")
         content = json.loads(path.read_text(encoding="utf-8"), parse_float=_finite, parse_constant=_finite)
         if content["version"] != _VERSION:
             _log.warning("%s: plans of version %s are ignored", path, content["version"])
@@ -245,7 +252,7 @@ def stored_files() -> Iterator[Path]:
 
 def clear() -> int:
     """Forget all plans on disk; returns how many files there were."""
-    files = list(stored_files())
+    files = [path for path in stored_files() if path.is_symlink() or not path.is_dir()]  # a folder is nobody's plans
     for path in (*files, *folder().glob("*.lock"), *folder().glob("*.new")):
         path.unlink(missing_ok=True)
     return len(files)

@@ -37,7 +37,7 @@ class PackedCache(DynamicCache):  # type: ignore[misc]
             keys.
 
     Raises:
-        InputError: ``block_tokens`` is not positive.
+        InputError: ``block_tokens`` is not positive, or ``config`` is none of a model.
     """
 
     layers: list[Any]
@@ -53,6 +53,8 @@ class PackedCache(DynamicCache):  # type: ignore[misc]
     ) -> None:
         if block_tokens is not None and (not hasattr(block_tokens, "__index__") or block_tokens < 1):
             raise InputError(f"blocks of {block_tokens!r} tokens", mend="give a whole number from 1 on, or none")
+        if config is not None and not hasattr(config, "get_text_config"):
+            raise InputError(f"{type(config).__name__} is no configuration", mend="give that of the model, or none")
         super().__init__(config=config, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding)
         new_layer = partial(PackedLayer, Arena(), block_tokens)
         self.layers = [new_layer() if is_packable(layer) else layer for layer in self.layers]
