@@ -106,6 +106,9 @@ def test_in_front_of_what_measures_memory(asked: list[tuple[PlanKey, Header]]) -
         def of(self, tokens: int, *, ahead: bool) -> None:
             order.append(tokens)
 
+        def rungs(self, most: int) -> list[int]:
+            return [128, 256, most]
+
         def find_rung(self, tokens: int) -> None:
             order.append(("rung", tokens))
 
