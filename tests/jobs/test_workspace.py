@@ -8,6 +8,7 @@ import os
 import resource
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -461,6 +462,19 @@ def test_all_is_on_the_disk_before_it_is_where_it_goes(tmp_path: Path, monkeypat
     before, behind = happened[: happened.index("old")], happened[happened.index("old") :]
     assert {*before} >= {path.name for path in destination.rglob("*") if path.is_file()}
     assert (behind[0], {*behind[1:-1]}, behind[-1]) == ("old", {destination.name, "extra"}, "ends")
+
+
+def test_a_file_system_that_waits_for_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fsync = os.fsync
+
+    def of_files(opened: int) -> None:
+        if stat.S_ISDIR(os.fstat(opened).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        fsync(opened)
+
+    monkeypatch.setattr(os, "fsync", of_files)
+    compress(write_folder(tmp_path / "source"), tmp_path / "packed")
+    assert Checkpoint.open(tmp_path / "packed").is_packed
 
 
 def test_killed_while_the_workspace_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -308,7 +308,10 @@ class Workspace:
 
 
 def _to_disk(*paths: Path) -> None:
-    """Wait until what files, or folders' lists, have been given is on the disk, so that it is there if power fails."""
+    """Wait until what files, or folders' lists, have been given is on the disk, so that it is there if power fails.
+
+    Not all file systems have a way to say so of folders.
+    """
     for path in paths:
         try:
             opened = os.open(path, os.O_RDONLY)
@@ -317,6 +320,8 @@ def _to_disk(*paths: Path) -> None:
             finally:
                 os.close(opened)
         except OSError as error:
+            if path.is_dir() and error.errno in (errno.EINVAL, errno.ENOTSUP, errno.EACCES):
+                continue
             error.filename = error.filename or str(path)
             raise
 
