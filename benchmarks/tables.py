@@ -106,6 +106,16 @@ def verdict(key: str) -> Callable[[Row], str]:
     return lambda row: {None: "", True: "same", False: "**no**"}[row[key]]
 
 
+def experts_columns(*numbers: int) -> dict[str, Cell]:
+    """By number of tokens."""
+    return {
+        "a layer of": "model",
+        **{f"{tokens} token{'s' * (tokens > 1)}": speed_at(tokens) for tokens in numbers},
+        "decoded first": lambda row: "{:.2f} to {:.2f}".format(row["decoded"][0], row["decoded"][-1]),
+        "bytes": verdict("same"),
+    }
+
+
 def together(row: Row) -> str:
     """Of products of one input, where one launch makes them all."""
     return with_spread("together_microseconds", 1)(row) if row["launches"] else "one by one"
@@ -310,21 +320,8 @@ COLUMNS: dict[str, dict[str, Cell]] = {
         "weights, samebits": gigabytes("samebits_weight_bytes"),
         "tokens and log-probabilities": verdict("same"),
     },
-    "experts.experts": {
-        "a layer of": "model",
-        **{
-            f"{tokens} token{'s' * (tokens > 1)}": speed_at(tokens)
-            for tokens in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-        },
-        "decoded first": lambda row: "{:.2f} to {:.2f}".format(row["decoded"][0], row["decoded"][-1]),
-        "bytes": verdict("same"),
-    },
-    "experts.prompts": {
-        "a layer of": "model",
-        **{f"{tokens} tokens": speed_at(tokens) for tokens in (300, 701, 1000, 1500, 3000, 6000)},
-        "decoded first": lambda row: "{:.2f} to {:.2f}".format(row["decoded"][0], row["decoded"][-1]),
-        "bytes": verdict("same"),
-    },
+    "experts.experts": experts_columns(1, 2, 4, 8, 16, 32, 64, 128, 256, 512),
+    "experts.prompts": experts_columns(300, 701, 1000, 1500, 3000, 6000),
     "vllm_generate.starts": {
         "model": "model",
         "start": lambda row: {1: "the first, caches empty", 2: "the second"}[row["start"]],

@@ -30,8 +30,6 @@ def encode(tensor: torch.Tensor) -> PackedTensor:
         tensor = tensor if type(tensor) is torch.Tensor else tensor.clone()  # a class of its own may give a plain copy
     if type(tensor) is not torch.Tensor:
         raise InputError(f"{type(tensor).__name__} is no plain tensor", mend="make one of it first")
-    if tensor.is_nested:
-        raise InputError("a nested tensor is several", mend="pack those of unbind() one by one")
     check_in_memory(tensor)
     if tensor.dtype != torch.bfloat16:
         from samebits.bf16 import is_bf16

@@ -21,11 +21,23 @@ _MIN_TASK_WORDS = 1 << 18
 @cache
 def threads() -> int:
     """Threads of the CPU codec: SAMEBITS_THREADS, else the cores this process may use."""
-    text = os.environ.get(THREADS_VARIABLE)
-    if text is None:
+    said = number_of(THREADS_VARIABLE, "number of threads")
+    if said is None:
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if not text.isdecimal() or int(text) < 1:
-        raise InputError(f"{THREADS_VARIABLE}={text!r} is no number of threads", mend="set it to 1 or more")
+    return said
+
+
+def number_of(variable: str, what: str, least: int = 1) -> int | None:
+    """What an environment variable says; None without it.
+
+    Raises:
+        InputError: it says something else than a whole number from ``least`` on.
+    """
+    text = os.environ.get(variable)
+    if text is None:
+        return None
+    if not text.isdecimal() or int(text) < least:
+        raise InputError(f"{variable}={text!r} is no {what}", mend=f"set it to {least} or more")
     return int(text)
 
 

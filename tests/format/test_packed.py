@@ -281,7 +281,7 @@ def test_what_is_no_device(device: Any) -> None:
 
 def test_a_nested_tensor_holds_no_packed_bytes() -> None:
     nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
-    with pytest.raises(DtypeError, match="not nested of"):
+    with pytest.raises(InputError, match="a nested tensor is several"):
         PackedTensor.from_data(nested)
 
 

@@ -360,6 +360,7 @@ def test_matrices_that_are_nothing_beside_the_model_stay_plain(monkeypatch: pyte
         assert report.packed.keys() == {"0.weight", "1.weight", "2.weight", "4.weight"}
         assert report.raw == {"3.weight": "small beside the model, and decoded for each use"}
         assert same_bits(module(INPUT), expected)
+    assert samebits.compress(module[3], min_weights=64).packed.keys() == {"weight"}  # alone it is no small part
     other = nn.Sequential(Router(64), nn.Linear(128, 64, bias=False)).to(torch.bfloat16)
     assert samebits.compress(other, min_weights=64).packed.keys() == {"0.weight", "1.weight"}
 

@@ -72,8 +72,9 @@ class Folder:
         for name in names:
             if not (path.parent / name).exists():
                 raise FormatError(f"the shard {name} is missing", where=str(path), mend=_FETCH)
-        for name in sorted(_numbered_like(names).difference(names).intersection(os.listdir(path.parent)))[:1]:
-            what = f"the index leaves out the shard {name}, which is there"
+        left_out = _numbered_like(names).difference(names).intersection(os.listdir(path.parent))
+        if left_out:
+            what = f"the index leaves out the shard {min(left_out)}, which is there"
             raise FormatError(what, where=str(path), mend=f"{_FETCH}, or remove that shard")
         return cls([path.parent / name for name in names], weight_map, metadata, path)
 
@@ -114,8 +115,9 @@ def _why_no_weights(folder: Path, names: Iterable[str]) -> tuple[str, str]:
 def check_numbering(files: list[Path]) -> None:
     """Shards without an index must be complete."""
     names = {file.name for file in files}
-    for missing in sorted(_numbered_like(names) - names)[:1]:
-        raise FormatError(f"the shard {missing} is missing", where=str(files[0].parent), mend=_FETCH)
+    missing = _numbered_like(names) - names
+    if missing:
+        raise FormatError(f"the shard {min(missing)} is missing", where=str(files[0].parent), mend=_FETCH)
 
 
 def _numbered_like(names: Iterable[str]) -> set[str]:

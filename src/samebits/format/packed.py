@@ -160,11 +160,10 @@ class PackedTensor:
         """
         if not isinstance(data, torch.Tensor):
             raise InputError(f"{type(data).__name__} is no tensor", mend="torch.frombuffer makes one of bytes")
-        if data.is_nested or data.dtype != torch.uint8 or data.dim() != 1:
-            shape = "nested" if data.is_nested else str(tuple(data.shape))
-            what = f"a packed tensor is one-dimensional uint8, not {shape} of {data.dtype}"
-            raise DtypeError(what, mend="give the `data` of a PackedTensor")
         check_in_memory(data)
+        if data.dtype != torch.uint8 or data.dim() != 1:
+            what = f"a packed tensor is one-dimensional uint8, not {tuple(data.shape)} of {data.dtype}"
+            raise DtypeError(what, mend="give the `data` of a PackedTensor")
         known = header or Header.of(data)
         packed = cls(known, data.contiguous())
         packed.validate()
@@ -259,6 +258,8 @@ def check_in_memory(tensor: torch.Tensor) -> None:
     Raises:
         InputError: the values of ``tensor`` are not all in memory, one after the other.
     """
+    if tensor.is_nested:
+        raise InputError("a nested tensor is several", mend="pack those of unbind() one by one")
     if tensor.layout is not torch.strided or tensor.is_meta:
         what, mend = (
             ("is on the meta device", "load it") if tensor.is_meta else (f"is {tensor.layout}", "call to_dense()")

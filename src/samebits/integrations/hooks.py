@@ -7,7 +7,6 @@ and else right after it.
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
@@ -15,7 +14,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-from samebits.integrations import MINIMUM, numbers
+from samebits.integrations import MINIMUM, is_too_old
 
 # The module that integrations extend, and these, which are imported once that is loaded.
 INTEGRATIONS = {
@@ -78,11 +77,7 @@ def _is_supported(package: str) -> bool:
         found = version(package)
     except PackageNotFoundError:
         return False
-    if numbers(found) < numbers(MINIMUM[package]):
-        name, needed = package.replace("_", "-"), MINIMUM[package]
-        warnings.warn(f"samebits needs {name} {needed} or newer, and leaves {found} alone", stacklevel=2)
-        return False
-    return _is_supported(NEEDED.get(package, ""))
+    return not is_too_old(package, found) and _is_supported(NEEDED.get(package, ""))
 
 
 class _Finder(MetaPathFinder):

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from samebits.errors import InputError, ResourceError, SamebitsError
-from samebits.parallel import THREADS_VARIABLE, threads
+from samebits.errors import ResourceError, SamebitsError
+from samebits.parallel import THREADS_VARIABLE, number_of, threads
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -57,8 +57,9 @@ class Ranks:
         """
         if not all(os.environ.get(name) for name in _VARIABLES):
             return cls()
-        size_here, rank_here = _number("LOCAL_WORLD_SIZE", 1), _number("LOCAL_RANK", 0)
-        if _number("WORLD_SIZE", 1) == 1:
+        all_here = number_of("LOCAL_WORLD_SIZE", "number of processes") or 1
+        place = number_of("LOCAL_RANK", "process's number", least=0) or 0
+        if number_of("WORLD_SIZE", "number of processes") == 1:
             return cls()
         from torch.distributed.distributed_c10d import PrefixStore
         from torch.distributed.rendezvous import rendezvous
@@ -74,9 +75,9 @@ class Ranks:
             what = f"the {os.environ['WORLD_SIZE']} processes of this job have not found each other ({why.rstrip('.')})"
             raise ResourceError(what, mend="start them by torchrun, or unset WORLD_SIZE to do it with one") from error
         if torch.cuda.is_available():
-            torch.cuda.set_device(rank_here % torch.cuda.device_count())
+            torch.cuda.set_device(place % torch.cuda.device_count())
         if THREADS_VARIABLE not in os.environ:
-            os.environ[THREADS_VARIABLE] = str(max(1, threads() // size_here))
+            os.environ[THREADS_VARIABLE] = str(max(1, threads() // all_here))
             threads.cache_clear()
         return found
 
@@ -181,14 +182,6 @@ def _the_first_one_is_there() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise ResourceError("the first process of this job is gone", mend=_GO_ON) from error
-
-
-def _number(variable: str, least: int) -> int:
-    """That of an environment variable, or ``least`` without it."""
-    text = os.environ.get(variable, str(least))
-    if not text.isdecimal() or int(text) < least:
-        raise InputError(f"{variable}={text!r}", mend=f"set it to a whole number from {least} on, or unset it")
-    return int(text)
 
 
 def _told(error: Exception) -> str:

@@ -284,7 +284,7 @@ class Workspace:
             (path.relative_to(self.out) for path in self.out.rglob("*") if path.is_file()), key=publishing_order
         )
         self.check_places(staged)
-        _to_disk(*(self.out / path for path in staged if not publishing_order(path) or path.suffix != SUFFIX))
+        _to_disk(*(self.out / path for path in staged))
         self._publishing.touch()
         _to_disk(self.folder)
         self._remove_old_weights()

@@ -28,9 +28,9 @@ _reasons: weakref.WeakKeyDictionary[Any, dict[str, str]] = weakref.WeakKeyDictio
 
 def spare(root: nn.Module) -> None:
     """Find these parameters, in a module and what is below; asked before any of it is packed."""
-    for module in root.modules():  # adapters may have been merged or removed; what the modules above ask is as it was
+    for module in root.modules():  # adapters may be gone, and this root smaller; what modules above ask is as it was
         reasons = _reasons.get(module, {})
-        for leaf in [leaf for leaf, reason in reasons.items() if reason == _TRAINED]:
+        for leaf in [leaf for leaf, reason in reasons.items() if reason in (_TRAINED, _SMALL)]:
             del reasons[leaf]
     weights = sum(parameter.numel() for parameter in root.parameters())
     for module in root.modules():

