@@ -14,6 +14,7 @@ import transformers
 
 import samebits
 from common import synthetic_matrix
+from samebits.nn.spared import reason_to_spare, spare
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
 MIXTURE = {
@@ -81,6 +82,10 @@ def build(name: str, device: str, packed: bool, *, tight: bool = False) -> Any:
         if module._buffers:  # rotary frequencies, from the config
             with torch.device(device):
                 model.set_submodule(path, type(module)(config=config))
+    spare(model)  # whatever samebits.compress of all of it would leave, module by module
+    left = {
+        module: [leaf for leaf in module._parameters if reason_to_spare(module, leaf)] for module in model.modules()
+    }
     for seed, module in enumerate(model.modules()):
         for leaf, parameter in list(module._parameters.items()):
             if parameter is not None:
@@ -88,7 +93,7 @@ def build(name: str, device: str, packed: bool, *, tight: bool = False) -> Any:
                 give_back()
         own = sum(parameter is not None for parameter in module._parameters.values())
         if packed and own and own == len(list(module.parameters())):
-            samebits.compress(module)  # which gives back, too
+            samebits.compress(module, exclude=left[module])  # which gives back, too
     model.generation_config.eos_token_id = None
     return model.eval()
 

@@ -17,7 +17,7 @@ from samebits.plans.probe import Probe
 from tests.plans.conftest import new_process
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("own_plans")]
-OPERATIONS = (Operation.BATCHED, Operation.GROUPED)
+BATCHED, GROUPED = Operation.BATCHED, Operation.GROUPED
 SHAPES = [(128, 1536, 2048), (128, 2048, 768), (8, 1024, 4096), (40, 512, 1280)]
 
 
@@ -43,11 +43,17 @@ def cancelling(shape: tuple[int, int, int]) -> tuple[torch.Tensor, Callable[[int
     return weight, lambda tokens: probe.cancelling(tokens, tokens)
 
 
+def in_order(ids: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Indices as grouped products have them, and where each expert's rows end."""
+    ids = ids.sort()[0].int()
+    return ids, torch.bincount(ids, minlength=count).cumsum(0, dtype=torch.int32)
+
+
 def assert_same(left: torch.Tensor, right: torch.Tensor) -> None:
     assert torch.equal(left.view(torch.int16), right.view(torch.int16))
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("operation", Operation)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_each_number_of_pairs(shape: tuple[int, int, int], operation: Operation, fused: list[int]) -> None:
     """Of sums that cancel, with weights that are all other ones."""
@@ -58,9 +64,8 @@ def test_each_number_of_pairs(shape: tuple[int, int, int], operation: Operation,
     for pairs in numbers:
         ids = torch.randint(count, (pairs,), device="cuda", generator=generator)
         offsets = None
-        if operation is Operation.GROUPED:
-            ids = ids.sort()[0].int()
-            offsets = torch.bincount(ids, minlength=count).cumsum(0, dtype=torch.int32)
+        if operation is GROUPED:
+            ids, offsets = in_order(ids, count)
         x = x_of(pairs)
         made = multiply_experts(x, packed, ids, offsets)
         assert made.shape == (pairs, rows)
@@ -75,15 +80,16 @@ def test_products_made_again(fused: list[int]) -> None:
     weight, x_of = cancelling((16, 512, 2048))
     packed = samebits.encode(weight)
     generator = torch.Generator("cuda").manual_seed(0)
-    for pairs, dtype in ((8, torch.int64), (1, torch.int64), (64, torch.int32), (8, torch.int32)):
+    for pairs, operation in ((8, BATCHED), (1, BATCHED), (64, GROUPED), (8, GROUPED)):
         again, before = [], len(fused)
         for _ in range(4):
-            ids = torch.randint(16, (pairs,), device="cuda", generator=generator).to(dtype)
+            ids = torch.randint(16, (pairs,), device="cuda", generator=generator)
+            ids, offsets = in_order(ids, 16) if operation is GROUPED else (ids, None)
             x = x_of(pairs)
             made = dispatch.experts_again(x, packed.data, ids)
             again.append(made is not None)
-            y = multiply_experts(x, packed, ids, None) if made is None else made
-            assert_same(y, multiply_decoded(x, packed, ids, None))
+            y = multiply_experts(x, packed, ids, offsets) if made is None else made
+            assert_same(y, multiply_decoded(x, packed, ids, offsets))
         assert again[2:] == [len(fused) > before] * 2
     assert fused
 

@@ -31,7 +31,7 @@ import samebits
 from samebits.errors import DeviceError, DigestError, SamebitsError
 from samebits.format.packed import PackedTensor
 from samebits.integrations.comfyui import PatchableModule
-from samebits.integrations.transformers.experts import _Gathered
+from samebits.integrations.transformers.experts import _Gathered, _Route, _Routed
 from samebits.kernels import decode, decode_together, nvrtc
 from samebits.kernels.linear import experts as linear_experts
 from samebits.kernels.linear import job as linear_job
@@ -1668,6 +1668,14 @@ def stack() -> PackedTensor:
     return samebits.encode(torch.stack([matrix(0, 128), matrix(1, 128)]))
 
 
+def experts_stack() -> Any:
+    """A packed module with such matrices."""
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.stack([matrix(0, 128), matrix(1, 128)]), requires_grad=False)
+    samebits.compress(module)
+    return module
+
+
 Operands = tuple[torch.Tensor, PackedTensor, torch.Tensor]
 
 
@@ -1677,9 +1685,10 @@ def routed(dtype: torch.dtype = torch.int64, packed: PackedTensor | None = None)
 
 
 def multiply(x: torch.Tensor, packed: PackedTensor, ids: torch.Tensor) -> torch.Tensor:
-    """As an experts module does."""
+    """As an experts module does: with rows in the order of their experts where indices have 32 bits."""
     made = dispatch.experts_again(x, packed.data, ids)
-    return experts.multiply_experts(x, packed, ids, None) if made is None else made
+    offsets = torch.tensor([3, 6], dtype=torch.int32) if ids.dtype is torch.int32 else None
+    return experts.multiply_experts(x, packed, ids, offsets) if made is None else made
 
 
 def warm_experts(driver: Driver, dtype: torch.dtype = torch.int64) -> Operands:
@@ -1796,14 +1805,25 @@ def test_indices_that_do_not_fit_go_the_usual_way(driver: Driver) -> None:
     assert dispatch.experts_again(x, packed.data, ids) is not None
 
 
-def test_experts_by_offsets_are_not_remembered(driver: Driver) -> None:
-    """Their plans are others, and their number changes from prompt to prompt."""
-    x, packed, ids = routed(torch.int32)
-    ids, offsets = ids.sort()[0], torch.tensor([3, 6], dtype=torch.int32)
+def test_operations_of_experts_are_not_taken_for_each_other(driver: Driver) -> None:
+    """Their plans are others: a product of gathered matrices is not that of sorted rows, whatever its indices are."""
+    module = experts_stack()
+    x, ids = x_of(6), torch.arange(6, dtype=torch.int32) % 2
     for _ in range(3):
-        experts.multiply_experts(x, packed, ids, offsets)
+        _Routed(module, "weight", _Route(ids)).product(x, torch.tensor([3, 6], dtype=torch.int32))
+    assert ways(driver) == (2, 1)
+    for _ in range(3):
+        _Gathered(module, "weight", _Route(ids)).product(x)
     assert ways(driver) == (3, 0)
-    assert dispatch.experts_again(x, packed.data, ids) is None
+
+
+def test_rows_of_a_route() -> None:
+    route, offsets = _Route(torch.zeros(4, 2)), torch.tensor([3, 3, 7, 8], dtype=torch.int32)
+    ids = route.sorted_ids(offsets, 8)
+    assert (ids.dtype, ids.tolist()) == (torch.int32, [0, 0, 0, 2, 2, 2, 2, 3])
+    assert route.sorted_ids(offsets, 8) is ids
+    assert route.sorted_ids(offsets, 9).tolist() == [*ids.tolist(), 4]  # of no expert
+    assert route.sorted_ids(torch.tensor([1, 2]), 2).tolist() == [0, 1]
 
 
 def test_indices_of_another_type_take_the_place(driver: Driver) -> None:
@@ -1814,17 +1834,10 @@ def test_indices_of_another_type_take_the_place(driver: Driver) -> None:
 
 
 def test_experts_bytes_of_another_module_are_looked_at(driver: Driver) -> None:
-    class Stack(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.stack([matrix(0, 128), matrix(1, 128)]), requires_grad=False)
+    def product(module: Any) -> object:
+        return _Gathered(module, "weight", _Route(torch.arange(6) % 2)).product(x_of(6))
 
-    def product(module: nn.Module) -> object:
-        return _Gathered(module, "weight", torch.arange(6) % 2).product(x_of(6))  # type: ignore[arg-type]
-
-    one, other = Stack(), Stack()
-    samebits.compress(one)
-    samebits.compress(other)
+    one, other = experts_stack(), experts_stack()
     for _ in range(3):
         product(other)
     assert ways(driver) == (2, 1)

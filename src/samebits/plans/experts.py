@@ -31,6 +31,8 @@ from samebits.plans.store import ExpertsOutcome
 
 FEW_PAIRS = 1024  # with more, a search waits until their number comes back
 MAX_PAIRS = 1 << 16  # as many as there are kernels for
+# By the indices' dtype native code knows which of the operations a product is (samebits.plans.recall).
+RECALLED = {Operation.BATCHED: torch.int64, Operation.GROUPED: torch.int32}
 
 _LIBRARY = torch.library.Library("samebits", "FRAGMENT")
 _LIBRARY.define(
@@ -52,7 +54,7 @@ def multiply_experts(
             return multiply_decoded(x, packed, ids, offsets)
         y = torch.empty(len(x), packed.shape[1], dtype=torch.bfloat16, device=x.device)
         experts_product(x, packed, ids, None, y, variant)
-        if key and offsets is None:  # else its number of rows changes from call to call
+        if key and ids.dtype is RECALLED[key.operation]:
             recall.remember_experts(x, packed, ids, key.state, variant)
     return y
 

@@ -60,7 +60,8 @@ class Recall(Protocol):
         """Decoded from its packed bytes."""
 
     def experts(self, x: torch.Tensor, data: torch.Tensor, ids: torch.Tensor) -> Any:
-        """Of rows and the matrices of a stack's packed bytes that ids say."""
+        """Of rows and the matrices of a stack's packed bytes that ids say: of int64 as torch.bmm makes them, of int32
+        as F.grouped_mm."""
 
 
 class _Nothing:

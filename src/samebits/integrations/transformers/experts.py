@@ -31,7 +31,8 @@ from samebits.nn.packed_module import PackedModule, register_kind
 from samebits.nn.product import is_fusible
 from samebits.nn.recipe import is_sharded
 from samebits.plans import dispatch
-from samebits.plans.experts import multiply_experts
+from samebits.plans.experts import RECALLED, multiply_experts
+from samebits.plans.key import Operation
 
 
 class PackedExperts(PackedModule):
@@ -60,7 +61,7 @@ class PackedExperts(PackedModule):
         routed = args[1] if len(args) > 1 else kwargs.get("top_k_index")
         if routed is None or name not in _FORWARDS:  # plain tensors, which autograd needs too
             return super().forward(*args, **kwargs)
-        return _FORWARDS[name](_Reading(self, _STAND_INS[name], routed), *args, **kwargs)
+        return _FORWARDS[name](_Reading(self, _STAND_INS[name], _Route(routed)), *args, **kwargs)
 
     def sb_weight(self, name: str) -> torch.Tensor:
         if self.sb_decoded is not None and self._sb_implementation() == "eager" and not torch.is_grad_enabled():
@@ -84,29 +85,54 @@ class PackedExperts(PackedModule):
         return name if is_known or name == "eager" else None
 
 
+class _Route:
+    """Where a forward's tokens go.
+
+    Attributes:
+        ids: the router's, of experts.
+    """
+
+    def __init__(self, ids: torch.Tensor) -> None:
+        self.ids = ids
+        self._sorted: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def sorted_ids(self, offsets: torch.Tensor, rows: int) -> torch.Tensor:
+        """Each row's expert, int32; the same offsets are those of each of the forward's products.
+
+        Args:
+            offsets: where each expert's rows end.
+        """
+        if torch.compiler.is_compiling():
+            return _experts_of(offsets, rows)
+        if self._sorted is None or self._sorted[0] is not offsets or len(self._sorted[1]) != rows:
+            self._sorted = offsets, _experts_of(offsets, rows)
+        return self._sorted[1]
+
+
+def _experts_of(offsets: torch.Tensor, rows: int) -> torch.Tensor:
+    each = torch.arange(rows, dtype=offsets.dtype, device=offsets.device)
+    return torch.searchsorted(offsets, each, right=True, out_int32=True)
+
+
 class _Reading:
     """An experts module as one of transformers' functions is to see it: with what stands for its weights."""
 
-    def __init__(self, module: PackedExperts, stand_in: type[_Entries | _Routed], routed: torch.Tensor) -> None:
-        self.module, self.stand_in, self.routed = module, stand_in, routed
+    def __init__(self, module: PackedExperts, stand_in: type[_Entries | _Routed], route: _Route) -> None:
+        self.module, self.stand_in, self.route = module, stand_in, route
 
     def __getattr__(self, name: str) -> Any:
         module: Any = self.module
         recipe = module.sb_recipes.get(name)
         if recipe is None or recipe.shape[0] != module.num_experts:
             return getattr(module, name)
-        return self.stand_in(module, name, self.routed).seen()
+        return self.stand_in(module, name, self.route).seen()
 
 
 class _StandIn(ABC):
-    """For a packed parameter.
+    """For a packed parameter."""
 
-    Attributes:
-        ids: the experts that are read.
-    """
-
-    def __init__(self, module: PackedExperts, name: str, ids: torch.Tensor) -> None:
-        self.module, self.name, self.ids = module, name, ids
+    def __init__(self, module: PackedExperts, name: str, route: _Route) -> None:
+        self.module, self.name, self.route = module, name, route
 
     def seen(self) -> Any:
         """What a function is given: this, for a weight [experts, N, K], else a plain tensor."""
@@ -126,20 +152,21 @@ class _StandIn(ABC):
             offsets: with them, ids are those of rows in the order of their experts.
         """
         header, is_traced = self.module.sb_recipes[self.name].whole, torch.compiler.is_compiling()
-        if header is None or not _are_own():
+        if header is None or not is_supported(header) or not _are_own():
             return None
-        stored = None if is_traced or offsets is not None else self.module.sb_known(self.name)
-        made: torch.Tensor | None = None if stored is None else dispatch.experts_again(x, stored, self.ids)
-        if made is not None:
-            return made
-        if not is_supported(header) or not is_fusible(x, None):
+        stored = None if is_traced else self.module.sb_known(self.name)
+        operation, ids = Operation.BATCHED, self.route.ids
+        if offsets is not None:
+            operation, ids = Operation.GROUPED, self.route.sorted_ids(offsets, x.shape[0])
+        if stored is not None and ids.dtype is RECALLED[operation]:
+            made: torch.Tensor | None = dispatch.experts_again(x, stored, ids)
+            if made is not None:
+                return made
+        if not is_fusible(x, None):
             return None
-        [data], ids = self.module.sb_data(self.name), self.ids
+        [data] = self.module.sb_data(self.name)
         if is_sharded(data):
             return None
-        if offsets is not None:
-            rows = torch.arange(x.shape[0], dtype=offsets.dtype, device=x.device)
-            ids = torch.searchsorted(offsets, rows, right=True, out_int32=True)
         if is_traced:
             return torch.ops.samebits.experts(x, data, header.shape, fields_of(header), ids, offsets)  # type: ignore[no-any-return]
         return multiply_experts(x, PackedTensor(header, data), ids, offsets)
@@ -152,24 +179,24 @@ class _Entries(_StandIn):
         return self
 
     def __getitem__(self, ids: torch.Tensor) -> Any:
-        return _Gathered(self.module, self.name, ids).seen()
+        return _Gathered(self.module, self.name, _Route(ids)).seen()
 
     def decoded(self) -> torch.Tensor:
         return self.module.sb_decode(self.name)
 
 
 class _Gathered(_StandIn):
-    """The matrix of each of ``ids``."""
+    """The matrix of each expert of a route."""
 
     def decoded(self) -> torch.Tensor:
-        return self.module.sb_rows(self.name, self.ids)
+        return self.module.sb_rows(self.name, self.route.ids)
 
 
 class _Routed(_StandIn):
     """A weight that is read at the indices of a router."""
 
     def decoded(self) -> torch.Tensor:
-        return self.module.sb_routed(self.name, self.ids)
+        return self.module.sb_routed(self.name, self.route.ids)
 
 
 def _batched_linear(
