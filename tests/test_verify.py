@@ -87,6 +87,19 @@ def test_one_bit_of_one_word(packed: Path, index: tuple[int, int]) -> None:
     assert against(packed, content) == Mismatch(HEAD, index, f"0x{word:04x}", f"0x{word ^ 1:04x}")
 
 
+def test_more_dimensions_than_numpy_has(tmp_path: Path) -> None:
+    shape = (*[1] * 63, 2, 1, 3)
+    checkpoints = []
+    for changed in (0, 1):
+        words = torch.zeros(6, dtype=torch.int16)
+        words[5] = changed
+        path = tmp_path / f"{changed}.safetensors"
+        save_file({"z": words.view(torch.bfloat16).view(shape)}, path)
+        checkpoints.append(Checkpoint.open(path))
+    [mismatch] = verify_against(*checkpoints).mismatches
+    assert mismatch == Mismatch("z", (*[0] * 63, 1, 0, 2), "0x0000", "0x0001")
+
+
 def test_signs_of_zero_and_payloads_of_nan_count(tmp_path: Path) -> None:
     words = torch.zeros(64, 128, dtype=torch.int16)
     words[:, 1] = 0x7FC0

@@ -259,5 +259,8 @@ def _mismatch_at(entry: Entry, left: NDArray[np.uint8], right: NDArray[np.uint8]
     position = first // width
     value = slice(position * width, (position + 1) * width)
     found, expected = ("0x" + array[value][::-1].tobytes().hex() for array in (left, right))
-    index = tuple(int(i) for i in np.unravel_index(position, entry.shape))
-    return Mismatch(entry.name, index, found, expected)
+    index: list[int] = []
+    for size in reversed(entry.shape):  # of any number of dimensions, more than NumPy's 64
+        position, place = divmod(position, size)
+        index.insert(0, place)
+    return Mismatch(entry.name, tuple(index), found, expected)

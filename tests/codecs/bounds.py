@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import numpy as np
 import torch
 from numba import njit
 
 import samebits
 from samebits.codecs import decode
+from samebits.errors import FormatError
 from samebits.format.packed import PackedTensor
 from tests.codecs.malformed import MALFORMED
 from tests.codecs.surgery import Parts
@@ -36,6 +39,16 @@ def decode_in_every_way(packed: PackedTensor) -> None:
         decode.decode_experts_cpu(packed, ids)
 
 
+def write_behind_validation(packed: PackedTensor, fill: bytes) -> None:
+    """As through a parameter's ``.data``; the header stays, or decoders notice."""
+    for section in ("code", "row_shifts", "offsets", "streams"):
+        changed = PackedTensor(packed.header, packed.data.clone())
+        content = changed.section(section)  # type: ignore[arg-type]
+        content.copy_(torch.from_numpy(np.resize(np.frombuffer(fill, np.uint8), len(content))))
+        with suppress(FormatError):  # a code that is none
+            decode_in_every_way(changed)
+
+
 def main() -> None:
     prove_that_accesses_are_checked()
     decode.gathers = lambda header, count: header.is_chunked  # however small the tensor is
@@ -49,6 +62,10 @@ def main() -> None:
             parts = Parts.of(case.packed)
             parts.streams[:] = fill(len(parts.streams))
             decode_in_every_way(packed_of(parts.joined()))
+        packed = packed_of(case.packed)
+        if not packed.is_raw:
+            for far in (b"\xff", b"\0", b"\x7f", b"\0\0\xff\xff"):
+                write_behind_validation(packed, far)
     for malformed in MALFORMED:
         if not malformed.refused:
             decode_in_every_way(packed_of(malformed.data))

@@ -7,6 +7,7 @@ watched by a canary around the output (decode into a slice of a larger tensor).
 from __future__ import annotations
 
 import struct
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 import samebits
 from samebits.codecs.decode import decode_cpu
+from samebits.codecs.decode_loops import SLACK
 from samebits.codecs.reference import Reading, decode_reference
 from samebits.digest import digest
 from samebits.errors import FormatError, VersionError
@@ -151,6 +153,34 @@ def test_chunks_of_one_word(case: Case, fill: bytes) -> None:
     parts.offsets[:] = struct.pack(f"<{chunks + 1}I", *range(chunks + 1))
     parts.streams[:] = fill * (4 * chunks)
     assert survives(parts.joined())
+
+
+@pytest.mark.clause("6.5", "6.6")
+@pytest.mark.parametrize("case", [case for case in ZOO if not case.is_compact], ids=str)
+def test_raw_chunks_that_are_too_short(case: Case) -> None:
+    """No memory of others gets into the words: what was freed just before holds something else each time."""
+    parts = Parts.of(case.packed)
+    for at in range(len(parts.offsets) // 4 - 1):
+        put(parts.streams, struct.unpack_from("<I", parts.offsets, 4 * at)[0], 0)
+    packed, room = packed_of(parts.joined()), 1 + 128 * parts["chunk_stages"] + SLACK
+    found = set()
+    for fill in range(1, 4):
+        [np.full(room, 0x01010101 * fill, np.uint32) for _ in range(4)].clear()
+        found.add(words_of(decode_in_a_cage(packed)).tobytes())
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("section", ["code", "offsets", "streams"])
+@pytest.mark.parametrize("name", ["quad_row_shifts", "single_flat", "compact_escapes"])
+def test_bytes_written_behind_validation(name: str, section: str) -> None:
+    """As through a parameter's ``.data``: an error, or other words, but no access outside the tensor."""
+    for fill in (0x7F, 0xFF, 0):
+        packed = packed_of(SMALL[name].packed)
+        packed.section(section)[4:].fill_(fill)  # type: ignore[arg-type]
+        with suppress(FormatError):
+            decode_in_a_cage(packed)
+    packed = packed_of(SMALL[name].packed)
+    assert words_of(decode_in_a_cage(packed)).tobytes() == decode_reference(SMALL[name].packed).tobytes()
 
 
 @pytest.mark.clause("6.8")

@@ -80,7 +80,8 @@ def test_malformed_entries(entry: object) -> None:
     "pattern",
     [
         *("(", "(a+)+", "(a|a)*b", "(?x)(a|a) *b", "a*a*a*a*b", "a?a?a?a?a", "a{99999999999999999999}"),
-        *("(?:a|.)" * 40 + "b", "(" + "(a|.)" * 40 + ")b", "a*a*a*(?:" + "|".join("b" * 20) + ")"),
+        *("(?:a|.)" * 40 + "b", "(" + "(a|.)" * 40 + ")b", "a*a*a*(?:" + "|".join("b" * 40) + ")"),
+        *(".*.*.*" + "()" * 1000 + "!", ".*.*.*" + r"\B" * 1000 + "!", r"(a*)\1", "a\\"),
     ],
 )
 def test_patterns_that_cannot_be_used(pattern: str) -> None:
@@ -90,7 +91,10 @@ def test_patterns_that_cannot_be_used(pattern: str) -> None:
 
 def test_patterns_in_use() -> None:
     numbers = "|".join(map(str, range(400)))
-    config = Df11Config({r"blocks\.(?:0|1)\.\d+": ["a"], r"x\.[0-9]+": [], rf"y\.\d+\.(?:{numbers})": []})
+    three = r"down_blocks\.\d+\.attentions\.\d+\.transformer_blocks\.\d+"
+    config = Df11Config(
+        {r"z\\1": [], three: [], r"blocks\.(?:0|1)\.\d+": ["a"], r"x\.[0-9]+": [], rf"y\.\d+\.(?:{numbers})": []}
+    )
     assert config.weights("y.12.399") == ["y.12.399.weight"]
     assert config.weights("blocks.1.12") == ["blocks.1.12.a.weight"]
     assert config.weights("x.3") == ["x.3.weight"]

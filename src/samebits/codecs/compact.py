@@ -107,7 +107,7 @@ def decode_compact(packed: PackedTensor, output: NDArray[np.uint16]) -> None:
     streams = np.zeros(packed.header.stream_words + compact_loops.SLACK, np.uint32)
     streams[: packed.header.stream_words] = coded
     lengths = sizes.astype(np.int64)
-    starts = np.cumsum(lengths) - lengths
+    starts = np.minimum(np.cumsum(lengths) - lengths, 32 * packed.header.stream_words)  # whatever was written since
     table = _table(code.tobytes())
     run_ranges(compact_loops.decode_runs, starts.size, _TASK_RUNS, output, table, starts, planes, streams)
 

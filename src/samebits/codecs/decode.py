@@ -16,7 +16,7 @@ from samebits.codecs.huffman import CanonicalCode
 from samebits.codecs.memory import empty
 from samebits.format.geometry import Code
 from samebits.format.header import Header
-from samebits.format.packed import PackedTensor
+from samebits.format.packed import PackedTensor, check_code
 from samebits.parallel import TASK_WORDS, grain_of, run_ranges
 
 if TYPE_CHECKING:
@@ -136,7 +136,9 @@ def _arrays(packed: PackedTensor) -> list[NDArray[Any]]:
 @lru_cache(maxsize=256)  # 16 KB of a quad code, 64 of a single one
 def _table(section: bytes, width: int, code: Code) -> NDArray[np.uint16]:
     """Of quads as CanonicalCode.decode_table; of single exponents as several_symbols, four items for each entry."""
-    table = CanonicalCode.from_section(np.frombuffer(section, "<u2")).decode_table(width)
+    counts_and_symbols = np.frombuffer(section, "<u2")
+    check_code(counts_and_symbols, width, code)  # whatever was written since it was validated
+    table = CanonicalCode.from_section(counts_and_symbols).decode_table(width)
     if code is Code.SINGLE:
         return decode_loops.several_symbols(table, width).view(np.uint16)
     return table

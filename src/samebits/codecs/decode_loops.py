@@ -1,7 +1,8 @@
 """The compiled loops of the CPU decoder.
 
-Safe on any contents: a chunk is copied into a buffer with SLACK zero words behind it, stream starts are kept inside the
-chunk, and from its start a stream can consume at most 512 codewords of 13 bits (FORMAT.md 6.6), which SLACK covers.
+Safe on any contents, also on such as were written behind validation: a chunk, kept inside the streams, is copied into a
+buffer with SLACK zero words behind it, stream starts are kept inside the chunk, and from its start a stream can consume
+at most 512 codewords of 13 bits (FORMAT.md 6.6), which SLACK covers.
 """
 
 from __future__ import annotations
@@ -126,8 +127,8 @@ def _decode_chunk(
     buffer, tops, found, row_words, starts, changes = room
     row_groups, stages = (rows + 7) // 8, (columns + 63) // 64
     group, groups, stage_from, stage_count = chunk_extent(chunk, row_groups, stages, chunk_stages)
-    size = min(np.int64(offsets[chunk + 1]) - np.int64(offsets[chunk]), buffer.size - SLACK)
-    start = np.int64(offsets[chunk])
+    start = min(np.int64(offsets[chunk]), streams.size)
+    size = max(0, min(np.int64(offsets[chunk + 1]) - start, streams.size - start, buffer.size - SLACK))
     for i in range(size):  # one array assigned to another takes seconds to compile, for what it says if they differ
         buffer[i] = streams[start + i]
     buffer[size : size + SLACK] = 0
@@ -159,7 +160,7 @@ def _decode_tops(
 ) -> None:  # fmt: skip
     """FORMAT.md 6.2 to 6.5: one chunk's top7 values (quad) or shifted exponents (single)."""
     head = np.int64(buffer[0])
-    if head == 0:
+    if head == 0 and size >= 1 + 128 * stages:
         for i in range(128 * stages):
             tops[i] = buffer[1 + i]
         return

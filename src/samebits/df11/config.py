@@ -16,7 +16,7 @@ VERSIONS = ((0, 2), (0, 5))  # first and last whose tensors are those of unit.py
 THREADS_PER_BLOCK = [512]
 BYTES_PER_THREAD = 8
 _MAX_PATH = 255
-_MAX_WAYS = 20_000_000  # in which a pattern may fail to match a path
+_MAX_STEPS = 200_000_000  # in which a pattern may fail to match a path, some seconds
 _MEND = f"mend {KEY} in config.json"
 
 
@@ -98,12 +98,15 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
     """A pattern of module paths; one that could take forever to match is refused.
 
     Raises:
-        InputError: not a regular expression, or one with repeated groups, too many repetitions and alternatives, or
-            groups of another kind than "(" and "(?:", which may say that blanks do not count.
+        InputError: not a regular expression, or one with repeated groups, references to groups, too many repetitions
+            and alternatives, or groups of another kind than "(" and "(?:", which may say that blanks do not count.
     """
-    plain = re.sub(r"\\.", "_", pattern).replace("(?:", "(")
-    if re.search(r"\)[*+{]|\(\?", plain) or _ways(plain) > _MAX_WAYS:
-        what = "repeated groups, groups of another kind, or too many repetitions or alternatives in a pattern"
+    plain = re.sub(r"\\.", lambda escape: escape[0] if escape[0][1] in "123456789" else "_", pattern)
+    plain = plain.replace("(?:", "(")
+    if re.search(r"\)[*+{]|\(\?|\\", plain) or _steps(plain) > _MAX_STEPS:
+        what = (
+            "repeated groups, groups of another kind, references, or too many repetitions or alternatives in a pattern"
+        )
         raise InputError(what, where=repr(pattern), mend=_MEND)
     try:
         return re.compile(pattern)
@@ -111,9 +114,10 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
         raise InputError(f"no regular expression ({error})", where=repr(pattern), mend=_MEND) from None
 
 
-def _ways(plain: str) -> float:
-    """At most so many, for the longest path: where repetitions end, and which alternative of each group is taken."""
+def _steps(plain: str) -> float:
+    """At most about so many, for the longest path: ways in which repetitions end, and of groups to take an alternative,
+    times what is walked of the pattern for each."""
     repeats, groups = len(re.findall(r"[*+?{]", plain)), max(plain.count("("), 1)
     alternatives = (plain.count("|") + groups) / groups  # of each group, if that makes most of them
     exponent = repeats * math.log(_MAX_PATH) - math.lgamma(repeats + 1) + groups * math.log(alternatives)
-    return math.exp(min(exponent, 100.0))
+    return math.exp(min(exponent, 100.0)) * len(plain) / alternatives

@@ -188,28 +188,10 @@ class PackedTensor:
             frequencies_of(self.section("code").cpu().numpy())
             self._validate_runs()
             return
-        self._validate_code()
+        check_code(self.section("code").cpu().numpy().view("<u2"), header.max_code_length, header.code)
         self._validate_offsets()
         shifts = self.section("row_shifts").view(torch.int8)
         need(not len(shifts) or int(shifts.to(torch.int16).abs().max()) <= MAX_SHIFT, "a row shift out of range")
-
-    def _validate_code(self) -> None:
-        header = self.header
-        section = self.section("code").cpu().numpy().view("<u2")
-        counts, symbols = section[:COUNTS].astype(np.int64), section[COUNTS:]
-        lengths = np.arange(COUNTS)
-        need(int(counts.sum()) == header.symbol_count, "the code's counts do not add up")
-        need(not counts[lengths > header.max_code_length].any() and counts[0] == 0, "a code length out of range")
-        kraft = int((counts << (COUNTS - lengths)).sum())
-        single = header.symbol_count == 1 and counts[1] == 1
-        need(kraft == 1 << COUNTS or single, "an incomplete or impossible code")
-        limit = QUAD_SYMBOLS if header.code is Code.QUAD else EXPONENTS
-        distinct = int(symbols.max()) < limit and len(np.unique(symbols)) == len(symbols)
-        need(distinct, "a code's symbols out of range or twice")
-        ascending = np.diff(symbols.astype(np.int64)) > 0
-        next_length = np.cumsum(counts)[:-1]  # where a symbol may be smaller than the one before
-        ascending[next_length[(next_length > 0) & (next_length < len(symbols))] - 1] = True
-        need(bool(ascending.all()), "a code's symbols out of order")
 
     def _validate_offsets(self) -> None:
         header = self.header
@@ -269,6 +251,30 @@ def check_in_memory(tensor: torch.Tensor) -> None:
     ends = (tensor.storage_offset() + last + 1) * tensor.element_size()
     if tensor.numel() and ends > tensor.untyped_storage().nbytes():  # as sharding leaves parameters
         raise InputError("a tensor's memory was freed, so its values are not there", mend="gather or load it first")
+
+
+def check_code(section: NDArray[np.uint16], longest: int, code: Code) -> None:
+    """That a quad or single code section says what a decoder can trust (FORMAT.md 3.2).
+
+    Args:
+        longest: its max_code_length.
+
+    Raises:
+        FormatError: it does not.
+    """
+    counts, symbols = section[:COUNTS].astype(np.int64), section[COUNTS:]
+    lengths = np.arange(COUNTS)
+    need(int(counts.sum()) == len(symbols), "the code's counts do not add up")
+    need(not counts[lengths > longest].any() and counts[0] == 0, "a code length out of range")
+    kraft = int((counts << (COUNTS - lengths)).sum())
+    need(kraft == 1 << COUNTS or (len(symbols) == 1 and counts[1] == 1), "an incomplete or impossible code")
+    limit = QUAD_SYMBOLS if code is Code.QUAD else EXPONENTS
+    distinct = int(symbols.max()) < limit and len(np.unique(symbols)) == len(symbols)
+    need(distinct, "a code's symbols out of range or twice")
+    ascending = np.diff(symbols.astype(np.int64)) > 0
+    next_length = np.cumsum(counts)[:-1]  # where a symbol may be smaller than the one before
+    ascending[next_length[(next_length > 0) & (next_length < len(symbols))] - 1] = True
+    need(bool(ascending.all()), "a code's symbols out of order")
 
 
 def frequencies_of(section: NDArray[np.uint8]) -> NDArray[np.int64]:
