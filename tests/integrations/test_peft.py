@@ -288,6 +288,23 @@ def test_merged_after_decompressing(base: LlamaForCausalLM) -> None:
     assert_same(logits(merged), logits(expected))
 
 
+@pytest.mark.parametrize("part", ["adapted", "base_model"])
+def test_decompressed_around_what_was_compressed_while_loading(
+    part: str, base: LlamaForCausalLM, tmp_path: Path
+) -> None:
+    """A model that wraps another answers for it when it is asked for attributes."""
+    base.save_pretrained(tmp_path)
+    config = samebits.SamebitsConfig(min_weights=MIN_WEIGHTS)
+    packed = LlamaForCausalLM.from_pretrained(tmp_path, quantization_config=config, **EAGER)
+    dense, wrapped = (adapted(model, init_lora_weights=False, **OPTIONS["LoRA"]) for model in (pair(base)[0], packed))
+    samebits.decompress(wrapped if part == "adapted" else wrapped.base_model)
+    assert not packed.is_quantized
+    assert not hasattr(packed.config, "quantization_config")
+    merged, expected = wrapped.merge_and_unload(), dense.merge_and_unload()
+    for key, value in expected.state_dict().items():
+        assert_same(merged.state_dict()[key], value)
+
+
 def test_unloading_gives_the_base_back(base: LlamaForCausalLM) -> None:
     _, packed = pair(base)
     expected = logits(packed)

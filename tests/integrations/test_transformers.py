@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
+from safetensors.torch import load_file, save_file
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming
 
 import samebits
@@ -330,6 +333,63 @@ def test_made_plain_again_a_model_is_no_quantized_one(llama: Reference, config: 
     assert not hasattr(model.config, "quantization_config")
     llama.assert_same(model)
     assert model.float().dtype == torch.float32
+
+
+@pytest.mark.parametrize("way", ["object", "dict"])
+def test_a_plain_model_of_a_compressed_ones_config(
+    way: str, llama: Reference, llama_folder: Path, tmp_path: Path
+) -> None:
+    """As a student has its teacher's: it is saved as what it is, and the teacher stays what it was."""
+    teacher = llama.load(llama_folder)
+    config = teacher.config if way == "object" else transformers.AutoConfig.from_pretrained(llama_folder)
+    student = llama.model_class(config).float()
+    student.save_pretrained(tmp_path / "student")
+    entries = json.loads((tmp_path / "student" / "config.json").read_text())
+    assert not {"quantization_config", "transformers_weights"} & entries.keys()
+    again = llama.model_class.from_pretrained(tmp_path / "student")
+    assert again.dtype == torch.float32
+    for name, tensor in student.state_dict().items():
+        assert torch.equal(again.state_dict()[name].view(torch.int32), tensor.view(torch.int32))
+    teacher.save_pretrained(tmp_path / "teacher")
+    llama.assert_same(llama.load(tmp_path / "teacher"))
+
+
+@pytest.mark.parametrize("way", ["object", "loaded", "dict"])
+def test_a_config_of_another_model(
+    way: str, llama: Reference, llama_folder: Path, config: samebits.SamebitsConfig
+) -> None:
+    """What is loaded decides, whether its weights are packed, not the config that comes with it."""
+    given = {
+        "object": lambda: llama.load(quantization_config=config).config,
+        "loaded": lambda: llama.load(llama_folder).config,
+        "dict": lambda: transformers.AutoConfig.from_pretrained(llama_folder),
+    }[way]()
+    plain = llama.load(config=given)
+    assert not list(packed_parameters(plain))
+    assert not getattr(plain, "is_quantized", False)
+    llama.assert_same(plain)
+    state = plain.state_dict()
+    llama.assert_same(llama.model_class.from_pretrained(None, config=given, state_dict=state))
+    for each in (given, plain.config):
+        packed = llama.load(llama_folder, config=each)
+        llama.assert_all_packed(packed)
+        llama.assert_same(packed)
+    with pytest.raises(InputError, match="in no files"):
+        llama.model_class.from_pretrained(None, config=given, state_dict=packed.state_dict())
+
+
+def test_two_tensors_for_one_parameter(llama: Reference, tmp_path: Path) -> None:
+    """The first one is taken, as of a plain checkpoint, whichever of them are packed."""
+    name, folder = "model.layers.0.mlp.up_proj.weight", tmp_path / "plain"
+    shutil.copytree(llama.folder, folder)
+    state = load_file(folder / "model.safetensors")
+    for number, other in enumerate((state[name].flip(0), torch.randint(-(2**15), 2**15, state[name].shape))):
+        bits = other.to(torch.int16) if number else other.view(torch.int16)  # of which the latter do not get smaller
+        save_file(state | {name.removeprefix("model."): bits.view(torch.bfloat16)}, folder / "model.safetensors")
+        packed = compress_folder(folder, tmp_path / f"packed {number}")
+        expected = llama.load(folder).get_parameter(name)
+        assert_same_bits(expected, bits.view(torch.bfloat16))
+        assert_same_bits(llama.load(packed).model.layers[0].mlp.up_proj.weight.clone(), expected)
 
 
 def test_weights_of_another_shape_are_initialised(llama: Reference, llama_folder: Path, tmp_path: Path) -> None:

@@ -233,6 +233,19 @@ def test_what_is_no_plain_tensor_is_left_alone() -> None:
     }
 
 
+def test_what_has_no_shape_yet_is_left_alone() -> None:
+    module = nn.Sequential(nn.Linear(64, 64).to(torch.bfloat16), nn.LazyLinear(32, dtype=torch.bfloat16))
+    x = torch.randn(2, 64).to(torch.bfloat16)
+    report = samebits.compress(module, min_weights=1024)
+    assert set(report.packed) == {"0.weight"}
+    assert report.raw["1.weight"] == "is a UninitializedParameter, not a plain tensor"
+    module(x)
+    assert set(samebits.compress(module, min_weights=1024).packed) == {"0.weight", "1.weight"}
+    expected = copy.deepcopy(module)
+    samebits.decompress(expected)
+    assert torch.equal(module(x).view(torch.int16), expected(x).view(torch.int16))
+
+
 def test_strides_stay() -> None:
     for name in ("channels last", "transposed linear"):
         module, _, _ = make(name)

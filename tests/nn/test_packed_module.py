@@ -565,6 +565,26 @@ def test_a_part_of_a_tie_is_decompressed() -> None:
     assert same_bits(call(module), call(other))
 
 
+def test_compiling_to_torchscript_is_refused() -> None:
+    module, call, expected = compressed("tied")
+    for each in (module, module.head):
+        with pytest.raises(InputError, match=r"jit\.script cannot compile a packed module; use torch\.export"):
+            torch.jit.script(each)
+    assert same_bits(call(module), expected)
+
+
+@pytest.mark.parametrize("new", [nn.Parameter(torch.ones(4, 4)), None], ids=["parameter", "none"])
+def test_registered_anew(new: nn.Parameter | None) -> None:
+    """As assigning it: another parameter takes the weight's place."""
+    module, call, expected = compressed("tied")
+    module.head.register_parameter("weight", new)
+    assert module.head.weight is new
+    assert type(module.head) is nn.Linear
+    assert isinstance(module.embedding, PackedModule)
+    module.head.weight = module.embedding.weight
+    assert same_bits(call(module), expected)
+
+
 def test_a_tie_stays_where_one_who_shares_it_cannot_be_decompressed() -> None:
     module, call, expected = compressed("tied")
     module.head.register_parameter("scale", nn.Parameter(torch.ones(1)))

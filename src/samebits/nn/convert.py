@@ -172,7 +172,7 @@ def decompress(module: nn.Module, *, progress: Progress | None = None) -> None:
             unpack(owner, name, weight)
         _give_back(weight.device)
     for part in module.modules():  # models of transformers and diffusers say of themselves that they are compressed
-        if told := getattr(getattr(part, "hf_quantizer", None), "sb_decompressed", None):
+        if told := getattr(vars(part).get("hf_quantizer"), "sb_decompressed", None):  # their own, no wrapped model's
             told(part)
 
 

@@ -234,6 +234,14 @@ class PackedModule(nn.Module):
         mend = "use a process for each GPU, with torch.nn.parallel.DistributedDataParallel"
         raise InputError("torch.nn.DataParallel cannot copy packed weights", mend=mend)
 
+    def __prepare_scriptable__(self) -> Any:
+        """
+        Raises:
+            InputError: always. TorchScript compiles a class's code, and none of it decodes.
+        """
+        mend = "use torch.export or torch.jit.trace, or call samebits.decompress first"
+        raise InputError("torch.jit.script cannot compile a packed module", where=self.sb_base.__name__, mend=mend)
+
     def __delattr__(self, name: str) -> None:
         if name in self.__dict__.get("sb_recipes", ()):
             unpack(self, name, None)
@@ -266,7 +274,11 @@ class PackedModule(nn.Module):
             what = "a packed weight cannot be put under another name"
             mend = "call samebits.decompress, change the module, and compress it again"
             raise InputError(what, where=f"{self.sb_base.__name__}.{name}", mend=mend)
-        super().register_parameter(name, param)
+        if name in self.sb_recipes:
+            unpack(self, name, None)
+            self.register_parameter(name, param)  # of the class that it is now
+        else:
+            super().register_parameter(name, param)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> PackedModule:
         check_dtype(fn)

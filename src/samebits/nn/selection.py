@@ -10,6 +10,7 @@ from operator import index
 import torch
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.parameter import is_lazy
 
 from samebits.errors import InputError
 from samebits.format.names import MIN_WEIGHTS, is_selected
@@ -61,10 +62,10 @@ class Selection:
         if isinstance(module, torch.jit.ScriptModule):
             return "belongs to a TorchScript module, whose class must stay"
         parameter = module._parameters[name]
+        if parameter is not None and type(parameter) not in (nn.Parameter, torch.Tensor):
+            return f"is a {type(parameter).__name__}, not a plain tensor"
         if parameter is None or not parameter.is_floating_point():
             return "not floating point"
-        if type(parameter) not in (nn.Parameter, torch.Tensor):
-            return f"is a {type(parameter).__name__}, not a plain tensor"
         if torch.empty_like(parameter, device="meta").stride() != parameter.stride():
             return "has gaps or repetitions in memory"
         if parameter.numel() < self.min_weights:
@@ -113,7 +114,8 @@ class Selection:
 
 def _weights_in_matrices(module: nn.Module) -> int:
     """Of its own, packed or not."""
-    shapes = [tuple(parameter.shape) for parameter in module._parameters.values() if parameter is not None]
+    made = (parameter for parameter in module._parameters.values() if parameter is not None and not is_lazy(parameter))
+    shapes = [tuple(parameter.shape) for parameter in made]
     if isinstance(module, PackedModule):
         shapes += [recipe.shape for recipe in module.sb_recipes.values()]
     return sum(math.prod(shape) for shape in shapes if len(shape) >= 2)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from samebits.nn.questions import CHILDREN, EVERY, LAST, Path, asked_parts
 
@@ -32,7 +33,7 @@ def spare(root: nn.Module) -> None:
         reasons = _reasons.get(module, {})
         for leaf in [leaf for leaf, reason in reasons.items() if reason in (_TRAINED, _SMALL)]:
             del reasons[leaf]
-    weights = sum(parameter.numel() for parameter in root.parameters())
+    weights = sum(parameter.numel() for parameter in root.parameters() if not is_lazy(parameter))
     for module in root.modules():
         for path in (*asked_parts(cast(Any, type(module))), *([_ITSELF] if _sees(module) else ())):
             for asked in _parts(module, path):
@@ -97,8 +98,8 @@ def _small_matrices(module: nn.Module, most: int) -> Iterator[str]:
     """Of up to so many weights, of a module that computes with them by code of its own, not as torch's layers do."""
     bases = type(module).__mro__
     if not any(base.__module__.startswith("torch.nn.modules.") and base is not nn.Module for base in bases):
-        parameters = module._parameters.items()
-        yield from (leaf for leaf, each in parameters if each is not None and each.dim() > 1 and each.numel() <= most)
+        made = ((leaf, each) for leaf, each in module._parameters.items() if each is not None and not is_lazy(each))
+        yield from (leaf for leaf, each in made if each.dim() > 1 and each.numel() <= most)
 
 
 def _blocks(model: nn.Module) -> Iterator[nn.Module]:

@@ -28,15 +28,8 @@ from samebits.format.safetensors_file import SUFFIX
 from samebits.integrations.model_shapes import shapes_in
 from samebits.integrations.transformers import layout
 from samebits.integrations.transformers.parallel import plain_tensors
-from samebits.integrations.transformers.quantizer import (
-    KEEP_FORMAT,
-    SamebitsConfig,
-    SamebitsQuantizer,
-    hub_options,
-    loading,
-)
-
-_FILE = "transformers_weights"  # of a config: the file to load
+from samebits.integrations.transformers.quantizer import SamebitsConfig, SamebitsQuantizer
+from samebits.integrations.transformers.source import FILE, KEEP_FORMAT, follow_source, hub_options, loading
 
 
 def register() -> None:
@@ -49,9 +42,10 @@ def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def get_hf_quantizer(config: Any, quantization_config: Any, *args: Any, **kwargs: Any) -> Any:
         """A quantization_config says more of the files than dfloat11_config, which may have been left there."""
+        follow_source(config)
         if _is_df11(config):
             Df11Config.parse(getattr(config, KEY))
-            setattr(config, _FILE, _any_file())
+            setattr(config, FILE, _any_file())
             quantization_config = _settled(quantization_config)
         return original(config, quantization_config, *args, **kwargs)
 
@@ -104,13 +98,13 @@ def _reading(original: Callable[..., Any]) -> Callable[..., Any]:
         folder = Path(checkpoint_files[0]).parent if checkpoint_files else Path()
         with ExitStack() as files:
             if isinstance(quantizer, layout.LayoutQuantizer):
-                vars(model.config).pop(_FILE, None)
+                vars(model.config).pop(FILE, None)
                 state_dict = quantizer.tensors(load_config.device_map, files)
             elif isinstance(quantizer, SamebitsQuantizer) and quantizer.reads_parts:
                 state_dict = plain_tensors(folder, load_config.device_map, files)
             elif hasattr(model.config, KEY) and not getattr(quantizer, "pre_quantized", False):
                 state_dict = _tensors(model, folder, load_config.weight_mapping or (), files)
-                for name in (KEY, _FILE):
+                for name in (KEY, FILE):
                     vars(model.config).pop(name, None)
             return original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
 

@@ -25,7 +25,8 @@ from samebits.df11.checkpoint import StoredUnit, UnitEntry, open_checkpoint
 from samebits.errors import InputError, SamebitsError
 from samebits.integrations.model_shapes import shapes_in
 from samebits.integrations.transformers.names import Names
-from samebits.integrations.transformers.quantizer import KEEP_FORMAT, SamebitsQuantizer, compute_as_plain
+from samebits.integrations.transformers.quantizer import SamebitsQuantizer, compute_as_plain
+from samebits.integrations.transformers.source import KEEP_FORMAT
 from samebits.nn.df11 import DecodingMemory, attach_unit, share_unit
 
 _METHOD = "dfloat11"

@@ -69,7 +69,7 @@ class _Placement:
             if target not in self.names.parameters:
                 continue  # transformers reports it
             if sources[0].pattern is None:
-                self._place_whole(target, sources[-1])
+                self._place_whole(target, sources)
             elif any(source.entry.is_packed for source in sources) and not self._place_pieces(target, sources):
                 self._convert_decoded(target, sources)
         self.names.mark_used()
@@ -84,16 +84,24 @@ class _Placement:
             targets.setdefault(target, []).append(Source(entry, pattern))
         return targets
 
-    def _place_whole(self, target: str, source: Source) -> None:
-        entry = source.entry
-        dtype = self._dtype(target)
+    def _place_whole(self, target: str, sources: Sequence[Source]) -> None:
+        """Of several tensors for one parameter the first is taken, as transformers has it."""
+        entry, dtype = sources[0].entry, self._dtype(target)
         if entry.is_packed:
             fits = self._fits(entry, entry.shape, target)
             piece = Piece(slot_name(target.rpartition(".")[2]), entry.header)
-            if fits and self._pack(target, Recipe(entry.shape, (piece,), dtype), [source]):
+            if fits and self._pack(target, Recipe(entry.shape, (piece,), dtype), sources[:1]):
+                for source in sources[1:]:
+                    self.claims.bring(self.names.renamed(source.stored_name), self._slot(target, piece))
                 return
-        if entry.is_packed or (entry.dtype in FLOATS and FLOATS[entry.dtype] != dtype):
-            self.claims.bring_dense(self.names.renamed(source.stored_name), target, dtype)
+        is_other = entry.dtype in FLOATS and FLOATS[entry.dtype] != dtype
+        if is_other or any(source.entry.is_packed for source in sources):
+            for source in sources:
+                self.claims.bring_dense(self.names.renamed(source.stored_name), target, dtype)
+
+    @staticmethod
+    def _slot(target: str, piece: Piece) -> str:
+        return target.removesuffix(target.rpartition(".")[2]) + piece.slot
 
     def _place_pieces(self, target: str, sources: Sequence[Source]) -> bool:
         """Keep a parameter that is put together from several tensors in pieces; False if that cannot be done."""
@@ -118,9 +126,8 @@ class _Placement:
             return False
         module, leaf, _ = found
         pack(module, leaf, recipe, [_without_bytes(source.entry) for source in sources])
-        path = target.removesuffix(leaf)
         for source, piece in zip(sources, recipe.pieces, strict=True):
-            self.claims.bring(self.names.renamed(source.stored_name), path + piece.slot)
+            self.claims.bring(self.names.renamed(source.stored_name), self._slot(target, piece))
         return True
 
     def _convert_decoded(self, target: str, sources: Sequence[Source]) -> None:

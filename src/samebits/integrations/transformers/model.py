@@ -6,6 +6,8 @@ import inspect
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
 from functools import wraps
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,7 +20,8 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 
 from samebits.errors import InputError, SamebitsError
 from samebits.integrations.transformers import parallel, state
-from samebits.integrations.transformers.quantizer import KEEP_FORMAT, SamebitsConfig, SamebitsQuantizer, loading
+from samebits.integrations.transformers.quantizer import SamebitsConfig, SamebitsQuantizer
+from samebits.integrations.transformers.source import KEEP_FORMAT, loading, make_plain, says_compressed
 from samebits.integrations.weight_files import publish, remove_packed, write_weights
 from samebits.nn.convert import counting_weights
 from samebits.nn.df11 import holds_units
@@ -140,7 +143,8 @@ def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
             original(*call.args, **call.kwargs)
             return
         if not _is_compressed(self):
-            original(*call.args, **call.kwargs)
+            with _with_own_config(self):
+                original(*call.args, **call.kwargs)
             if not call.arguments.get("variant") and call.arguments.get("is_main_process", True):
                 remove_packed(Path(save_directory))
             return
@@ -177,6 +181,21 @@ def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
             self.push_to_hub(options.pop("repo_id", destination.name), **options)
 
     return save_pretrained
+
+
+@contextmanager
+def _with_own_config(model: Any) -> Iterator[None]:
+    """Inside, the config of a plain model does not say what that of a compressed one does from which it was made."""
+    shared = model.config
+    if not says_compressed(shared):
+        yield
+        return
+    model.config = deepcopy(shared)
+    make_plain(model.config)
+    try:
+        yield
+    finally:
+        model.config = shared
 
 
 def _is_compressed(model: Any) -> bool:

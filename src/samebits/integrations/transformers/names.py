@@ -81,7 +81,7 @@ class Claims(WeightConverter):  # type: ignore[misc]
         return self._targets.get(source_key, (source_key, None))
 
     def convert(self, layer_name: str, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
-        tensor = self.materialize_tensors()[_CLAIMED][-1]
+        tensor = self.materialize_tensors()[_CLAIMED][0]
         if layer_name in self._dense:
             tensor = _decoded(tensor).to(self._dense[layer_name])
         return {layer_name: tensor}

@@ -6,7 +6,6 @@ Its hooks have changed between the versions 5.17 and 5.23; those here take what 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
@@ -23,16 +22,14 @@ try:
     from transformers.core_model_loading import ConversionOps
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
     from transformers.quantizers.base import HfQuantizer
-    from transformers.utils.hub import cached_file
     from transformers.utils.quantization_config import QuantizationConfigMixin
 except ImportError as error:
     what = f"transformers {MINIMUM['transformers']} or newer is not installed"
     raise InputError(what, mend=INSTALL_TRANSFORMERS) from error
 
-from samebits.format.folder import INDEX_SUFFIX, KEY, STEM, VERSION, Folder, check_version
+from samebits.format.folder import KEY, VERSION, check_version
 from samebits.format.names import MIN_WEIGHTS
 from samebits.format.packed import PackedTensor
-from samebits.format.safetensors_file import SUFFIX
 from samebits.integrations.transformers import parallel
 from samebits.integrations.transformers.load import (
     PACK_AFTERWARDS,
@@ -42,17 +39,13 @@ from samebits.integrations.transformers.load import (
     find_parameter,
     place_packed,
 )
+from samebits.integrations.transformers.source import FILE, loading, weights_file
 from samebits.nn.convert import Report, decompress, encode_parameter, report
 from samebits.nn.join import join_stacks
 from samebits.nn.packed_module import pack, packed_parameters, whole
 from samebits.nn.selection import Selection
 from samebits.nn.spared import spare
 
-# What from_pretrained was called with: the folder or hub id, and its keyword arguments.
-loading: ContextVar[tuple[str, Mapping[str, Any]]] = ContextVar("samebits_loading", default=("", {}))
-KEEP_FORMAT = "keep_format"  # one of these: see layout.py
-
-_HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "token", "revision")
 _ALIGNMENT = 16  # of packed tensors in memory, in bytes
 _PACKED_BYTES_PER_WEIGHT = 1.5  # more than packed weights take; for device maps
 
@@ -158,7 +151,7 @@ class SamebitsQuantizer(HfQuantizer):  # type: ignore[misc]
         """Called early from 5.18 on; up to 5.20 update_tp_plan is."""
         parallel.is_split(config)
         if self.pre_quantized:
-            config.transformers_weights = _weights_file()
+            setattr(config, FILE, weights_file())
         return config
 
     update_tp_plan = update_attn_implementation
@@ -346,31 +339,6 @@ def register() -> None:
     """Make the quantizer known to transformers."""
     AUTO_QUANTIZER_MAPPING[KEY] = SamebitsQuantizer
     AUTO_QUANTIZATION_CONFIG_MAPPING[KEY] = SamebitsConfig
-
-
-def hub_options() -> dict[str, Any]:
-    """How from_pretrained was told to fetch files from the hub."""
-    _, options = loading.get()
-    return {name: options[name] for name in _HUB_OPTIONS if options.get(name) is not None}
-
-
-def _weights_file() -> str:
-    """The weight file or index of the folder or hub id that is being loaded.
-
-    Raises:
-        FormatError, InputError: a local folder without weights, or with shards missing.
-    """
-    path, options = loading.get()
-    subfolder = options.get("subfolder") or ""
-    folder = Path(path, subfolder)
-    if not folder.is_dir():
-        hub = hub_options() | {"subfolder": subfolder, "_raise_exceptions_for_missing_entries": False}
-        index = path and cached_file(path, STEM + INDEX_SUFFIX, **hub)
-        return STEM + (INDEX_SUFFIX if index else SUFFIX)
-    found = Folder.scan(folder)
-    if found.index is None and len(found.files) > 1:
-        raise FormatError("shards without their index", where=str(folder), mend=f"fetch {STEM}{INDEX_SUFFIX} too")
-    return (found.index or found.files[0]).name
 
 
 def align_packed(model: torch.nn.Module) -> None:
