@@ -49,6 +49,7 @@ def attempt(
     adapter: Path | None = None,
     sleep: bool = False,
     reload: bool = False,
+    update: bool = False,
     prompts: Sequence[Sequence[int]] = PROMPTS,
     prompt_logprobs: int | None = 3,
     **arguments: Any,
@@ -56,7 +57,7 @@ def attempt(
     """What an engine gave; or, where it ended otherwise, all that it said."""
     options = {
         "model": str(model), "arguments": MEMORY | arguments, "prompts": prompts, "prompt_logprobs": prompt_logprobs,
-        "adapter": adapter and str(adapter), "sleep": sleep, "reload": reload,
+        "adapter": adapter and str(adapter), "sleep": sleep, "reload": reload, "update": update,
     }  # fmt: skip
     environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1" if rank_cores else "0"}
     if rank_cores:

@@ -1,7 +1,8 @@
 """One vLLM engine in a process of its own: ``python engine.py OPTIONS``, a JSON object; prints another, what it gave.
 
 Options: ``model``, ``arguments`` of vLLM's LLM, ``prompts`` (lists of tokens), ``prompt_logprobs``; ``adapter``, the
-folder of one; ``sleep`` to give back memory and generate once more; ``reload`` to load the weights anew.
+folder of one; ``sleep`` to give back memory and generate once more; ``reload`` or ``update`` to load the weights anew,
+by the engine or by its model. ``waiting`` of what it gave are linear layers that were not packed when all was read.
 """
 
 from __future__ import annotations
@@ -24,10 +25,19 @@ def values(places: Any) -> list[Any] | None:
 
 
 def main() -> None:
-    from inspected import MARK, fused_experts, read_weights, weights
+    from inspected import MARK, fused_experts, read_weights, update, waiting, weights
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
+    from vllm.model_executor.model_loader import base_loader
 
+    left: list[str] = []
+    original = base_loader.finalize_layerwise_processing
+
+    def finalize(model: Any, *arguments: Any) -> None:
+        left.extend(waiting(model))
+        original(model, *arguments)
+
+    base_loader.finalize_layerwise_processing = finalize
     options = json.loads(sys.argv[1])
     llm = LLM(options["model"], max_model_len=128, max_num_seqs=4, skip_tokenizer_init=True, **options["arguments"])
     sampling = [
@@ -46,7 +56,7 @@ def main() -> None:
             for each in llm.generate(prompts, sampling, use_tqdm=False, lora_request=adapter)
         ]
 
-    gave = {"outputs": generate()}
+    gave = {"outputs": generate(), "waiting": left}
     gave |= {each.__name__: llm.apply_model(each) for each in (weights, read_weights, fused_experts)}
     if options["sleep"]:
         llm.sleep(level=1)
@@ -54,6 +64,8 @@ def main() -> None:
         gave["again"] = generate()
     if options["reload"]:
         llm.collective_rpc("reload_weights")
+    if options["update"]:
+        llm.apply_model(update)
     print(MARK + json.dumps(gave), flush=True)
 
 

@@ -4,12 +4,30 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 MARK = "GAVE "  # in front of what an engine gave
 
 
 def weights(model: Any) -> dict[str, list[Any]]:
     """Dtype and bytes of each parameter."""
     return {name: [str(parameter.dtype), parameter.nbytes] for name, parameter in model.named_parameters()}
+
+
+def waiting(model: Any) -> list[str]:
+    """Linear layers that are to be packed and have not all that belongs to them, as vLLM counts it."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    layers = [(name, layer) for name, layer in model.named_modules() if hasattr(layer, "quant_method")]
+    ours = [(name, layer) for name, layer in layers if getattr(layer.quant_method, "uses_meta_device", False)]
+    return [name for name, layer in ours if get_layerwise_info(layer).can_load()]
+
+
+def update(model: Any) -> None:
+    """As those do who train a model between requests; of a part of a fused layer."""
+    name = "model.layers.0.self_attn.q_proj.weight"
+    rows, columns = model.config.num_attention_heads * model.config.head_dim, model.config.hidden_size
+    model.load_weights([(name, torch.zeros(rows, columns, dtype=torch.bfloat16))])
 
 
 def fused_experts(model: Any) -> list[int]:

@@ -245,6 +245,7 @@ def test_bad_folders_are_refused(
         ({"hf_overrides": {"quantization_config": {"quant_method": "samebits", "version": 2}}}, "upgrade it"),
         ({"hf_overrides": {"quantization_config": {"quant_method": "samebits"}}}, "has no version"),
         ({"reload": True}, "packed weights cannot be loaded anew"),
+        ({"update": True}, "packed weights cannot be loaded anew"),
         ({"load_format": "sharded_state"}, "use load_format auto"),
         ({"cpu_offload_gb": 1}, "offloading cannot move packed weights"),
     ],
@@ -256,6 +257,21 @@ def test_bad_options_are_refused(arguments: dict[str, Any], said: str) -> None:
 
 def test_folders_of_dfloat11_are_refused() -> None:
     assert "the folder is in DFloat11's layout" in refusal(DF11, **EAGER, **PACKED)
+
+
+def test_tensors_that_two_files_have(plain: Plain, untied: Path, tmp_path: Path) -> None:
+    """The last one counts, as without samebits; and each layer is packed as soon as it is there, biases or not."""
+    folder = tmp_path / "model"
+    shutil.copytree(untied, folder)
+    tensors = load_file(folder / "model.safetensors")
+    twice = {name: tensor.flip(0).contiguous() for name, tensor in tensors.items() if "_proj" in name}
+    save_file(twice, folder / "model_more.safetensors")
+    packed, expected = run(folder, **EAGER, **PACKED), plain(folder, **EAGER)
+    assert packed["outputs"] == expected["outputs"]
+    assert packed["outputs"] != plain(untied, **EAGER)["outputs"]
+    assert packed["waiting"] == []
+    [stored] = packed["weights"]  # of each worker
+    assert sum("proj.sb_packed" in name for name in stored) == 8
 
 
 @pytest.mark.parametrize(

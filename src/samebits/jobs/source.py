@@ -16,6 +16,7 @@ OTHER_WEIGHTS = (
     "pytorch_model*", "*.pth", "*.pt", "*.ckpt", "*.gguf", "*.ggml", "*.onnx", "*.onnx_data*", "*.h5", "*.msgpack",
     "*.tflite", "*.ot", "consolidated*", "*.mlmodel", "openvino*.bin",
 )  # fmt: skip
+_PARTS = ("sparse_linear.pt", "colbert_linear.pt")  # which BGE-M3 has beside its weights
 EXPORTS = ("original", "onnx", "openvino", "coreml", "gguf")  # folders in which hubs keep a model's weights once more
 _SAFETENSORS = (f"*{SUFFIX}", f"*{INDEX_SUFFIX}")
 DIFFUSERS = "diffusion_pytorch_model"  # what diffusers calls its weights
@@ -83,7 +84,7 @@ def goes_along(path: PurePath) -> bool:
     if any(map(_is_hidden, folders)):
         return False
     if not folders:
-        return not _matches(name, OTHER_WEIGHTS)
+        return name in _PARTS or not _matches(name, OTHER_WEIGHTS)
     return folders[0] not in EXPORTS or not _matches(name, (*OTHER_WEIGHTS, *_SAFETENSORS, "*.bin"))
 
 

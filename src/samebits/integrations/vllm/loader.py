@@ -6,7 +6,8 @@ Also who else is to know when that is done.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from functools import cache, wraps
 from pathlib import Path
@@ -34,6 +35,8 @@ from samebits.integrations.vllm.plans import finding_plans
 from samebits.integrations.vllm.routed import multiplying_routed
 from samebits.integrations.vllm.weights import HELD
 
+_TAKES_LAST = "sb_takes_last"  # of a loader
+
 
 @cache
 def register() -> None:
@@ -56,26 +59,51 @@ def register() -> None:
 
 def _checking_plain(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
-    def load_weights(self: Any, model: nn.Module, model_config: Any) -> None:
+    def load_weights(self: Any, model: Any, model_config: Any) -> None:
         """As for a model that is not quantized: only of those vLLM refuses one that lacks a norm, say."""
-        if model_config.quantization == KEY:
-            model_config = copy(model_config)
-            model_config.quantization = None
+        is_packed = model_config.quantization == KEY
+        setattr(self, _TAKES_LAST, is_packed)
+        if not is_packed:
+            original(self, model, model_config)
+            return
+        _refuse_packed(model)
+        for layer in model.modules():  # some have got parameters since vLLM has counted what is to come, such as biases
+            if getattr(getattr(layer, "quant_method", None), "uses_meta_device", False):
+                layerwise.initialize_online_processing(layer)
+        model_config = copy(model_config)
+        model_config.quantization = None
         original(self, model, model_config)
+        model.load_weights = _only_once(model)
 
     return load_weights
+
+
+def _only_once(model: Any) -> Callable[..., Any]:
+    """The method by which vLLM, and those who train a model, load its weights."""
+    original = model.load_weights
+
+    @wraps(original)
+    def load_weights(*args: Any, **kwargs: Any) -> Any:
+        _refuse_packed(model)
+        return original(*args, **kwargs)
+
+    return load_weights
+
+
+def _refuse_packed(layer: nn.Module) -> None:
+    """
+    Raises:
+        InputError: a layer, or one in it, is packed: CUDA graphs know where its bytes are, and others may not fit.
+    """
+    if any(HELD in each.__dict__ for each in layer.modules()):
+        raise InputError("packed weights cannot be loaded anew in a running engine", mend="start another engine")
 
 
 def _refusing_packed(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def restore_layer_on_meta(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """
-        Raises:
-            InputError: the layer, or one in it, is packed: CUDA graphs know where its bytes are, and others may not fit
-                there. vLLM begins with the whole model, so nothing has been taken then.
-        """
-        if any(HELD in each.__dict__ for each in layer.modules()):
-            raise InputError("packed weights cannot be loaded anew in a running engine", mend="start another engine")
+        """vLLM begins with the whole model, so nothing has been taken when that is refused."""
+        _refuse_packed(layer)
         return original(layer, *args, **kwargs)
 
     return restore_layer_on_meta
@@ -93,12 +121,25 @@ def _reading_packed(original: Callable[..., Any]) -> Callable[..., Any]:
             mend = "pack it anew, `samebits compress FOLDER OUT`, and give what that writes"
             raise InputError("the folder is in DFloat11's layout, which is not read here", where=folder, mend=mend)
         if not is_safetensors or not any(_is_packed(Path(file)) for file in files):
-            return original(self, source)  # type: ignore[no-any-return]
+            tensors = original(self, source)
+            takes_last = getattr(self, _TAKES_LAST, False) and is_safetensors and len(files) > 1
+            return _last_ones(tensors, source.prefix, files) if takes_last else tensors
         self.counter_before_loading_weights = self.counter_before_loading_weights or time.perf_counter()
         tensors = _tensors(Checkpoint.open(Path(folder)), enable_tqdm(self.load_config.use_tqdm_on_load))
         return ((source.prefix + name, tensor) for name, tensor in tensors)
 
     return get_weights_iterator
+
+
+def _last_ones(
+    tensors: Iterator[tuple[str, torch.Tensor]], prefix: str, files: Sequence[str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Of tensors that several files have: to a plain layer vLLM loads all, and the last one stays."""
+    left = Counter(prefix + name for file in files for name in SafetensorsFile.open(Path(file)).tensors)
+    for name, tensor in tensors:
+        left[name] -= 1
+        if left[name] <= 0:
+            yield name, tensor
 
 
 def _is_packed(file: Path) -> bool:

@@ -77,7 +77,7 @@ def hold(layer: nn.Module, name: str, encoded: Encoded, multiply: Multiply | Non
     delattr(layer, name)
     layer.register_parameter(slot_name(name), encoded.packed.data)  # type: ignore[arg-type]
     weight = LazyWeight(encoded.recipe, [encoded.packed.data], requires_grad=False)
-    weight.weight_loader = _load_no_more  # type: ignore[attr-defined]
+    weight.weight_loader = _refuse_more if multiply else _load_no_more  # type: ignore[attr-defined]
     layer.__dict__[name] = weight
     layer.__dict__.setdefault(HELD, {})[name] = made
     return made
@@ -85,6 +85,15 @@ def hold(layer: nn.Module, name: str, encoded: Encoded, multiply: Multiply | Non
 
 def _load_no_more(*args: Any, **kwargs: Any) -> None:
     """For what comes when a layer has all it needs: experts of other ranks. It is not loaded, as None says."""
+
+
+def _refuse_more(*args: Any, **kwargs: Any) -> None:
+    """
+    Raises:
+        InputError: always, where a layer has all that belongs to it.
+    """
+    mend = "start another engine to load others; a checkpoint must not have more than the layer takes"
+    raise InputError("weights for a layer that is packed already", mend=mend)
 
 
 def _weight_of(handle: torch.Tensor) -> PackedWeight:

@@ -103,17 +103,16 @@ __device__ __forceinline__ u32 block_of_cluster() {
     return rank;
 }
 
-// Until all threads of the cluster are here; what they wrote, but for barriers that were shown, may not be there yet.
+// Until all threads of the cluster are here, and what they wrote to shared memory before: others may write there behind.
 __device__ __forceinline__ void await_cluster() {
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;\n"
-                 "barrier.cluster.wait.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.release.aligned;\n"
+                 "barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
 // Before a block ends: until nothing comes from the others of its cluster any longer, nor goes to them.
 __device__ __forceinline__ void leave_cluster() {
     __syncwarp();
-    asm volatile("barrier.cluster.arrive.release.aligned;\n"
-                 "barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    await_cluster();
 }
 
 // Between what threads did to shared memory and what wgmma and bulk copies do to it.

@@ -262,6 +262,7 @@ struct UnitDecoder {
             StagedPlace present[groups];
 #pragma unroll
             for (int i = 0; i < groups; ++i) present[i] = staged[i];
+            __syncwarp();  // all lanes have read what was staged there
             if (more) stage(side ^ 1, bounds);
             copy_commit();
             const int after_index = __shfl_sync(kFull, claims, 0);
