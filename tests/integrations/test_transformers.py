@@ -19,6 +19,7 @@ from transformers.core_model_loading import Concatenate, MergeModulelist, Weight
 import samebits
 from samebits.errors import FormatError, InputError
 from samebits.format.container import Checkpoint
+from samebits.integrations.transformers import source
 from samebits.integrations.transformers.load import dtype_in_model
 from samebits.integrations.transformers.names import Names, arrange
 from samebits.integrations.transformers.quantizer import compute_as_plain
@@ -376,6 +377,22 @@ def test_a_config_of_another_model(
         llama.assert_same(packed)
     with pytest.raises(InputError, match="in no files"):
         llama.model_class.from_pretrained(None, config=given, state_dict=packed.state_dict())
+
+
+def test_a_hub_that_is_not_reached_says_nothing(llama_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that are packed must not be taken for plain ones, which would be missing."""
+    config = transformers.AutoConfig.from_pretrained(llama_folder)
+    token = source.loading.set(("me/it", {"config": config}))
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr(source.PreTrainedConfig, "get_config_dict", refuse)
+    try:
+        source.follow_source(config)
+    finally:
+        source.loading.reset(token)
+    assert source.says_compressed(config)
 
 
 def test_two_tensors_for_one_parameter(llama: Reference, tmp_path: Path) -> None:

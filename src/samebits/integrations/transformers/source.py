@@ -63,8 +63,9 @@ def _entry_of_source(config: Any) -> dict[str, Any] | None:
         return _as_dict(config.quantization_config) if is_packed else None
     try:
         own, _ = PreTrainedConfig.get_config_dict(path, subfolder=options.get("subfolder") or "", **hub_options())
-    except (OSError, ValueError):
-        return None
+    except (OSError, ValueError):  # a folder has none; or the hub was not reached, of which nothing else is known
+        is_known = Path(path).is_dir() or not says_compressed(config)
+        return None if is_known else _as_dict(config.quantization_config)
     return _as_dict(own["quantization_config"]) if says_compressed(SimpleNamespace(**own)) else None
 
 
