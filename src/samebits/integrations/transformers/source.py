@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextvars import ContextVar
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from transformers.configuration_utils import PreTrainedConfig
@@ -32,8 +31,11 @@ def hub_options() -> dict[str, Any]:
 
 def says_compressed(config: Any) -> bool:
     """Whether a model's config says that its weights are samebits'."""
-    said = getattr(config, "quantization_config", None)
-    return (said.get("quant_method") if isinstance(said, dict) else getattr(said, "quant_method", None)) == KEY
+    return _is_own(getattr(config, "quantization_config", None))
+
+
+def _is_own(entry: Any) -> bool:
+    return (entry.get("quant_method") if isinstance(entry, dict) else getattr(entry, "quant_method", None)) == KEY
 
 
 def make_plain(config: Any) -> None:
@@ -66,7 +68,8 @@ def _entry_of_source(config: Any) -> dict[str, Any] | None:
     except (OSError, ValueError):  # a folder has none; or the hub was not reached, of which nothing else is known
         is_known = Path(path).is_dir() or not says_compressed(config)
         return None if is_known else _as_dict(config.quantization_config)
-    return _as_dict(own["quantization_config"]) if says_compressed(SimpleNamespace(**own)) else None
+    entry: dict[str, Any] | None = own.get("quantization_config")
+    return entry if _is_own(entry) else None
 
 
 def _as_dict(entry: Any) -> dict[str, Any]:

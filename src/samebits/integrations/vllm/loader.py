@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from functools import cache, wraps
 from pathlib import Path
@@ -120,10 +120,10 @@ def _reading_packed(original: Callable[..., Any]) -> Callable[..., Any]:
         if read_config(Path(folder)):
             mend = "pack it anew, `samebits compress FOLDER OUT`, and give what that writes"
             raise InputError("the folder is in DFloat11's layout, which is not read here", where=folder, mend=mend)
-        if not is_safetensors or not any(_is_packed(Path(file)) for file in files):
+        names = _names(files) if is_safetensors else []
+        if all(original_name(name) is None for name in names):
             tensors = original(self, source)
-            takes_last = getattr(self, _TAKES_LAST, False) and is_safetensors and len(files) > 1
-            return _last_ones(tensors, source.prefix, files) if takes_last else tensors
+            return _last_ones(tensors, source.prefix, names) if getattr(self, _TAKES_LAST, False) else tensors
         self.counter_before_loading_weights = self.counter_before_loading_weights or time.perf_counter()
         tensors = _tensors(Checkpoint.open(Path(folder)), enable_tqdm(self.load_config.use_tqdm_on_load))
         return ((source.prefix + name, tensor) for name, tensor in tensors)
@@ -131,19 +131,21 @@ def _reading_packed(original: Callable[..., Any]) -> Callable[..., Any]:
     return get_weights_iterator
 
 
+def _names(files: Sequence[str]) -> list[str]:
+    """Of all tensors; vLLM may have formats of its own beside."""
+    paths = (Path(file) for file in files)
+    return [name for path in paths if path.suffix == SUFFIX for name in SafetensorsFile.open(path).tensors]
+
+
 def _last_ones(
-    tensors: Iterator[tuple[str, torch.Tensor]], prefix: str, files: Sequence[str]
+    tensors: Iterator[tuple[str, torch.Tensor]], prefix: str, names: Iterable[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Of tensors that several files have: to a plain layer vLLM loads all, and the last one stays."""
-    left = Counter(prefix + name for file in files for name in SafetensorsFile.open(Path(file)).tensors)
+    left = Counter(prefix + name for name in names)
     for name, tensor in tensors:
         left[name] -= 1
         if left[name] <= 0:
             yield name, tensor
-
-
-def _is_packed(file: Path) -> bool:
-    return file.suffix == SUFFIX and any(original_name(name) is not None for name in SafetensorsFile.open(file).tensors)
 
 
 def _tensors(checkpoint: Checkpoint, shows_progress: bool) -> Iterator[tuple[str, torch.Tensor]]:

@@ -77,7 +77,8 @@ def hold(layer: nn.Module, name: str, encoded: Encoded, multiply: Multiply | Non
     delattr(layer, name)
     layer.register_parameter(slot_name(name), encoded.packed.data)  # type: ignore[arg-type]
     weight = LazyWeight(encoded.recipe, [encoded.packed.data], requires_grad=False)
-    weight.weight_loader = _refuse_more if multiply else _load_no_more  # type: ignore[attr-defined]
+    are_experts = multiply is None  # of which those of other ranks come, too
+    weight.weight_loader = _load_no_more if are_experts else _refuse_more  # type: ignore[attr-defined]
     layer.__dict__[name] = weight
     layer.__dict__.setdefault(HELD, {})[name] = made
     return made
