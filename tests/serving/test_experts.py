@@ -44,6 +44,7 @@ def method(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(UnquantizedFusedMoEMethod, "apply", lambda self, layer, *args, **kwargs: layer)
     monkeypatch.setattr(UnquantizedFusedMoEMethod, "apply_monolithic", lambda self, layer, *args, **kwargs: layer)
     monkeypatch.setattr(experts, "check_loaded", lambda layer: None)
+    monkeypatch.setattr(experts.current_platform, "is_cuda", lambda: False, raising=False)  # though there be a GPU
     made = PackedExpertsMethod.__new__(PackedExpertsMethod)
     nn.Module.__init__(made)
     made.min_weights, made.unquantized_backend = 1, UnquantizedMoeBackend.TRITON
