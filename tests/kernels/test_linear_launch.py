@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, product
 from typing import Any
 
@@ -18,7 +18,7 @@ from samebits.kernels.linear.clusters import MAX_CLUSTER_TOKENS
 from samebits.kernels.linear.clusters import TILES as CLUSTER_TILES
 from samebits.kernels.linear.clusters import Tile as ClusterTile
 from samebits.kernels.linear.cuts import Tiles, words
-from samebits.kernels.linear.job import ATOM_BYTES, CHUNK_STAGES, LEFT, MAP_BYTES, Kernel, Launch, magic
+from samebits.kernels.linear.job import ATOM_BYTES, CHUNK_STAGES, LEFT, MAP_BYTES, Footprint, Kernel, Launch, magic
 from samebits.kernels.linear.launch import (
     MAX_HOPPER_TOKENS,
     MAX_TOKENS,
@@ -27,6 +27,7 @@ from samebits.kernels.linear.launch import (
     joint_launch,
     launch_of,
     max_tokens,
+    shared_launch,
 )
 from samebits.kernels.linear.pairs import MAX_WGMMA_TOKENS
 from samebits.kernels.linear.products import LinearPlan, is_supported, sources
@@ -64,7 +65,7 @@ def hopper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> b
     monkeypatch.setattr(nvrtc, "has_wgmma", lambda device: wgmma)
     monkeypatch.setattr(nvrtc, "shared_memory", lambda device: SHARED_MEMORY if wgmma else 101376)
     monkeypatch.setattr(nvrtc, "multiprocessors", lambda device: 132)
-    joint_launch.cache_clear()
+    shared_launch.cache_clear()
     return wgmma
 
 
@@ -218,6 +219,17 @@ def check_walks(header: Header, launch: Launch, number: int = 0) -> None:
         assert len(walks) - 1 not in left
 
 
+def test_layers_share_launches(hopper: bool) -> None:
+    """Whose tensors differ in nothing that a launch depends on; others have their own."""
+    header = header_of((4096, 4096), 465)
+    like = replace(header, window=51, shift=1, symbol_count=998, max_chunk_words=464, stream_words=1 << 21)
+    others = (replace(header, max_chunk_words=500), replace(header, max_code_length=12), header_of((4104, 4096), 465))
+    for number in range(len(VARIANTS)):
+        launch = launch_of(header, 1, 1, number, 0)
+        assert launch_of(like, 1, 1, number, 0) is launch
+        assert all(launch_of(other, 1, 1, number, 0) is not launch for other in others if launch)
+
+
 @pytest.mark.parametrize("columns", [960, 1024, 2880, 4096, 5120, 14336, 17408])
 @pytest.mark.parametrize("split", range(1, 17))
 def test_walks_cover_a_weight(split: int, columns: int, hopper: bool) -> None:
@@ -252,7 +264,7 @@ def test_walks_beside_those_of_another_weight(
         found.add((launch.warps, "borders" in launch.name))
         for i, header in enumerate(headers):
             check_walks(header, launch, i)
-    joint_launch.cache_clear()
+    shared_launch.cache_clear()
     assert not hopper or (warps, has_borders) in found
 
 
@@ -338,7 +350,7 @@ def test_of_equal_launches_one_is_a_variant(shape: tuple[int, int], hopper: bool
 
 def test_cuts_are_moved_to_where_less_is_decoded_twice(hopper: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def decoded() -> int:
-        joint_launch.cache_clear()
+        shared_launch.cache_clear()
         launch = launch_of(header, 1, 5, number, 0)
         assert launch
         words, stages = job_of(launch)["division"], header.geometry.stages
@@ -352,7 +364,7 @@ def test_cuts_are_moved_to_where_less_is_decoded_twice(hopper: bool, monkeypatch
     moved = decoded()
     monkeypatch.setattr(chains._Planner, "_with_fewer_borders", lambda self, cuts: cuts)
     assert 10 * 128 <= moved < decoded() or not hopper  # fewer warps have fewer cuts
-    joint_launch.cache_clear()
+    shared_launch.cache_clear()
 
 
 def check_lines(header: Header, launch: Launch, number: int = 0) -> None:
@@ -663,7 +675,7 @@ def test_room_for_weights_of_products_to_come(shapes: list[tuple[int, int]], hop
     """The more tokens, the more; none where decoding takes as long as multiplying."""
     headers, room = tuple(header_of(shape, 470) for shape in shapes), []
     for tokens in (512, 1024, 2048, 4096, 8192):
-        launch = relay(headers, tokens, (1,) * len(headers), 0, 0)
+        launch = relay(tuple(map(Footprint.of, headers)), tokens, (1,) * len(headers), 0, 0)
         assert (launch is not None) == hopper
         if launch is None or launch.spare is None:
             room.append(0)
@@ -694,7 +706,7 @@ def test_room_for_weights_of_products_to_come(shapes: list[tuple[int, int]], hop
 )
 def test_no_more_room_than_memory_is_worth(shapes: list[tuple[int, int]], most: int, hopper: bool) -> None:
     """However many tokens: two and a half times the own weights, within 256 and 512 MB of BF16; or as many as these."""
-    launch = relay(tuple(header_of(shape, 470) for shape in shapes), 16384, (1,) * len(shapes), 0, 0)
+    launch = relay(tuple(Footprint.of(header_of(shape, 470)) for shape in shapes), 16384, (1,) * len(shapes), 0, 0)
     assert (launch is not None) == hopper
     assert launch is None or (launch.spare is not None and launch.spare.weights == most)
 
@@ -709,7 +721,7 @@ def test_no_more_room_than_memory_is_worth(shapes: list[tuple[int, int]], most: 
     ],
 )
 def test_items_that_are_left_over(shape: tuple[int, int], tokens: int, stages: int, hopper: bool) -> None:
-    launch = relay((header_of(shape, 470),), tokens, (1,), 0, 0)
+    launch = relay((Footprint.of(header_of(shape, 470)),), tokens, (1,), 0, 0)
     if not hopper:
         assert launch is None
         return
@@ -728,7 +740,7 @@ def test_one_multiprocessor(shape: tuple[int, int], tokens: int, hopper: bool, m
     launches = [launch_of(header_of(shape, 470), tokens, 1, number, 0) for number in range(len(VARIANTS))]
     assert all(launch.grid == 1 for launch in launches if launch)
     assert any(launches) or not hopper or tokens > 64
-    joint_launch.cache_clear()
+    shared_launch.cache_clear()
 
 
 def test_no_more_columns_than_kernels_count(hopper: bool) -> None:

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from samebits.format.geometry import LANES, SIGN_BYTES, STAGE, STAGE_WORDS
-from samebits.format.header import Header
 from samebits.kernels import nvrtc
 from samebits.kernels.linear.job import (
     CHUNK_STAGES,
     MAX_TOKENS,
     OCTET,
+    Footprint,
     JobFields,
     Launch,
     TensorPlanner,
@@ -34,7 +34,7 @@ _BARRIER_WORDS = 2
 
 
 def ahead(
-    headers: tuple[Header, ...], m: int, splits: tuple[int, ...], device: int, warps: int, sharing: int
+    footprints: tuple[Footprint, ...], m: int, splits: tuple[int, ...], device: int, warps: int, sharing: int
 ) -> Launch | None:
     """One launch for one tensor or several, with as many warps as rings leave memory for; None as launch_of.
 
@@ -43,11 +43,11 @@ def ahead(
     """
     if m > MAX_TOKENS or (m > OCTET and not (sharing == 2 and nvrtc.has_wgmma(device))):
         return None
-    stages = [header.geometry.stages for header in headers]
-    blocks = shares(headers, stages, device)
+    stages = [footprint.geometry.stages for footprint in footprints]
+    blocks = shares(footprints, stages, device)
     if blocks is None:
         return None
-    planners = [_Planner(*each, m, device, sharing) for each in zip(headers, splits, blocks, strict=True)]
+    planners = [_Planner(*each, m, device, sharing) for each in zip(footprints, splits, blocks, strict=True)]
     if max(each.lines for each in planners) > _MAX_LINES:
         return None
     if sharing == 2 and m <= OCTET and all(each.own == 1 for each in planners):
@@ -75,8 +75,8 @@ def _launch(planners: Sequence[_Planner], blocks: Sequence[int], warps: int, rin
 class _Planner(TensorPlanner):
     """Of one tensor."""
 
-    def __init__(self, header: Header, split: int, blocks: int, m: int, device: int, sharing: int) -> None:
-        super().__init__(header, m, split, device, blocks)
+    def __init__(self, footprint: Footprint, split: int, blocks: int, m: int, device: int, sharing: int) -> None:
+        super().__init__(footprint, m, split, device, blocks)
         ranges = -(-self.ranges // max(1, min(_SEGMENTED_LINES // self.own, self.ranges)))  # of a segment
         self.segment_stages = ranges * self.stages_per_range
         self.segments = -(-self.stages // self.segment_stages)

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise, product
 
 from samebits.cached import cached_property
-from samebits.format.header import Header
 from samebits.kernels import nvrtc
-from samebits.kernels.linear.job import CHUNK_STAGES, MAX_TOKENS, OCTET, JobFields, Launch, shares
+from samebits.kernels.linear.job import CHUNK_STAGES, MAX_TOKENS, OCTET, Footprint, JobFields, Launch, shares
 from samebits.kernels.linear.walk import IDLE, MAX_RANGES, OPENING, TURN, WalkPlanner, turns
 from samebits.kernels.structures import WALKS
 
@@ -54,17 +53,17 @@ class Walk:
 
 
 def chains(
-    headers: tuple[Header, ...], m: int, splits: tuple[int, ...], device: int, most_warps: int, *, shared_x: bool
+    footprints: tuple[Footprint, ...], m: int, splits: tuple[int, ...], device: int, most_warps: int, *, shared_x: bool
 ) -> Launch | None:
     """One launch for one tensor or several, with as many warps as have chains and find room; None as launch_of."""
     if m > MAX_TOKENS:
         return None
-    stages = [_Planner(header, split, 1, m, device, shared_x).stages_of_row_group
-              for header, split in zip(headers, splits, strict=True)]  # fmt: skip
-    blocks = shares(headers, stages, device)
+    stages = [_Planner(footprint, split, 1, m, device, shared_x).stages_of_row_group
+              for footprint, split in zip(footprints, splits, strict=True)]  # fmt: skip
+    blocks = shares(footprints, stages, device)
     if blocks is None:
         return None
-    planners = [_Planner(*each, m, device, shared_x) for each in zip(headers, splits, blocks, strict=True)]
+    planners = [_Planner(*each, m, device, shared_x) for each in zip(footprints, splits, blocks, strict=True)]
     if any(each.own * each.chunks > _MAX_CHUNKS or each.ranges > MAX_RANGES for each in planners):
         return None
     room = min(
@@ -96,8 +95,8 @@ def _warps_of(walks: int) -> list[int]:
 class _Planner(WalkPlanner):
     """Of one tensor. A block's stages are numbered row group after row group, as in csrc."""
 
-    def __init__(self, header: Header, split: int, blocks: int, m: int, device: int, shared_x: bool) -> None:
-        super().__init__(header, m, split, device, blocks)
+    def __init__(self, footprint: Footprint, split: int, blocks: int, m: int, device: int, shared_x: bool) -> None:
+        super().__init__(footprint, m, split, device, blocks)
         sums = 64 * self.octets
         self.x = max(32 * m * self.stages if shared_x else 0, self.entries)
         self.fixed = self.table + self.x + self.own + (self.own * self.ranges * sums if self.ranges > 1 else 0)

@@ -7,9 +7,8 @@ from itertools import product
 from typing import NamedTuple
 
 from samebits.format.geometry import ROW_GROUP, STAGE
-from samebits.format.header import Header
 from samebits.kernels import nvrtc
-from samebits.kernels.linear.job import ATOM_BYTES, MAP_BYTES, Arrangement, Boxes, JobFields, Launch
+from samebits.kernels.linear.job import ATOM_BYTES, MAP_BYTES, Arrangement, Boxes, Footprint, JobFields, Launch
 from samebits.kernels.linear.ranked import CLUSTER, Ranked, TilePlanner, ranked
 
 MAX_CLUSTER_TOKENS = 1024  # with more, a weight is decoded too often
@@ -61,14 +60,16 @@ class Tile(NamedTuple):
 TILES = tuple(Tile(*each) for each in product((128, 256), (112, 96, 64)))
 
 
-def clusters(headers: tuple[Header, ...], m: int, splits: tuple[int, ...], device: int, rank: int) -> Launch | None:
+def clusters(
+    footprints: tuple[Footprint, ...], m: int, splits: tuple[int, ...], device: int, rank: int
+) -> Launch | None:
     """The launch that is expected to be the fastest but ``rank``, for some hundred tokens and K in one range.
 
     Of one tensor or several of as many columns, each with blocks of its own. None as launch_of.
     """
     if not nvrtc.has_wgmma(device) or max(splits) > 1 or not _MIN_TOKENS < m <= MAX_CLUSTER_TOKENS:
         return None
-    planners = [_Planner(header, m, device) for header in headers]
+    planners = [_Planner(footprint, m, device) for footprint in footprints]
     found = ranked(planners, TILES, device, rank)
     return _launch(planners, found) if found else None
 

@@ -17,7 +17,7 @@ from samebits.format.geometry import EXPERTS_DIMENSIONS, LANES, ROW_GROUP
 from samebits.format.header import Header
 from samebits.format.packed import PackedTensor
 from samebits.kernels import nvrtc
-from samebits.kernels.linear.job import OCTET
+from samebits.kernels.linear.job import OCTET, Footprint
 from samebits.kernels.linear.products import can_be_multiplied
 from samebits.kernels.linear.routed import routed
 from samebits.kernels.linear.routing import MAX_DIVIDED, MAX_EXPERTS, ExpertsLaunch, Part, routing
@@ -117,7 +117,7 @@ class _Planner(WalkPlanner):
     """Memory in 32-bit words."""
 
     def __init__(self, header: Header, pairs: int, sharing: int, variant: Variant, device: int) -> None:
-        super().__init__(header, OCTET * variant.octets, 1, device, 1)
+        super().__init__(Footprint.of(header), OCTET * variant.octets, 1, device, 1)
         self.pairs, self.sharing, self.variant = pairs, sharing, variant
         self.experts, rows, self.columns = header.shape
         self.groups, self.grid = rows // ROW_GROUP, nvrtc.multiprocessors(device)

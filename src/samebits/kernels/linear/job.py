@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from samebits.cached import cached_property
-from samebits.format.geometry import LANES, STAGE, STEPS
+from samebits.format.geometry import LANES, STAGE, STEPS, Geometry
 from samebits.format.header import Header, align
 from samebits.kernels import nvrtc
 from samebits.kernels.decode import STATIC_SHARED, staging_words
@@ -104,6 +104,32 @@ def arranged_left(m: int, stages: int, meetings: Sequence[int], parts_bytes: Seq
                        tuple(parts_bytes), LEFT, LANES)  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Footprint:
+    """All that launches depend on of a packed tensor, as nearly all layers of a model have it in common.
+
+    Attributes:
+        table, entries, buffer: words of shared memory: of the decode table, of what it is made from, of a chunk.
+    """
+
+    geometry: Geometry
+    table: int
+    entries: int
+    buffer: int
+
+    def __hash__(self) -> int:
+        """As dataclass makes it, but only once."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.geometry, self.table, self.entries, self.buffer))
+
+    @classmethod
+    def of(cls, header: Header) -> Footprint:
+        return cls(header.geometry, table_words(header), align(header.symbol_count, 4), staging_words(header))
+
+
 class Boxes(NamedTuple):
     """How a kernel copies its input: as boxes of a matrix of bfloat16, box_rows x box_columns each."""
 
@@ -161,7 +187,7 @@ class Launch:
 
 
 def shares(
-    headers: Sequence[Header], stages: Sequence[int], device: int, segments: Sequence[int] | None = None
+    footprints: Sequence[Footprint], stages: Sequence[int], device: int, segments: Sequence[int] | None = None
 ) -> list[int] | None:
     """Blocks of each tensor of one launch, at most one for each multiprocessor; None if these are too few.
 
@@ -171,9 +197,9 @@ def shares(
         stages: that are decoded for a row group of each.
         segments: of K, each of which has as many blocks of its own; else there is one.
     """
-    segments = segments or [1] * len(headers)
-    row_groups, multiprocessors = [header.geometry.row_groups for header in headers], nvrtc.multiprocessors(device)
-    if len(headers) == 1:
+    segments = segments or [1] * len(footprints)
+    row_groups, multiprocessors = [each.geometry.row_groups for each in footprints], nvrtc.multiprocessors(device)
+    if len(footprints) == 1:
         return [min(row_groups[0], multiprocessors // segments[0])] if multiprocessors >= segments[0] else None
     pairs = list(zip(row_groups, stages, strict=True))
 
@@ -197,8 +223,8 @@ def magic(divisor: int) -> int:
 class TensorPlanner:
     """What the kernels' launches have in common, for a tensor that has ``blocks`` blocks; memory in 32-bit words."""
 
-    def __init__(self, header: Header, m: int, split: int, device: int, blocks: int) -> None:
-        geometry = header.geometry
+    def __init__(self, footprint: Footprint, m: int, split: int, device: int, blocks: int) -> None:
+        geometry = footprint.geometry
         self.m, self.device, self.stages, self.chunks = m, device, geometry.stages, geometry.chunks_per_row_group
         self.octets = -(-m // OCTET)
         self.stages_per_range = -(-geometry.stages // split)
@@ -206,8 +232,7 @@ class TensorPlanner:
         self.decoded_stages = -(-self.stages_per_range // CHUNK_STAGES) * CHUNK_STAGES  # of a range, about
         self.blocks, self.row_groups = blocks, geometry.row_groups
         self.own = -(-self.row_groups // blocks)  # row groups of a block
-        self.table, self.entries = table_words(header), align(header.symbol_count, 4)
-        self.buffer = staging_words(header)
+        self.table, self.entries, self.buffer = footprint.table, footprint.entries, footprint.buffer
         self.room = (nvrtc.shared_memory(device) - STATIC_SHARED) // 4
 
     @property

@@ -11,7 +11,7 @@ from samebits.kernels import nvrtc
 from samebits.kernels.linear.ahead import ahead
 from samebits.kernels.linear.chains import chains
 from samebits.kernels.linear.clusters import WARPS, clusters
-from samebits.kernels.linear.job import MAX_TOKENS, Kernel, Launch
+from samebits.kernels.linear.job import MAX_TOKENS, Footprint, Kernel, Launch
 from samebits.kernels.linear.pairs import MULTIPLIERS, pairs, warpgroups
 from samebits.kernels.linear.relay import TILES, relay
 from samebits.kernels.linear.rounds import rounds
@@ -93,14 +93,12 @@ def different(launches: Iterable[Launch | None]) -> dict[int, Launch]:
     return dict(found.values())
 
 
-@lru_cache(maxsize=8192)
 def nearest_launch(header: Header, m: int, split: int, variant: int, device: int) -> Launch | None:
     """The variant, or the first that fits instead."""
     others = (launch_of(header, m, split, other, device) for other in range(len(VARIANTS)))
     return launch_of(header, m, split, variant, device) or next(filter(None, others), None)
 
 
-@lru_cache(maxsize=8192)
 def joint_launch(
     headers: tuple[Header, ...], m: int, splits: tuple[int, ...], variant: int, device: int
 ) -> Launch | None:
@@ -108,19 +106,32 @@ def joint_launch(
 
     Each block has row groups of one tensor, all blocks about as many stages to decode.
     """
+    return shared_launch(tuple(map(_footprint, headers)), m, splits, variant, device)
+
+
+@lru_cache(maxsize=8192)
+def _footprint(header: Header) -> Footprint:
+    return Footprint.of(header)
+
+
+@lru_cache(maxsize=8192)
+def shared_launch(
+    footprints: tuple[Footprint, ...], m: int, splits: tuple[int, ...], variant: int, device: int
+) -> Launch | None:
+    """``joint_launch``: the same object for all tensors of these footprints."""
     kind = VARIANTS[variant]
     if kind.kernel in (Kernel.SINGLES, Kernel.PAIRS):
-        return pairs(headers, m, splits, device, kind.kernel, kind.warps, hand_on=kind.hand_on)
+        return pairs(footprints, m, splits, device, kind.kernel, kind.warps, hand_on=kind.hand_on)
     if kind.kernel is Kernel.AHEAD:
-        return ahead(headers, m, splits, device, kind.warps, kind.sharing)
+        return ahead(footprints, m, splits, device, kind.warps, kind.sharing)
     if kind.kernel is Kernel.CHAINS:
-        return chains(headers, m, splits, device, kind.warps, shared_x=kind.shared_x)
+        return chains(footprints, m, splits, device, kind.warps, shared_x=kind.shared_x)
     if kind.kernel is Kernel.ROUNDS:
-        return rounds(headers, m, splits, device)
+        return rounds(footprints, m, splits, device)
     if kind.kernel in _RANKED:
-        return _RANKED[kind.kernel](headers, m, splits, device, kind.rank)
-    if kind.kernel is Kernel.WARPGROUPS and len(headers) == 1:
-        return warpgroups(headers[0], m, splits[0], device, kind.warps)
+        return _RANKED[kind.kernel](footprints, m, splits, device, kind.rank)
+    if kind.kernel is Kernel.WARPGROUPS and len(footprints) == 1:
+        return warpgroups(footprints[0], m, splits[0], device, kind.warps)
     if kind.kernel is Kernel.TILES:
-        return tiles(headers, m, splits, device, kind.warps)
+        return tiles(footprints, m, splits, device, kind.warps)
     return None

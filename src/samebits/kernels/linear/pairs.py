@@ -8,10 +8,19 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from samebits.format.geometry import LANES, ROW_GROUP, SLAB_BYTES, STAGE, STEPS
-from samebits.format.header import Header
 from samebits.kernels import nvrtc
 from samebits.kernels.linear.cuts import Cut, Tiles, cuts_anywhere, hands_on, words
-from samebits.kernels.linear.job import ATOM_BYTES, OCTET, RIGHT, Arrangement, JobFields, Kernel, Launch, TensorPlanner
+from samebits.kernels.linear.job import (
+    ATOM_BYTES,
+    OCTET,
+    RIGHT,
+    Arrangement,
+    Footprint,
+    JobFields,
+    Kernel,
+    Launch,
+    TensorPlanner,
+)
 from samebits.kernels.structures import DIVISION_WORDS
 
 WGMMA_WIDTHS = (64, 128, 256)  # tokens of a tile
@@ -114,7 +123,7 @@ class _Memory:
 
 
 def pairs(
-    headers: tuple[Header, ...],
+    footprints: tuple[Footprint, ...],
     m: int,
     splits: tuple[int, ...],
     device: int,
@@ -132,10 +141,10 @@ def pairs(
     """
     multiprocessors = nvrtc.multiprocessors(device)
     limits = MULTIPLIERS[1 if kernel is Kernel.SINGLES else 2]
-    if m > max(limits) or not nvrtc.has_wgmma(device) or not len(headers) <= multiprocessors < DIVISION_WORDS:
+    if m > max(limits) or not nvrtc.has_wgmma(device) or not len(footprints) <= multiprocessors < DIVISION_WORDS:
         return None
     way = _Way(kernel, next(tokens for tokens in limits if tokens >= m))
-    planners = [_Planner(header, m, split, device) for header, split in zip(headers, splits, strict=True)]
+    planners = [_Planner(footprint, m, split, device) for footprint, split in zip(footprints, splits, strict=True)]
     possible = range(1, min(most_warps, limits[way.tokens]) + 1)
     fitting = [warps for warps in possible if _Memory.of(way, planners, warps).ring]
     if not fitting or not all(each.tiles(way, 1).is_small_enough for each in planners):
@@ -150,9 +159,9 @@ def pairs(
     return _launch(way, warps, planners, [len(each) - 1 for each in cuts], cuts) if cuts else None
 
 
-def warpgroups(header: Header, m: int, split: int, device: int, warps: int) -> Launch | None:
+def warpgroups(footprint: Footprint, m: int, split: int, device: int, warps: int) -> Launch | None:
     """A launch in which warpgroups multiply, with as much of x in its ring as fits; None as launch_of."""
-    planner = _Planner(header, m, split, device)
+    planner = _Planner(footprint, m, split, device)
     wide = next((wide for wide in WGMMA_WIDTHS if wide >= m), max(WGMMA_WIDTHS))
     way = _Way(Kernel.WARPGROUPS, wide)
     most = nvrtc.multiprocessors(device) // way.cluster
@@ -165,9 +174,9 @@ def warpgroups(header: Header, m: int, split: int, device: int, warps: int) -> L
 class Warpgroups:
     """A launch in which warpgroups multiply, whose units csrc/linear_routed.cuh finds."""
 
-    def __init__(self, header: Header, tokens: int, warps: int, device: int) -> None:
+    def __init__(self, footprint: Footprint, tokens: int, warps: int, device: int) -> None:
         self._way, self._warps = _Way(Kernel.WARPGROUPS, tokens), warps
-        self._planner = _Planner(header, tokens, 1, device)
+        self._planner = _Planner(footprint, tokens, 1, device)
         self._memory = _Memory.of(self._way, [self._planner], warps)
         self.fits = self._memory.ring > 0
         self.cluster = self._way.cluster
@@ -221,8 +230,8 @@ def _launch(
 class _Planner(TensorPlanner):
     """Of one tensor; how many blocks it has is found for all tensors of a launch."""
 
-    def __init__(self, header: Header, m: int, split: int, device: int) -> None:
-        super().__init__(header, m, split, device, 1)
+    def __init__(self, footprint: Footprint, m: int, split: int, device: int) -> None:
+        super().__init__(footprint, m, split, device, 1)
 
     def units(self, way: _Way, warps: int) -> int:
         """Of work."""

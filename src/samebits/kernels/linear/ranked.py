@@ -9,9 +9,8 @@ from functools import partial
 from itertools import accumulate
 from typing import Generic, NamedTuple, TypeVar
 
-from samebits.format.header import Header
 from samebits.kernels import nvrtc
-from samebits.kernels.linear.job import JobFields, TensorPlanner
+from samebits.kernels.linear.job import Footprint, JobFields, TensorPlanner
 from samebits.kernels.shares import share_out
 
 CLUSTER = 2  # kCluster: blocks
@@ -22,8 +21,8 @@ TileT = TypeVar("TileT")
 class TilePlanner(TensorPlanner, ABC, Generic[TileT]):
     """Of one tensor; how many clusters it has is found for all tensors of a launch."""
 
-    def __init__(self, header: Header, m: int, device: int) -> None:
-        super().__init__(header, m, 1, device, 1)
+    def __init__(self, footprint: Footprint, m: int, device: int) -> None:
+        super().__init__(footprint, m, 1, device, 1)
 
     @abstractmethod
     def units(self, tile: TileT) -> int:

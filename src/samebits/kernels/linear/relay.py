@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from samebits.format.geometry import LANES, ROW_GROUP, STAGE
-from samebits.format.header import Header
 from samebits.kernels import nvrtc
-from samebits.kernels.linear.job import ATOM_BYTES, MAP_BYTES, Arrangement, Boxes, JobFields, Launch, Spare
+from samebits.kernels.linear.job import ATOM_BYTES, MAP_BYTES, Arrangement, Boxes, Footprint, JobFields, Launch, Spare
 from samebits.kernels.linear.ranked import CLUSTER, Ranked, TilePlanner, ranked
 from samebits.kernels.structures import MAX_PREFETCHED
 
@@ -87,14 +86,14 @@ class Tile(NamedTuple):
 TILES = tuple(Tile(rows) for rows in range(256, TILE_TOKENS - 1, -16))
 
 
-def relay(headers: tuple[Header, ...], m: int, splits: tuple[int, ...], device: int, rank: int) -> Launch | None:
+def relay(footprints: tuple[Footprint, ...], m: int, splits: tuple[int, ...], device: int, rank: int) -> Launch | None:
     """The launch that is expected to be the fastest but ``rank``, for more tokens than one tile and K in one range.
 
     Of one tensor or several of as many columns, each with blocks of its own. None as launch_of.
     """
     if not nvrtc.has_wgmma(device) or max(splits) > 1 or m <= TILE_TOKENS:
         return None
-    planners = [_Planner(header, m, device) for header in headers]
+    planners = [_Planner(footprint, m, device) for footprint in footprints]
     found = ranked(planners, TILES, device, rank)
     return _launch(planners, found) if found else None
 

@@ -8,7 +8,6 @@ from itertools import accumulate
 
 from samebits.cached import cached_property
 from samebits.format.geometry import LANES, STAGE
-from samebits.format.header import Header
 from samebits.kernels import nvrtc
 from samebits.kernels.linear.job import (
     CHUNK_STAGES,
@@ -16,6 +15,7 @@ from samebits.kernels.linear.job import (
     OCTET,
     RIGHT,
     Arrangement,
+    Footprint,
     JobFields,
     Launch,
     arranged_left,
@@ -32,27 +32,29 @@ _BARRIER_WORDS = 4  # of a place
 _WAITING = 4  # warps that would take as long as each of them waits for itself
 
 
-def rounds(headers: tuple[Header, ...], m: int, splits: tuple[int, ...], device: int) -> Launch | None:
+def rounds(footprints: tuple[Footprint, ...], m: int, splits: tuple[int, ...], device: int) -> Launch | None:
     """One launch for one tensor or several, whose busiest block ends soonest; None as launch_of."""
     if m > MAX_TOKENS or not nvrtc.has_wgmma(device):
         return None
-    whole = [_Planner(header, split, 1, m, device, 1) for header, split in zip(headers, splits, strict=True)]
+    whole = [_Planner(footprint, split, 1, m, device, 1) for footprint, split in zip(footprints, splits, strict=True)]
     if any(each.ranges > MAX_RANGES for each in whole):
         return None
     found = [way for pieces in range(1, max(each.ranges for each in whole) + 1)
-             for way in _ways(headers, m, splits, device, pieces)]  # fmt: skip
+             for way in _ways(footprints, m, splits, device, pieces)]  # fmt: skip
     return min(found, key=lambda way: way.expected).launch if found else None
 
 
-def _ways(headers: tuple[Header, ...], m: int, splits: tuple[int, ...], device: int, pieces: int) -> Iterator[_Way]:
+def _ways(
+    footprints: tuple[Footprint, ...], m: int, splits: tuple[int, ...], device: int, pieces: int
+) -> Iterator[_Way]:
     """With so many segments of each tensor, if it has ranges for them, and any number of warps that fits."""
-    whole = [_Planner(header, split, 1, m, device, pieces)
-             for header, split in zip(headers, splits, strict=True)]  # fmt: skip
-    blocks = shares(headers, [each.decoded for each in whole], device, [len(each.segments) for each in whole])
+    whole = [_Planner(footprint, split, 1, m, device, pieces)
+             for footprint, split in zip(footprints, splits, strict=True)]  # fmt: skip
+    blocks = shares(footprints, [each.decoded for each in whole], device, [len(each.segments) for each in whole])
     if blocks is None:
         return
-    planners = [_Planner(header, split, number, m, device, pieces)
-                for header, split, number in zip(headers, splits, blocks, strict=True)]  # fmt: skip
+    planners = [_Planner(footprint, split, number, m, device, pieces)
+                for footprint, split, number in zip(footprints, splits, blocks, strict=True)]  # fmt: skip
     if not all(each.own <= _MAX_OWN and (each.is_one_range or each.are_borders_alone) for each in planners):
         return
     for own_warps in range(1, _MAX_WARPS[planners[0].octets] + 1):
@@ -104,8 +106,8 @@ class _Way:
 class _Planner(WalkPlanner):
     """Of one tensor, each of whose segments has ``blocks`` blocks; ``pieces`` segments, if it has as many ranges."""
 
-    def __init__(self, header: Header, split: int, blocks: int, m: int, device: int, pieces: int) -> None:
-        super().__init__(header, m, split, device, blocks, pieces)
+    def __init__(self, footprint: Footprint, split: int, blocks: int, m: int, device: int, pieces: int) -> None:
+        super().__init__(footprint, m, split, device, blocks, pieces)
         self.place = self.kept_tokens * _COLUMN_WORDS
 
     @property

@@ -7,7 +7,7 @@ from functools import lru_cache
 from samebits.format.geometry import ROW_GROUP, STAGE
 from samebits.format.header import Header
 from samebits.kernels import nvrtc
-from samebits.kernels.linear.job import OCTET
+from samebits.kernels.linear.job import OCTET, Footprint
 from samebits.kernels.linear.pairs import Warpgroups
 from samebits.kernels.linear.routing import MAX_DIVIDED, MAX_EXPERTS, ExpertsLaunch, Part, routing
 from samebits.kernels.structures import JobStructure
@@ -61,4 +61,6 @@ def routed(header: Header, pairs: int, sharing: int, unit_pairs: int, device: in
 @lru_cache(maxsize=8192)
 def _way(header: Header, unit_pairs: int, device: int) -> Warpgroups | None:
     """Kept, as it is asked for with each new number of pairs."""
-    return next((way for warps in _WARPS if (way := Warpgroups(header, unit_pairs, warps, device)).fits), None)
+    return next(
+        (way for warps in _WARPS if (way := Warpgroups(Footprint.of(header), unit_pairs, warps, device)).fits), None
+    )

@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from samebits.format.geometry import ROW_GROUP, STAGE
-from samebits.format.header import Header, align
+from samebits.format.header import align
 from samebits.kernels import nvrtc
 from samebits.kernels.linear.job import (
     ATOM_BYTES,
@@ -16,6 +16,7 @@ from samebits.kernels.linear.job import (
     MAP_BYTES,
     Arrangement,
     Boxes,
+    Footprint,
     JobFields,
     Launch,
     TensorPlanner,
@@ -38,7 +39,7 @@ _MIN_RING = 3  # pairs of stages that a block keeps decoded
 MAX_TILE_TOKENS = max(_X_SLOTS)
 
 
-def tiles(headers: tuple[Header, ...], m: int, splits: tuple[int, ...], device: int, warps: int) -> Launch | None:
+def tiles(footprints: tuple[Footprint, ...], m: int, splits: tuple[int, ...], device: int, warps: int) -> Launch | None:
     """One launch for one tensor or several, with as few batches as fit, and then as many warps; None as launch_of.
 
     Where ranges have blocks of their own, each block copies less of x and multiplies more row groups at once, but what
@@ -47,20 +48,20 @@ def tiles(headers: tuple[Header, ...], m: int, splits: tuple[int, ...], device: 
     if m > MAX_TILE_TOKENS or not nvrtc.has_wgmma(device):
         return None
     ways = (False, True) if max(splits) > 1 else (False,)
-    found = filter(None, (_fitting(headers, m, splits, device, warps, is_cut) for is_cut in ways))
+    found = filter(None, (_fitting(footprints, m, splits, device, warps, is_cut) for is_cut in ways))
     best = min(found, key=_expected, default=None)
     return _launch(*best) if best else None
 
 
 def _fitting(
-    headers: tuple[Header, ...], m: int, splits: tuple[int, ...], device: int, warps: int, is_cut: bool
+    footprints: tuple[Footprint, ...], m: int, splits: tuple[int, ...], device: int, warps: int, is_cut: bool
 ) -> _Fitting | None:
     """``is_cut``: every range has blocks of its own."""
-    whole = [_Planner(*each, 1, m, device, is_cut) for each in zip(headers, splits, strict=True)]
-    blocks = shares(headers, [each.decoded for each in whole], device, [each.segments for each in whole])
+    whole = [_Planner(*each, 1, m, device, is_cut) for each in zip(footprints, splits, strict=True)]
+    blocks = shares(footprints, [each.decoded for each in whole], device, [each.segments for each in whole])
     if blocks is None:
         return None
-    planners = [_Planner(*each, m, device, is_cut) for each in zip(headers, splits, blocks, strict=True)]
+    planners = [_Planner(*each, m, device, is_cut) for each in zip(footprints, splits, blocks, strict=True)]
     every = ([each.batch(more) for each in planners] for more in range(max(each.own for each in planners)))
     return next(filter(None, (_with_batches(each, warps) for each in every)), None)
 
@@ -186,8 +187,8 @@ def _launch(each: Sequence[_Batch], groups: int, multipliers: int, decoders: int
 class _Planner(TensorPlanner):
     """Of one tensor, of whose segments each has ``blocks`` blocks."""
 
-    def __init__(self, header: Header, split: int, blocks: int, m: int, device: int, is_cut: bool) -> None:
-        super().__init__(header, m, split, device, blocks)
+    def __init__(self, footprint: Footprint, split: int, blocks: int, m: int, device: int, is_cut: bool) -> None:
+        super().__init__(footprint, m, split, device, blocks)
         self.wide = next(wide for wide in _X_SLOTS if wide >= m)
         self.segments = self.ranges if is_cut else 1
         self.segment_stages = self.stages_per_range if is_cut else self.stages

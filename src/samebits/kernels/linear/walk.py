@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from samebits.format.geometry import SLAB_BYTES
-from samebits.format.header import Header
-from samebits.kernels.linear.job import CHUNK_STAGES, TensorPlanner
+from samebits.kernels.linear.job import CHUNK_STAGES, Footprint, TensorPlanner
 
 MAX_RANGES = 255  # csrc: kRangeBit
 OPENING = 4  # stages in whose time a chunk is opened, about
@@ -27,8 +26,8 @@ class WalkPlanner(TensorPlanner):
         walker: words of a warp that walks: staging buffers, ring of slabs, list.
     """
 
-    def __init__(self, header: Header, m: int, split: int, device: int, blocks: int, segments: int = 1) -> None:
-        super().__init__(header, m, split, device, blocks)
+    def __init__(self, footprint: Footprint, m: int, split: int, device: int, blocks: int, segments: int = 1) -> None:
+        super().__init__(footprint, m, split, device, blocks)
         self.segment_stages = -(-self.ranges // min(segments, self.ranges)) * self.stages_per_range
         self.walker = 2 * self.buffer + _RING_SLABS * SLAB_BYTES // 4 + _LIST_WORDS
 
