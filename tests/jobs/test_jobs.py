@@ -464,6 +464,26 @@ def test_files_of_diffusers_get_its_names(tmp_path: Path, sharded: bool) -> None
     assert names == (shards | index if sharded else {"diffusion_pytorch_model.safetensors"})
 
 
+@pytest.mark.parametrize("stem", ["model", "diffusion_pytorch_model"])
+@pytest.mark.parametrize("prefix", ["pytorch_model", "shard"])
+def test_an_index_that_is_not_called_as_its_shards(tmp_path: Path, prefix: str, stem: str) -> None:
+    """It comes back under the name by which loaders look for it."""
+    source = write_folder(tmp_path / "source")
+    if stem != "model":
+        (source / "config.json").write_text('{"_class_name": "Transformer2DModel"}')
+    index = source / "model.safetensors.index.json"
+    text = index.read_text().replace("model-0000", f"{prefix}-0000")
+    index.unlink()
+    (source / f"{stem}.safetensors.index.json").write_text(text)
+    for shard in source.glob("*.safetensors"):
+        shard.rename(source / shard.name.replace("model-", f"{prefix}-"))
+    compress(source, tmp_path / "packed")
+    decompress(tmp_path / "packed", tmp_path / "back")
+    expected = files_of(source)
+    del expected["pytorch_model.bin"]
+    assert files_of(tmp_path / "back") == expected | {"config.json": (tmp_path / "back" / "config.json").read_bytes()}
+
+
 @pytest.mark.parametrize("has_index", [True, False])
 @pytest.mark.parametrize(
     "name", ["model-00001-of-00001", "diffusion_pytorch_model-00001-of-00001", "model-00002-of-00003"]

@@ -136,12 +136,6 @@ def is_numbered(name: str) -> bool:
     return _SHARD.fullmatch(name) is not None
 
 
-def index_name(shard: str) -> str:
-    """The name of the index beside ``shard``."""
-    match = _SHARD.fullmatch(shard)
-    return (match["stem"] if match else _STEMS[-1]) + INDEX_SUFFIX
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file.
 

@@ -50,6 +50,9 @@ class Compression(Job):
         check_source(checkpoint, self.options)
         super().__init__(checkpoint, destination, run or RunOptions(), progress)
 
+    def stem(self) -> str:
+        return STEM
+
     def make_shards(self) -> list[Shard]:
         count = len(self.checkpoint.files)
         return self.file_by_file([shard_name(STEM, number, count) for number in range(1, count + 1)])

@@ -78,11 +78,14 @@ class Df11Compression(Job):
         self.unit_of = {entry.name: path for path, entries in self.units.items() for entry in entries}
         super().__init__(checkpoint, destination, replace(run, device="cpu", workers=1), progress)
 
+    def stem(self) -> str:
+        return stem_of(self.checkpoint)
+
     def make_shards(self) -> list[Shard]:
         if not self.is_folder:
             (shard,) = self.file_by_file([])
             return [replace(shard, metadata={**shard.metadata, **self._unsaid()})]
-        rest = stem_of(self.checkpoint) + SUFFIX
+        rest = self.stem() + SUFFIX
         files: dict[str, list[Entry]] = {rest: []}
         for entry in self.checkpoint:
             files.setdefault(self._file_of(entry.name) or rest, []).append(entry)

@@ -16,7 +16,7 @@ from samebits.format.safetensors_file import SafetensorsWriter, header_size
 from samebits.jobs.job import Job, Shard
 from samebits.jobs.options import RunOptions
 from samebits.jobs.pieces import Piece
-from samebits.jobs.source import plain_names
+from samebits.jobs.source import plain_names, stem_of
 from samebits.progress import Progress, silent
 
 
@@ -37,6 +37,9 @@ class Decompression(Job):
                 "not compressed by samebits or DFloat11", where=str(checkpoint.path), mend="use it as it is"
             )
         super().__init__(checkpoint, destination, run or RunOptions(), progress)
+
+    def stem(self) -> str:
+        return stem_of(self.checkpoint)
 
     def make_shards(self) -> list[Shard]:
         return self.file_by_file(plain_names(self.checkpoint))

@@ -16,7 +16,7 @@ from typing import Any
 from samebits.df11.checkpoint import UnitEntry
 from samebits.errors import InputError, SamebitsError
 from samebits.format.container import Checkpoint, Entry
-from samebits.format.folder import CONFIG, INDEX_SUFFIX, VERSION, index_name, is_numbered, read_json
+from samebits.format.folder import CONFIG, INDEX_SUFFIX, VERSION, is_numbered, read_json
 from samebits.format.mapping import check_regular
 from samebits.format.safetensors_file import SINGLE_SUFFIXES, SUFFIX, SafetensorsFile
 from samebits.jobs.device import resolve_device
@@ -115,6 +115,10 @@ class Job(ABC):
     @abstractmethod
     def make_shards(self) -> list[Shard]:
         """The files to write, and their tensors."""
+
+    @abstractmethod
+    def stem(self) -> str:
+        """How loaders want the index's name to begin, whatever the files of the source are called."""
 
     def file_by_file(self, targets: list[str]) -> list[Shard]:
         """A shard for each file of the source; for those of a model folder ``targets`` are the new names."""
@@ -281,8 +285,8 @@ class Job(ABC):
         total = sum(spec.nbytes for file in files for spec in file.tensors.values())
         weight_map = {name: file.path.name for file in files for name in file.tensors}
         metadata = {**self.checkpoint.index_metadata, "total_size": total}
-        name = index_name(self.shards[0].target)
-        write_json(space.out / name, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))})
+        index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
+        write_json(space.out / (self.stem() + INDEX_SUFFIX), index)
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

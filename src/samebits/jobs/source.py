@@ -42,8 +42,9 @@ def plain_names(checkpoint: Checkpoint) -> list[str]:
 
 
 def stem_of(checkpoint: Checkpoint) -> str:
-    """How loaders want the files of the plain model to begin."""
-    is_named = any(file.path.name.startswith(DIFFUSERS) for file in checkpoint.files)
+    """How loaders want the files of the plain model, and their index, to begin."""
+    originals = [info.original or "" for info in checkpoint.infos.values()]
+    is_named = any(name.startswith(DIFFUSERS) for name in [*(file.path.name for file in checkpoint.files), *originals])
     return DIFFUSERS if is_named or "_class_name" in config_of(checkpoint) else "model"
 
 
