@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from huggingface_hub.errors import OfflineModeIsEnabled
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 from huggingface_hub.utils import filter_repo_objects
 from safetensors import safe_open
 
@@ -155,6 +155,25 @@ def test_a_folder_that_was_downloaded_is_found_without_a_network(hub: Hub, monke
     asked.clear()
     resolve_source(text, only=CONFIGS)
     assert asked == ["transformer/config.json"]
+
+
+@pytest.mark.parametrize("why", [OfflineModeIsEnabled, HfHubHTTPError.__mro__[1], ConnectionResetError])
+def test_headers_that_a_hub_does_not_give(why: type[Exception], hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Why it does not, or has no such model, is said, and not that nothing was found on the disk."""
+
+    def refuse(*_: object, **__: object) -> list[str]:
+        raise why("404: no such model")
+
+    def look(*_: object, local_files_only: bool, **__: object) -> str:
+        raise LocalEntryNotFoundError("pass 'local_files_only=False' as input")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", refuse)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", look)
+    with (
+        pytest.raises(InputError, match=r"some/other: .* not available on the hub \(404: no such model\)"),
+        open_headers("some/other"),
+    ):
+        pass
 
 
 def header_bytes(path: Path) -> int:

@@ -65,14 +65,15 @@ class HubFolder:
         """What the names of its files begin with."""
         return f"{self.folder}/" if self.folder else ""
 
-    def files(self) -> list[str] | None:
-        """Its files' names, relative to it; None where the hub cannot be asked, or has no such model."""
+    def files(self) -> list[str]:
+        """Its files' names, relative to it.
+
+        Raises:
+            OSError, or an HTTP library's error: the hub cannot be asked, or has no such model.
+        """
         from huggingface_hub import HfApi
 
-        try:
-            names = HfApi().list_repo_files(self.repository, revision=self.revision)
-        except (_transport_error(), OSError):
-            return None
+        names = HfApi().list_repo_files(self.repository, revision=self.revision)
         return [name.removeprefix(self.prefix) for name in names if name.startswith(self.prefix)]
 
 
@@ -101,8 +102,9 @@ def resolve_source(text: str, only: Collection[str] = (), announce: Announce = l
 
 def _download(source: HubFolder, only: Collection[str], announce: Announce) -> Path:
     """The snapshot's folder, with what ``goes_along`` takes: patterns, whose * crosses / on the hub, cannot say it."""
-    names = source.files()
-    if names is None:  # offline, say: what was downloaded before, of which less can be asked for
+    try:
+        names = source.files()
+    except (_transport_error(), OSError):  # offline, say: what was downloaded before, of which less can be asked for
         return Path(_snapshot(source, **_patterns(source, only))) / source.folder
     _check_files(source, names, CONFIG if only else f"*{SUFFIX}")
     taken = [name for name in names if (name in only if only else goes_along(PurePosixPath(name)))]
@@ -160,11 +162,12 @@ def open_headers(text: str) -> Iterator[Path]:
         yield Path(text)
         return
     with _hub_errors(text):
-        names = found.files()
-    if names is None:
-        with _hub_errors(text):
-            path = Path(_snapshot(found, local_files_only=True, **_patterns(found, ())))
-        yield path / found.folder
+        try:
+            names, downloaded = found.files(), None
+        except (_transport_error(), OSError) as error:
+            names, downloaded = [], _downloaded(found, error)
+    if downloaded is not None:
+        yield downloaded
         return
     _check_files(found, names, f"*{SUFFIX}")
     with tempfile.TemporaryDirectory(prefix="samebits-") as scratch:
@@ -175,6 +178,16 @@ def open_headers(text: str) -> Iterator[Path]:
         except SamebitsError as error:
             where = error.where and error.where.replace(f"{scratch}/", "")
             raise type(error)(error.what, where=where, mend=error.mend) from None
+
+
+def _downloaded(source: HubFolder, why: Exception) -> Path:
+    """The folder of what was downloaded before; ``why``, of a hub that does not answer, is raised if nothing was."""
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(_snapshot(source, local_files_only=True, **_patterns(source, ()))) / source.folder
+    except LocalEntryNotFoundError:
+        raise why from None
 
 
 def _fetch_headers(source: HubFolder, names: Sequence[str], folder: Path) -> None:
@@ -237,7 +250,7 @@ def _hub_errors(text: str) -> Iterator[None]:
 
     try:
         yield
-    except (_transport_error(), HFValidationError, LocalEntryNotFoundError) as error:
+    except (_transport_error(), ConnectionError, HFValidationError, LocalEntryNotFoundError) as error:
         reason = str(error).strip().partition("\n")[0]
         mend = f"check the path, the name on the hub ({HUB_NAMES}), the network, or log in with `hf auth login`"
         raise InputError(f"no such path, and not available on the hub ({reason})", where=text, mend=mend) from None
