@@ -61,6 +61,16 @@ def test_what_goes_on_where_it_stopped(command: str) -> None:
     assert interruption([command, "model"]).mend == mend
 
 
+def test_progress_on_a_dumb_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines, as a bar cannot be drawn anew there: neither silence nor an empty line."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setattr(console, "_SECONDS_BETWEEN_LINES", 0)
+    with console.progress_bar("compress") as progress:
+        progress(500, 1000)
+    assert capsys.readouterr().err == "compress: 50 % (500 B of 1.00 kB)\n"
+
+
 def test_progress_that_stands_still(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(console.time, "monotonic", lambda: now[0])

@@ -56,12 +56,13 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 @contextmanager
 def progress_bar(label: str, *, is_shown: bool = True) -> Iterator[Progress]:
-    """Progress with speed and time left: a bar on a terminal, now and then a line elsewhere."""
+    """Progress with speed and time left: a bar on a terminal that can redraw it, now and then a line elsewhere."""
     if not is_shown:
         yield silent
         return
-    if not sys.stderr.isatty():
-        yield Lines(label).show
+    if not _redraws():
+        with compilation_noted():
+            yield Lines(label).show
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -76,6 +77,13 @@ def progress_bar(label: str, *, is_shown: bool = True) -> Iterator[Progress]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar, compilation_noted():
         task = bar.add_task(label, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _redraws() -> bool:
+    """Whether stderr is a terminal, and no dumb one, on which nothing is drawn."""
+    from rich.console import Console
+
+    return sys.stderr.isatty() and Console(stderr=True).is_interactive
 
 
 @contextmanager
