@@ -329,6 +329,14 @@ def test_the_container_wins_over_plain_weights_beside_it(tmp_path: Path) -> None
     assert [file.path.name for file in Checkpoint.open(tmp_path).files] == ["samebits.safetensors"]
 
 
+@pytest.mark.parametrize("stem", ["model", "diffusion_pytorch_model"])
+def test_variants_beside_the_weights_are_not_taken(tmp_path: Path, stem: str) -> None:
+    """As loaders take none that is not asked for."""
+    file = write_file(tmp_path / f"{stem}.safetensors")
+    write_file(tmp_path / f"{stem}.fp16.safetensors", {name: tensor.half() for name, tensor in tensors().items()})
+    assert [opened.path for opened in Checkpoint.open(tmp_path).files] == [file]
+
+
 def test_shards_without_an_index(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model")
     (folder / "model.safetensors.index.json").unlink()

@@ -26,7 +26,8 @@ _OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
 MAX_NAME = 255  # bytes, on common file systems
 _FETCH = "fetch or write it again"
 _UNFINISHED = "a job has not finished this folder", "run the same command again: it goes on where it was interrupted"
-_STEMS = (STEM, "model")  # where weights are looked for first
+DIFFUSERS = "diffusion_pytorch_model"  # what diffusers calls its weights
+_STEMS = (STEM, "model", DIFFUSERS)  # where weights are looked for first; others beside them are variants, as .fp16
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path, PurePath
 from typing import Any, NoReturn
 
 from samebits.format.container import Checkpoint
-from samebits.format.folder import CONFIG, INDEX_SUFFIX, MAX_NAME, read_json, shard_name
+from samebits.format.folder import CONFIG, DIFFUSERS, INDEX_SUFFIX, MAX_NAME, read_json, shard_name
 from samebits.format.safetensors_file import PARTIAL, SUFFIX
 
 OTHER_WEIGHTS = (
@@ -19,7 +19,6 @@ OTHER_WEIGHTS = (
 _PARTS = ("sparse_linear.pt", "colbert_linear.pt")  # which BGE-M3 has beside its weights
 EXPORTS = ("original", "onnx", "openvino", "coreml", "gguf")  # folders in which hubs keep a model's weights once more
 _SAFETENSORS = (f"*{SUFFIX}", f"*{INDEX_SUFFIX}")
-DIFFUSERS = "diffusion_pytorch_model"  # what diffusers calls its weights
 _HIDDEN = (".git", ".cache", "__pycache__")
 
 
