@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
@@ -635,6 +635,24 @@ def test_doctor_finds_what_is_too_old(samebits: Command, monkeypatch: pytest.Mon
     assert found["found"] == "4.50.0, too old for packed weights"
     assert found["mend"].startswith("pip install 'transformers>=5.")
     assert report["healthy"] is False
+
+
+def test_doctor_finds_nothing_wrong_where_other_libraries_are_missing(
+    samebits: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are extras: who has language models alone needs no diffusers."""
+    from samebits.cli import doctor
+
+    def only_required(name: str) -> str:
+        if name in ("transformers", "accelerate", "diffusers", "peft", "sentence_transformers"):
+            raise PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(doctor, "version", only_required)
+    found = {finding["name"]: finding for finding in samebits("doctor", "--json").json["findings"]}
+    expected = "not installed (to have it: pip install 'diffusers>=0.42')"
+    assert found["diffusers"] == {"name": "diffusers", "found": expected, "mend": ""}
+    assert not [name for name in ("transformers", "accelerate", "peft") if found[name]["mend"]]
 
 
 def test_doctor(samebits: Command) -> None:

@@ -24,7 +24,6 @@ from samebits.parallel import threads
 
 _REQUIRED = ("torch", "numpy", "numba", "safetensors", "huggingface_hub")
 _OPTIONAL = ("transformers", "accelerate", "diffusers", "peft", "sentence_transformers", "cuda-core")
-_UNNEEDED = ("peft", "sentence_transformers")  # by most
 _WORDS = 1 << 16  # every BF16 word once
 
 
@@ -70,8 +69,10 @@ def _optional_packages() -> Iterator[Finding]:
             is_old = name in MINIMUM and numbers(found) < numbers(MINIMUM[name])
             yield Finding(name, f"{found}, too old for packed weights" if is_old else found, install if is_old else "")
         except PackageNotFoundError:
-            needed = name not in _UNNEEDED and (name != "cuda-core" or torch.cuda.is_available())
-            yield Finding(name, "not installed", install if needed else "")
+            if name == "cuda-core" and torch.cuda.is_available():
+                yield Finding(name, "not installed", install)
+            else:  # nothing is wrong without it
+                yield Finding(name, f"not installed (to have it: {install})")
 
 
 def _loop_cache() -> Finding:
