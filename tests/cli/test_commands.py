@@ -668,7 +668,17 @@ def test_no_model_in_an_installation(samebits: Command, monkeypatch: pytest.Monk
     monkeypatch.setattr(generate, "EXAMPLE", Path("examples/nothing"))
     outcome = samebits("generate")
     assert outcome.code == 2
-    assert "no model given, and this installation has no example model; give a model folder" in outcome.error
+    what = f"no model given, and the example model, {generate.EXAMPLE}, is not here"
+    mend = "give a model folder or hub id, or go to the root of a clone of samebits"
+    assert outcome.error == f"samebits: {what}; {mend}\n"
+
+
+def test_the_example_model_is_found_from_a_clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which an installation that is no editable one does not know where it is."""
+    monkeypatch.setattr(generate, "__file__", "/a/b/c/d/samebits/cli/generate.py")
+    (tmp_path / generate.EXAMPLE).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert generate.default_model() == str(generate.EXAMPLE)
 
 
 def test_sizes_for_people() -> None:

@@ -51,16 +51,16 @@ class Sampling:
 
 
 def default_model() -> str:
-    """The example model of a source checkout.
+    """The example model of the clone that runs, or whose root is the current folder.
 
     Raises:
-        InputError: this is not a source checkout.
+        InputError: there is no such clone.
     """
-    path = Path(__file__).parents[3] / EXAMPLE
-    if not path.is_dir():
-        mend = f"give a model folder or hub id, or clone the samebits repository, which has one in {EXAMPLE}"
-        raise InputError("no model given, and this installation has no example model", mend=mend)
-    return str(path)
+    for root in (Path(__file__).parents[3], Path()):
+        if (root / EXAMPLE).is_dir():
+            return str(root / EXAMPLE)
+    mend = "give a model folder or hub id, or go to the root of a clone of samebits"
+    raise InputError(f"no model given, and the example model, {EXAMPLE}, is not here", mend=mend)
 
 
 def import_transformers() -> Any:
