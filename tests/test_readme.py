@@ -23,7 +23,10 @@ for line in sys.argv[1:]:
         sys.exit(f"{line}: exit code {code}")
 """
 ELSEWHERE = {"vllm.md"}  # whose Python runs in tests/serving
-LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
+LINKED = [*PAGES, ROOT / "FORMAT.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "examples").glob("*/README.md"))]
+LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)")
+HEADING = re.compile(r"^#{1,6} (.*)$", re.MULTILINE)
+MEASURING = re.compile(r"python benchmarks/(\w+\.py)([^`\n#]*)")
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -86,7 +89,30 @@ def test_commands_run(page: Path, checkout: Path) -> None:
     run([sys.executable, "-c", COMMANDS, *lines], checkout)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def sections(page: Path) -> set[str]:
+    """Names of a page's sections, as GitHub makes them of headings, and of marks in the text."""
+    text = page.read_text(encoding="utf-8")
+    headings = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title).lower() for title in HEADING.findall(text)]
+    made = {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in headings}
+    return made | {*re.findall(r'id="([^"]+)"', text)}
+
+
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(page: Path) -> None:
-    targets = LINK.findall(page.read_text(encoding="utf-8"))
-    assert not [target for target in targets if not (page.parent / target).exists()]
+    for name, section in LINK.findall(page.read_text(encoding="utf-8")):
+        target = page.parent / name if name else page
+        assert target.exists(), name
+        assert not section or section in sections(target), f"{name}#{section}"
+
+
+def test_every_result_has_its_command() -> None:
+    text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    names = {path.stem.removesuffix("-h100") for path in (ROOT / "benchmarks" / "results").glob("*.json")}
+    assert not [name for name in names if not re.search(rf"^\| ([^|]*\W)?{name}\b[^|]* \| `python", text, re.MULTILINE)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_benchmarks_have_the_options_that_pages_give(page: Path) -> None:
+    for script, arguments in MEASURING.findall(page.read_text(encoding="utf-8")):
+        source = (ROOT / "benchmarks" / script).read_text(encoding="utf-8")
+        assert not [option for option in re.findall(r"--[\w-]+", arguments) if option not in source], script
