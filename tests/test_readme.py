@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 import samebits
+from samebits.integrations import MINIMUM
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -87,6 +89,18 @@ def test_commands_run(page: Path, checkout: Path) -> None:
     lines = [line[2:] for text in blocks(page, "console") for line in text.splitlines() if line.startswith("$ ")]
     assert all(line.startswith("samebits ") for line in lines)
     run([sys.executable, "-c", COMMANDS, *lines], checkout)
+
+
+def test_versions_are_the_same_everywhere() -> None:
+    """In the README's table, in what pip is told, and in what is compared at run time."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["version"] == samebits.__version__
+    asked = [*project["dependencies"], *(each for extra in project["optional-dependencies"].values() for each in extra)]
+    told = re.findall(r"^(\w+)>=([\d.]+)", "\n".join([f"python{project['requires-python']}", *asked]), re.MULTILINE)
+    least = {name: found for name, found in told if name in ("python", "torch", *MINIMUM)}
+    assert not [name for name, found in MINIMUM.items() if least.get(name, found) != found]
+    said = (ROOT / "README.md").read_text(encoding="utf-8").lower().replace("sentence-", "sentence_")
+    assert not [name for name, found in {**least, **MINIMUM}.items() if f"{name} from {found} on" not in said]
 
 
 def sections(page: Path) -> set[str]:
