@@ -44,3 +44,36 @@ def test_saved_as_plain_weights(tmp_path: Path, strict: bool) -> None:
     assert_same_bits(loaded(x), model(x))
     assert_same_bits(packed(x), model(x))
     assert [*samebits.compress(loaded, min_weights=1).packed] == ["first.weight"]
+
+
+class Blocks(nn.Module, PyTorchModelHubMixin):
+    """Keeps what it computed last, which nothing can copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64)) for _ in range(4))
+        self.bfloat16()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        self.last = x
+        return x
+
+
+@pytest.mark.parametrize("is_offloaded", [True, False])
+def test_nothing_is_copied_to_be_saved(tmp_path: Path, is_offloaded: bool) -> None:
+    model, x = Blocks(), torch.randn(3, 64, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "expected")
+    assert len(samebits.compress(model, min_weights=1, include=["*.0.weight"]).packed) == 4
+    if is_offloaded:
+        assert samebits.offload(model, 20_000).streamed
+    with torch.set_grad_enabled(not is_offloaded):
+        expected = model(x)
+    before = [*model.state_dict()]
+    model.save_pretrained(tmp_path / "saved")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "saved").iterdir()} == {
+        path.name: path.read_bytes() for path in (tmp_path / "expected").iterdir()
+    }
+    assert [*model.state_dict()] == before
+    assert_same_bits(Blocks.from_pretrained(tmp_path / "saved")(x), expected)

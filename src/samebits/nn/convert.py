@@ -8,7 +8,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
-from copy import deepcopy
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import wraps
 from itertools import accumulate
@@ -177,15 +177,27 @@ def decompress(module: nn.Module, *, progress: Progress | None = None) -> None:
 
 
 def saving_plain(original: Callable[..., None]) -> Callable[..., None]:
-    """A method of others' modules that saves weights, for which those of a compressed one are decoded, in a copy."""
+    """A method of others' modules that saves a state dict, which has the weights of a compressed one decoded."""
 
     @wraps(original)
     def save(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        module = self
-        if next(packed_parameters(self), None) is not None:
-            module = deepcopy(self).cpu()
-            decompress(module)
-        original(module, *args, **kwargs)
+        made: dict[tuple[int, ...], torch.Tensor] = {}  # so that ties stay
+
+        def decode_own(module: PackedModule, state: dict[str, Any], prefix: str, _: Any) -> None:
+            for name, recipe in module.sb_recipes.items():
+                key = held((prefix + name, module, name))
+                if key not in made:
+                    made[key] = module.sb_decode(name).cpu()
+                state[prefix + name] = made[key]
+                for slot in recipe.slots:
+                    del state[prefix + slot]
+
+        with ExitStack() as stack:
+            for module in self.modules():
+                if isinstance(module, PackedModule):
+                    handle = module.register_state_dict_post_hook(decode_own)  # type: ignore[no-untyped-call]
+                    stack.callback(handle.remove)
+            original(self, *args, **kwargs)
 
     return save
 
