@@ -172,6 +172,33 @@ def test_folder_of_the_command_line(any_model: Reference, tmp_path: Path) -> Non
     any_model.assert_same(model)
 
 
+OLD_NAMES = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}  # of autoencoders' attention
+
+
+@pytest.mark.parametrize("held", ["packed", "plain"])
+def test_names_of_old_checkpoints(held: str, tmp_path: Path) -> None:
+    """diffusers renames them while it loads; packed weights, too, and those that the model cannot hold packed."""
+    torch.manual_seed(0)
+    model = diffusers.AutoencoderKL(block_out_channels=(64,), latent_channels=4, norm_num_groups=2).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "old")
+    (file,) = (tmp_path / "old").glob("*.safetensors")
+    tensors = load_file(file)
+    for name in [name for name in tensors if ".attentions." in name]:
+        old = re.sub("|".join(OLD_NAMES), lambda found: OLD_NAMES[found[0]], name)
+        tensors[old] = tensors.pop(name)
+    save_file(tensors, file, {"format": "pt"})
+    folder = compress_folder(tmp_path / "old", tmp_path / "compressed")
+    assert sum(".attentions." in entry.name for entry in Checkpoint.open(folder) if entry.header) == 8
+    with pytest.MonkeyPatch.context() as patch:
+        if held == "plain":
+            patch.setattr("samebits.integrations.diffusers.quantizer.ModelSelection.reason_against", lambda *_: "no")
+        loaded, info = diffusers.AutoencoderKL.from_pretrained(folder, dtype=torch.bfloat16, output_loading_info=True)
+    assert not any(info.values())
+    names = {name for name, _, _ in packed_parameters(loaded) if ".attentions." in name}
+    assert len(names) == (8 if held == "packed" else 0)
+    assert_same_weights(loaded, model)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("name", ["sdxl", "wan"])
 def test_bf16_in_disguise(

@@ -94,6 +94,7 @@ class SamebitsQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         self._in_float32: Sequence[str] = ()  # names that mark parameters to be kept so
         self._files: list[str] = []
         self._keys: list[str] = []
+        self._names: dict[str, str] = {}  # of packed tensors' parameters, where the model has another, by stored name
         self._slots: dict[str, str] = {}  # of packed tensors that stay packed: their parameter, by stored name
         self._rounded: dict[str, str] = {}  # reasons by name
 
@@ -142,26 +143,30 @@ class SamebitsQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         if not self._files:  # from_single_file, which calls all files quantized; what is packed there is decoded by now
             self.pre_quantized = False
         if self.pre_quantized:
-            for entry in Checkpoint.open(Path(self._files[0]).parent):
+            entries = {entry.name: entry for entry in Checkpoint.open(Path(self._files[0]).parent)}
+            for full_name, entry in model._fix_state_dict_keys_on_load(entries).items():  # attention had others once
                 entry.check()
                 if entry.header is not None:
-                    self._place(model, entry)
-            self._keys[:] = [self._slots.get(name) or original_name(name) or name for name in self._keys]
+                    self._place(model, full_name, entry)
+            names = self._names | self._slots
+            self._keys[:] = [names.get(name) or original_name(name) or name for name in self._keys]
 
-    def _place(self, model: Any, entry: Entry) -> None:
+    def _place(self, model: Any, full_name: str, entry: Entry) -> None:
         """Make a parameter a packed one, still on the meta device, if its module can hold it."""
-        found = find_parameter(model, entry.name)
+        found = find_parameter(model, full_name)
         if found is None or entry.header is None:
             return  # diffusers reports it
+        if full_name != entry.name:
+            self._names[stored_name(entry.name)] = full_name
         module, leaf, parameter = found
         if tuple(parameter.shape) != entry.shape:
             what = f"shape {list(entry.shape)} where the model has {list(parameter.shape)}"
             raise FormatError(what, where=entry.where, mend="these weights do not belong to this config.json")
-        if replace(self._selection, min_weights=1, include=(), exclude=()).reason_against(module, leaf, entry.name):
+        if replace(self._selection, min_weights=1, include=(), exclude=()).reason_against(module, leaf, full_name):
             return
-        recipe = Recipe(entry.shape, (Piece(slot_name(leaf), entry.header),), self._dtype_of(entry.name))
+        recipe = Recipe(entry.shape, (Piece(slot_name(leaf), entry.header),), self._dtype_of(full_name))
         pack(module, leaf, recipe, [torch.empty(entry.nbytes, dtype=torch.uint8, device="meta")])
-        self._slots[stored_name(entry.name)] = entry.name.removesuffix(leaf) + recipe.slots[0]
+        self._slots[stored_name(entry.name)] = full_name.removesuffix(leaf) + recipe.slots[0]
 
     def _dtype_of(self, name: str) -> torch.dtype:
         """Of a parameter in the model, by diffusers' rule."""
@@ -174,7 +179,10 @@ class SamebitsQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         return dict(self._in_model(*item) for item in state_dict.items()) if self.pre_quantized else state_dict
 
     def _in_model(self, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
-        return (self._slots[name], tensor) if name in self._slots else as_plain(name, tensor)
+        if name in self._slots:
+            return self._slots[name], tensor
+        original, plain = as_plain(name, tensor)
+        return self._names.get(name, original), plain
 
     def check_if_quantized_param(
         self, model: Any, param_value: torch.Tensor, param_name: str, *args: Any, **kwargs: Any
@@ -224,7 +232,8 @@ class SamebitsQuantizer(DiffusersQuantizer):  # type: ignore[misc]
             _log.warning(
                 "%d weights of %s stay as they are (%s: %s): %s", count, type(model).__name__, name, reason, mend
             )
-        self._files, self._keys, self._slots, self._rounded = [], [], {}, {}
+        self._files, self._keys, self._rounded = [], [], {}
+        self._names, self._slots = {}, {}
         if single_file.get():
             convert(model, self._dtype)
         align_packed(model)
