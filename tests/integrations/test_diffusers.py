@@ -612,6 +612,21 @@ def test_single_file_as_without_compression(
     assert_same_bytes(output(name, packed), output(name, plain))
 
 
+def test_single_file_given_as_a_dict(flux: Reference, config: samebits.SamebitsConfig, tmp_path: Path) -> None:
+    plain, file = flux.folder / "diffusion_pytorch_model.safetensors", tmp_path / "packed.safetensors"
+    run(["compress", str(plain), str(file), "--min-weights", "1024"])
+    options: dict[str, Any] = {"config": str(flux.folder), "dtype": torch.bfloat16}
+    flux.assert_same(type(flux.model).from_single_file(load_file(file), **options))
+    model = type(flux.model).from_single_file(load_file(file), **options, quantization_config=config)
+    assert_all_packed(model, flux)
+    flux.assert_same(model)
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith(".sb_packed"))
+    tensors[name][:8] = 0
+    with pytest.raises(FormatError, match=rf"^{re.escape(name)}: "):
+        type(flux.model).from_single_file(tensors, **options)
+
+
 def test_damaged_single_file(flux: Reference, tmp_path: Path) -> None:
     file = tmp_path / "packed.safetensors"
     run(["compress", str(flux.folder / "diffusion_pytorch_model.safetensors"), str(file), "--min-weights", "1024"])

@@ -11,6 +11,7 @@ import torch
 from diffusers.loaders import single_file_model, single_file_utils
 
 from samebits.errors import SamebitsError
+from samebits.format.names import original_name
 from samebits.integrations.diffusers.quantizer import single_file
 from samebits.nn.state import as_plain
 
@@ -30,10 +31,17 @@ def register() -> None:
 
 def _loading(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
-    def from_single_file(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    def from_single_file(cls: Any, pretrained_model_link_or_path_or_dict: Any = None, **kwargs: Any) -> Any:
+        """A file's tensors may come as a dict.
+
+        Raises:
+            FormatError: a damaged packed tensor of such a dict.
+        """
+        source = pretrained_model_link_or_path_or_dict
+        source = _decoded(source) if isinstance(source, dict) else source
         token = single_file.set(True)
         try:
-            return original(cls, *args, **kwargs)
+            return original(cls, source, **kwargs)
         finally:
             single_file.reset(token)
 
@@ -50,11 +58,22 @@ def _reading(original: Callable[..., Any]) -> Callable[..., Any]:
         """
         checkpoint = original(pretrained_model_link_or_path, *args, **kwargs)
         try:
-            return dict(as_plain(*item) if isinstance(item[1], torch.Tensor) else item for item in checkpoint.items())
+            return _decoded(checkpoint)
         except SamebitsError as error:
             raise error.at(str(pretrained_model_link_or_path)) from None
 
     return load_single_file_checkpoint
+
+
+def _decoded(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Its tensors as they were before the file was compressed; a plain checkpoint itself, which diffusers may change.
+
+    Raises:
+        FormatError: a damaged packed tensor.
+    """
+    if not any(map(original_name, checkpoint)):
+        return checkpoint
+    return dict(as_plain(*item) if isinstance(item[1], torch.Tensor) else item for item in checkpoint.items())
 
 
 register()
