@@ -137,6 +137,23 @@ def test_autoencoder_by_name(plain: Path) -> None:
     assert_same_bytes(drawn(pipeline), drawn(load(plain)))
 
 
+@pytest.mark.parametrize("part", ["transformer", "vae"])
+def test_single_file_of_a_part(plain: Path, part: str) -> None:
+    """What the file has is packed, but for the autoencoder: it may be converted, as pipelines do before they decode."""
+    others = {name: each for name, each in load(plain).components.items() if name != part}
+    options = {
+        "config": str(plain),
+        "dtype": torch.bfloat16,
+        "quantization_config": samebits.SamebitsConfig(MIN_WEIGHTS),
+    }
+    file = plain / part / "diffusion_pytorch_model.safetensors"
+    pipeline = diffusers.FluxPipeline.from_single_file(str(file), **others, **options)
+    pipeline.set_progress_bar_config(disable=True)
+    assert bool(list(packed_parameters(getattr(pipeline, part)))) == (part == "transformer")
+    assert_same_bytes(drawn(pipeline), drawn(load(plain)))
+    assert pipeline.vae.to(torch.float32).dtype == torch.float32
+
+
 def test_compressed_transformer_in_a_plain_pipeline(plain: Path) -> None:
     config = samebits.SamebitsConfig(MIN_WEIGHTS)
     options = {"subfolder": "transformer", "dtype": torch.bfloat16, "quantization_config": config}

@@ -25,7 +25,7 @@ from samebits.errors import InputError, SamebitsError
 from samebits.format.folder import INDEX_SUFFIX, STEM
 from samebits.format.names import stored_name
 from samebits.format.safetensors_file import SUFFIX
-from samebits.integrations.diffusers.quantizer import compressed, is_compressed
+from samebits.integrations.diffusers.quantizer import compressed, is_compressed, is_left_alone
 from samebits.integrations.transformers.quantizer import SamebitsConfig
 from samebits.integrations.weight_files import publish, remove_packed, write_weights
 from samebits.nn.convert import counting_weights
@@ -93,12 +93,10 @@ def _of_dtype(original: Callable[..., torch.dtype]) -> Callable[..., torch.dtype
 def _resolving(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def _resolve_quant_config(self: Any, is_diffusers: bool = True, module_name: str = "") -> Any:
-        """Autoencoders and image encoders are left alone, unless they are asked for by name: they are small, run
-        once, and pipelines convert them to other dtypes or ask their first parameter for its dtype."""
+        """Autoencoders and image encoders are left alone, unless they are asked for by name."""
         config = original(self, is_diffusers=is_diffusers, module_name=module_name)
         named = module_name in (self.quant_mapping or ()) or module_name in (self.components_to_quantize or ())
-        left = "vae" in module_name or "vq" in module_name or module_name == "image_encoder"
-        return None if isinstance(config, SamebitsConfig) and left and not named else config
+        return None if isinstance(config, SamebitsConfig) and is_left_alone(module_name) and not named else config
 
     return _resolve_quant_config
 

@@ -275,6 +275,12 @@ def forget(model: Any) -> None:
     vars(model.config).pop(_KEY, None)
 
 
+def is_left_alone(part: str) -> bool:
+    """Whether a part of a pipeline, by its name, is an autoencoder or an image encoder: they are small, run once, and
+    pipelines convert them to other dtypes or ask their first parameter for its dtype."""
+    return "vae" in part or "vq" in part or part == "image_encoder"
+
+
 def is_compressed(model: Any) -> bool:
     """Whether it has packed weights; what it says of itself is brought in line with that."""
     quantizer = getattr(model, "hf_quantizer", None)

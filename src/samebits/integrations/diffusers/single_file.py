@@ -8,18 +8,21 @@ from functools import wraps
 from typing import Any
 
 import torch
+from diffusers.loaders import single_file as pipelines
 from diffusers.loaders import single_file_model, single_file_utils
 
 from samebits.errors import SamebitsError
 from samebits.format.names import original_name
-from samebits.integrations.diffusers.quantizer import single_file
+from samebits.integrations.diffusers.quantizer import is_left_alone, single_file
+from samebits.integrations.transformers.quantizer import SamebitsConfig
 from samebits.nn.state import as_plain
 
 _READS = "load_single_file_checkpoint"  # a function that other modules of diffusers may have imported already
 
 
 def register() -> None:
-    """Wrap the two functions."""
+    """Wrap the three functions."""
+    pipelines.load_single_file_sub_model = _loading_part(pipelines.load_single_file_sub_model)
     mixin = single_file_model.FromOriginalModelMixin
     mixin.from_single_file = classmethod(_loading(mixin.from_single_file.__func__))
     original = single_file_utils.load_single_file_checkpoint
@@ -46,6 +49,17 @@ def _loading(original: Callable[..., Any]) -> Callable[..., Any]:
             single_file.reset(token)
 
     return from_single_file
+
+
+def _loading_part(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def load_single_file_sub_model(*args: Any, name: str, **kwargs: Any) -> Any:
+        """A pipeline hands its quantization_config on to each part that is in the file."""
+        if isinstance(kwargs.get("quantization_config"), SamebitsConfig) and is_left_alone(name):
+            del kwargs["quantization_config"]
+        return original(*args, name=name, **kwargs)
+
+    return load_single_file_sub_model
 
 
 def _reading(original: Callable[..., Any]) -> Callable[..., Any]:
