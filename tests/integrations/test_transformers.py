@@ -20,8 +20,7 @@ import samebits
 from samebits.errors import FormatError, InputError
 from samebits.format.container import Checkpoint
 from samebits.integrations.transformers import source
-from samebits.integrations.transformers.load import dtype_in_model
-from samebits.integrations.transformers.names import Names, arrange
+from samebits.integrations.transformers.names import Names, arrange, dtype_in_model
 from samebits.integrations.transformers.quantizer import compute_as_plain
 from tests.integrations.models import (
     MIN_WEIGHTS,
@@ -226,6 +225,27 @@ def test_parameters_split_from_one_tensor(tmp_path: Path, config: samebits.Sameb
         model.save_pretrained(tmp_path / "saved")
         assert_same_checkpoint(tmp_path / "saved", plain.folder)
         assert any(entry.name.endswith("gqkv_proj.weight") for entry in Checkpoint.open(tmp_path / "saved"))
+
+
+def test_converted_parameters_that_are_kept_in_float32(tmp_path: Path) -> None:
+    """Routers that a checkpoint has transposed: decoded on the way in, and then what they are without a quantizer."""
+    text = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    text |= {"intermediate_size": 96, "moe_intermediate_size": [48, 48], "moe_num_experts": 16, "vocab_size": 99}
+    text |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]}}
+    text |= {"mlp_layer_types": ["dense", "sparse"], "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    vision = {"hidden_size": 64, "depth": 1, "num_heads": 4, "intermediate_size": 96}
+    config = transformers.Ernie4_5_VLMoeConfig(text_config=text, vision_config=vision)
+    transformers.Ernie4_5_VLMoeForConditionalGeneration(config).bfloat16().save_pretrained(tmp_path / "plain")
+    plain, model = (
+        transformers.Ernie4_5_VLMoeForConditionalGeneration.from_pretrained(folder)
+        for folder in (tmp_path / "plain", compress_folder(tmp_path / "plain", tmp_path / "compressed"))
+    )
+    for name in ("text_moe", "vision_moe"):
+        expected, found = (
+            each.get_parameter(f"model.language_model.layers.1.mlp.{name}.gate.weight") for each in (plain, model)
+        )
+        assert found.dtype is expected.dtype is torch.float32
+        assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

@@ -8,7 +8,6 @@ weights, is decoded as it is loaded, and packed again where the parameter can be
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ from samebits.errors import DtypeError, FormatError, InputError
 from samebits.format.container import Checkpoint, Entry
 from samebits.format.names import stored_name
 from samebits.format.safetensors_file import FLOATS
-from samebits.integrations.transformers.names import Claims, DecodingConverter, Names, arrange
+from samebits.integrations.transformers.names import Claims, DecodingConverter, Names, arrange, dtype_in_model
 from samebits.integrations.transformers.parallel import local
 from samebits.nn.packed_module import pack, slot_name
 from samebits.nn.recipe import Piece, Recipe
@@ -166,12 +165,6 @@ def find_parameter(model: Any, name: str) -> tuple[nn.Module, str, nn.Parameter]
         return None
     parameter = module._parameters.get(leaf)
     return None if parameter is None else (module, leaf, local(parameter))
-
-
-def dtype_in_model(model: Any, name: str, parameter: torch.Tensor) -> torch.dtype:
-    """The dtype that transformers gives a parameter of a bfloat16 model: some are kept in float32."""
-    kept = model._get_dtype_plan(torch.bfloat16).items()
-    return next((dtype for pattern, dtype in kept if re.search(pattern.replace("*", ".*"), name)), parameter.dtype)
 
 
 def _without_bytes(entry: Entry) -> torch.Tensor:

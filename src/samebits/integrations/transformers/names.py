@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -105,21 +106,26 @@ class DecodingConverter(WeightConverter):  # type: ignore[misc]
 
     __slots__ = ()
 
-    def materialize_tensors(self) -> dict[str, list[torch.Tensor]]:
-        collected = super().materialize_tensors()
-        return {pattern: [_decoded(tensor) for tensor in tensors] for pattern, tensors in collected.items()}
-
     def convert(
         self, layer_name: str, model: Any = None, config: Any = None, hf_quantizer: Any = None, loading_info: Any = None
     ) -> dict[str, Any]:
-        results: dict[str, Any] = super().convert(layer_name, model, config, hf_quantizer, loading_info)
         if hf_quantizer is None:  # saving
-            return results
+            return super().convert(layer_name, model, config, hf_quantizer, loading_info)  # type: ignore[no-any-return]
+        dtype = dtype_in_model(model, layer_name, model.get_parameter_or_buffer(layer_name))
+        for pattern, tensors in self.materialize_tensors().items():  # those that are not packed are of this dtype
+            self.collected_tensors[pattern] = [_decoded(tensor).to(dtype) for tensor in tensors]
+        results: dict[str, Any] = super().convert(layer_name, model, config, hf_quantizer, loading_info)
         return hf_quantizer.pack(model, results, loading_info.missing_keys)  # type: ignore[no-any-return]
 
 
 def _decoded(tensor: torch.Tensor) -> torch.Tensor:
     return decode(PackedTensor.from_data(tensor)) if tensor.dtype == torch.uint8 else tensor
+
+
+def dtype_in_model(model: Any, name: str, parameter: torch.Tensor) -> torch.dtype:
+    """The dtype that transformers gives a parameter of a bfloat16 model: some are kept in float32."""
+    kept = model._get_dtype_plan(torch.bfloat16).items()
+    return next((dtype for pattern, dtype in kept if re.search(pattern.replace("*", ".*"), name)), parameter.dtype)
 
 
 @dataclass(frozen=True)

@@ -35,10 +35,10 @@ from samebits.integrations.transformers.load import (
     PACK_AFTERWARDS,
     another_shape,
     check_dtypes,
-    dtype_in_model,
     find_parameter,
     place_packed,
 )
+from samebits.integrations.transformers.names import dtype_in_model
 from samebits.integrations.transformers.source import FILE, loading, weights_file
 from samebits.nn.convert import Report, decompress, encode_parameter, report
 from samebits.nn.join import join_stacks
