@@ -295,6 +295,30 @@ def test_tied_head(tmp_path: Path, config: samebits.SamebitsConfig) -> None:
     tied.assert_same(model)
 
 
+def test_tied_head_with_a_packed_bias(tmp_path: Path) -> None:
+    """Which is not small beside a narrow matrix: it is packed while the weight is still to be tied."""
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"n_embd": 32, "n_head": 2, "n_layer": 1, "rotary_dim": 4, "vocab_size": 1500}
+    plain = transformers.GPTJForCausalLM(transformers.GPTJConfig(**options, tie_word_embeddings=True)).bfloat16()
+    torch.nn.init.normal_(plain.lm_head.bias)
+    plain.save_pretrained(tmp_path / "plain")
+    expected = plain(torch.arange(9)[None]).logits
+    config = samebits.SamebitsConfig(min_weights=MIN_WEIGHTS)
+    for model in (
+        transformers.GPTJForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=config),
+        transformers.GPTJForCausalLM.from_pretrained(compress_folder(tmp_path / "plain", tmp_path / "compressed")),
+    ):
+        for _ in range(2):
+            assert set(model.lm_head.sb_recipes) == {"weight", "bias"}
+            assert model.lm_head.sb_data("weight")[0] is model.transformer.wte.sb_data("weight")[0]
+            assert_same_bits(model(torch.arange(9)[None]).logits, expected)
+            model.tie_weights()
+        other = torch.nn.Linear(32, 1500)
+        other.weight, other.bias = model.lm_head.weight, model.lm_head.bias  # as a bias is tied
+        model._adjust_bias(other, other.weight)
+        assert_same_bits(other.bias, plain.lm_head.bias)
+
+
 @pytest.mark.parametrize("patterns", [{"exclude": ["lm_head.weight"]}, {"include": ["lm_head.weight"]}], ids=str)
 def test_patterns_for_the_other_name_of_a_tied_weight(tmp_path: Path, patterns: dict[str, list[str]]) -> None:
     """As samebits.compress has them: one name excluded keeps all plain, one included packs all."""

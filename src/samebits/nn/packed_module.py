@@ -250,14 +250,15 @@ class PackedModule(nn.Module):
             super().__delattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in self.__dict__.get("sb_recipes", ()):
-            super().__setattr__(name, value)
-        elif sys._getframe(1).f_code is swap_tensor.__code__:  # it would put back a weight that is packed no more
+        is_packed = name in self.__dict__.get("sb_recipes", ())
+        if is_packed and sys._getframe(1).f_code is swap_tensor.__code__:  # it would put it back plain
             what = "torch.func.functional_call cannot put a tensor in the place of a packed weight"
             mend = "exclude it from samebits.compress"
             raise InputError(what, where=f"{self.sb_base.__name__}.{name}", mend=mend)
-        elif isinstance(value, LazyWeight):
+        if isinstance(value, LazyWeight) and (is_packed or name in self.__dict__.get("_parameters", ())):
             pack(self, name, value.recipe, value.packed)
+        elif not is_packed:
+            super().__setattr__(name, value)
         elif value is not None and not isinstance(value, nn.Parameter):  # as torch refuses it
             expected = "torch.nn.Parameter or None expected"
             raise TypeError(f"cannot assign {torch.typename(value)!r} as parameter {name!r} ({expected})")

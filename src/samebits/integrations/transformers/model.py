@@ -25,6 +25,7 @@ from samebits.integrations.transformers.source import KEEP_FORMAT, loading, make
 from samebits.integrations.weight_files import publish, remove_packed, write_weights
 from samebits.nn.convert import counting_weights
 from samebits.nn.df11 import holds_units
+from samebits.nn.lazy import LazyWeight
 from samebits.nn.offload import offload, refuse_grouped
 from samebits.nn.packed_module import PackedModule, check_dtype, packed_parameters, share_ties
 
@@ -36,6 +37,7 @@ def register() -> None:
     PreTrainedModel._apply = _apply
     PreTrainedModel.dtype = _dtype(PreTrainedModel.dtype.fget)
     PreTrainedModel.tie_weights = _tying(PreTrainedModel.tie_weights)
+    PreTrainedModel._adjust_bias = _adjusting(PreTrainedModel._adjust_bias)
     PreTrainedModel.num_parameters = counting_weights(PreTrainedModel.num_parameters)
     PreTrainedModel.save_pretrained = _saving(PreTrainedModel.save_pretrained)
     PreTrainedModel.from_pretrained = classmethod(_loading(PreTrainedModel.from_pretrained.__func__))
@@ -110,6 +112,17 @@ def _tying(original: Callable[..., Any]) -> Callable[..., Any]:
         share_ties(self)
 
     return tie_weights
+
+
+def _adjusting(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def _adjust_bias(self: Any, output_embeddings: Any, input_embeddings: Any) -> None:
+        """A packed bias cannot be padded, and need not be where it is as long as the tied weight."""
+        bias = getattr(output_embeddings, "bias", None)
+        if not isinstance(bias, LazyWeight) or len(bias) != len(output_embeddings.weight):
+            original(self, output_embeddings, input_embeddings)
+
+    return _adjust_bias
 
 
 def _dispatching(original: Callable[..., Any]) -> Callable[..., Any]:
