@@ -344,6 +344,26 @@ def test_the_dtype_of_a_model_is_not_that_of_what_stays_plain(llama: Reference, 
     assert llama.load(tmp_path).dtype == torch.bfloat16
 
 
+def test_saved_with_a_first_parameter_in_float32(
+    config: samebits.SamebitsConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers writes its dtype, with which a plain model would be loaded."""
+    monkeypatch.setattr(transformers.T5EncoderModel, "_keep_in_fp32_modules_strict", {"shared"})
+    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 1, "num_heads": 4, "vocab_size": 99}
+    transformers.T5EncoderModel(transformers.T5Config(**sizes)).bfloat16().save_pretrained(tmp_path / "plain")
+    model = transformers.T5EncoderModel.from_pretrained(tmp_path / "plain", quantization_config=config)
+    model.save_pretrained(tmp_path / "saved")
+    again = transformers.T5EncoderModel.from_pretrained(tmp_path / "saved")
+    assert again.config.dtype is torch.bfloat16
+    assert (again.dtype, again.shared.weight.dtype) == (torch.float32, torch.float32)
+    expected, found = model.state_dict(), again.state_dict()
+    assert expected.keys() == found.keys()
+    assert any(tensor.dtype == torch.uint8 for tensor in found.values())
+    for name, tensor in expected.items():
+        assert found[name].dtype is tensor.dtype
+        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8))
+
+
 def test_plain_weights_over_compressed_ones(llama: Reference, config: samebits.SamebitsConfig, tmp_path: Path) -> None:
     """The old ones are gone, for those who read files as well."""
     llama.load(quantization_config=config).save_pretrained(tmp_path, max_shard_size="60KB")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from samebits.errors import InputError, SamebitsError
+from samebits.format.folder import CONFIG, read_json
 from samebits.integrations.transformers import parallel, state
 from samebits.integrations.transformers.quantizer import SamebitsConfig, SamebitsQuantizer
 from samebits.integrations.transformers.source import KEEP_FORMAT, loading, make_plain, says_compressed
@@ -180,6 +182,7 @@ def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
         with TemporaryDirectory(prefix=".samebits-", dir=destination) as staging:
             call.arguments["save_directory"] = staging
             original(*call.args, **call.kwargs)
+            _set_dtype(Path(staging) / CONFIG)
             gathered = parallel.gather(self, writes) if is_split else {}
             if writes:
                 call.apply_defaults()
@@ -194,6 +197,13 @@ def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
             self.push_to_hub(options.pop("repo_id", destination.name), **options)
 
     return save_pretrained
+
+
+def _set_dtype(config: Path) -> None:
+    """transformers writes that of the first parameter, which a model may keep in float32; others are loaded with it."""
+    if config.exists():  # where this process writes one
+        values = read_json(config)
+        config.write_text(json.dumps(values | {"dtype": "bfloat16"}, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 @contextmanager
