@@ -248,6 +248,23 @@ def test_converted_parameters_that_are_kept_in_float32(tmp_path: Path) -> None:
         assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
 
 
+def test_buffers_that_are_kept_in_float32(tmp_path: Path) -> None:
+    """A batch norm's counter is made float32 with what is beside it, though it is a whole number in the files."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 96}
+    config = transformers.GraniteSpeech5EncoderConfig(**sizes)
+    transformers.GraniteSpeech5Encoder(config).bfloat16().save_pretrained(tmp_path / "plain")
+    plain, model = (
+        transformers.GraniteSpeech5Encoder.from_pretrained(folder)
+        for folder in (tmp_path / "plain", compress_folder(tmp_path / "plain", tmp_path / "compressed"))
+    )
+    found = dict(model.named_buffers())
+    counters = [name for name in found if name.endswith("num_batches_tracked")]
+    assert counters
+    for name, expected in plain.named_buffers():
+        assert found[name].dtype is expected.dtype
+        assert torch.equal(found[name], expected)
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_compiled_by_inductor(name: str) -> None:
     """What it makes one kernel of, and so where it rounds, is the same for a compressed model."""

@@ -93,7 +93,7 @@ class _Placement:
                 for source in sources[1:]:
                     self.claims.bring(self.names.renamed(source.stored_name), self._slot(target, piece))
                 return
-        is_other = entry.dtype in FLOATS and FLOATS[entry.dtype] != dtype
+        is_other = FLOATS.get(entry.dtype, self.names.parameters[target].dtype) != dtype
         if is_other or any(source.entry.is_packed for source in sources):
             for source in sources:
                 self.claims.bring_dense(self.names.renamed(source.stored_name), target, dtype)
