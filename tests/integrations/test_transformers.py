@@ -227,6 +227,19 @@ def test_parameters_split_from_one_tensor(tmp_path: Path, config: samebits.Sameb
         assert any(entry.name.endswith("gqkv_proj.weight") for entry in Checkpoint.open(tmp_path / "saved"))
 
 
+def test_parts_of_one_tensor_of_which_the_first_stays_plain(tmp_path: Path) -> None:
+    """transformers asks about the first only, for all of them."""
+    plain = make("split", tmp_path / "plain")
+    selection: dict[str, Any] = {"min_weights": MIN_WEIGHTS, "exclude": ["*.self_attn.gate_proj.weight"]}
+    model = plain.load(quantization_config=samebits.SamebitsConfig(**selection))
+    expected = samebits.compress(plain.model, **selection)
+    assert any(name.endswith("self_attn.q_proj.weight") for name in expected.packed)
+    assert model.hf_quantizer.report == expected
+    plain.assert_same(model)
+    model.save_pretrained(tmp_path / "saved")
+    assert_same_checkpoint(tmp_path / "saved", plain.folder)
+
+
 def test_converted_parameters_that_are_kept_in_float32(tmp_path: Path) -> None:
     """Routers that a checkpoint has transposed: decoded on the way in, and then what they are without a quantizer."""
     text = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}

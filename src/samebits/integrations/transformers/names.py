@@ -99,7 +99,7 @@ class Claims(WeightConverter):  # type: ignore[misc]
 
 
 class DecodingConverter(WeightConverter):  # type: ignore[misc]
-    """A converter of any kind, which gets packed tensors: decodes them first, and packs its results where it can.
+    """A converter of any kind: decodes what is packed of the tensors that it gets, and packs its results where it can.
 
     Made by changing a converter's class.
     """
@@ -115,6 +115,8 @@ class DecodingConverter(WeightConverter):  # type: ignore[misc]
         for pattern, tensors in self.materialize_tensors().items():  # those that are not packed are of this dtype
             self.collected_tensors[pattern] = [_decoded(tensor).to(dtype) for tensor in tensors]
         results: dict[str, Any] = super().convert(layer_name, model, config, hf_quantizer, loading_info)
+        if self.quantization_operation:  # it has packed all: transformers asks about the first, whether it is to be
+            return results
         return hf_quantizer.pack(model, results, loading_info.missing_keys)  # type: ignore[no-any-return]
 
 

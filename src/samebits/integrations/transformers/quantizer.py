@@ -19,7 +19,7 @@ from samebits.integrations import INSTALL_TRANSFORMERS, MINIMUM
 
 try:
     from transformers.configuration_utils import PreTrainedConfig
-    from transformers.core_model_loading import ConversionOps
+    from transformers.core_model_loading import ConversionOps, WeightConverter
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
     from transformers.quantizers.base import HfQuantizer
     from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -38,7 +38,7 @@ from samebits.integrations.transformers.load import (
     find_parameter,
     place_packed,
 )
-from samebits.integrations.transformers.names import dtype_in_model
+from samebits.integrations.transformers.names import DecodingConverter, dtype_in_model
 from samebits.integrations.transformers.source import FILE, loading, weights_file
 from samebits.nn.convert import Report, decompress, encode_parameter, report
 from samebits.nn.join import join_stacks
@@ -192,6 +192,9 @@ class SamebitsQuantizer(HfQuantizer):  # type: ignore[misc]
             takes_other_shapes = bool(options.get("ignore_mismatched_sizes"))
             return place_packed(model, weight_conversions, [Path(file) for file in self._files], takes_other_shapes)
         check_dtypes(model, weight_conversions, self._files, self.selects)
+        for conversion in weight_conversions:
+            if isinstance(conversion, WeightConverter) and len(conversion.target_patterns) > 1:
+                conversion.__class__ = DecodingConverter
         return weight_conversions
 
     # While weights are loaded
