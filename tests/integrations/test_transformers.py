@@ -349,6 +349,24 @@ def test_tied_head_with_a_packed_bias(tmp_path: Path) -> None:
         assert_same_bits(other.bias, plain.lm_head.bias)
 
 
+def test_packed_biases_that_are_tied_to_a_module_without_weight(tmp_path: Path) -> None:
+    """FLAVA's heads have a name of their own for the bias of a layer in them."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 96}
+    parts: dict[str, Any] = {
+        "text_config": {**sizes, "vocab_size": 1500},
+        "image_config": {**sizes, "vocab_size": 1500, "image_size": 32},
+        "multimodal_config": sizes,
+    }
+    config = transformers.FlavaConfig(**parts, hidden_size=64, projection_dim=32, init_codebook=False)
+    plain = transformers.FlavaForPreTraining(config).bfloat16()
+    torch.nn.init.normal_(plain.mlm_head.decoder.bias)
+    plain.save_pretrained(tmp_path / "plain")
+    folder = compress_folder(tmp_path / "plain", tmp_path / "compressed")
+    head = transformers.FlavaForPreTraining.from_pretrained(folder).mlm_head
+    assert head.sb_data("bias")[0] is head.decoder.sb_data("bias")[0]
+    assert_same_bits(head.bias, plain.mlm_head.bias)
+
+
 @pytest.mark.parametrize("patterns", [{"exclude": ["lm_head.weight"]}, {"include": ["lm_head.weight"]}], ids=str)
 def test_patterns_for_the_other_name_of_a_tied_weight(tmp_path: Path, patterns: dict[str, list[str]]) -> None:
     """As samebits.compress has them: one name excluded keeps all plain, one included packs all."""

@@ -121,7 +121,7 @@ def _adjusting(original: Callable[..., Any]) -> Callable[..., Any]:
     def _adjust_bias(self: Any, output_embeddings: Any, input_embeddings: Any) -> None:
         """A packed bias cannot be padded, and need not be where it is as long as the tied weight."""
         bias = getattr(output_embeddings, "bias", None)
-        if not isinstance(bias, LazyWeight) or len(bias) != len(output_embeddings.weight):
+        if not isinstance(bias, LazyWeight) or len(bias) != len(getattr(output_embeddings, "weight", ())):
             original(self, output_embeddings, input_embeddings)
 
     return _adjust_bias
