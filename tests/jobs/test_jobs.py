@@ -525,7 +525,7 @@ OTHERS = {
     "odd[1]*.txt": True, "consolidated.safetensors": False, "pytorch_model-00001-of-2.bin": False,
     "openvino_model.bin": False, "pytorch_model.bin.index.json": False, "flax_model.msgpack": False,
     "tf_model.h5": False, "model.gguf": False, "colbert_linear.pt": True, "model.pt": False,
-    "voices/one.pt": True, "2_Dense/pytorch_model.bin": True, "sub/original/x.pt": True,
+    "spk_dict.pt": True, "voices/one.pt": True, "2_Dense/pytorch_model.bin": True, "sub/original/x.pt": True,
     "text_encoder/model.onnx": True, "original/params.json": True, "original/consolidated.00.pth": False,
     "original/model.safetensors": False, "original/model.safetensors.index.json": False,
     "original/mp/pytorch_model.bin": False, "gguf/model-q4.gguf": False,

@@ -16,7 +16,7 @@ OTHER_WEIGHTS = (
     "pytorch_model*", "*.pth", "*.pt", "*.ckpt", "*.gguf", "*.ggml", "*.onnx", "*.onnx_data*", "*.h5", "*.msgpack",
     "*.tflite", "*.ot", "consolidated*", "*.mlmodel", "openvino*.bin",
 )  # fmt: skip
-_PARTS = ("sparse_linear.pt", "colbert_linear.pt")  # which BGE-M3 has beside its weights
+_PARTS = ("sparse_linear.pt", "colbert_linear.pt", "spk_dict.pt")  # of BGE-M3, and the voices of Qwen2.5-Omni
 EXPORTS = ("original", "onnx", "openvino", "coreml", "gguf")  # folders in which hubs keep a model's weights once more
 _SAFETENSORS = (f"*{SUFFIX}", f"*{INDEX_SUFFIX}")
 _HIDDEN = (".git", ".cache", "__pycache__")
