@@ -349,6 +349,30 @@ def test_tied_head_with_a_packed_bias(tmp_path: Path) -> None:
         assert_same_bits(other.bias, plain.lm_head.bias)
 
 
+def test_languages_are_switched(tmp_path: Path, config: samebits.SamebitsConfig) -> None:
+    """Adapters and a head that a model of Wav2Vec2 finds by its parameters' names and dtypes."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"adapter_attn_dim": 64, "num_feat_extract_layers": 2}
+    sizes |= {"intermediate_size": 96, "vocab_size": 32, "do_stable_layer_norm": True, "feat_extract_norm": "layer"}
+    sizes |= {"conv_dim": [32, 32], "conv_stride": [5, 4], "conv_kernel": [10, 8]}
+    auto = transformers.Wav2Vec2ForCTC
+    plain = auto(transformers.Wav2Vec2Config(**sizes)).bfloat16()
+    plain.save_pretrained(tmp_path)
+    weights = {name: torch.randn_like(weight) for name, weight in plain._get_adapters().items()}
+    weights |= {"lm_head.weight": torch.randn(40, 64).bfloat16(), "lm_head.bias": torch.randn(40).bfloat16()}
+    save_file(weights, tmp_path / "adapter.fra.safetensors")
+    expected, model = auto.from_pretrained(tmp_path), auto.from_pretrained(tmp_path, quantization_config=config)
+    assert next(packed_parameters(model), None) is not None
+    options: dict[str, Any] = {"target_lang": "fra", "ignore_mismatched_sizes": True}
+    sound = torch.randn(1, 2000).bfloat16()
+    assert_same_bits(model(sound).logits, expected(sound).logits)
+    for each in (expected, model):
+        each.load_adapter("fra")
+    for each in (model, auto.from_pretrained(tmp_path, quantization_config=config, **options)):
+        assert_same_bits(each(sound).logits, expected(sound).logits)
+
+
 def test_packed_biases_that_are_tied_to_a_module_without_weight(tmp_path: Path) -> None:
     """FLAVA's heads have a name of their own for the bias of a layer in them."""
     sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 96}

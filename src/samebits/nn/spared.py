@@ -21,6 +21,7 @@ _ASKED = "tells the model's code the dtype to compute with"
 _TRAINED = "belongs to an adapter"
 _SMALL = "small beside the model, and decoded for each use"
 _SMALL_SHARE = 1 << 14  # so many times smaller than the model
+_LANGUAGE = "Wav2Vec2AttnAdapterLayer"
 _ITSELF: Path = ()
 _KNOWN = "belongs to a block, which diffusers knows by its class"
 
@@ -110,7 +111,13 @@ def _blocks(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _adapters(module: nn.Module) -> tuple[str, ...]:
-    """As PEFT has them: what a layer of its says is one, among it copies of modules that are trained; and prompts."""
+    """As PEFT has them: what a layer of its says is one, among it copies of modules that are trained; and prompts.
+
+    And as Wav2Vec2 has them for languages, each with a head for its letters.
+    """
     names = getattr(module, "adapter_layer_names", ())
     prompts = ("prompt_encoder",) if hasattr(module, "peft_config") else ()
-    return (*(names if isinstance(names, (tuple, list)) else ()), *prompts)
+    has_languages = getattr(getattr(module, "config", None), "adapter_attn_dim", None) is not None
+    heads = ("lm_head",) if has_languages else ()
+    layers = ("adapter_layer",) if type(getattr(module, "adapter_layer", None)).__name__ == _LANGUAGE else ()
+    return (*(names if isinstance(names, (tuple, list)) else ()), *prompts, *heads, *layers)

@@ -46,6 +46,7 @@ from samebits.nn.packed_module import pack, packed_parameters, whole
 from samebits.nn.selection import Selection
 from samebits.nn.spared import spare
 
+_Shapes = dict[nn.Module, dict[str, torch.Size]]  # of each module's own parameters
 _ALIGNMENT = 16  # of packed tensors in memory, in bytes
 _PACKED_BYTES_PER_WEIGHT = 1.5  # more than packed weights take; for device maps
 
@@ -137,7 +138,7 @@ class SamebitsQuantizer(HfQuantizer):  # type: ignore[misc]
         self.reads_parts = False
         self._model: Any = None  # only while loading
         self._files: list[str] = []
-        self._shapes: dict[str, torch.Size] = {}
+        self._shapes: _Shapes = {}
         self._selection: Selection = quantization_config.selection
         self._settled: set[str] = set()
         self._failure: SamebitsError | None = None
@@ -176,7 +177,7 @@ class SamebitsQuantizer(HfQuantizer):  # type: ignore[misc]
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
         self._model, self._files = model, checkpoint_files or []
-        self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        self._shapes = {module: _shapes(module) for module in model.modules()}
         spare(model)
         if parallel.is_split(model.config):
             parallel.bind_late(model)
@@ -319,16 +320,24 @@ def _owned(model: Any, name: str) -> list[tuple[str, torch.nn.Module, str]]:
     return [(each, parameter[0], parameter[1]) for each, parameter in found if parameter is not None]
 
 
-def _check_shapes(model: Any, expected: Mapping[str, torch.Size]) -> None:
+def _shapes(module: nn.Module) -> dict[str, torch.Size]:
+    return {name: parameter.shape for name, parameter in module._parameters.items() if parameter is not None}
+
+
+def _check_shapes(model: Any, expected: _Shapes) -> None:
     """transformers up to 5.20 takes weights of any shape for a quantized model, and initialises none.
 
+    Modules that the model has made while it was loaded, such as a language's head, are as it wants them.
+
     Raises:
-        FormatError: one has not the shape that the model had for it before.
+        FormatError: one has not the shape that its module had for it before.
     """
-    for name, parameter in model.named_parameters():
-        if parameter.shape != expected.get(name, parameter.shape):
-            mend = "transformers 5.21 and later initialise others, with ignore_mismatched_sizes=True"
-            raise another_shape(parameter.shape, expected[name], name, mend)
+    for path, module in model.named_modules():
+        before = expected.get(module, {})
+        for name, shape in _shapes(module).items():
+            if shape != before.get(name, shape):
+                mend = "transformers 5.21 and later initialise others, with ignore_mismatched_sizes=True"
+                raise another_shape(shape, before[name], f"{path}.{name}" if path else name, mend)
 
 
 def compute_as_plain(model: Any) -> None:
