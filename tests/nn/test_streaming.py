@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +14,7 @@ from torch import nn
 
 from samebits.errors import InputError
 from samebits.kernels.residents import may_start_early
+from samebits.nn import streaming
 from samebits.nn.streaming import Block, Lane, Streamer, block_bytes
 
 CPU = torch.device("cpu")
@@ -212,6 +215,38 @@ def test_a_block_that_fails_gives_its_buffer_back(lane: Lane) -> None:
         assert torch.equal(modules[number].weight, weights[number])
         with streamer.staged(blocks[number]):
             assert torch.equal(modules[number].weight, weights[number])
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_takes_no_block_for_another() -> None:
+    """Wherever Python raises a KeyboardInterrupt: behind each call."""
+    for number in itertools.count():
+        blocks, modules, weights = make_blocks(4, lane := Lane())
+        streamer = Streamer(blocks, CPU, 2, lane)
+        returns, was_raised = itertools.count(), False
+
+        def interrupt(frame: Any, event: str, _: Any, number: int = number, returns: Any = returns) -> None:
+            nonlocal was_raised
+            caller = {"c_return": frame, "return": frame.f_back}.get(event)
+            if caller and caller.f_code.co_filename == streaming.__file__ and next(returns) == number:
+                was_raised = True
+                raise KeyboardInterrupt
+
+        sys.setprofile(interrupt)
+        try:
+            for block in [0, 1, 2, 3]:
+                with streamer.staged(blocks[block]):
+                    pass
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.setprofile(None)
+        if not was_raised:
+            break
+        for block in [1, 0, 2, 3] * 2:
+            with streamer.staged(blocks[block]):
+                assert torch.equal(modules[block].weight, weights[block])
+    assert number > 100
 
 
 def test_blocks_inside_of_each_other(lane: Lane) -> None:

@@ -201,7 +201,7 @@ class _Buffer:
     Attributes:
         block, edition: what was copied to it last.
         ready: the event behind that copy.
-        free: the event behind what computed from it last.
+        free: the event behind what computed from it last; None: that was interrupted.
         busy: whether its block is computing.
     """
 
@@ -244,14 +244,15 @@ class Streamer:
             if buffer.busy:
                 raise InputError("runs inside of itself", where=block.name, mend=_MEND)
             self._lane.wait(buffer.ready, buffer.memory)
-            self._lane.wait(buffer.free, buffer.memory)  # so that the event behind this use is behind all before it
+            self._lane.wait(self._free(buffer), buffer.memory)  # so the event behind this use is behind all before it
             self._following[self._last] = block
-            self._last, buffer.busy = block, True
             try:
+                self._last, buffer.busy = block, True
                 with block.staged(buffer.memory):
                     yield
             finally:
-                buffer.busy, buffer.free = False, self._lane.mark()
+                buffer.busy, buffer.free = False, None  # before any call: Python raises a KeyboardInterrupt behind one
+                buffer.free = self._lane.mark()
             self._prefetch()
 
     def _holding(self, block: Block) -> _Buffer | None:
@@ -267,9 +268,13 @@ class Streamer:
 
     def _fill(self, buffer: _Buffer, block: Block) -> _Buffer:
         edition = block.edition
-        buffer.ready = self._lane.copy(buffer.memory[: len(block.memory)], block.memory, buffer.free)
+        buffer.block = None  # whose weights it has nobody knows if this is interrupted
+        buffer.ready = self._lane.copy(buffer.memory[: len(block.memory)], block.memory, self._free(buffer))
         buffer.block, buffer.edition = block, edition
         return buffer
+
+    def _free(self, buffer: _Buffer) -> Any:
+        return self._lane.mark() if buffer.free is None else buffer.free
 
     def _prefetch(self) -> None:
         """Have the blocks that come next copied to the buffers in which they are not yet."""
