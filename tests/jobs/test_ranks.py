@@ -125,6 +125,38 @@ def test_a_damaged_tensor_ends_all(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("back/*.safetensors"))
 
 
+def test_the_first_one_that_fails_takes_nothing_from_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which write into the same folder, until they hear of it."""
+    source, write_own, leave = write_folder(tmp_path / "source"), Job._write_own, Workspace.__exit__
+    first_has_left, second_has_written = Event(), Event()
+
+    def write_behind_the_first(job: Job, space: Workspace) -> int:
+        if job.run_options.ranks.is_first:
+            raise DigestError("damaged", where="file")
+        first_has_left.wait(60)
+        try:
+            return write_own(job, space)
+        finally:
+            second_has_written.set()
+
+    def leave_and_wait(space: Workspace, *error: Any) -> None:
+        leave(space, *error)
+        first_has_left.set()
+        second_has_written.wait(60)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Job, "_write_own", write_behind_the_first)
+        patched.setattr(Workspace, "__exit__", leave_and_wait)
+        first, second = together(Compression, source, tmp_path / "packed", 2)
+    assert isinstance(first, DigestError)
+    assert isinstance(second, ResourceError)
+    assert second.what == "process 0 of 2 has failed: file: damaged"
+    assert all(isinstance(each, JobReport) for each in together(Compression, source, tmp_path / "packed", 2))
+    assert files_of(tmp_path / "packed") == files_of(compress(source, tmp_path / "alone"))
+
+
 def test_a_destination_in_use_ends_all(tmp_path: Path) -> None:
     source = write_folder(tmp_path / "source")
     used = shutil.copytree(source, tmp_path / "used")

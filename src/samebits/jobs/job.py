@@ -183,6 +183,7 @@ class Job(ABC):
         """As the process that alone prepares, and publishes; how many shards an earlier run had finished."""
         with space:
             space.check_places([*(Path(shard.target) for shard in self.shards), *self.others])
+            space.is_shared = self._ranks.size > 1
             self._ranks.tell(_PREPARED, space.identity)
             resumed = self._write_own(space) + sum(self._ranks.hear_others(_WRITTEN))
             if self.is_folder:

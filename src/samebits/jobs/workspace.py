@@ -35,6 +35,10 @@ class Workspace:
     ``out`` holds the finished files; a ``NAME.done`` beside it records size and digest of each finished shard, and
     ``job.json`` what the job is. A job that is interrupted leaves all of it behind, and the same job takes it up.
 
+    Attributes:
+        is_shared: whether other processes write here, too, who do not know yet of an error of this one: nothing is
+            removed then.
+
     Args:
         destination: folder or file that is to appear.
         identity: of the job, as JSON: sources and options. What a job left behind whose source has changed since is
@@ -55,7 +59,7 @@ class Workspace:
         self.spools = self.folder / "spools"
         self._publishing = self.folder / PUBLISHING
         self._lock: IO[str] | None = None
-        self._made_destination = self._is_fresh = self._has_no_place = False
+        self._made_destination = self._is_fresh = self._has_no_place = self.is_shared = False
 
     def __enter__(self) -> Self:
         for path in (self.destination, *self.destination.parents):
@@ -78,7 +82,8 @@ class Workspace:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, SamebitsError | OSError):
             can_be_mended = isinstance(error, ResourceError | OSError) or self._has_no_place
-            if not (can_be_mended and self._has_finished()):
+            others_write = self.is_shared and not isinstance(error, ResourceError)  # which is what they have told
+            if not others_write and not (can_be_mended and self._has_finished()):
                 self._discard()  # running it again would end the same way, or begin anew
         self._release()
 
