@@ -18,7 +18,7 @@ from samebits.kernels import nvrtc
 from samebits.kernels.linear.clusters import MAX_CLUSTER_TOKENS, clusters
 from samebits.kernels.linear.clusters import TILES as CLUSTER_TILES
 from samebits.kernels.linear.job import Launch
-from samebits.kernels.linear.launch import MAX_TOKENS, VARIANTS, joint_launch, launch_of, nearest_launch
+from samebits.kernels.linear.launch import MAX_TOKENS, VARIANTS, launch_of, shared_launch
 from samebits.kernels.linear.pairs import MAX_WGMMA_TOKENS
 from samebits.kernels.linear.products import (
     LinearPlan,
@@ -176,7 +176,7 @@ def test_many_row_groups_of_a_block(tokens: int) -> None:
 @pytest.fixture
 def gpu_with_less(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Without Hopper's instructions and with less shared memory."""
-    caches = (nearest_launch, joint_launch, nvrtc.kernel, nvrtc.launcher, nvrtc.configured)
+    caches = (shared_launch, nvrtc.kernel, nvrtc.launcher, nvrtc.configured)
     with monkeypatch.context() as patch:
         patch.setattr(nvrtc, "has_wgmma", lambda device: False)
         patch.setattr(nvrtc, "shared_memory", lambda device: 101376)

@@ -25,7 +25,7 @@ from tests.kernels import emulator
 from tests.kernels.emulator.device import EmulatedDevice
 
 pytestmark = pytest.mark.skipif(not emulator.HAS_COMPILER, reason="needs g++")
-KEPT = (products.is_supported, products._jobs, launch.nearest_launch, launch.joint_launch)
+KEPT = (products.is_supported, products._jobs, launch.shared_launch)
 
 
 @pytest.fixture
