@@ -412,6 +412,18 @@ def test_overwrite_replaces_weights_and_nothing_else(tmp_path: Path) -> None:
     assert packed_names(tmp_path / "b.safetensors") == GAINS
 
 
+def test_a_damaged_unit_of_dfloat11_is_named_once(tmp_path: Path) -> None:
+    folder = copy("tiny-llama", tmp_path / "df11")
+    unit = folder / "lm_head.safetensors"
+    tensors = load_file(unit)
+    tensors["lm_head.encoded_exponent"][5000:20000] = 0xFF
+    save_file(tensors, unit)
+    with pytest.raises(FormatError) as caught:
+        Compression(open_checkpoint(folder), tmp_path / "packed", run=RunOptions(device="cpu")).run()
+    assert caught.value.where == f"{unit}: lm_head"
+    assert not (tmp_path / "packed").exists()
+
+
 def test_a_damaged_tensor_is_never_written(tmp_path: Path) -> None:
     compress(write_folder(tmp_path / "source"), tmp_path / "packed")
     for name in ("lm_head.weight", "model.norm.weight"):

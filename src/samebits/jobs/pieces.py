@@ -99,6 +99,8 @@ def work(task: Task) -> Piece:
     try:
         return _decode(task, task.header) if task.header else _encode(task)
     except SamebitsError as error:
+        if task.matrix and error.where:  # the unit's place in its file
+            raise
         raise error.at(task.where) from None
 
 
