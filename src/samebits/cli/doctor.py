@@ -19,11 +19,12 @@ from samebits.compiled import folder_of
 from samebits.digest import sum_words
 from samebits.errors import MismatchError, SamebitsError
 from samebits.integrations import MINIMUM, numbers
+from samebits.integrations.vllm.plugin import distribution
 from samebits.jobs.device import can_build_kernels
 from samebits.parallel import threads
 
 _REQUIRED = ("torch", "numpy", "numba", "safetensors", "huggingface_hub")
-_OPTIONAL = ("transformers", "accelerate", "diffusers", "peft", "sentence_transformers", "cuda-core")
+_OPTIONAL = ("transformers", "accelerate", "diffusers", "peft", "sentence_transformers", "vllm", "cuda-core")
 _WORDS = 1 << 16  # every BF16 word once
 
 
@@ -65,7 +66,7 @@ def _optional_packages() -> Iterator[Finding]:
     for name in _OPTIONAL:
         install = f"pip install '{name}>={MINIMUM[name]}'" if name in MINIMUM else f"pip install {name}"
         try:
-            found = version(name)
+            found = version((name == "vllm" and distribution()) or name)
             is_old = name in MINIMUM and numbers(found) < numbers(MINIMUM[name])
             yield Finding(name, f"{found}, too old for packed weights" if is_old else found, install if is_old else "")
         except PackageNotFoundError:
