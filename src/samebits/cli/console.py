@@ -60,9 +60,8 @@ def progress_bar(label: str, *, is_shown: bool = True) -> Iterator[Progress]:
     if not is_shown:
         yield silent
         return
-    if not _redraws():
-        with compilation_noted():
-            yield Lines(label).show
+    if not sys.stderr.isatty():
+        yield Lines(label).show
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -74,16 +73,14 @@ def progress_bar(label: str, *, is_shown: bool = True) -> Iterator[Progress]:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar, compilation_noted():
-        task = bar.add_task(label, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-def _redraws() -> bool:
-    """Whether stderr is a terminal, and no dumb one, on which nothing is drawn."""
-    from rich.console import Console
-
-    return sys.stderr.isatty() and Console(stderr=True).is_interactive
+    console = Console(stderr=True)
+    with compilation_noted():
+        if not console.is_interactive:  # a dumb one, on which nothing is drawn
+            yield Lines(label).show
+            return
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task(label, total=None)
+            yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 @contextmanager

@@ -21,7 +21,6 @@ _ASKED = "tells the model's code the dtype to compute with"
 _TRAINED = "belongs to an adapter"
 _SMALL = "small beside the model, and decoded for each use"
 _SMALL_SHARE = 1 << 14  # so many times smaller than the model
-_LANGUAGE = "Wav2Vec2AttnAdapterLayer"
 _ITSELF: Path = ()
 _KNOWN = "belongs to a block, which diffusers knows by its class"
 
@@ -49,6 +48,9 @@ def spare(root: nn.Module) -> None:
             part = getattr(module, name, None)
             for owner, leaf in _parameters(part) if isinstance(part, nn.Module) else ():
                 _reasons.setdefault(owner, {})[leaf] = _TRAINED
+        for name in _switched(module):
+            path, _, leaf = name.rpartition(".")
+            _reasons.setdefault(module.get_submodule(path), {})[leaf] = _TRAINED
 
 
 def reason_to_spare(module: nn.Module, name: str) -> str | None:
@@ -111,13 +113,18 @@ def _blocks(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _adapters(module: nn.Module) -> tuple[str, ...]:
-    """As PEFT has them: what a layer of its says is one, among it copies of modules that are trained; and prompts.
-
-    And as Wav2Vec2 has them for languages, each with a head for its letters.
-    """
+    """As PEFT has them: what a layer of its says is one, among it copies of modules that are trained; and prompts."""
     names = getattr(module, "adapter_layer_names", ())
     prompts = ("prompt_encoder",) if hasattr(module, "peft_config") else ()
-    has_languages = getattr(getattr(module, "config", None), "adapter_attn_dim", None) is not None
-    heads = ("lm_head",) if has_languages else ()
-    layers = ("adapter_layer",) if type(getattr(module, "adapter_layer", None)).__name__ == _LANGUAGE else ()
-    return (*(names if isinstance(names, (tuple, list)) else ()), *prompts, *heads, *layers)
+    return (*(names if isinstance(names, (tuple, list)) else ()), *prompts)
+
+
+def _switched(model: nn.Module) -> list[str]:
+    """Parameters that a model of transformers looks up by name to switch to a language, as Wav2Vec2 says which."""
+    told = getattr(model, "_get_adapters", None)
+    if told is None or ("transformers", "PreTrainedModel") not in _bases(model):
+        return []
+    try:
+        return list(told())
+    except ValueError:  # it has none
+        return []

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -104,8 +105,7 @@ def arranged_left(m: int, stages: int, meetings: Sequence[int], parts_bytes: Seq
                        tuple(parts_bytes), LEFT, LANES)  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Footprint:
+class Footprint(NamedTuple):
     """All that launches depend on of a packed tensor, as nearly all layers of a model have it in common.
 
     Attributes:
@@ -117,15 +117,8 @@ class Footprint:
     entries: int
     buffer: int
 
-    def __hash__(self) -> int:
-        """As dataclass makes it, but only once."""
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.geometry, self.table, self.entries, self.buffer))
-
     @classmethod
+    @lru_cache(maxsize=8192)
     def of(cls, header: Header) -> Footprint:
         return cls(header.geometry, table_words(header), align(header.symbol_count, 4), staging_words(header))
 

@@ -106,12 +106,7 @@ def joint_launch(
 
     Each block has row groups of one tensor, all blocks about as many stages to decode.
     """
-    return shared_launch(tuple(map(_footprint, headers)), m, splits, variant, device)
-
-
-@lru_cache(maxsize=8192)
-def _footprint(header: Header) -> Footprint:
-    return Footprint.of(header)
+    return shared_launch(tuple(map(Footprint.of, headers)), m, splits, variant, device)
 
 
 @lru_cache(maxsize=8192)

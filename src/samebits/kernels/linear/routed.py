@@ -31,7 +31,7 @@ def routed(header: Header, pairs: int, sharing: int, unit_pairs: int, device: in
     if not nvrtc.has_wgmma(device) or pairs > _MAX_PAIRS:
         return None
     experts, rows, columns = header.shape
-    way = _way(header, unit_pairs, device)
+    way = _way(Footprint.of(header), unit_pairs, device)
     if way is None:
         return None
     chosen = min(experts, pairs)
@@ -59,8 +59,6 @@ def routed(header: Header, pairs: int, sharing: int, unit_pairs: int, device: in
 
 
 @lru_cache(maxsize=8192)
-def _way(header: Header, unit_pairs: int, device: int) -> Warpgroups | None:
+def _way(footprint: Footprint, unit_pairs: int, device: int) -> Warpgroups | None:
     """Kept, as it is asked for with each new number of pairs."""
-    return next(
-        (way for warps in _WARPS if (way := Warpgroups(Footprint.of(header), unit_pairs, warps, device)).fits), None
-    )
+    return next((way for warps in _WARPS if (way := Warpgroups(footprint, unit_pairs, warps, device)).fits), None)
