@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -242,7 +243,7 @@ def test_inside_torch_compile() -> None:
     shape, fields = list(packed.shape), fields_of(packed.header)
 
     @torch.compile(fullgraph=True)
-    def flipped(data: torch.Tensor) -> torch.Tensor:
+    def flipped(data: torch.Tensor) -> Any:
         return torch.ops.samebits.decode(data, shape, fields).view(torch.int16) ^ -1
 
     assert words_of(flipped(packed.data).view(torch.bfloat16)).tobytes() == (~words).tobytes()

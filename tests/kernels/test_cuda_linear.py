@@ -17,8 +17,8 @@ from samebits.format.packed import PackedTensor
 from samebits.kernels import nvrtc
 from samebits.kernels.linear.clusters import MAX_CLUSTER_TOKENS, clusters
 from samebits.kernels.linear.clusters import TILES as CLUSTER_TILES
-from samebits.kernels.linear.job import Launch
-from samebits.kernels.linear.launch import MAX_TOKENS, VARIANTS, launch_of, shared_launch
+from samebits.kernels.linear.job import MAX_TOKENS, Footprint, Launch
+from samebits.kernels.linear.launch import VARIANTS, launch_of, shared_launch
 from samebits.kernels.linear.pairs import MAX_WGMMA_TOKENS
 from samebits.kernels.linear.products import (
     LinearPlan,
@@ -157,7 +157,7 @@ def test_many_tokens(shape: tuple[int, int], tokens: int) -> None:
     tiles = [(relay, rank) for rank in range(len(TILES))]
     tiles += [(clusters, rank) for rank in range(len(CLUSTER_TILES)) if tokens <= MAX_CLUSTER_TOKENS]
     for make, rank in tiles:
-        launch = make((packed.header,), tokens, (1,), 0, rank)
+        launch = make((Footprint.of(packed.header),), tokens, (1,), 0, rank)
         assert launch is not None
         (y,) = Products(launch)(inputs(tokens, shape[1], tokens), None, lambda: [Operands(packed, None, LinearPlan(1))])
         assert first_difference(y, expected) is None, launch.name
@@ -260,7 +260,7 @@ def test_clusters_hand_sums_on(rows: int, columns: int, tokens: int) -> None:
     given = [inputs(tokens, columns, seed) for seed in range(5)]
     expected = [plain_linear(x, weight, None, 1) for x in given]
     for rank in range(len(TILES)):
-        launch = relay((packed.header,), tokens, (1,), 0, rank)
+        launch = relay((Footprint.of(packed.header),), tokens, (1,), 0, rank)
         if launch is None or not JobStructure(*[None] * 5, *launch.jobs[0]).segment_stages:
             continue
         products = Products(launch)
@@ -277,7 +277,7 @@ def test_launches_of_clusters_end(rank: int) -> None:
     weight = weight_of("normal", 5000, 576)
     packed, x = samebits.encode(weight).to("cuda"), inputs(256, 576, 1)
     skip_unless_supported(packed, 256)
-    launch = clusters((packed.header,), 256, (1,), 0, rank)
+    launch = clusters((Footprint.of(packed.header),), 256, (1,), 0, rank)
     assert launch is not None
     products, expected = Products(launch), plain_linear(x, weight.cuda(), None, 1)
     for _ in range(20):
@@ -415,7 +415,7 @@ def test_weights_for_products_to_come(rank: int, together: bool) -> None:
     tokens, columns = 1100, 2112
     weights = [weight_of("patches", rows, columns) for rows in ((1544, 1000) if together else (2056,))]
     operands = [Operands(samebits.encode(weight).to("cuda"), None, LinearPlan(1)) for weight in weights]
-    launch = relay(tuple(each.packed.header for each in operands), tokens, (1,) * len(operands), 0, rank)
+    launch = relay(tuple(Footprint.of(each.packed.header) for each in operands), tokens, (1,) * len(operands), 0, rank)
     assert launch is not None
     later = later_weights(launch)
     assert len(later) >= 3
@@ -442,7 +442,7 @@ def test_hostile_weights_for_products_to_come() -> None:
     if not nvrtc.has_wgmma(0):
         pytest.skip("no kernel that does on this device")
     own = Operands(samebits.encode(weight_of("normal", 2056, 1024)).to("cuda"), None, LinearPlan(1))
-    launch, x = relay((own.packed.header,), 1100, (1,), 0, 0), inputs(1100, 1024, 0)
+    launch, x = relay((Footprint.of(own.packed.header),), 1100, (1,), 0, 0), inputs(1100, 1024, 0)
     assert launch is not None
     generator, expected = torch.Generator("cuda").manual_seed(1), None
     for _, intact in later_weights(launch):

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import samebits
+from samebits.codecs.decode import gathers
 from samebits.format.packed import PackedTensor
 from samebits.kernels import rows
 from samebits.kernels.ops import decode_experts, decode_rows, fields_of
@@ -82,7 +83,7 @@ def test_around_the_change_to_the_whole_tensor(count: int) -> None:
     """Of 1,024 rows in 128 row groups, each a chunk."""
     words = normal((1024, 1024))
     packed = samebits.encode(tensor_of(words)).to("cuda")
-    assert rows.gathers(packed.header, count) == (count <= 128)
+    assert gathers(packed.header, count) == (count <= 128)
     check(packed, words, torch.from_numpy(np.random.default_rng(count).integers(0, 1024, count)))
 
 
