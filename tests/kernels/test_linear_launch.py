@@ -91,11 +91,12 @@ def test_launches_fit(shape: tuple[int, int], chunk_words: int, tokens: int, hop
             assert (job["ring"] > 0) == (variant.kernel not in (Kernel.CHAINS, Kernel.ROUNDS))
             if variant.kernel in DECODING_PAIRS + MANY_TOKENS:
                 continue  # tests of their own
-            meets = variant.kernel is Kernel.TILES or (variant.kernel is Kernel.ROUNDS and ranges > 1)
+            has_ranges_apart = (variant.kernel is Kernel.ROUNDS or variant.apart) and ranges > 1
+            meets = variant.kernel is Kernel.TILES or has_ranges_apart
             left = variant.kernel in (Kernel.AHEAD, Kernel.ROUNDS) and tokens > 8
             assert (launch.arrangement is not None) == (meets or left)
             assert hopper or not left
-            segments = job["segments"] if variant.kernel in (Kernel.TILES, Kernel.ROUNDS) else 1
+            segments = job["segments"] if variant.kernel in (Kernel.TILES, Kernel.ROUNDS) or variant.apart else 1
             assert launch.grid % segments == 0
             groups = slots * launch.grid // segments  # of a batch
             assert job["batches"] * groups >= header.geometry.row_groups > (job["batches"] - 1) * groups
@@ -370,10 +371,12 @@ def test_cuts_are_moved_to_where_less_is_decoded_twice(hopper: bool, monkeypatch
 def check_lines(header: Header, launch: Launch, number: int = 0) -> None:
     """linear_ahead.cuh: segments are whole ranges, lines have warps and rings, segments x, and all has room."""
     job, stages, octets = job_of(launch, number), header.geometry.stages, 1 if "_8" in launch.name else 2
-    segments, per_segment, lines = job["segments"], job["segment_stages"], job["slots"] * job["segments"]
+    apart, per_segment, ranges = "_apart" in launch.name, job["segment_stages"], job["ranges"]
     assert per_segment % job["stages_per_range"] == 0
-    assert (segments - 1) * per_segment < stages <= segments * per_segment
-    sharing, most_warps = (2, 16) if "_two" in launch.name or octets == 2 else (1, 20)
+    assert (job["segments"] - 1) * per_segment < stages <= job["segments"] * per_segment
+    segments = 1 if apart else job["segments"]  # of a block
+    lines = job["slots"] * segments
+    sharing, most_warps = (2, 16) if "_two" in launch.name or (octets == 2 and not apart) else (1, 20)
     sharers = -(-job["slots"] // sharing)
     for own in {job["slots"], max(job["slots"] - 1, 1)}:  # blocks have so many lines of a segment
         alone = own if sharing == 1 else 2 * sharers - own
@@ -392,13 +395,17 @@ def check_lines(header: Header, launch: Launch, number: int = 0) -> None:
     assert job["x_words"] >= max(segments * job["x_places"] * padded * 128, header.symbol_count)
     buffers = (launch.warps - multipliers - segments) * 2 * (1024 + 4 * job["buffer_words"])  # signs and streams
     rings = lines * (job["ring"] + 3) * 4 * 512  # of upper and of raw bytes
-    parts = job["slots"] * job["ranges"] * 2 * octets * 128 if job["ranges"] > 1 else 0
+    parts = job["slots"] * ranges * 2 * octets * 128 if ranges > 1 and not apart else 0
     barriers = 8 * segments * job["x_places"] if octets == 2 else 0
     flags = 4 * (lines * (job["ring"] + 1) + segments + job["slots"])
     words = job["table_words"] + job["x_words"]
     assert 4 * words + buffers + rings + parts + barriers + flags <= launch.shared_bytes
     assert (4 * words + buffers + rings + parts) % 8 == 0  # where barriers are
     assert job["table_words"] % 4 == 0  # behind it x, by bulk copies
+    if memory := launch.arrangement:
+        row_groups = header.geometry.row_groups
+        assert memory.meetings[number] == (row_groups if apart and job["segments"] > 1 else 0)
+        assert memory.parts_bytes[number] == (row_groups * ranges * 2 * octets * 128 if apart and ranges > 1 else 0)
     check_left(header, launch, number, octets == 2)
 
 
@@ -829,7 +836,7 @@ def test_joint_launches(group: tuple[tuple[tuple[int, int], int], ...], tokens: 
             )
             assert (job["tokens"], job["first_block"]) == (tokens, next_block)
             assert (ranges - 1) * per_range < stages <= ranges * per_range
-            next_block += blocks * (job["segments"] if variant.kernel is Kernel.ROUNDS else 1)
+            next_block += blocks * (job["segments"] if variant.kernel is Kernel.ROUNDS or variant.apart else 1)
             if variant.kernel in DECODING_PAIRS:
                 continue
             of_segment = blocks // job["segments"] if variant.kernel is Kernel.TILES else blocks
@@ -842,9 +849,10 @@ def test_joint_launches(group: tuple[tuple[tuple[int, int], int], ...], tokens: 
                 check_rounds(header, launch, i)
             most.append((own + (longer > 0)) * stages)
         assert next_block == launch.grid
-        if variant.kernel is Kernel.AHEAD:  # with fewer for each block there would be too many blocks
+        if variant.kernel is Kernel.AHEAD:
             for i, header in enumerate(headers):
                 check_lines(header, launch, i)
+        if variant.kernel is Kernel.AHEAD and not variant.apart:  # with fewer for each block there would be too many
             own = max(most) // headers[0].geometry.stages - 1
             assert own == 0 or sum(-(-header.geometry.row_groups // own) for header in headers) > 132
     assert found or not hopper

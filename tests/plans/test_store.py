@@ -21,7 +21,7 @@ from samebits.plans.store import ExpertsOutcome, GroupOutcome, Outcome, PlanStor
 from tests.fresh import context
 from tests.plans.conftest import ENVIRONMENT
 
-VERSION = 7
+VERSION = 8
 KEY = PlanKey(4096, 1024, 1, False, "blas=Cublas reduction=(True,True)")
 OUTCOMES = {
     KEY: Outcome(LinearPlan(3, 1), "", 12.25, 30.5, 0.25e-6),

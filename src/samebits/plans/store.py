@@ -24,7 +24,7 @@ from samebits.plans.environment import Environment
 from samebits.plans.key import ExpertsKey, Operation, PlanKey
 
 CACHE_VARIABLE = "SAMEBITS_CACHE"
-_VERSION = 7
+_VERSION = 8
 _LOCK_SECONDS = 10.0
 # What a file may cause: the disk; other content than ours, too deep, with too large a number, or too large for memory.
 _UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError, MemoryError,

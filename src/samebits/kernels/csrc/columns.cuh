@@ -169,3 +169,23 @@ __device__ __forceinline__ void finish(const Geometry& geometry, const Job& job,
         }
     }
 }
+
+// A range's sums, where ranges meet in memory with those of other blocks: the warp that brings the last of a row group finishes it. end: of the warp's segment,
+// whose ranges come one after another.
+template <int octets>
+__device__ __forceinline__ void finish_range(const Geometry& geometry, const Job& job, int group, int range, int end, int lane, Sums<octets>& sums) {
+    if (job.ranges > 1) {
+        using Met = Meeting<octets, 2>;
+        typename Met::Sums own;
+        const Met met{job.parts + size_t(group) * job.ranges * (Met::all * kLanes), lane};
+#pragma unroll
+        for (int i = 0; i < Met::all; ++i) own[i >> 1][i & 1] = sums.of[i];
+        met.bring(range, own);
+        if ((range + 1) * job.stages_per_range < end) return;             // another one of this warp's is to come
+        if (job.segments > 1 && !met.is_last(job.done + group, job.segments)) return;
+        met.add(job.ranges, own);
+#pragma unroll
+        for (int i = 0; i < Met::all; ++i) sums.of[i] = own[i >> 1][i & 1];
+    }
+    finish(geometry, job, group, lane, sums);
+}

@@ -1,7 +1,8 @@
 // The fused linear layer where a block has few row groups, so that what takes time is the order of summation: mma after mma, each waiting for
 // the one before. Some warps do nothing but that, the others decode for them.
 //
-//   segment    whole ranges of K behind each other, the same for all row groups; most often there is one
+//   segment    whole ranges of K behind each other, the same for all row groups; most often there is one. Of several a block has all, or, where x is too
+//              large for that, one: then segments are apart, and sums of ranges meet in memory
 //   line       a row group in a segment; its decoded upper bytes wait in the line's ring in shared memory, run by run
 //
 // Each line, or two of them, have a warp that multiplies: two read x once. A segment has one that brings x, run by run, into a ring for all its lines. The
@@ -80,7 +81,23 @@ struct Patches {
 };
 static_assert(kRun == 4, "a patch's stage: two bits in the run, and the run's number above");
 
-// What a warp decodes: chunk `chunk` of a line, both counted in their segment.
+// What of the weight a block multiplies: every `blocks`-th row group from one on, in all segments, or in one.
+template <bool apart>
+struct Share {
+    const Job& job;
+    int place = 0, first_segment = 0;
+
+    __device__ __forceinline__ explicit Share(const Job& job) : job(job) {
+        if (!apart) return;
+        place = job.block();
+        while (place >= job.blocks) place -= job.blocks, ++first_segment;
+    }
+    // From `job` each time: numbers that are kept take registers.
+    __device__ __forceinline__ int block() const { return apart ? place : job.block(); }
+    __device__ __forceinline__ int segments() const { return apart ? 1 : job.segments; }
+};
+
+// What a warp decodes: chunk `chunk` of a line, both counted in their segment; and segments in their block.
 struct Task {
     int chunk, slot, segment;
     bool exists;                  // or there is none behind it either
@@ -95,7 +112,7 @@ struct Decoder {
     const Job& job;
     const Rings rings;
     u32 table, buffers;           // shared addresses; buffers: of two chunks' signs and streams
-    int block, own, step, lane;
+    int block, first_segment, own, step, lane;
     Task task, next;
     StagedPlace staged;           // its streams
     u32 start, stop;              // of the streams of the task whose streams come next
@@ -107,10 +124,11 @@ struct Decoder {
             while (number >= rings.lines) number -= rings.lines, ++chunk;
             int slot = number, segment = 0;
             while (slot >= own) slot -= own, ++segment;
-            const bool exists = chunk < Segment(geometry, job, segment).chunks();
+            const bool exists = chunk < segment_of(segment).chunks();
             if (exists || chunk * kChunkStages >= job.segment_stages + kChunkStages) return {chunk, slot, segment, exists};
         }
     }
+    __device__ __forceinline__ Segment segment_of(int number) const { return Segment(geometry, job, first_segment + number); }
     __device__ __forceinline__ int line(const Task& task) const { return task.segment * own + task.slot; }
     __device__ __forceinline__ Task behind(const Task& task) const { return task_from(task.chunk, line(task) + step); }
 
@@ -124,7 +142,7 @@ struct Decoder {
         find(next);
     }
     __device__ __forceinline__ int group(const Task& task) const { return task.slot * job.blocks + block; }
-    __device__ __forceinline__ int chunk(const Task& task) const { return Segment(geometry, job, task.segment).first_chunk() + task.chunk; }
+    __device__ __forceinline__ int chunk(const Task& task) const { return segment_of(task.segment).first_chunk() + task.chunk; }
     __device__ __forceinline__ void find(const Task& task) {
         if (!task.exists) return;
         const u32* offsets = reinterpret_cast<const u32*>(packed.data + packed.offsets) + size_t(group(task)) * geometry.chunks_per_row_group + chunk(task);
@@ -166,7 +184,7 @@ struct Decoder {
     __device__ __forceinline__ void decode(u32 buffer, const Meanwhile& meanwhile) {
         const u32 byte_mask = ((1u << packed.width) - 1) << 2, common = u32(packed.window >> 4) * 0x10101010u;
         const u32 at = buffer + kChunkSigns + 4 * staged.begin, signs = buffer + 4 * lane;
-        const Segment segment(geometry, job, task.segment);
+        const Segment segment = segment_of(task.segment);
         const int first = chunk(task) * kChunkStages, count = min(kChunkStages, geometry.stages - first), end = min(count, segment.end - first);
         const int own_line = line(task);
         Opened chunk;
@@ -338,11 +356,11 @@ struct LineSums<2, lines> {
 };
 
 // A warp that multiplies lines from `line` on, whose row groups are in the block's slots from `slot` on. x_come: the segment's flag, or its barriers.
-template <int octets, int lines>
+template <int octets, int lines, bool apart>
 __device__ __forceinline__ void multiply_lines(const Geometry& geometry, const Packed& packed, const Job& job, const Rings& rings, int line, int slot, int number,
-                                               u32 x_ring, u32 x_come, float* parts, u32 done, int lane) {
-    const Segment segment(geometry, job, number);
-    auto group = [&](int i) { return (slot + i) * job.blocks + job.block(); };
+                                               const Share<apart>& share, u32 x_ring, u32 x_come, float* parts, u32 done, int lane) {
+    const Segment segment(geometry, job, share.first_segment + number);
+    auto group = [&](int i) { return (slot + i) * job.blocks + share.block(); };
     // Raw bytes come to shared memory by asynchronous copies, run by run, each a group of its own; each lane reads what it has copied itself.
     // Loads to registers would all have to be waited for at once.
     constexpr u32 line_raw = kRawRuns * kRunBytes;
@@ -416,9 +434,12 @@ __device__ __forceinline__ void multiply_lines(const Geometry& geometry, const P
         for (int i = 0; i < lines; ++i) {
             Sums<octets> own = sums.line(i);
             const int own_slot = slot + i;
-            if (range >= first_range &&
-                (job.ranges == 1 || join(own, parts + own_slot * job.ranges * 2 * octets * kLanes, done + 4 * own_slot, range, job.ranges, lane)))
+            if constexpr (apart) {
+                if (range >= first_range) finish_range(geometry, job, group(i), range, segment.end, lane, own);
+            } else if (range >= first_range &&
+                       (job.ranges == 1 || join(own, parts + own_slot * job.ranges * 2 * octets * kLanes, done + 4 * own_slot, range, job.ranges, lane))) {
                 finish(geometry, job, group(i), lane, own);
+            }
         }
         sums = {};
         ++range;
@@ -472,32 +493,34 @@ __device__ __forceinline__ void multiply_lines(const Geometry& geometry, const P
 }
 
 // Warps that multiply have so many lines each, or one.
-template <int octets, int lines>
+template <int octets, int lines, bool apart = false>
 __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& packed, const Job& job) {
     extern __shared__ __align__(128) u32 memory[];
     const int warp = own_warp(), warps = blockDim.x >> 5;
     int lane = threadIdx.x & 31;
     keep(lane);
-    const int block = job.block(), own = job.row_groups_of(block);
-    const int all_lines = job.slots * job.segments, sharers = (job.slots + lines - 1) / lines;   // of blocks that have as many row groups as any; sharers: warps of a segment
-    const int multipliers = sharers * job.segments, others = multipliers + job.segments;         // warps
+    const Share<apart> share(job);
+    const int block = share.block(), own = job.row_groups_of(block);
+    const int all_lines = job.slots * share.segments(), sharers = (job.slots + lines - 1) / lines;   // of blocks that have as many row groups as any; warps of a segment
+    const int multipliers = sharers * share.segments(), others = multipliers + share.segments();         // warps
     const int decoders = warps - others;
 
     // Shared memory: table, its entries and then x, two buffers for each warp that decodes, rings of upper and of raw bytes, where ranges meet, barriers, flags.
     const u32 base = u32(__cvta_generic_to_shared(memory));
     const int buffer_words = job.table_words + job.x_words, ring_words = buffer_words + decoders * 2 * buffer_bytes(job) / 4;
     const int raw_words = ring_words + all_lines * job.ring * kRunBytes / 4, part_words = raw_words + all_lines * kRawRuns * kRunBytes / 4;
-    const int barrier_words = part_words + (job.ranges > 1 ? job.slots * job.ranges * 2 * octets * kLanes : 0);
-    const int flag_words = barrier_words + (octets == 1 ? 0 : 2 * job.segments * job.x_places), ring_flags = all_lines * (job.ring + 1) + job.segments;
+    const int barrier_words = part_words + (!apart && job.ranges > 1 ? job.slots * job.ranges * 2 * octets * kLanes : 0);
+    const int flag_words = barrier_words + (octets == 1 ? 0 : 2 * share.segments() * job.x_places), ring_flags = all_lines * (job.ring + 1) + share.segments();
     int places = job.ring;
     keep(places);
-    const Rings rings{base + 4 * ring_words, base + 4 * flag_words, base + 4 * raw_words, own * job.segments, places};
+    const Rings rings{base + 4 * ring_words, base + 4 * flag_words, base + 4 * raw_words, own * share.segments(), places};
     const u32 x_bytes = job.x_places * (octets == 1 ? job.tokens * kColumnBytes : kRun * kLeftStageBytes);   // of a segment
     auto x_ring = [&](int segment) { return base + 4 * job.table_words + segment * x_bytes; };
     auto x_come = [&](int segment) { return octets == 1 ? rings.brought(segment) : base + 4 * barrier_words + 8 * segment * job.x_places; };
 
     let_kernel_behind_start();
-    Decoder decoder{geometry, packed, job, rings, base, base + 4 * buffer_words + max(warp - others, 0) * 2 * buffer_bytes(job), block, own, decoders, lane};
+    const u32 own_buffers = base + 4 * buffer_words + max(warp - others, 0) * 2 * buffer_bytes(job);
+    Decoder decoder{geometry, packed, job, rings, base, own_buffers, block, share.first_segment, own, decoders, lane};
     const bool decodes = warp >= others;
     if (decodes) decoder.find_first(warp - others);
     const Table<true> table(packed, memory, memory + job.table_words);
@@ -505,14 +528,14 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
     copy_commit();
     for (int i = threadIdx.x; i < ring_flags + job.slots; i += blockDim.x) memory[flag_words + i] = 0;
     if (octets > 1 && threadIdx.x == 0) {
-        for (int i = 0; i < job.segments * job.x_places; ++i) open_barrier(x_come(0) + 8 * i, 1);
+        for (int i = 0; i < share.segments() * job.x_places; ++i) open_barrier(x_come(0) + 8 * i, 1);
         show_barrier();
     }
     table.finish();
     if (decodes) return decoder.decode_all();
     if (warp >= multipliers) {
         const int number = warp - multipliers;
-        const Segment segment(geometry, job, number);
+        const Segment segment(geometry, job, share.first_segment + number);
         if constexpr (octets > 1)
             bring_left(geometry, job, rings, segment, number, own, x_ring(number), x_come(number), lane);
         else if (job.x_places >= 2 * kManyFlying)
@@ -526,7 +549,7 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
         const int slot = number < alone ? number : 2 * number - alone, line = segment * own + slot;
         const u32 ring = x_ring(segment), come = x_come(segment), done = base + 4 * (flag_words + ring_flags);
         float* parts = reinterpret_cast<float*>(memory + part_words);
-        if (number < alone) multiply_lines<octets, 1>(geometry, packed, job, rings, line, slot, segment, ring, come, parts, done, lane);
-        else if (lines == 2) multiply_lines<octets, lines>(geometry, packed, job, rings, line, slot, segment, ring, come, parts, done, lane);
+        if (number < alone) multiply_lines<octets, 1, apart>(geometry, packed, job, rings, line, slot, segment, share, ring, come, parts, done, lane);
+        else if (lines == 2) multiply_lines<octets, lines, apart>(geometry, packed, job, rings, line, slot, segment, share, ring, come, parts, done, lane);
     }
 }

@@ -116,21 +116,7 @@ struct Rounds {
     __device__ __forceinline__ void begin(const Vec2&, Sums<octets>& sums) const { sums = {}; }
     __device__ __forceinline__ void hand_on(const Sums<octets>&) const {}
     __device__ __forceinline__ void close(Sums<octets>& sums, int slot, int range) const {
-        const int group = group_of(slot << 16);
-        if (job.ranges > 1) {
-            using Met = Meeting<octets, 2>;
-            typename Met::Sums own;
-            const Met met{job.parts + size_t(group) * job.ranges * (Met::all * kLanes), lane};
-#pragma unroll
-            for (int i = 0; i < Met::all; ++i) own[i >> 1][i & 1] = sums.of[i];
-            met.bring(range, own);
-            if ((range + 1) * job.stages_per_range < share.end) return;       // another one of this warp's is to come
-            if (job.segments > 1 && !met.is_last(job.done + group, job.segments)) return;
-            met.add(job.ranges, own);
-#pragma unroll
-            for (int i = 0; i < Met::all; ++i) sums.of[i] = own[i >> 1][i & 1];
-        }
-        finish(geometry, job, group, lane, sums);
+        finish_range(geometry, job, group_of(slot << 16), range, share.end, lane, sums);
     }
 };
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
+from samebits.cached import cached_property
 from samebits.format.geometry import LANES, SIGN_BYTES, STAGE, STAGE_WORDS
 from samebits.kernels import nvrtc
 from samebits.kernels.linear.job import (
@@ -19,7 +21,7 @@ from samebits.kernels.linear.job import (
     shares,
 )
 
-_MAX_LINES = 11  # of a block; with more, other kernels are faster
+_MAX_LINES, _MAX_APART_LINES = 11, 6  # of a block; with more, other kernels are faster
 _SEGMENTED_LINES = 8  # at most, of more than one segment
 _RUN_STAGES = 4  # kRun
 _RUN_WORDS = _RUN_STAGES * STAGE_WORDS // 4  # kRunBytes: a byte of each weight
@@ -31,73 +33,176 @@ _X_WORDS = 4096  # of a segment, where that is enough
 _MIN_RUNS = 2  # of a ring, where its line is as long
 _MAX_RUNS = {1: 4, 2: 6}  # by OCTETs of tokens; who decodes farther ahead takes time from who multiplies
 _BARRIER_WORDS = 2
+_LINE_CYCLES = 50  # of shared memory, for a line's stage
+_STAGE_CYCLES = 200  # that a line takes to multiply one, with a warp of its own
+_SKIPPED_CYCLES = 100  # to decode one in front of a segment
 
 
 def ahead(
-    footprints: tuple[Footprint, ...], m: int, splits: tuple[int, ...], device: int, warps: int, sharing: int
+    footprints: tuple[Footprint, ...],
+    m: int,
+    splits: tuple[int, ...],
+    device: int,
+    warps: int,
+    sharing: int,
+    *,
+    apart: bool,
 ) -> Launch | None:
     """One launch for one tensor or several, with as many warps as rings leave memory for; None as launch_of.
 
+    With more than OCTET tokens there are two kinds, on Hopper: warps share two lines, or segments are apart.
+
     Args:
-        sharing: lines that a warp multiplies, 1 or 2; with more than OCTET tokens 2, on Hopper.
+        sharing: lines that a warp multiplies, 1 or 2.
+        apart: a block has one segment of K, and less of x. Of all numbers of segments that with which it ends first.
     """
-    if m > MAX_TOKENS or (m > OCTET and not (sharing == 2 and nvrtc.has_wgmma(device))):
+    is_left = m > OCTET
+    if m > MAX_TOKENS or (is_left and not nvrtc.has_wgmma(device)) or (apart and not is_left):
         return None
-    stages = [footprint.geometry.stages for footprint in footprints]
-    blocks = shares(footprints, stages, device)
-    if blocks is None:
+    if (sharing == 2) is apart and is_left:
         return None
-    planners = [_Planner(*each, m, device, sharing) for each in zip(footprints, splits, blocks, strict=True)]
-    if max(each.lines for each in planners) > _MAX_LINES:
-        return None
-    if sharing == 2 and m <= OCTET and all(each.own == 1 for each in planners):
-        return None  # as with 1
-    least = max(each.others + min(sharing, each.own) for each in planners)  # or lines of one warp wait for each other
-    useful = max(each.others + each.tasks for each in planners)
-    for block_warps in range(min(warps, useful), least - 1, -1):
-        rings = [each.ring(block_warps) for each in planners]
-        if all(ring >= min(_MIN_RUNS, each.runs) for ring, each in zip(rings, planners, strict=True)):
-            return _launch(planners, blocks, block_warps, rings)
-    return None
+    found = _ways(footprints, m, splits, device, warps, sharing, range(2, max(splits) + 1) if apart else (None,))
+    best = min(found, key=lambda way: way.expected, default=None)
+    return best.launch if best else None
 
 
-def _launch(planners: Sequence[_Planner], blocks: Sequence[int], warps: int, rings: Sequence[int]) -> Launch:
-    one, together = planners[0], "_together" if len(planners) > 1 else ""
-    jobs = (
-        each.job(ring, first) for each, ring, first in zip(planners, rings, accumulate(blocks, initial=0), strict=False)
-    )
-    shared_bytes = 4 * max(each.fixed(warps) + ring * each.run for each, ring in zip(planners, rings, strict=True))
-    nothing = [0] * len(planners)
-    return Launch(one.file, f"{one.name}{together}", sum(blocks), warps, shared_bytes, tuple(jobs),
-                  arranged_left(one.m, one.stages, nothing, nothing) if one.octets > 1 else None)  # fmt: skip
+def _ways(
+    footprints: tuple[Footprint, ...],
+    m: int,
+    splits: tuple[int, ...],
+    device: int,
+    warps: int,
+    sharing: int,
+    pieces: Sequence[int | None],
+) -> Iterator[_Way]:
+    """Of each number of segments that are apart, or None where blocks have all of them, what fits."""
+    for number in pieces:
+        whole = [_Planner(*each, 1, m, device, sharing, number) for each in zip(footprints, splits, strict=True)]
+        blocks = shares(footprints, [each.decoded for each in whole], device, [each.apart for each in whole])
+        if blocks is None:
+            continue
+        planners = [
+            _Planner(*each, m, device, sharing, number) for each in zip(footprints, splits, blocks, strict=True)
+        ]
+        if max(each.lines for each in planners) > (_MAX_LINES if number is None else _MAX_APART_LINES):
+            continue
+        if sharing == 2 and m <= OCTET and all(each.own == 1 for each in planners):
+            continue  # as with 1
+        least = max(each.others + min(sharing, each.own) for each in planners)  # or a warp's lines wait for each other
+        useful = max(each.others + each.tasks for each in planners)
+        ways = (_Way(planners, block_warps) for block_warps in range(min(warps, useful), least - 1, -1))
+        if way := next((way for way in ways if way.fits), None):
+            yield way
+
+
+@dataclass(frozen=True)
+class _Way:
+    """With so many warps."""
+
+    planners: Sequence[_Planner]
+    warps: int
+
+    @cached_property
+    def rings(self) -> list[int]:
+        return [each.ring(self.warps) for each in self.planners]
+
+    @property
+    def fits(self) -> bool:
+        return all(ring >= min(_MIN_RUNS, each.runs) for ring, each in zip(self.rings, self.planners, strict=True))
+
+    @property
+    def expected(self) -> int:
+        """Cycles that the busiest block takes."""
+        return max(each.cycles for each in self.planners)
+
+    @property
+    def launch(self) -> Launch:
+        planners, one = self.planners, self.planners[0]
+        together = "_together" if len(planners) > 1 else ""
+        blocks = [each.blocks * each.apart for each in planners]
+        each_ring = list(zip(planners, self.rings, strict=True))
+        firsts = accumulate(blocks, initial=0)
+        jobs = (each.job(ring, first) for (each, ring), first in zip(each_ring, firsts, strict=False))
+        shared_bytes = 4 * max(each.fixed(self.warps) + ring * each.run for each, ring in each_ring)
+        meetings, parts = [each.meetings for each in planners], [each.parts_bytes for each in planners]
+        return Launch(one.file, f"{one.name}{together}", sum(blocks), self.warps, shared_bytes, tuple(jobs),
+                      arranged_left(one.m, one.stages, meetings, parts) if one.octets > 1 else None)  # fmt: skip
 
 
 class _Planner(TensorPlanner):
-    """Of one tensor."""
+    """Of one tensor.
 
-    def __init__(self, footprint: Footprint, split: int, blocks: int, m: int, device: int, sharing: int) -> None:
+    Attributes:
+        apart: segments that have ``blocks`` blocks each; 1 where a block has all segments.
+        together: segments of a block.
+    """
+
+    def __init__(
+        self, footprint: Footprint, split: int, blocks: int, m: int, device: int, sharing: int, pieces: int | None
+    ) -> None:
         super().__init__(footprint, m, split, device, blocks)
-        ranges = -(-self.ranges // max(1, min(_SEGMENTED_LINES // self.own, self.ranges)))  # of a segment
-        self.segment_stages = ranges * self.stages_per_range
+        most = max(1, _SEGMENTED_LINES // self.own) if pieces is None else pieces
+        self.segment_stages = -(-self.ranges // min(most, self.ranges)) * self.stages_per_range
         self.segments = -(-self.stages // self.segment_stages)
-        self.lines = self.own * self.segments
-        self.others = (-(-self.own // sharing) + 1) * self.segments  # warps that multiply, or bring x
+        self.apart, self.together = (1, self.segments) if pieces is None else (self.segments, 1)
+        self.sums_meet_in_memory = pieces is not None and self.ranges > 1
+        self.lines = self.own * self.together
+        self.others = (-(-self.own // sharing) + 1) * self.together  # warps that multiply, or bring x
         self.tasks = self.lines * -(-self.segment_stages // CHUNK_STAGES)
         self.runs = -(-min(self.segment_stages, self.stages) // _RUN_STAGES) + 1  # of a line, at most
         self.run = self.lines * (_RUN_WORDS + 1)  # a run and its flag, of all lines
         x_run = self.kept_tokens * _COLUMN_WORDS
         self.x_places = min(self.runs, max(_MIN_X_RUNS, _X_WORDS // x_run))
-        self.x = max(self.segments * self.x_places * x_run, self.entries)
+        self.x = max(self.together * self.x_places * x_run, self.entries)
         self.raw = self.lines * _RAW_RUNS * _RUN_WORDS
         self.file = "linear_ahead.cu" if self.octets == 1 else "linear_ahead_left.cu"
-        self.name = f"linear_ahead_{OCTET * self.octets}{'_two' if sharing == 2 and self.octets == 1 else ''}"
+        kind = "_apart" if pieces is not None else "_two" if sharing == 2 and self.octets == 1 else ""
+        self.name = f"linear_ahead_{OCTET * self.octets}{kind}"
+
+    @property
+    def decoded(self) -> int:
+        """Stages of a row group that a block decodes, at most: of a segment that is apart with all of its chunks."""
+        if self.apart == 1:
+            return self.stages
+        return max(self.segment_end(first) - first + self.skipped(first) for first in self.firsts)
+
+    @property
+    def cycles(self) -> int:
+        """That a block takes: those of shared memory, or those in which the longest segment is added up."""
+        chains = (
+            _STAGE_CYCLES * (self.segment_end(first) - first) + _SKIPPED_CYCLES * self.skipped(first)
+            for first in self.firsts
+        )
+        return max(_LINE_CYCLES * self.lines * self.decoded, *chains)
+
+    @property
+    def firsts(self) -> range:
+        """Where segments begin."""
+        return range(0, self.stages, self.segment_stages)
+
+    def segment_end(self, first: int) -> int:
+        return min(first + self.segment_stages, self.stages)
+
+    def skipped(self, first: int) -> int:
+        """Stages of a segment's first chunk in front of it."""
+        return first % CHUNK_STAGES
+
+    @property
+    def meetings(self) -> int:
+        """Of ranges' sums, of several blocks."""
+        return self.row_groups if self.apart > 1 else 0
+
+    @property
+    def parts_bytes(self) -> int:
+        return self.row_groups * self.ranges * 4 * 2 * self.octets * LANES if self.sums_meet_in_memory else 0
 
     def fixed(self, warps: int) -> int:
         """What a block needs without rings."""
-        parts = self.own * self.ranges * 2 * self.octets * LANES if self.ranges > 1 else 0
+        meet_here = self.ranges > 1 and not self.sums_meet_in_memory
+        parts = self.own * self.ranges * 2 * self.octets * LANES if meet_here else 0
         buffers = (warps - self.others) * 2 * (self.buffer + _SIGN_WORDS)
-        barriers = self.segments * self.x_places * _BARRIER_WORDS if self.octets > 1 else 0
-        flags = self.lines + self.segments + self.own
+        barriers = self.together * self.x_places * _BARRIER_WORDS if self.octets > 1 else 0
+        flags = self.lines + self.together + self.own
         return self.table + self.x + buffers + self.raw + parts + barriers + flags
 
     def ring(self, warps: int) -> int:

@@ -35,6 +35,7 @@ class Variant:
         hand_on: blocks may end inside a range of K and leave its sums for the next.
         rank: of linear_relay.cuh's or linear_clusters.cuh's tiles: how many are expected to be faster.
         sharing: of linear_ahead.cuh's lines: how many a warp multiplies.
+        apart: linear_ahead.cuh's segments of K have blocks of their own.
     """
 
     kernel: Kernel
@@ -43,10 +44,12 @@ class Variant:
     hand_on: bool = False
     rank: int = 0
     sharing: int = 1
+    apart: bool = False
 
     def __str__(self) -> str:
         place = "" if self.shared_x else ", x in global memory"
         place += ", sums handed on" if self.hand_on else ""
+        place += ", segments apart" if self.apart else ""
         rank = f", tile {self.rank + 1}" if self.kernel in _RANKED else ""
         sharing = f", {self.sharing} row groups each" if self.sharing > 1 else ""
         return f"{self.kernel.name.lower()}, {self.warps} warps{sharing}{place}{rank}"
@@ -71,6 +74,7 @@ VARIANTS = (
     Variant(Kernel.PAIRS, warps=8, hand_on=True),
     Variant(Kernel.PAIRS, warps=12, hand_on=True),
     Variant(Kernel.ROUNDS, warps=20),
+    Variant(Kernel.AHEAD, warps=20, apart=True),
 )
 
 
@@ -118,7 +122,7 @@ def shared_launch(
     if kind.kernel in (Kernel.SINGLES, Kernel.PAIRS):
         return pairs(footprints, m, splits, device, kind.kernel, kind.warps, hand_on=kind.hand_on)
     if kind.kernel is Kernel.AHEAD:
-        return ahead(footprints, m, splits, device, kind.warps, kind.sharing)
+        return ahead(footprints, m, splits, device, kind.warps, kind.sharing, apart=kind.apart)
     if kind.kernel is Kernel.CHAINS:
         return chains(footprints, m, splits, device, kind.warps, shared_x=kind.shared_x)
     if kind.kernel is Kernel.ROUNDS:
