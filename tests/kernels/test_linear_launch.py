@@ -14,6 +14,7 @@ from samebits.format.header import Header
 from samebits.kernels import nvrtc
 from samebits.kernels.decode import STATIC_SHARED, staging_words
 from samebits.kernels.linear import chains
+from samebits.kernels.linear.ahead import MAX_AHEAD_TOKENS
 from samebits.kernels.linear.clusters import MAX_CLUSTER_TOKENS
 from samebits.kernels.linear.clusters import TILES as CLUSTER_TILES
 from samebits.kernels.linear.clusters import Tile as ClusterTile
@@ -38,7 +39,7 @@ from samebits.kernels.structures import MAX_PREFETCHED, JobStructure
 
 SHARED_MEMORY = 232448
 MOST_TOKENS = {
-    Kernel.AHEAD: MAX_TOKENS,
+    Kernel.AHEAD: MAX_AHEAD_TOKENS,
     Kernel.CHAINS: MAX_TOKENS,
     Kernel.ROUNDS: MAX_TOKENS,
     Kernel.TILES: MAX_TILE_TOKENS,
@@ -73,7 +74,7 @@ def header_of(shape: tuple[int, int], chunk_words: int) -> Header:
     return Header(Code.QUAD, Layout.MATRIX, shape, CHUNK_STAGES, 13, 50, 0, 1000, True, chunk_words, 1 << 20)
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 9, 16, 17, 33, 64, 65, 128, 129, 512, 513])
+@pytest.mark.parametrize("tokens", [1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 512, 513])
 @pytest.mark.parametrize("chunk_words", [250, 470, 1000, 2049])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_launches_fit(shape: tuple[int, int], chunk_words: int, tokens: int, hopper: bool) -> None:
@@ -309,7 +310,7 @@ def check_rounds(header: Header, launch: Launch, number: int = 0) -> None:
     assert (4 * job["table_words"] + 4 * job["x_words"] + warps * own_bytes) % 8 == 0  # barriers
     memory = launch.arrangement
     assert (memory is not None) == (octets == 2 or any(each["ranges"] > 1 for each in every))
-    check_left(header, launch, number, octets == 2)
+    check_left(header, launch, number, octets)
     if memory:
         assert memory.meetings[number] == (row_groups if segments > 1 else 0)
         assert memory.parts_bytes[number] == (row_groups * ranges * 2 * octets * 128 if ranges > 1 else 0)
@@ -370,13 +371,15 @@ def test_cuts_are_moved_to_where_less_is_decoded_twice(hopper: bool, monkeypatch
 
 def check_lines(header: Header, launch: Launch, number: int = 0) -> None:
     """linear_ahead.cuh: segments are whole ranges, lines have warps and rings, segments x, and all has room."""
-    job, stages, octets = job_of(launch, number), header.geometry.stages, 1 if "_8" in launch.name else 2
+    job, stages, octets = job_of(launch, number), header.geometry.stages, int(launch.name.split("_")[2]) // 8
+    assert (octets - (1 if octets < 4 else 2)) * 8 < job["tokens"] <= 8 * octets
     apart, per_segment, ranges = "_apart" in launch.name, job["segment_stages"], job["ranges"]
     assert per_segment % job["stages_per_range"] == 0
     assert (job["segments"] - 1) * per_segment < stages <= job["segments"] * per_segment
     segments = 1 if apart else job["segments"]  # of a block
     lines = job["slots"] * segments
-    sharing, most_warps = (2, 16) if "_two" in launch.name or (octets == 2 and not apart) else (1, 20)
+    sharing, most_warps = (2, 16) if "_two" in launch.name else (1, 20)
+    assert sharing == 2 or apart or octets == 1
     sharers = -(-job["slots"] // sharing)
     for own in {job["slots"], max(job["slots"] - 1, 1)}:  # blocks have so many lines of a segment
         alone = own if sharing == 1 else 2 * sharers - own
@@ -387,7 +390,7 @@ def check_lines(header: Header, launch: Launch, number: int = 0) -> None:
     decoders = launch.warps - multipliers - segments
     assert min(sharing, job["slots"]) <= decoders  # or lines of a warp wait for each other
     assert launch.warps <= most_warps
-    padded = 16 if octets == 2 else job["tokens"]
+    padded = 8 * octets if octets > 1 else job["tokens"]
     runs = -(-min(per_segment, stages) // 4) + 1
     assert min(2, runs) <= job["ring"] <= runs
     assert job["by_ring"] == magic(job["ring"])
@@ -396,7 +399,7 @@ def check_lines(header: Header, launch: Launch, number: int = 0) -> None:
     buffers = (launch.warps - multipliers - segments) * 2 * (1024 + 4 * job["buffer_words"])  # signs and streams
     rings = lines * (job["ring"] + 3) * 4 * 512  # of upper and of raw bytes
     parts = job["slots"] * ranges * 2 * octets * 128 if ranges > 1 and not apart else 0
-    barriers = 8 * segments * job["x_places"] if octets == 2 else 0
+    barriers = 8 * segments * job["x_places"] if octets > 1 else 0
     flags = 4 * (lines * (job["ring"] + 1) + segments + job["slots"])
     words = job["table_words"] + job["x_words"]
     assert 4 * words + buffers + rings + parts + barriers + flags <= launch.shared_bytes
@@ -406,22 +409,23 @@ def check_lines(header: Header, launch: Launch, number: int = 0) -> None:
         row_groups = header.geometry.row_groups
         assert memory.meetings[number] == (row_groups if apart and job["segments"] > 1 else 0)
         assert memory.parts_bytes[number] == (row_groups * ranges * 2 * octets * 128 if apart and ranges > 1 else 0)
-    check_left(header, launch, number, octets == 2)
+    check_left(header, launch, number, octets)
 
 
-def check_left(header: Header, launch: Launch, number: int, is_left: bool) -> None:
-    """More than eight tokens come arranged, in a tile of 16, by a kernel whose blocks find places beside others."""
+def check_left(header: Header, launch: Launch, number: int, octets: int) -> None:
+    """More than eight tokens come arranged, in sixteens, by a kernel whose blocks find places beside others."""
     memory, columns = launch.arrangement, header.geometry.stages * STAGE
-    if is_left:
+    if octets > 1:
         assert memory
-        assert (memory.tokens, memory.wide, memory.columns) == (job_of(launch, number)["tokens"], 16, columns)
-        assert (memory.x_bytes, memory.part_steps, memory.threads) == (32 * columns, LEFT, 32)
-        assert memory.grid * memory.threads >= 8 * columns // 16
+        tokens = job_of(launch, number)["tokens"]
+        assert (memory.tokens, memory.wide, memory.columns) == (tokens, 8 * octets, columns)
+        assert (memory.x_bytes, memory.part_steps, memory.threads) == (16 * octets * columns, LEFT, 32)
+        assert memory.grid * memory.threads >= tokens * columns // 16
     else:
         assert memory is None or (memory.tokens, memory.x_bytes) == (0, 0)
 
 
-@pytest.mark.parametrize("tokens", [1, 16, 64, 300, 4096])
+@pytest.mark.parametrize("tokens", [1, 16, 32, 64, 300, 4096])
 def test_what_is_compiled_for_a_product(tokens: int, hopper: bool) -> None:
     """The kernels of its variants, and to decode first; each of them is there."""
     header, plans = header_of((4096, 4096), 470), [LinearPlan(1, number) for number in range(len(VARIANTS))]
@@ -439,7 +443,7 @@ def test_what_is_compiled_for_a_product(tokens: int, hopper: bool) -> None:
         expected |= {"linear_clusters.cu"} if 128 < tokens <= MAX_CLUSTER_TOKENS else set()
         expected |= {"linear_singles.cu"} if tokens <= 32 else set()
         expected |= {"linear_rounds.cu"} if tokens <= 16 else set()
-        expected |= {"linear_ahead_left.cu"} if 8 < tokens <= 16 else set()
+        expected |= {"linear_ahead_left.cu"} if 8 < tokens <= 32 else set()
     assert files == expected or (not hopper and {"decode.cu", "linear_chains.cu"} <= files <= expected)
     assert len(found) <= len(files) + 2 * len(plans)
 
@@ -814,7 +818,7 @@ def unit_at(job: dict[str, Any], header: Header, tile: Tile, index: int) -> tupl
     return first + tile.row_groups * place, chunk
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 9, 16, 17, 64, 65, 128])
+@pytest.mark.parametrize("tokens", [1, 8, 9, 16, 17, 32, 64, 65, 128])
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: str([shape for shape, _ in group]))
 def test_joint_launches(group: tuple[tuple[tuple[int, int], int], ...], tokens: int, hopper: bool) -> None:
     """Every row group has one block, the kernels' own way to count them, and blocks have about as much to do."""

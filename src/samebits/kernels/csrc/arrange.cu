@@ -3,7 +3,8 @@
 // For wgmma: arrange.cuh.
 // For mma with x as its right matrix: 128 bytes for each token, 16-byte unit 4 h + t where (4 h + t) ^ 4 (token & 1) would be; it has columns 4 t to 4 t + 3 of
 // steps 2 h and 2 h + 1, one lane's right operands of both.
-// For mma with x as its left matrix (16 tokens): for each step 512 bytes, a lane's left operand at left_place.
+// For mma with x as its left matrix (of 16 tokens; of a stage first one tile's 16, then those of the next): for each step 512 bytes, a lane's left operand at
+// left_place.
 #include "arrange.cuh"
 
 struct Arrangement {
@@ -26,12 +27,13 @@ extern "C" __global__ void arrange(const __grid_constant__ Arrangement to) {
     const int tile = token / to.wide, row = token - tile * to.wide;
     u8* tile_start = reinterpret_cast<u8*>(to.arranged) + size_t(tile) * steps * to.wide * 32;
     if (to.part_steps == kLeft) {
-        if (token >= 8) return;
+        if (row & 8) return;
         Vec4 c{}, d{};                  // of the token eight behind
         const Vec4* behind = source + to.columns;
         if (token + 8 < to.tokens) c = behind[0], d = behind[1];
-        u8* target = reinterpret_cast<u8*>(to.arranged) + size_t(step) * 512;
-        auto put = [&](int t, const Vec4& operand) { *reinterpret_cast<Vec4*>(target + left_place(4 * token + t, step)) = operand; };
+        const int stage = step >> 2, matrix = stage * (to.wide >> 4) + (row >> 4);
+        u8* target = tile_start + (size_t(matrix) * 4 + (step & 3)) * 512;
+        auto put = [&](int t, const Vec4& operand) { *reinterpret_cast<Vec4*>(target + left_place(4 * (row & 7) + t, step)) = operand; };
         put(0, {a.x, c.x, a.y, c.y}), put(1, {a.z, c.z, a.w, c.w}), put(2, {b.x, d.x, b.y, d.y}), put(3, {b.z, d.z, b.w, d.w});
         return;
     }

@@ -69,11 +69,12 @@ struct Columns {
     }
 };
 
-// x of more than eight tokens in shared memory, as arrange.cu writes it: for each stage and step 512 bytes, in which each lane's left operand is where
-// left_place says, free of bank conflicts for who reads and who writes.
-constexpr int kLeftStageBytes = 2048;
+// x of more than eight tokens in shared memory, as arrange.cu writes it: for each stage, 16 tokens and step 512 bytes, in which each lane's left operand is
+// where left_place says, free of bank conflicts for who reads and who writes.
+constexpr int kLeftStageBytes = 2048;   // of 16 tokens
 __device__ __forceinline__ const u16* left_stage(const u16* x, int stage) { return x + size_t(stage) * (kLeftStageBytes / 2); }
 
+template <int octets>
 struct LeftColumns {
     u32 steps[4];                 // of the stage at hand
 
@@ -85,15 +86,16 @@ struct LeftColumns {
 #pragma unroll
         for (int q = 0; q < 4; ++q) steps[q] += bytes;
     }
-    __device__ __forceinline__ void load(Vec4 (&x)[2], int stage, int half) const {
+    // Of each 16 tokens, the operands of both steps of a half.
+    __device__ __forceinline__ void load(Vec4 (&x)[octets], int stage, int half) const {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) x[i] = load_shared_vec4(steps[2 * half + i] + stage * kLeftStageBytes);
+        for (int i = 0; i < octets; ++i) x[i] = load_shared_vec4(steps[2 * half + (i & 1)] + (stage * (octets / 2) + (i >> 1)) * kLeftStageBytes);
     }
 };
 
-// A row group's. Of up to eight tokens two: of row g tokens 2 t and 2 t + 1; of more four: of rows 2 t and 2 t + 1 token g, then g + 8.
+// A row group's. Of up to eight tokens two: of row g tokens 2 t and 2 t + 1; of more two for each octet: of rows 2 t and 2 t + 1 token g, then g + 8 and so on.
 template <int octets>
-struct Sums { float of[4]; };
+struct Sums { float of[octets == 1 ? 4 : 2 * octets]; };
 
 // A quad's words, shifted back (4.3), of its raw bytes and its upper bytes (sign and top7): columns 4 t and 4 t + 1, then the others.
 __device__ __forceinline__ Vec2 quad_words(u32 raw, u32 upper, u32 scale) {
@@ -119,9 +121,12 @@ __device__ __forceinline__ void multiply_quad(Sums<octets>& sums, int q, u32 raw
         multiply_rows<1>(sums.of, q, {raw}, {upper}, {scale}, x[0]);
     } else {
         const Vec2 words = quad_words(raw, upper, scale);
-        const Vec4& own = x[q & 1];
-        const u32 tokens[4] = {own.x, own.y, own.z, own.w};
-        multiply(sums.of, tokens, words.x, words.y);
+#pragma unroll
+        for (int i = 0; i < octets / 2; ++i) {
+            const Vec4& own = x[2 * i + (q & 1)];
+            const u32 tokens[4] = {own.x, own.y, own.z, own.w};
+            multiply(sums.of + 4 * i, tokens, words.x, words.y);
+        }
     }
 }
 
@@ -162,7 +167,7 @@ __device__ __forceinline__ void finish(const Geometry& geometry, const Job& job,
         const int row = 8 * group + 2 * t;
         const float bias = bias_of(row), next_bias = bias_of(row + 1);
 #pragma unroll
-        for (int octet = 0; octet < 2; ++octet) {
+        for (int octet = 0; octet < octets; ++octet) {
             const int token = g + 8 * octet;
             const u32 words = to_bf16x2(with_bias(sums.of[2 * octet], bias), with_bias(sums.of[2 * octet + 1], next_bias));
             if (token < job.tokens) *reinterpret_cast<u32*>(job.y + size_t(token) * geometry.rows + row) = words;

@@ -23,6 +23,7 @@ template <int octets, int lines>
 constexpr int kDepth = octets * lines == 1 ? 2 : 1;       // stages whose operands are in registers or on their way there; more take registers from warps
 constexpr int kChunkSigns = kChunkStages / 2 * kSignBytes;   // bytes of a chunk's sign words
 constexpr int kColumnBytes = kRun * 128;                  // of a token in a run of x
+template <int octets> constexpr int kStageBytesOf = octets / 2 * kLeftStageBytes;   // of a stage of x, of more than eight tokens
 constexpr int kManyFlying = 8, kFewFlying = 2;            // runs of x that are on their way
 static_assert(kChunkStages % kRun == 0, "a chunk is whole runs");
 
@@ -268,7 +269,8 @@ __device__ __forceinline__ void bring_x(const Geometry& geometry, const Job& job
     publish(runs);
 }
 
-// The same of more than eight, as arrange.cu has written it, by bulk copies that arrive at a barrier for each place of the ring.
+// The same of more than eight, as arrange.cu has written it, by bulk copies that arrive at a barrier for each place of the ring. bytes: of a stage.
+template <int bytes>
 __device__ __forceinline__ void bring_left(const Geometry& geometry, const Job& job, const Rings& rings, const Segment& segment, int number, int own, u32 target,
                                            u32 full, int lane) {
     const int runs = segment.runs();
@@ -279,7 +281,7 @@ __device__ __forceinline__ void bring_left(const Geometry& geometry, const Job& 
     for (int run = 0; run < runs; ++run, stage += kRun) {
         while (rings.needs(number, own, run - job.x_places + 1, lane)) __nanosleep(40);
         if (lane == 0)
-            copy_bulk(target + place * (kRun * kLeftStageBytes), left_stage(job.x, stage), min(kRun, geometry.stages - stage) * kLeftStageBytes, full + 8 * place);
+            copy_bulk(target + place * (kRun * bytes), job.x + size_t(stage) * (bytes / 2), min(kRun, geometry.stages - stage) * bytes, full + 8 * place);
         __syncwarp();
         place = place + 1 == job.x_places ? 0 : place + 1;
     }
@@ -287,7 +289,21 @@ __device__ __forceinline__ void bring_left(const Geometry& geometry, const Job& 
 
 // A lane's part of a segment's x, run by run.
 template <int octets>
-struct BroughtColumns;
+struct BroughtColumns {
+    LeftColumns<octets> columns;
+    u32 full;                     // shared address of the places' barriers
+    int places;
+    RingPlace at_hand{0, 0};
+
+    __device__ __forceinline__ BroughtColumns(const Job& job, u32 ring, u32 full, int lane) : columns(ring, lane), full(full), places(job.x_places) {}
+    __device__ __forceinline__ u32 come() const { return ~0u >> 1; }   // await_run knows
+    __device__ __forceinline__ void await_run() const { await(full + 8 * at_hand.slot, at_hand.parity); }
+    __device__ __forceinline__ void advance() {
+        at_hand.advance(places);
+        columns.advance(kRun * kStageBytesOf<octets> * (at_hand.slot ? 1 : 1 - places));
+    }
+    __device__ __forceinline__ void load(Vec4 (&x)[octets], int stage, int half) const { columns.load(x, stage, half); }
+};
 
 template <>
 struct BroughtColumns<1> {
@@ -313,26 +329,17 @@ struct BroughtColumns<1> {
     __device__ __forceinline__ void load(Vec4 (&x)[1], int stage, int half) const { x[0] = load_shared_vec4_if(any, halves[half] + run + stage * 128); }
 };
 
-template <>
-struct BroughtColumns<2> {
-    LeftColumns columns;
-    u32 full;                     // shared address of the places' barriers
-    int places;
-    RingPlace at_hand{0, 0};
-
-    __device__ __forceinline__ BroughtColumns(const Job& job, u32 ring, u32 full, int lane) : columns(ring, lane), full(full), places(job.x_places) {}
-    __device__ __forceinline__ u32 come() const { return ~0u >> 1; }   // await_run knows
-    __device__ __forceinline__ void await_run() const { await(full + 8 * at_hand.slot, at_hand.parity); }
-    __device__ __forceinline__ void advance() {
-        at_hand.advance(places);
-        columns.advance(kRun * kLeftStageBytes * (at_hand.slot ? 1 : 1 - places));
-    }
-    __device__ __forceinline__ void load(Vec4 (&x)[2], int stage, int half) const { columns.load(x, stage, half); }
-};
-
 // The sums of lines that a warp multiplies: of up to eight tokens they are rows of one left matrix, of more they are right matrices of their own.
 template <int octets, int lines>
-struct LineSums;
+struct LineSums {
+    Sums<octets> of[lines];
+
+    __device__ __forceinline__ void multiply(int q, const u32 (&raw)[lines], const u32 (&upper)[lines], const u32 (&scale)[lines], const Vec4 (&x)[octets]) {
+#pragma unroll
+        for (int i = 0; i < lines; ++i) multiply_quad(of[i], q, raw[i], upper[i], scale[i], x);
+    }
+    __device__ __forceinline__ Sums<octets> line(int i) const { return of[i]; }
+};
 
 template <int lines>
 struct LineSums<1, lines> {
@@ -342,17 +349,6 @@ struct LineSums<1, lines> {
         multiply_rows(of, q, raw, upper, scale, x[0]);
     }
     __device__ __forceinline__ Sums<1> line(int i) const { return {{of[2 * i], of[2 * i + 1]}}; }
-};
-
-template <int lines>
-struct LineSums<2, lines> {
-    Sums<2> of[lines];
-
-    __device__ __forceinline__ void multiply(int q, const u32 (&raw)[lines], const u32 (&upper)[lines], const u32 (&scale)[lines], const Vec4 (&x)[2]) {
-#pragma unroll
-        for (int i = 0; i < lines; ++i) multiply_quad(of[i], q, raw[i], upper[i], scale[i], x);
-    }
-    __device__ __forceinline__ Sums<2> line(int i) const { return of[i]; }
 };
 
 // A warp that multiplies lines from `line` on, whose row groups are in the block's slots from `slot` on. x_come: the segment's flag, or its barriers.
@@ -514,7 +510,7 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
     int places = job.ring;
     keep(places);
     const Rings rings{base + 4 * ring_words, base + 4 * flag_words, base + 4 * raw_words, own * share.segments(), places};
-    const u32 x_bytes = job.x_places * (octets == 1 ? job.tokens * kColumnBytes : kRun * kLeftStageBytes);   // of a segment
+    const u32 x_bytes = job.x_places * (octets == 1 ? job.tokens * kColumnBytes : kRun * kStageBytesOf<octets>);   // of a segment
     auto x_ring = [&](int segment) { return base + 4 * job.table_words + segment * x_bytes; };
     auto x_come = [&](int segment) { return octets == 1 ? rings.brought(segment) : base + 4 * barrier_words + 8 * segment * job.x_places; };
 
@@ -537,7 +533,7 @@ __device__ __forceinline__ void linear(const Geometry& geometry, const Packed& p
         const int number = warp - multipliers;
         const Segment segment(geometry, job, share.first_segment + number);
         if constexpr (octets > 1)
-            bring_left(geometry, job, rings, segment, number, own, x_ring(number), x_come(number), lane);
+            bring_left<kStageBytesOf<octets>>(geometry, job, rings, segment, number, own, x_ring(number), x_come(number), lane);
         else if (job.x_places >= 2 * kManyFlying)
             bring_x<kManyFlying>(geometry, job, rings, segment, number, own, x_ring(number), lane);
         else

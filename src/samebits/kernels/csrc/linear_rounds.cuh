@@ -67,8 +67,8 @@ struct TurnColumns<1> {
 };
 
 template <>
-struct TurnColumns<2> : LeftColumns {
-    __device__ __forceinline__ TurnColumns(u32 ring, int, int lane) : LeftColumns(ring, lane) {}
+struct TurnColumns<2> : LeftColumns<2> {
+    __device__ __forceinline__ TurnColumns(u32 ring, int, int lane) : LeftColumns<2>(ring, lane) {}
 };
 
 template <int octets>

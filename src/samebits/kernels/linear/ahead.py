@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 from samebits.cached import cached_property
 from samebits.format.geometry import LANES, SIGN_BYTES, STAGE, STAGE_WORDS
+from samebits.format.header import align
 from samebits.kernels import nvrtc
 from samebits.kernels.linear.job import (
     CHUNK_STAGES,
-    MAX_TOKENS,
     OCTET,
     Footprint,
     JobFields,
@@ -21,7 +22,9 @@ from samebits.kernels.linear.job import (
     shares,
 )
 
-_MAX_LINES, _MAX_APART_LINES = 11, 6  # of a block; with more, other kernels are faster
+MAX_AHEAD_TOKENS = 32
+_MAX_LINES = 11  # of a block; with more, other kernels are faster
+_MAX_APART_LINES = {1: 6, 2: 8}  # the same where segments are apart, by lines that a warp multiplies
 _SEGMENTED_LINES = 8  # at most, of more than one segment
 _RUN_STAGES = 4  # kRun
 _RUN_WORDS = _RUN_STAGES * STAGE_WORDS // 4  # kRunBytes: a byte of each weight
@@ -31,11 +34,17 @@ _COLUMN_WORDS = 2 * _RUN_STAGES * STAGE // 4  # kColumnBytes
 _MIN_X_RUNS = CHUNK_STAGES // _RUN_STAGES  # or warps could wait for each other
 _X_WORDS = 4096  # of a segment, where that is enough
 _MIN_RUNS = 2  # of a ring, where its line is as long
-_MAX_RUNS = {1: 4, 2: 6}  # by OCTETs of tokens; who decodes farther ahead takes time from who multiplies
+_MAX_RUNS = {1: 4, 2: 6, 4: 6}  # by OCTETs of tokens; who decodes farther ahead takes time from who multiplies
 _BARRIER_WORDS = 2
-_LINE_CYCLES = 50  # of shared memory, for a line's stage
-_STAGE_CYCLES = 200  # that a line takes to multiply one, with a warp of its own
+_LINE_CYCLES = 42  # of shared memory, for a line's stage
+_OCTET_CYCLES = 8  # and for x of it, in which lines of a warp share
+_STAGE_CYCLES = {1: 200, 2: 300}  # that a warp takes to multiply one of its lines
 _SKIPPED_CYCLES = 100  # to decode one in front of a segment
+_KINDS = {  # by OCTETs of tokens: lines that a warp multiplies, and whether segments are apart
+    1: ((1, False), (2, False)),
+    2: ((2, False), (1, True)),
+    4: ((2, False), (1, True), (2, True)),
+}
 
 
 def ahead(
@@ -50,49 +59,50 @@ def ahead(
 ) -> Launch | None:
     """One launch for one tensor or several, with as many warps as rings leave memory for; None as launch_of.
 
-    With more than OCTET tokens there are two kinds, on Hopper: warps share two lines, or segments are apart.
+    With more than OCTET tokens on Hopper.
 
     Args:
         sharing: lines that a warp multiplies, 1 or 2.
         apart: a block has one segment of K, and less of x. Of all numbers of segments that with which it ends first.
     """
-    is_left = m > OCTET
-    if m > MAX_TOKENS or (is_left and not nvrtc.has_wgmma(device)) or (apart and not is_left):
+    if m > MAX_AHEAD_TOKENS or (sharing, apart) not in _KINDS[_octets(m)]:
         return None
-    if (sharing == 2) is apart and is_left:
+    if m > OCTET and not nvrtc.has_wgmma(device):
         return None
-    found = _ways(footprints, m, splits, device, warps, sharing, range(2, max(splits) + 1) if apart else (None,))
+    numbers = range(2, max(splits) + 1) if apart else (None,)
+    planners = (partial(_Planner, m=m, device=device, sharing=sharing, pieces=number) for number in numbers)
+    found = filter(None, (_fitting(footprints, splits, planner, warps) for planner in planners))
     best = min(found, key=lambda way: way.expected, default=None)
     return best.launch if best else None
 
 
-def _ways(
-    footprints: tuple[Footprint, ...],
-    m: int,
-    splits: tuple[int, ...],
-    device: int,
-    warps: int,
-    sharing: int,
-    pieces: Sequence[int | None],
-) -> Iterator[_Way]:
-    """Of each number of segments that are apart, or None where blocks have all of them, what fits."""
-    for number in pieces:
-        whole = [_Planner(*each, 1, m, device, sharing, number) for each in zip(footprints, splits, strict=True)]
-        blocks = shares(footprints, [each.decoded for each in whole], device, [each.apart for each in whole])
-        if blocks is None:
-            continue
-        planners = [
-            _Planner(*each, m, device, sharing, number) for each in zip(footprints, splits, blocks, strict=True)
-        ]
-        if max(each.lines for each in planners) > (_MAX_LINES if number is None else _MAX_APART_LINES):
-            continue
-        if sharing == 2 and m <= OCTET and all(each.own == 1 for each in planners):
-            continue  # as with 1
-        least = max(each.others + min(sharing, each.own) for each in planners)  # or a warp's lines wait for each other
-        useful = max(each.others + each.tasks for each in planners)
-        ways = (_Way(planners, block_warps) for block_warps in range(min(warps, useful), least - 1, -1))
-        if way := next((way for way in ways if way.fits), None):
-            yield way
+def _octets(m: int) -> int:
+    """More than one are arranged in sixteens."""
+    return 1 if m <= OCTET else align(m, 2 * OCTET) // OCTET
+
+
+def _fitting(
+    footprints: tuple[Footprint, ...], splits: tuple[int, ...], planner: Callable[..., _Planner], warps: int
+) -> _Way | None:
+    """With as many warps as fit.
+
+    Args:
+        planner: of a footprint, its split, and blocks.
+    """
+    whole = [planner(footprint, split, 1) for footprint, split in zip(footprints, splits, strict=True)]
+    blocks = shares(footprints, [each.decoded for each in whole], whole[0].device, [each.apart for each in whole])
+    if blocks is None:
+        return None
+    planners = [planner(*each) for each in zip(footprints, splits, blocks, strict=True)]
+    if any(each.lines > each.most_lines for each in planners):
+        return None
+    one = planners[0]
+    if one.sharing == 2 and one.octets == 1 and all(each.own == 1 for each in planners):
+        return None  # as with 1
+    least = max(each.others + min(each.sharing, each.own) for each in planners)  # or a warp's lines wait for each other
+    useful = max(each.others + each.tasks for each in planners)
+    ways = (_Way(planners, block_warps) for block_warps in range(min(warps, useful), least - 1, -1))
+    return next((way for way in ways if way.fits), None)
 
 
 @dataclass(frozen=True)
@@ -125,28 +135,31 @@ class _Way:
         jobs = (each.job(ring, first) for (each, ring), first in zip(each_ring, firsts, strict=False))
         shared_bytes = 4 * max(each.fixed(self.warps) + ring * each.run for each, ring in each_ring)
         meetings, parts = [each.meetings for each in planners], [each.parts_bytes for each in planners]
-        return Launch(one.file, f"{one.name}{together}", sum(blocks), self.warps, shared_bytes, tuple(jobs),
-                      arranged_left(one.m, one.stages, meetings, parts) if one.octets > 1 else None)  # fmt: skip
+        arranged = arranged_left(one.m, one.stages, meetings, parts, OCTET * one.octets) if one.octets > 1 else None
+        return Launch(one.file, f"{one.name}{together}", sum(blocks), self.warps, shared_bytes, tuple(jobs), arranged)
 
 
 class _Planner(TensorPlanner):
     """Of one tensor.
 
     Attributes:
+        sharing: lines of a warp that multiplies, at most.
         apart: segments that have ``blocks`` blocks each; 1 where a block has all segments.
         together: segments of a block.
     """
 
     def __init__(
-        self, footprint: Footprint, split: int, blocks: int, m: int, device: int, sharing: int, pieces: int | None
+        self, footprint: Footprint, split: int, blocks: int, *, m: int, device: int, sharing: int, pieces: int | None
     ) -> None:
         super().__init__(footprint, m, split, device, blocks)
+        self.octets, self.sharing = _octets(m), sharing
         most = max(1, _SEGMENTED_LINES // self.own) if pieces is None else pieces
         self.segment_stages = -(-self.ranges // min(most, self.ranges)) * self.stages_per_range
         self.segments = -(-self.stages // self.segment_stages)
         self.apart, self.together = (1, self.segments) if pieces is None else (self.segments, 1)
         self.sums_meet_in_memory = pieces is not None and self.ranges > 1
         self.lines = self.own * self.together
+        self.most_lines = _MAX_LINES if pieces is None else _MAX_APART_LINES[sharing]
         self.others = (-(-self.own // sharing) + 1) * self.together  # warps that multiply, or bring x
         self.tasks = self.lines * -(-self.segment_stages // CHUNK_STAGES)
         self.runs = -(-min(self.segment_stages, self.stages) // _RUN_STAGES) + 1  # of a line, at most
@@ -156,7 +169,7 @@ class _Planner(TensorPlanner):
         self.x = max(self.together * self.x_places * x_run, self.entries)
         self.raw = self.lines * _RAW_RUNS * _RUN_WORDS
         self.file = "linear_ahead.cu" if self.octets == 1 else "linear_ahead_left.cu"
-        kind = "_apart" if pieces is not None else "_two" if sharing == 2 and self.octets == 1 else ""
+        kind = f"{'_two' if sharing == 2 else ''}{'_apart' if pieces is not None else ''}"
         self.name = f"linear_ahead_{OCTET * self.octets}{kind}"
 
     @property
@@ -170,10 +183,11 @@ class _Planner(TensorPlanner):
     def cycles(self) -> int:
         """That a block takes: those of shared memory, or those in which the longest segment is added up."""
         chains = (
-            _STAGE_CYCLES * (self.segment_end(first) - first) + _SKIPPED_CYCLES * self.skipped(first)
+            _STAGE_CYCLES[self.sharing] * (self.segment_end(first) - first) + _SKIPPED_CYCLES * self.skipped(first)
             for first in self.firsts
         )
-        return max(_LINE_CYCLES * self.lines * self.decoded, *chains)
+        line = _LINE_CYCLES + _OCTET_CYCLES * self.octets // self.sharing
+        return max(line * self.lines * self.decoded, *chains)
 
     @property
     def firsts(self) -> range:

@@ -96,13 +96,15 @@ class Arrangement:
         return self.x_bytes + sum(self.parts_bytes) + 4 * self.done_count
 
 
-def arranged_left(m: int, stages: int, meetings: Sequence[int], parts_bytes: Sequence[int]) -> Arrangement:
-    """For kernels that take x of more than OCTET tokens as mma's left matrix.
+def arranged_left(
+    m: int, stages: int, meetings: Sequence[int], parts_bytes: Sequence[int], wide: int = MAX_TOKENS
+) -> Arrangement:
+    """For kernels that take x of more than OCTET tokens, ``wide`` at most, as mma's left matrix.
 
     Blocks of a warp find places beside the launch in front, which may leave each scheduler registers for one.
     """
-    return Arrangement(m, stages * STAGE, MAX_TOKENS, 2 * MAX_TOKENS * stages * STAGE, tuple(meetings),
-                       tuple(parts_bytes), LEFT, LANES)  # fmt: skip
+    return Arrangement(m, stages * STAGE, wide, 2 * wide * stages * STAGE, tuple(meetings), tuple(parts_bytes), LEFT,
+                       LANES)  # fmt: skip
 
 
 class Footprint(NamedTuple):
@@ -230,8 +232,8 @@ class TensorPlanner:
 
     @property
     def kept_tokens(self) -> int:
-        """Of x in a block's memory, up to MAX_TOKENS: more than an OCTET come arranged, all of them."""
-        return self.m if self.octets == 1 else MAX_TOKENS
+        """Of x in a block's memory: more than an OCTET come arranged, all of them."""
+        return self.m if self.octets == 1 else OCTET * self.octets
 
     def job_fields(
         self,

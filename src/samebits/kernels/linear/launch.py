@@ -75,6 +75,7 @@ VARIANTS = (
     Variant(Kernel.PAIRS, warps=12, hand_on=True),
     Variant(Kernel.ROUNDS, warps=20),
     Variant(Kernel.AHEAD, warps=20, apart=True),
+    *(Variant(Kernel.AHEAD, warps=w, sharing=2, apart=True) for w in (15, 12)),
 )
 
 
