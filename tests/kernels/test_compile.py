@@ -24,7 +24,7 @@ TILES = [(16, 8), (16, 16), (32, 8), (32, 16), (64, 4), (64, 8), (64, 12), (64, 
 LINEAR = {
     "linear_ahead.cu": ["linear_ahead_8", "linear_ahead_8_two"],
     "linear_ahead_left.cu": [
-        f"linear_ahead_{kind}" for kind in ("16_two", "16_apart", "32_two", "32_apart", "32_two_apart")
+        f"linear_ahead_{kind}" for kind in ("16_two", "16_apart", "32_two", "32_apart", "32_two_apart", "48_two")
     ],
     "linear_chains.cu": [f"linear_chains_{tokens}_{kind}" for tokens in (8, 16) for kind in CHAINS],
     "linear_clusters.cu": [f"linear_clusters_{tokens}_{rows}" for tokens in (128, 256) for rows in (64, 96, 112)],

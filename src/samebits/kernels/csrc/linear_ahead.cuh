@@ -9,9 +9,10 @@
 // other warps decode and share the chunks of all lines, chunk after chunk: lines advance together.
 //
 // Nobody waits for ever. A warp that decodes waits for a line whose ring is full, a line that has what is decoded waits for x, and maybe for the other line
-// of its warp, and the warp that brings x waits for the segment's line that is farthest behind. Of all tasks that are not done, take the first: its line
-// has room, or can go on as far as x reaches, which is to the end of its chunk at least, since the chunks in front are done and a segment's x has a chunk's
-// runs; the other line's task is done, or the next one, of another warp. See linear.cuh.
+// of its warp, and the warp that brings x waits for the segment's line that is farthest behind. Of all tasks that are not done, take the first: the chunks in
+// front are done, of all lines. Where x has a chunk's runs, the task's line has room, or can go on as far as x reaches, which is to the end of its chunk at
+// least; the other line's task is done, or the next one, of another warp. Where rings have them, x comes as far as the segment's line that is farthest behind
+// goes, so all lines go to the end of the chunks in front, and then the task's line has room for all of its chunk. See linear.cuh.
 #pragma once
 #include "columns.cuh"
 #include "hopper.cuh"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from typing import NamedTuple
 
 from samebits.cached import cached_property
 from samebits.format.geometry import LANES, SIGN_BYTES, STAGE, STAGE_WORDS
@@ -22,7 +23,7 @@ from samebits.kernels.linear.job import (
     shares,
 )
 
-MAX_AHEAD_TOKENS = 32
+MAX_AHEAD_TOKENS = 48
 _MAX_LINES = 11  # of a block; with more, other kernels are faster
 _MAX_APART_LINES = {1: 6, 2: 8}  # the same where segments are apart, by lines that a warp multiplies
 _SEGMENTED_LINES = 8  # at most, of more than one segment
@@ -31,11 +32,13 @@ _RUN_WORDS = _RUN_STAGES * STAGE_WORDS // 4  # kRunBytes: a byte of each weight
 _RAW_RUNS = 3  # kRawRuns
 _SIGN_WORDS = CHUNK_STAGES // 2 * SIGN_BYTES // 4  # kChunkSigns
 _COLUMN_WORDS = 2 * _RUN_STAGES * STAGE // 4  # kColumnBytes
-_MIN_X_RUNS = CHUNK_STAGES // _RUN_STAGES  # or warps could wait for each other
+_CHUNK_RUNS = CHUNK_STAGES // _RUN_STAGES
 _X_WORDS = 4096  # of a segment, where that is enough
-_MIN_RUNS = 2  # of a ring, where its line is as long
-_MAX_RUNS = {1: 4, 2: 6, 4: 6}  # by OCTETs of tokens; who decodes farther ahead takes time from who multiplies
+_FEW_OCTETS = 2  # up to which x has a chunk's runs; with more its line's ring has, or warps could wait for each other
+_MIN_RUNS = 2  # of the other one, where a line is as long
+_MAX_RUNS = {1: 4, 2: 6, 4: 6, 6: 6}  # by OCTETs of tokens; who decodes farther ahead takes time from who multiplies
 _BARRIER_WORDS = 2
+_BESIDE = 3 * 1024  # bytes of shared memory for three blocks of arrange.cu, which begin beside the launch in front
 _LINE_CYCLES = 42  # of shared memory, for a line's stage
 _OCTET_CYCLES = 8  # and for x of it, in which lines of a warp share
 _STAGE_CYCLES = {1: 200, 2: 300}  # that a warp takes to multiply one of its lines
@@ -44,6 +47,7 @@ _KINDS = {  # by OCTETs of tokens: lines that a warp multiplies, and whether seg
     1: ((1, False), (2, False)),
     2: ((2, False), (1, True)),
     4: ((2, False), (1, True), (2, True)),
+    6: ((2, False),),
 }
 
 
@@ -113,12 +117,12 @@ class _Way:
     warps: int
 
     @cached_property
-    def rings(self) -> list[int]:
-        return [each.ring(self.warps) for each in self.planners]
+    def rings(self) -> list[_Rings]:
+        return [each.rings(self.warps) for each in self.planners]
 
     @property
     def fits(self) -> bool:
-        return all(ring >= min(_MIN_RUNS, each.runs) for ring, each in zip(self.rings, self.planners, strict=True))
+        return all(rings.line >= each.least.line for rings, each in zip(self.rings, self.planners, strict=True))
 
     @property
     def expected(self) -> int:
@@ -130,13 +134,20 @@ class _Way:
         planners, one = self.planners, self.planners[0]
         together = "_together" if len(planners) > 1 else ""
         blocks = [each.blocks * each.apart for each in planners]
-        each_ring = list(zip(planners, self.rings, strict=True))
+        with_rings = list(zip(planners, self.rings, strict=True))
         firsts = accumulate(blocks, initial=0)
-        jobs = (each.job(ring, first) for (each, ring), first in zip(each_ring, firsts, strict=False))
-        shared_bytes = 4 * max(each.fixed(self.warps) + ring * each.run for each, ring in each_ring)
+        jobs = (each.job(rings, first) for (each, rings), first in zip(with_rings, firsts, strict=False))
+        shared_bytes = 4 * max(each.shared(self.warps, rings) for each, rings in with_rings)
         meetings, parts = [each.meetings for each in planners], [each.parts_bytes for each in planners]
         arranged = arranged_left(one.m, one.stages, meetings, parts, OCTET * one.octets) if one.octets > 1 else None
         return Launch(one.file, f"{one.name}{together}", sum(blocks), self.warps, shared_bytes, tuple(jobs), arranged)
+
+
+class _Rings(NamedTuple):
+    """Runs that a line's ring has, and a segment's of x."""
+
+    line: int
+    x: int
 
 
 class _Planner(TensorPlanner):
@@ -153,6 +164,8 @@ class _Planner(TensorPlanner):
     ) -> None:
         super().__init__(footprint, m, split, device, blocks)
         self.octets, self.sharing = _octets(m), sharing
+        if self.octets > 1:
+            self.room = (nvrtc.shared_memory(device) - _BESIDE) // 4
         most = max(1, _SEGMENTED_LINES // self.own) if pieces is None else pieces
         self.segment_stages = -(-self.ranges // min(most, self.ranges)) * self.stages_per_range
         self.segments = -(-self.stages // self.segment_stages)
@@ -164,9 +177,10 @@ class _Planner(TensorPlanner):
         self.tasks = self.lines * -(-self.segment_stages // CHUNK_STAGES)
         self.runs = -(-min(self.segment_stages, self.stages) // _RUN_STAGES) + 1  # of a line, at most
         self.run = self.lines * (_RUN_WORDS + 1)  # a run and its flag, of all lines
-        x_run = self.kept_tokens * _COLUMN_WORDS
-        self.x_places = min(self.runs, max(_MIN_X_RUNS, _X_WORDS // x_run))
-        self.x = max(self.together * self.x_places * x_run, self.entries)
+        self.x_run = self.kept_tokens * _COLUMN_WORDS
+        few = _Rings(_MIN_RUNS, max(_CHUNK_RUNS, _X_WORDS // self.x_run))
+        line, x = few if self.octets <= _FEW_OCTETS else _Rings(_CHUNK_RUNS, _MIN_RUNS)
+        self.least = _Rings(min(line, self.runs), min(x, self.runs))
         self.raw = self.lines * _RAW_RUNS * _RUN_WORDS
         self.file = "linear_ahead.cu" if self.octets == 1 else "linear_ahead_left.cu"
         kind = f"{'_two' if sharing == 2 else ''}{'_apart' if pieces is not None else ''}"
@@ -210,21 +224,29 @@ class _Planner(TensorPlanner):
     def parts_bytes(self) -> int:
         return self.row_groups * self.ranges * 4 * 2 * self.octets * LANES if self.sums_meet_in_memory else 0
 
-    def fixed(self, warps: int) -> int:
-        """What a block needs without rings."""
+    def rings(self, warps: int) -> _Rings:
+        """As many runs as are of use and fit: of lines first."""
+        room = self.room - self.shared(warps, _Rings(0, self.least.x))
+        line = min(room // self.run, self.runs, _MAX_RUNS[self.octets])
+        more = (_Rings(line, x) for x in range(min(_CHUNK_RUNS, self.runs), self.least.x, -1))
+        return next((rings for rings in more if self.shared(warps, rings) <= self.room), _Rings(line, self.least.x))
+
+    def shared(self, warps: int, rings: _Rings) -> int:
+        """What a block needs."""
         meet_here = self.ranges > 1 and not self.sums_meet_in_memory
         parts = self.own * self.ranges * 2 * self.octets * LANES if meet_here else 0
         buffers = (warps - self.others) * 2 * (self.buffer + _SIGN_WORDS)
-        barriers = self.together * self.x_places * _BARRIER_WORDS if self.octets > 1 else 0
+        barriers = self.together * rings.x * _BARRIER_WORDS if self.octets > 1 else 0
         flags = self.lines + self.together + self.own
-        return self.table + self.x + buffers + self.raw + parts + barriers + flags
+        x = self.x(rings)
+        return self.table + x + buffers + self.raw + parts + barriers + flags + rings.line * self.run
 
-    def ring(self, warps: int) -> int:
-        """Runs of each, as many as are of use and fit."""
-        return min((self.room - self.fixed(warps)) // self.run, self.runs, _MAX_RUNS[self.octets])
+    def x(self, rings: _Rings) -> int:
+        """Where the table's entries were before."""
+        return max(self.together * rings.x * self.x_run, self.entries)
 
-    def job(self, ring: int, first_block: int) -> JobFields:
+    def job(self, rings: _Rings, first_block: int) -> JobFields:
         """JobStructure's fields behind the pointers."""
-        return self.job_fields(self.own, 1, 1, x=self.x, ring=ring, first_block=first_block,
-                         segments=self.segments, segment_stages=self.segment_stages,
-                         x_places=self.x_places)  # fmt: skip
+        return self.job_fields(self.own, 1, 1, x=self.x(rings), ring=rings.line, first_block=first_block,
+                               segments=self.segments, segment_stages=self.segment_stages,
+                               x_places=rings.x)  # fmt: skip
