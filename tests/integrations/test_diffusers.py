@@ -656,6 +656,53 @@ def test_damaged_file(flux: Reference, flux_folder: Path) -> None:
         flux.load(flux_folder)
 
 
+@pytest.fixture
+def flux_shards(flux: Reference, config: samebits.SamebitsConfig, tmp_path: Path) -> Path:
+    flux.load(quantization_config=config).save_pretrained(tmp_path / "shards", max_shard_size="60KB")
+    return tmp_path / "shards"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "shards without their index"), (b"{", "not a JSON object"), (b"[]", "not a JSON object"),
+     (b"\xff", "not a JSON object"), (b"{}", "no weight_map"), (b'{"weight_map": {"a": 3}}', "no name for a"),
+     (b'{"weight_map": {"a": "../a.safetensors"}}', "no name for a")],
+)  # fmt: skip
+def test_damaged_index(flux: Reference, flux_shards: Path, content: bytes | None, message: str) -> None:
+    index = flux_shards / "samebits.safetensors.index.json"
+    index.unlink()
+    if content is not None:
+        index.write_bytes(content)
+    with pytest.raises(FormatError, match=f"{re.escape(str(flux_shards))}.*: .*{message}"):
+        flux.load(flux_shards)
+
+
+def test_missing_shard(flux: Reference, flux_shards: Path) -> None:
+    missing = sorted(flux_shards.glob("samebits-*"))[1]
+    missing.unlink()
+    with pytest.raises(FormatError, match=f"the shard {missing.name} is missing"):
+        flux.load(flux_shards)
+
+
+def test_missing_weights(flux: Reference, flux_folder: Path) -> None:
+    (flux_folder / "samebits.safetensors").unlink()
+    with pytest.raises(InputError, match="no safetensors files in this folder"):
+        flux.load(flux_folder)
+
+
+def test_the_file_that_is_checked_is_loaded(flux: Reference, flux_folder: Path, tmp_path: Path) -> None:
+    """Beside another model's shards and their index, as one that was copied there."""
+    other = flux.load()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.neg_()
+    samebits.compress(other, min_weights=1024)
+    other.save_pretrained(tmp_path / "other", max_shard_size="60KB")
+    for file in (tmp_path / "other").glob("samebits*"):
+        file.rename(flux_folder / file.name)
+    flux.assert_same(flux.load(flux_folder))
+
+
 def test_weights_of_another_model(flux: Reference, flux_folder: Path) -> None:
     path = flux_folder / "config.json"
     path.write_text(path.read_text().replace('"joint_attention_dim": 64', '"joint_attention_dim": 32'))

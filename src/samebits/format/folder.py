@@ -79,6 +79,18 @@ class Folder:
             raise FormatError(what, where=str(path), mend=f"{_FETCH}, or remove that shard")
         return cls([path.parent / name for name in names], weight_map, metadata, path)
 
+    @property
+    def to_open(self) -> Path:
+        """What a library is given to load: the index, or the only file.
+
+        Raises:
+            FormatError: shards without their index.
+        """
+        if self.index is None and len(self.files) > 1:
+            mend = f"fetch {STEM}{INDEX_SUFFIX} too"
+            raise FormatError("shards without their index", where=str(self.files[0].parent), mend=mend)
+        return self.index or self.files[0]
+
     def check(self, files: Iterable[SafetensorsFile]) -> None:
         """Every tensor of the index is where it says."""
         held = {file.path.name: file.tensors for file in files}

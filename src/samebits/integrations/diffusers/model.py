@@ -22,7 +22,7 @@ from transformers.integrations.accelerate import load_offloaded_parameter
 
 from samebits.df11.config import KEY as DF11_KEY
 from samebits.errors import InputError, SamebitsError
-from samebits.format.folder import INDEX_SUFFIX, STEM
+from samebits.format.folder import INDEX_SUFFIX, STEM, Folder
 from samebits.format.names import stored_name
 from samebits.format.safetensors_file import SUFFIX
 from samebits.integrations.diffusers.quantizer import compressed, is_compressed, is_left_alone
@@ -149,6 +149,14 @@ def _finding_file(original: Callable[..., Any]) -> Callable[..., Any]:
 def _finding_index(original: Callable[..., Any], get_model_file: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def _fetch_index_file(**options: Any) -> Any:
+        """Of a compressed folder, what diffusers is to load is what is checked.
+
+        Raises:
+            FormatError, InputError: a local folder without weights, with a damaged index, or with shards missing.
+        """
+        if compressed.get() and options["is_local"]:
+            file = Folder.scan(Path(options["pretrained_model_name_or_path"], options["subfolder"])).to_open
+            return file if file.name.endswith(INDEX_SUFFIX) else None
         if compressed.get():
             others = ("is_local", "pretrained_model_name_or_path", "use_safetensors", "variant")
             rest = {key: value for key, value in options.items() if key not in others}

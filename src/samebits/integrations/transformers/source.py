@@ -10,7 +10,6 @@ from typing import Any
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils.hub import cached_file
 
-from samebits.errors import FormatError
 from samebits.format.folder import INDEX_SUFFIX, KEY, STEM, Folder
 from samebits.format.names import BARE, PACKED
 from samebits.format.safetensors_file import SUFFIX
@@ -89,7 +88,4 @@ def weights_file() -> str:
         hub = hub_options() | {"subfolder": subfolder, "_raise_exceptions_for_missing_entries": False}
         index = path and cached_file(path, STEM + INDEX_SUFFIX, **hub)
         return STEM + (INDEX_SUFFIX if index else SUFFIX)
-    found = Folder.scan(folder)
-    if found.index is None and len(found.files) > 1:
-        raise FormatError("shards without their index", where=str(folder), mend=f"fetch {STEM}{INDEX_SUFFIX} too")
-    return (found.index or found.files[0]).name
+    return Folder.scan(folder).to_open.name
