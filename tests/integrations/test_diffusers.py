@@ -22,7 +22,7 @@ from diffusers.hooks import apply_layerwise_casting
 import samebits
 from samebits.cli.run import run
 from samebits.df11.checkpoint import open_checkpoint
-from samebits.errors import DigestError, DtypeError, FormatError, InputError
+from samebits.errors import DigestError, DtypeError, FormatError, InputError, VersionError
 from samebits.format.container import Checkpoint
 from samebits.integrations.diffusers.quantizer import convert
 from samebits.jobs.compress_df11 import Df11Compression
@@ -627,6 +627,25 @@ def test_single_file_given_as_a_dict(flux: Reference, config: samebits.SamebitsC
         type(flux.model).from_single_file(tensors, **options)
 
 
+@pytest.mark.parametrize("damage", ["value", "version"])
+def test_single_file_that_differs_from_what_it_says(flux: Reference, tmp_path: Path, damage: str) -> None:
+    """Where what is packed is as it was."""
+    file = tmp_path / "packed.safetensors"
+    run(["compress", str(flux.folder / "diffusion_pytorch_model.safetensors"), str(file), "--min-weights", "1024"])
+    content = bytearray(file.read_bytes())
+    [bias] = [entry for entry in Checkpoint.open(file) if entry.name == "proj_out.bias"]
+    if damage == "value":
+        content[bias.spec.start] ^= 1
+    else:
+        content = content.replace(rb"{\"version\":1,", rb"{\"version\":2,")
+    file.write_bytes(content)
+    error, message = (
+        (DigestError, "proj_out.bias: the bytes differ") if damage == "value" else (VersionError, "upgrade")
+    )
+    with pytest.raises(error, match=f"packed.safetensors: .*{message}"):
+        type(flux.model).from_single_file(str(file), config=str(flux.folder), dtype=torch.bfloat16)
+
+
 def test_damaged_single_file(flux: Reference, tmp_path: Path) -> None:
     file = tmp_path / "packed.safetensors"
     run(["compress", str(flux.folder / "diffusion_pytorch_model.safetensors"), str(file), "--min-weights", "1024"])
@@ -634,7 +653,8 @@ def test_damaged_single_file(flux: Reference, tmp_path: Path) -> None:
     name = next(name for name in tensors if name.endswith(".sb_packed"))
     tensors[name][:8] = 0
     save_file(tensors, file)
-    with pytest.raises(FormatError, match=rf"packed.safetensors: {re.escape(name)}: "):
+    weight = re.escape(name.replace(".sb_packed", ".weight"))
+    with pytest.raises(FormatError, match=rf"packed.safetensors: {weight}: "):
         type(flux.model).from_single_file(str(file), config=str(flux.folder), dtype=torch.bfloat16)
 
 

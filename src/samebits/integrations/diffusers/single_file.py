@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ from diffusers.loaders import single_file as pipelines
 from diffusers.loaders import single_file_model, single_file_utils
 
 from samebits.errors import SamebitsError
+from samebits.format.container import Checkpoint
 from samebits.format.names import original_name
+from samebits.format.safetensors_file import SUFFIX
 from samebits.integrations.diffusers.quantizer import is_left_alone, single_file
 from samebits.integrations.transformers.quantizer import SamebitsConfig
 from samebits.nn.state import as_plain
@@ -21,10 +24,11 @@ _READS = "load_single_file_checkpoint"  # a function that other modules of diffu
 
 
 def register() -> None:
-    """Wrap the three functions."""
+    """Wrap the four functions."""
     pipelines.load_single_file_sub_model = _loading_part(pipelines.load_single_file_sub_model)
     mixin = single_file_model.FromOriginalModelMixin
     mixin.from_single_file = classmethod(_loading(mixin.from_single_file.__func__))
+    single_file_utils.load_state_dict = _checking(single_file_utils.load_state_dict)
     original = single_file_utils.load_single_file_checkpoint
     wrapped = _reading(original)
     for name, module in list(sys.modules.items()):
@@ -60,6 +64,24 @@ def _loading_part(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(*args, name=name, **kwargs)
 
     return load_single_file_sub_model
+
+
+def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def load_state_dict(checkpoint_file: Any, *args: Any, **kwargs: Any) -> Any:
+        """Of a compressed file, what is not packed has digests too.
+
+        Raises:
+            FormatError, DigestError: a damaged file; VersionError for a later version.
+        """
+        tensors = original(checkpoint_file, *args, **kwargs)
+        if str(checkpoint_file).endswith(SUFFIX):
+            checkpoint = Checkpoint.open(Path(checkpoint_file))
+            for entry in checkpoint if checkpoint.is_packed else ():
+                entry.check()
+        return tensors
+
+    return load_state_dict
 
 
 def _reading(original: Callable[..., Any]) -> Callable[..., Any]:
