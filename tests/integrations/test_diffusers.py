@@ -85,6 +85,13 @@ def test_layouts_of_dfloat11_are_refused(flux: Reference, options: dict[str, Any
     flux.assert_same(model_class.from_pretrained(tmp_path / "plain", dtype=torch.bfloat16, **options))
 
 
+def test_a_single_file_of_dfloat11_is_refused(flux: Reference, tmp_path: Path) -> None:
+    source, file = flux.folder / "diffusion_pytorch_model.safetensors", tmp_path / "df11.safetensors"
+    Df11Compression(Checkpoint.open(source), file, {r"transformer_blocks\.\d+": ["attn.to_q", "attn.to_k"]}).run()
+    with pytest.raises(InputError, match=r"df11.safetensors: in the layout of DFloat11; .*samebits decompress"):
+        type(flux.model).from_single_file(str(file), config=str(flux.folder), dtype=torch.bfloat16)
+
+
 def motion_adapter(seed: int) -> Any:
     torch.manual_seed(seed)
     sizes = {"motion_layers_per_block": 1, "motion_norm_num_groups": 4, "motion_num_attention_heads": 2}

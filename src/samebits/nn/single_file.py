@@ -12,6 +12,7 @@ from safetensors import safe_open
 from samebits.api import decode
 from samebits.df11.checkpoint import Df11Checkpoint, open_checkpoint
 from samebits.errors import InputError
+from samebits.format.container import Checkpoint
 from samebits.format.folder import KEY
 from samebits.format.packed import PackedTensor, existing
 from samebits.format.safetensors_file import SUFFIX
@@ -49,11 +50,7 @@ class SingleFile:
             raise InputError("no such file", where=str(path), mend="check the path")
         if self.path.is_dir():
             raise InputError("a folder", where=str(path), mend=f"give one {SUFFIX} file")
-        checkpoint = open_checkpoint(self.path)
-        if isinstance(checkpoint, Df11Checkpoint):
-            mend = "give `samebits decompress` the file, and take what it writes"
-            raise InputError("in the layout of DFloat11", where=str(path), mend=mend)
-        self._checkpoint = checkpoint
+        self._checkpoint = checkpoint = open_file(self.path)
         self.is_packed = checkpoint.is_packed
         self.metadata = {key: value for key, value in checkpoint.files[0].metadata.items() if key != KEY}
         self._entries = {
@@ -103,6 +100,19 @@ class SingleFile:
             tensors = {name: file.get_tensor(entry.spec.name) for name, entry in self._entries.items()}
         self._checkpoint.check_unchanged()
         return {name: tensor.clone() if tensor.data_ptr() % _ALIGNMENT else tensor for name, tensor in tensors.items()}
+
+
+def open_file(path: Path) -> Checkpoint:
+    """A safetensors file by its header.
+
+    Raises:
+        InputError, FormatError, VersionError, OSError: as SingleFile.
+    """
+    checkpoint = open_checkpoint(path)
+    if isinstance(checkpoint, Df11Checkpoint):
+        mend = "give `samebits decompress` the file, and take what it writes"
+        raise InputError("in the layout of DFloat11", where=str(path), mend=mend)
+    return checkpoint
 
 
 def _stored(name: str) -> str:

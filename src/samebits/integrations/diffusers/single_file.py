@@ -13,11 +13,11 @@ from diffusers.loaders import single_file as pipelines
 from diffusers.loaders import single_file_model, single_file_utils
 
 from samebits.errors import SamebitsError
-from samebits.format.container import Checkpoint
 from samebits.format.names import original_name
 from samebits.format.safetensors_file import SUFFIX
 from samebits.integrations.diffusers.quantizer import is_left_alone, single_file
 from samebits.integrations.transformers.quantizer import SamebitsConfig
+from samebits.nn.single_file import open_file
 from samebits.nn.state import as_plain
 
 _READS = "load_single_file_checkpoint"  # a function that other modules of diffusers may have imported already
@@ -73,10 +73,11 @@ def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
 
         Raises:
             FormatError, DigestError: a damaged file; VersionError for a later version.
+            InputError: DFloat11's.
         """
         tensors = original(checkpoint_file, *args, **kwargs)
         if str(checkpoint_file).endswith(SUFFIX):
-            checkpoint = Checkpoint.open(Path(checkpoint_file))
+            checkpoint = open_file(Path(checkpoint_file))
             for entry in checkpoint if checkpoint.is_packed else ():
                 entry.check()
         return tensors
