@@ -103,12 +103,14 @@ def test_a_file_of_one_unit(tmp_path: Path) -> None:
     assert contents(open_checkpoint(folder / "model_layers_1.safetensors")) == expected
 
 
-@pytest.mark.parametrize("missing", ["luts", "gaps", "split_positions", "sign_mantissa", "output_positions"])
+@pytest.mark.parametrize(
+    "missing", ["luts", "gaps", "split_positions", "sign_mantissa", "output_positions", "encoded_exponent"]
+)
 def test_a_unit_without_one_of_its_tensors(tmp_path: Path, missing: str) -> None:
     folder = copy("tiny-llama", tmp_path / "df11")
     names = [name for name in tensors_of(folder) if name != f"{LAYER}.{missing}"]
     regroup(folder, {"model.safetensors": names})
-    with pytest.raises(FormatError, match=f"no {missing}"):
+    with pytest.raises(FormatError, match=rf"model.safetensors: {LAYER}: the unit has no {missing}; fetch"):
         open_checkpoint(folder)
 
 

@@ -38,6 +38,7 @@ from samebits.format.safetensors_file import SUFFIX, SafetensorsFile, TensorSpec
 UNIT_TENSORS = {field.name: "I64" if field.name == "split_positions" else "U8" for field in fields(Unit)}
 _DIMENSIONS = {"luts": 2}  # of those that are not one-dimensional
 _STREAM = "encoded_exponent"
+_OF_UNITS_ALONE = (_STREAM, "sign_mantissa")  # where one is, the others have to be
 _CHUNK_WORDS = 1 << 26  # decoded at a time
 
 
@@ -50,7 +51,8 @@ class StoredUnit:
 
     @property
     def where(self) -> str:
-        return f"{self.tensors[_STREAM][0]}: {self.path}" if _STREAM in self.tensors else self.path
+        file, _ = self.tensors.get(_STREAM) or next(iter(self.tensors.values()))
+        return f"{file}: {self.path}"
 
     @property
     def nbytes(self) -> int:
@@ -193,10 +195,11 @@ class _Reader:
         self.files, self.config = files, config
         self.plain: dict[str, tuple[SafetensorsFile, TensorSpec]] = {}
         self.units: dict[str, dict[str, tuple[Path, TensorSpec]]] = {}
-        streams = {name.rpartition(".")[0] for file in files for name in file.tensors if name.endswith(f".{_STREAM}")}
+        places = [name.rpartition(".") for file in files for name in file.tensors]
+        paths = {path for path, dot, leaf in places if dot and leaf in _OF_UNITS_ALONE}
         for file in files:
             for spec in file.tensors.values():
-                self._sort(file, spec, streams)
+                self._sort(file, spec, paths)
         vectors = {name: spec.words for name, (_, spec) in self.plain.items() if len(spec.shape) == 1}
         shapes = self._shapes_said()
         names = [name for path in self.units for name in (self.config and self.config.weights(path)) or ()]
@@ -216,9 +219,9 @@ class _Reader:
             self.config = self.config or said.config
         return shapes
 
-    def _sort(self, file: SafetensorsFile, spec: TensorSpec, streams: set[str]) -> None:
+    def _sort(self, file: SafetensorsFile, spec: TensorSpec, paths: set[str]) -> None:
         path, _, leaf = spec.name.rpartition(".")
-        is_of_unit = path in streams and leaf in UNIT_TENSORS
+        is_of_unit = path in paths and leaf in UNIT_TENSORS
         tensors = self.units.setdefault(path, {}) if is_of_unit else {}
         if leaf in tensors or spec.name in self.plain:
             what = "the tensor is also in another file"
