@@ -129,6 +129,9 @@ def test_errors(packed: Path, tmp_path: Path) -> None:
         samebits.SingleFile(tmp_path)
     with pytest.raises(InputError, match=r"absent\.safetensors: no such file; check the path"):
         samebits.SingleFile(tmp_path / "absent.safetensors")
+    (tmp_path / "other.gguf").write_bytes(b"GGUF")
+    with pytest.raises(InputError, match=r"other\.gguf: not a safetensors file; give one \.safetensors file$"):
+        samebits.SingleFile(tmp_path / "other.gguf")
     content = bytearray(packed.read_bytes())
     content[-100] ^= 1
     damaged = tmp_path / "damaged.safetensors"

@@ -15,7 +15,7 @@ from samebits.errors import InputError
 from samebits.format.container import Checkpoint
 from samebits.format.folder import KEY
 from samebits.format.packed import PackedTensor, existing
-from samebits.format.safetensors_file import SUFFIX
+from samebits.format.safetensors_file import SINGLE_SUFFIXES, SUFFIX
 from samebits.nn.packed_module import slot_name
 
 _ALIGNMENT = 16  # of tensors in memory, in bytes; in a file they lie anywhere
@@ -50,6 +50,8 @@ class SingleFile:
             raise InputError("no such file", where=str(path), mend="check the path")
         if self.path.is_dir():
             raise InputError("a folder", where=str(path), mend=f"give one {SUFFIX} file")
+        if self.path.suffix not in SINGLE_SUFFIXES:
+            raise InputError("not a safetensors file", where=str(path), mend=f"give one {SUFFIX} file")
         self._checkpoint = checkpoint = open_file(self.path)
         self.is_packed = checkpoint.is_packed
         self.metadata = {key: value for key, value in checkpoint.files[0].metadata.items() if key != KEY}
