@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import itertools
 import os
 import pickle
@@ -28,6 +29,8 @@ from torch.utils.checkpoint import checkpoint
 
 import samebits
 from samebits.errors import DigestError, DtypeError, FormatError, InputError
+from samebits.format.header import Section
+from samebits.format.packed import PackedTensor
 from samebits.nn import held, packed_module, recipe
 from samebits.nn.lazy import LazyTensor, LazyWeight
 from samebits.nn.packed_module import PackedModule, packed_class, packed_parameters, share_ties
@@ -63,6 +66,40 @@ def test_a_copy_keeps_ties_and_shares_nothing_else() -> None:
     samebits.decompress(other)
     assert isinstance(module.head, PackedModule)
     assert same_bits(call(module), expected)
+
+
+WRITERS: dict[str, Callable[[nn.Module], bytes]] = {
+    "pickle": pickle.dumps,
+    "torch.save": lambda module: saved(module),
+    "torch.save as it was once": lambda module: saved(module, _use_new_zipfile_serialization=False),
+}
+
+
+def saved(module: nn.Module, **options: Any) -> bytes:
+    torch.save(module, file := io.BytesIO(), **options)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("section", ["offsets", "planes", "streams"])
+@pytest.mark.parametrize("writer", WRITERS)
+def test_a_damaged_pickle(writer: str, section: Section) -> None:
+    """What was written and read is looked at before it is decoded, also of a copy."""
+    module, call, _ = compressed("linear")
+    content, stored = bytearray(WRITERS[writer](module)), module.sb_packed.numpy().tobytes()
+    content[content.index(stored) + module.sb_recipes["weight"].pieces[0].header.sections[section].start] ^= 64
+    other = pickle.loads(content) if writer == "pickle" else torch.load(io.BytesIO(content), weights_only=False)
+    for damaged in (copy.deepcopy(other), copy.copy(other), other):
+        with pytest.raises(
+            DigestError, match=r"Linear\.weight: its packed bytes were changed, in a file .*; load it again"
+        ):
+            call(damaged)
+
+
+def test_copies_are_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, call, expected = compressed("linear")
+    monkeypatch.setattr(PackedTensor, "from_data", None)
+    for other in (copy.deepcopy(module), copy.copy(module)):
+        assert same_bits(call(other), expected)
 
 
 def test_a_new_module_of_that_class_is_plain() -> None:

@@ -201,6 +201,11 @@ class PackedModule(nn.Module):
             if stored is not None:
                 self.sb_versions[slot] = accept(stored)
 
+    def sb_distrust(self) -> None:
+        """That the bytes in all slots may be any."""
+        stored = {slot: self._parameters[slot] for slot in self.sb_slots}
+        self.__dict__["sb_versions"] = {slot: distrust(each) for slot, each in stored.items() if each is not None}
+
     def sb_change(self, name: str, **fields: Any) -> None:
         """Give fields of the recipe of the weight ``name`` other values."""
         self.sb_recipes[name] = replace(self.sb_recipes[name], **fields)
@@ -289,8 +294,7 @@ class PackedModule(nn.Module):
                 raise InputError("the memory format of packed weights cannot be changed", mend=mend)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if not keeps_bytes(fn):
-            stored = {slot: self._parameters[slot] for slot in self.sb_slots}
-            self.__dict__["sb_versions"] = {slot: distrust(each) for slot, each in stored.items() if each is not None}
+            self.sb_distrust()
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -341,13 +345,33 @@ class PackedModule(nn.Module):
         """For pickle and deepcopy: the class is made, not found."""
         state = self.__getstate__()  # type: ignore[no-untyped-call]
         kept = {name: value for name, value in state.items() if name != "sb_versions"}  # of these parameters
+        if all(map(self.sb_is_unchanged, self.sb_slots)):
+            kept[_KNOWN] = _NotPickled()
         return _new, (self.sb_base, tuple(self.sb_recipes)), kept
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        """What a file had is looked at before it is decoded; it may not be in memory yet."""
+        is_known = isinstance(state.get(_KNOWN), _NotPickled)
+        super().__setstate__({name: value for name, value in state.items() if name != _KNOWN})  # type: ignore[no-untyped-call]
         self.__dict__["sb_versions"] = {}
-        self.sb_accept(self.sb_slots)
+        if is_known:
+            self.sb_accept(self.sb_slots)
+        else:
+            self.sb_distrust()
         modules.add(self)
+
+
+_KNOWN = "sb_known_bytes"  # in the state that a copy is made of
+
+
+class _NotPickled:
+    """Stays what it is in copies that are made in memory; a pickle has False in its place."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _NotPickled:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return bool, ()
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

@@ -100,7 +100,7 @@ def _refuse_other_bytes(header: Header, stored: torch.Tensor, where: str) -> Non
         packed = None
     if packed and packed.header.has_form_of(header):  # or a decoder would err
         return
-    what = "its packed bytes were changed, by what takes all parameters for numbers"
+    what = "its packed bytes were changed, in a file that was loaded, or by what takes all parameters for numbers"
     mend = "load it again; call samebits.decompress before weights are averaged or trained"
     raise DigestError(what, where=where, mend=mend)
 
