@@ -56,6 +56,14 @@ def test_missing_index(llama: Reference, shards: Path) -> None:
         llama.load(shards)
 
 
+def test_index_without_metadata(llama: Reference, shards: Path) -> None:
+    """Which transformers asks for."""
+    path = shards / "samebits.safetensors.index.json"
+    path.write_text(json.dumps({"weight_map": json.loads(path.read_text())["weight_map"]}))
+    with pytest.raises(FormatError, match=r"index\.json: the index has no metadata"):
+        llama.load(shards)
+
+
 def test_missing_weights(llama: Reference, llama_folder: Path) -> None:
     (llama_folder / FILE).unlink()
     with pytest.raises(SamebitsError, match="no safetensors files"):

@@ -84,8 +84,10 @@ class Folder:
         """What a library is given to load: the index, or the only file.
 
         Raises:
-            FormatError: shards without their index.
+            FormatError: shards without their index, or an index without what libraries ask for.
         """
+        if self.index is not None and "metadata" not in read_json(self.index):
+            raise FormatError("the index has no metadata", where=str(self.index), mend=_FETCH)
         if self.index is None and len(self.files) > 1:
             mend = f"fetch {STEM}{INDEX_SUFFIX} too"
             raise FormatError("shards without their index", where=str(self.files[0].parent), mend=mend)
