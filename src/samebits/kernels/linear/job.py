@@ -146,9 +146,9 @@ class Spare(NamedTuple):
     table_words: int
     buffer_words: int
 
-    def suits(self, header: Header) -> bool:
+    def suits(self, footprint: Footprint) -> bool:
         """Whether the kernel can decode such a weight, however many others there are."""
-        return table_words(header) <= self.table_words and staging_words(header) <= self.buffer_words
+        return footprint.table <= self.table_words and footprint.buffer <= self.buffer_words
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,7 +22,7 @@ from samebits.format.header import Header
 from samebits.format.packed import PackedTensor
 from samebits.kernels import nvrtc
 from samebits.kernels.decode import decode_source
-from samebits.kernels.linear.job import CHUNK_STAGES, Arrangement, Launch
+from samebits.kernels.linear.job import CHUNK_STAGES, Arrangement, Footprint, Launch
 from samebits.kernels.linear.launch import VARIANTS, different, joint_launch, launch_of, max_tokens, nearest_launch
 from samebits.kernels.repeat import Patch, Repeat, Step, X
 from samebits.kernels.residents import resident
@@ -108,7 +108,7 @@ def is_launchable(header: Header, m: int, plan: LinearPlan, device: int) -> bool
 def is_prefetchable(packed: PackedTensor, launch: Launch, device: int) -> bool:
     """Whether a launch can decode that weight on the way, however many others there are."""
     spare, header = launch.spare, packed.header
-    suits = spare is not None and is_supported(header, 1, device) and spare.suits(header)
+    suits = spare is not None and is_supported(header, 1, device) and spare.suits(Footprint.of(header))
     return suits and decode_table(packed) is not None
 
 
