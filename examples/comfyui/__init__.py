@@ -18,6 +18,7 @@ import comfy.sd
 import folder_paths
 
 import samebits
+from samebits.errors import DtypeError
 from samebits.integrations import comfyui
 
 MODELS = "diffusion_models"
@@ -46,7 +47,11 @@ class SamebitsLoader:
         if model is None:
             raise ValueError(f"{file}: ComfyUI knows no model with these tensors")
         if keep_packed:
-            print(f"samebits: {comfyui.compress(model)}")
+            try:
+                print(f"samebits: {comfyui.compress(model)}")
+            except DtypeError as error:
+                mend = "switch keep_packed off, or choose a file in BF16"
+                raise DtypeError(error.what, where=file, mend=mend) from None
         return (model,)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import runpy
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from samebits.errors import InputError
+from samebits.errors import DtypeError, InputError
 from samebits.integrations import comfyui
 from samebits.integrations.comfyui import compress
 from samebits.nn.lazy import LazyWeight
@@ -241,15 +241,30 @@ def test_metadata_of_the_file(takes: bool, tmp_path: Path, monkeypatch: pytest.M
         seen.append((set(sd), metadata))
         return "model"
 
+    loader = loader_of(tmp_path, load_with_metadata if takes else load, monkeypatch)
+    assert loader.load("model.safetensors", keep_packed=False) == ("model",)
+    assert seen == [({"weight"}, {"config": "{}"} if takes else None)]
+
+
+def test_a_file_of_another_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says what a node's user can do."""
+    save_file({"weight": torch.zeros(3)}, tmp_path / "half.safetensors")
+    model = SimpleNamespace(model=SimpleNamespace(diffusion_model=Model().half()))
+    loader = loader_of(tmp_path, lambda sd: model, monkeypatch)
+    with pytest.raises(DtypeError, match=r"^half\.safetensors: .*float16.*; switch keep_packed off"):
+        loader.load("half.safetensors")
+    assert loader.load("half.safetensors", keep_packed=False) == (model,)
+
+
+def loader_of(folder: Path, load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The node, in a ComfyUI that has its models in a folder and loads them so."""
     paths, package, sd = ModuleType("folder_paths"), ModuleType("comfy"), ModuleType("comfy.sd")
-    paths.get_full_path_or_raise = lambda kind, name: str(tmp_path / name)  # type: ignore[attr-defined]
-    sd.load_diffusion_model_state_dict = load_with_metadata if takes else load  # type: ignore[attr-defined]
+    paths.get_full_path_or_raise = lambda kind, name: str(folder / name)  # type: ignore[attr-defined]
+    sd.load_diffusion_model_state_dict = load  # type: ignore[attr-defined]
     package.sd = sd  # type: ignore[attr-defined]
     for module in (paths, package, sd):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    loader = runpy.run_path(str(NODES))["SamebitsLoader"]
-    assert loader().load("model.safetensors", keep_packed=False) == ("model",)
-    assert seen == [({"weight"}, {"config": "{}"} if takes else None)]
+    return runpy.run_path(str(NODES))["SamebitsLoader"]()
 
 
 @pytest.mark.gpu
