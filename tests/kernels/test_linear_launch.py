@@ -725,7 +725,7 @@ def test_room_for_weights_of_products_to_come(shapes: list[tuple[int, int]], hop
         ring = job_of(launch)["ring"] * (tile.slot_bytes + 16)
         used = 4 * (tile.decoders * 2 * tile.row_groups * max(buffers) + launch.spare.table_words)
         assert 1024 + ring + 128 + 8 * tile.bias_bytes + used == launch.shared_bytes
-        assert all(map(launch.spare.suits, headers))
+        assert all(launch.spare.suits(Footprint.of(header)) for header in headers)
         assert not launch.spare.suits(Footprint.of(header_of((1024, 1024), 10 * launch.spare.buffer_words)))
     assert room == sorted(room)
     assert room[0] == 0
