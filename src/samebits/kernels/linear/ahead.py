@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from samebits.cached import cached_property
-from samebits.format.geometry import LANES, SIGN_BYTES, STAGE, STAGE_WORDS
+from samebits.format.geometry import SIGN_BYTES, STAGE, STAGE_WORDS
 from samebits.format.header import align
 from samebits.kernels import nvrtc
 from samebits.kernels.linear.job import (
@@ -36,7 +36,8 @@ _CHUNK_RUNS = CHUNK_STAGES // _RUN_STAGES
 _X_WORDS = 4096  # of a segment, where that is enough
 _FEW_OCTETS = 2  # up to which x has a chunk's runs; with more its line's ring has, or warps could wait for each other
 _MIN_RUNS = 2  # of the other one, where a line is as long
-_MAX_RUNS = {1: 4, 2: 6, 4: 6, 6: 6}  # by OCTETs of tokens; who decodes farther ahead takes time from who multiplies
+_MAX_RUNS = 4  # of a line's ring: who decodes farther ahead takes time from who multiplies
+_MAX_LEFT_RUNS = 6  # the same with more than an OCTET of tokens
 _BARRIER_WORDS = 2
 _BESIDE = 3 * 1024  # bytes of shared memory for three blocks of arrange.cu, which begin beside the launch in front
 _LINE_CYCLES = 42  # of shared memory, for a line's stage
@@ -170,7 +171,6 @@ class _Planner(TensorPlanner):
         self.segment_stages = -(-self.ranges // min(most, self.ranges)) * self.stages_per_range
         self.segments = -(-self.stages // self.segment_stages)
         self.apart, self.together = (1, self.segments) if pieces is None else (self.segments, 1)
-        self.sums_meet_in_memory = pieces is not None and self.ranges > 1
         self.lines = self.own * self.together
         self.most_lines = _MAX_LINES if pieces is None else _MAX_APART_LINES[sharing]
         self.others = (-(-self.own // sharing) + 1) * self.together  # warps that multiply, or bring x
@@ -222,19 +222,18 @@ class _Planner(TensorPlanner):
 
     @property
     def parts_bytes(self) -> int:
-        return self.row_groups * self.ranges * 4 * 2 * self.octets * LANES if self.sums_meet_in_memory else 0
+        return 4 * self.sums_words(self.row_groups) if self.apart > 1 else 0
 
     def rings(self, warps: int) -> _Rings:
         """As many runs as are of use and fit: of lines first."""
         room = self.room - self.shared(warps, _Rings(0, self.least.x))
-        line = min(room // self.run, self.runs, _MAX_RUNS[self.octets])
+        line = min(room // self.run, self.runs, _MAX_RUNS if self.octets == 1 else _MAX_LEFT_RUNS)
         more = (_Rings(line, x) for x in range(min(_CHUNK_RUNS, self.runs), self.least.x, -1))
         return next((rings for rings in more if self.shared(warps, rings) <= self.room), _Rings(line, self.least.x))
 
     def shared(self, warps: int, rings: _Rings) -> int:
         """What a block needs."""
-        meet_here = self.ranges > 1 and not self.sums_meet_in_memory
-        parts = self.own * self.ranges * 2 * self.octets * LANES if meet_here else 0
+        parts = self.sums_words(self.own) if self.apart == 1 else 0
         buffers = (warps - self.others) * 2 * (self.buffer + _SIGN_WORDS)
         barriers = self.together * rings.x * _BARRIER_WORDS if self.octets > 1 else 0
         flags = self.lines + self.together + self.own

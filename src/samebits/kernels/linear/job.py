@@ -235,6 +235,10 @@ class TensorPlanner:
         """Of x in a block's memory: more than an OCTET come arranged, all of them."""
         return self.m if self.octets == 1 else OCTET * self.octets
 
+    def sums_words(self, row_groups: int) -> int:
+        """Of all ranges' sums of so many row groups, in fp32, where ranges meet."""
+        return row_groups * self.ranges * 2 * self.octets * LANES if self.ranges > 1 else 0
+
     def job_fields(
         self,
         slots: int,

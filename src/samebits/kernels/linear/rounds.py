@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from samebits.cached import cached_property
-from samebits.format.geometry import LANES, STAGE
+from samebits.format.geometry import STAGE
 from samebits.kernels import nvrtc
 from samebits.kernels.linear.job import (
     CHUNK_STAGES,
@@ -131,7 +131,7 @@ class _Planner(WalkPlanner):
 
     @property
     def parts_bytes(self) -> int:
-        return self.row_groups * self.ranges * 4 * 2 * self.octets * LANES if self.ranges > 1 else 0
+        return 4 * self.sums_words(self.row_groups)
 
     def fixed(self, warps: int) -> int:
         """What a block needs without the ring of x."""
